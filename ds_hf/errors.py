@@ -1,0 +1,63 @@
+"""Errors that ds_hf raises for its users.
+
+Everything derives from ``DsHfError``. ``ConfigError`` is also a ``ValueError`` so that code written for
+DeepSpeed or transformers, which catches ``ValueError``, keeps working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["CheckpointError", "ConfigError", "DsHfError", "Fault", "LossScaleError"]
+
+
+class DsHfError(Exception):
+    """Base of all errors raised on purpose by ds_hf."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong in a configuration.
+
+    Attributes:
+        pointer: JSON pointer (RFC 6901) of the value, ``""`` for the whole file.
+        message: what is wrong.
+        fix: what to do about it, as an instruction; may be empty.
+        line: 1-based line in the source text, when there is a source text.
+    """
+
+    pointer: str
+    message: str
+    fix: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        where = self.pointer or "(top level)"
+        at = f" (line {self.line})" if self.line is not None else ""
+        fix = f"\n      fix: {self.fix}" if self.fix else ""
+        return f"{where}{at}: {self.message}{fix}"
+
+
+class ConfigError(DsHfError, ValueError):
+    """A configuration is wrong; lists every fault found, not only the first.
+
+    Attributes:
+        faults: all faults, in file order.
+        source: file name or description of where the configuration came from.
+    """
+
+    def __init__(self, faults: Sequence[Fault] | str, source: str = "config") -> None:
+        self.faults: tuple[Fault, ...] = (Fault("", faults),) if isinstance(faults, str) else tuple(faults)
+        self.source = source
+        count = len(self.faults)
+        head = f"{source}: {count} fault{'s' if count != 1 else ''}"
+        super().__init__("\n".join([head, *(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))]))
+
+
+class CheckpointError(DsHfError, RuntimeError):
+    """A checkpoint is missing, incomplete, damaged or does not fit the model."""
+
+
+class LossScaleError(DsHfError, RuntimeError):
+    """The fp16 loss scale is at its minimum and gradients still overflow (DeepSpeed key ``fp16.min_loss_scale``)."""
