@@ -1,0 +1,1 @@
+"""Process groups, meshes, collectives and streams: all that the engine knows of other ranks and of the device."""
