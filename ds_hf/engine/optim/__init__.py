@@ -1,0 +1,1 @@
+"""Optimizers by name, their unit-by-unit update, and fp16 loss scaling."""
