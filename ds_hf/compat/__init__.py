@@ -1,0 +1,1 @@
+"""Packages that stand in for others, reached through a path entry and never imported as ds_hf.compat."""

@@ -1,0 +1,7 @@
+"""``deepspeed.launcher``."""
+
+from __future__ import annotations
+
+from .._missing import missing
+
+__getattr__ = missing(__name__)

@@ -1,0 +1,10 @@
+"""``deepspeed.runtime.config``."""
+
+from __future__ import annotations
+
+from ds_hf.errors import ConfigError as DeepSpeedConfigError
+
+from .._missing import missing
+
+__all__ = ["DeepSpeedConfigError"]
+__getattr__ = missing(__name__)

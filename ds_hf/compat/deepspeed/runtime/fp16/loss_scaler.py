@@ -1,0 +1,10 @@
+"""``deepspeed.runtime.fp16.loss_scaler``."""
+
+from __future__ import annotations
+
+from ds_hf.engine.optim.loss_scaler import DynamicLossScaler
+
+from ..._missing import missing
+
+__all__ = ["DynamicLossScaler"]
+__getattr__ = missing(__name__)

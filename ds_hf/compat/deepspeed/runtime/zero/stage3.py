@@ -1,0 +1,18 @@
+"""``deepspeed.runtime.zero.stage3``: what a model needs at stage 3."""
+
+from __future__ import annotations
+
+from ds_hf.engine.zero.estimate import (
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
+
+from ..._missing import missing
+
+__all__ = [
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+]
+__getattr__ = missing(__name__)

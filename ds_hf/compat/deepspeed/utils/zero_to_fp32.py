@@ -1,0 +1,18 @@
+"""``deepspeed.utils.zero_to_fp32``: one fp32 state dict out of a checkpoint."""
+
+from __future__ import annotations
+
+from ds_hf.engine.checkpoint.consolidate import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+
+from .._missing import missing
+
+__all__ = [
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+]
+__getattr__ = missing(__name__)
