@@ -1,0 +1,1 @@
+"""Tests of ds_hf; the folders mirror the sources, ``helpers`` is shared."""

@@ -1,0 +1,308 @@
+"""Runs a function, or a script under torchrun, on several processes of this machine, for tests.
+
+Invariants: nothing outlives the call (every rank has its own process group, which is killed at the end, and a rank
+whose parent died ends itself); nothing waits longer than ``timeout``; the failure reported is the one of the rank that
+failed first, with its traceback and the end of its output.
+
+Ranks are forked from a server that has imported torch already, so that starting one costs milliseconds and not seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["DistributedFailure", "RankSpec", "free_port", "run_distributed", "run_torchrun"]
+
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "transformers", "accelerate", "tests.helpers.distributed"]
+TAIL_CHARS = 6000
+GRACE_S = 1.0
+MARK = "DS_HF_TEST_RUN"
+
+
+class DistributedFailure(AssertionError):
+    """A rank raised, died or ran out of time; the text tells which and why."""
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What one rank needs to know to start."""
+
+    rank: int
+    world_size: int
+    port: int
+    backend: str | None
+    timeout: float
+    output: str
+    env: dict[str, str]
+    sys_path: list[str]
+
+
+def free_port() -> int:
+    """A TCP port that is free on the loopback address now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def run_distributed(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str | None = "gloo",
+    env: Mapping[str, str] | None = None,
+    start_method: Literal["forkserver", "spawn"] = "forkserver",
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks and return what each returned, by rank.
+
+    Args:
+        fn: a function at the top level of a module (it is pickled by name).
+        world_size: number of processes.
+        timeout: seconds for the whole call; every rank's stack is in the error when they run out.
+        backend: process group made before ``fn`` and destroyed after it; None leaves that to ``fn``
+            (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ... are set either way).
+        env: more environment variables for the ranks.
+        start_method: "spawn" gives interpreters in which nothing is imported yet (seconds slower).
+
+    Raises:
+        DistributedFailure: with the traceback of the rank that failed first.
+    """
+    payload = pickle.dumps((fn, args, kwargs))
+    for attempt in range(3):
+        try:
+            return _run_once(payload, world_size, timeout, backend, dict(env or {}), start_method)
+        except DistributedFailure as failure:  # somebody else may take the free port before rank 0 does
+            if attempt == 2 or os.strerror(errno.EADDRINUSE).lower() not in str(failure).lower():
+                raise
+    raise AssertionError("unreachable")
+
+
+def _run_once(
+    payload: bytes, world_size: int, timeout: float, backend: str | None, env: dict[str, str], start_method: str
+) -> list[Any]:
+    context: Any = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when the server imports it
+        context.set_forkserver_preload(PRELOAD)
+    port = free_port()
+    ranks: list[Any] = []
+    pipes: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="ds_hf_test_") as folder:
+        try:
+            for rank in range(world_size):
+                output = os.path.join(folder, f"rank{rank}.txt")
+                spec = RankSpec(rank, world_size, port, backend, timeout, output, env, list(sys.path))
+                ours, theirs = context.Pipe(duplex=True)
+                process = context.Process(target=_rank_main, args=(spec, payload, theirs), name=f"rank{rank}")
+                process.start()
+                theirs.close()
+                ranks.append(process)
+                pipes.append(ours)
+            return _collect(ranks, pipes, timeout, Path(folder))
+        finally:
+            for process in ranks:
+                _kill_group(process.pid)
+            for process in ranks:
+                process.join(10)
+                process.close()
+            for pipe in pipes:
+                pipe.close()
+
+
+def _collect(ranks: Sequence[Any], pipes: Sequence[Connection], timeout: float, folder: Path) -> list[Any]:
+    """Wait for all ranks; raise as soon as one has failed."""
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    waiting = dict(zip(pipes, range(len(pipes)), strict=True))
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            time.sleep(0.2)  # the ranks write their stacks at the deadline
+            late = ", ".join(str(rank) for rank in waiting.values())
+            raise DistributedFailure(f"rank {late}: not finished after {timeout:g} s\n{_tails(folder, waiting.values())}")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                kind, content = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                ranks[rank].join(GRACE_S)
+                kind, content = "died", f"exit code {ranks[rank].exitcode} and no traceback"
+            if kind == "skipped":
+                import pytest
+
+                pytest.skip(content)
+            if kind != "ok":
+                raise DistributedFailure(f"rank {rank} of {len(ranks)} {kind}: {content}\n{_tails(folder, [rank])}")
+            results[rank] = content
+    sys.stdout.write(_tails(folder, [0]))
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _tails(folder: Path, ranks: Any) -> str:
+    """The end of what these ranks printed."""
+    parts = []
+    for rank in ranks:
+        path = folder / f"rank{rank}.txt"
+        text = path.read_text(errors="replace")[-TAIL_CHARS:] if path.exists() else ""
+        if text.strip():
+            parts.append(f"--- output of rank {rank}\n{text.rstrip()}\n")
+    return "".join(parts)
+
+
+def _kill_group(pid: int | None) -> None:
+    if pid is not None:
+        for send in (os.killpg, os.kill):  # a rank that was just started has no group of its own yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                send(pid, signal.SIGKILL)
+
+
+def _rank_main(spec: RankSpec, payload: bytes, pipe: Connection) -> None:
+    """What a rank runs: set up, call, report; never returns to the server's frames with an exception."""
+    os.setsid()
+    _redirect_output(spec.output)
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(max(0.1, spec.timeout - 0.1))
+    threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+    _prepare_environment(spec)
+    report: tuple[str, Any]
+    try:
+        report = ("ok", _call(spec, payload))
+        message = pickle.dumps(report)
+    except BaseException as error:
+        if type(error).__name__ == "Skipped":
+            report = ("skipped", str(error))
+        else:
+            report = ("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        message = pickle.dumps(report)
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(message)
+    os._exit(0 if report[0] == "ok" else 1)  # exit handlers could hang on a peer that is gone
+
+
+def _call(spec: RankSpec, payload: bytes) -> Any:
+    sys.path[:] = spec.sys_path
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    fn, args, kwargs = pickle.loads(payload)
+    if spec.backend is not None:
+        from datetime import timedelta
+
+        if spec.backend == "nccl":
+            torch.cuda.set_device(spec.rank)
+        dist.init_process_group(spec.backend, timeout=timedelta(seconds=spec.timeout))
+    result = fn(*args, **kwargs)
+    if spec.backend is not None and dist.is_initialized():
+        dist.barrier()  # nobody closes its sockets while a peer still talks to it
+        dist.destroy_process_group()
+    return result
+
+
+def _prepare_environment(spec: RankSpec) -> None:
+    os.environ.update(
+        RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.rank),
+        WORLD_SIZE=str(spec.world_size),
+        LOCAL_WORLD_SIZE=str(spec.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(spec.port),
+        OMP_NUM_THREADS="1",
+        TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
+    )
+    os.environ.update(spec.env)
+
+
+def _redirect_output(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # The server's stream objects may be pytest's; these write where the rank's output belongs.
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    """The parent never sends: readable means that it is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        pipe.poll(None)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def run_torchrun(
+    script: str | os.PathLike[str],
+    *args: str,
+    world_size: int = 2,
+    timeout: float = 240.0,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+) -> str:
+    """Run ``script`` under torchrun as a user would and return what it printed (both streams).
+
+    Raises:
+        DistributedFailure: with the end of the output, if it fails or takes longer than ``timeout`` seconds.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", os.fspath(script), *args]
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    mark = uuid.uuid4().hex
+    surroundings.update({**(env or {}), MARK: mark})
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=surroundings,
+        cwd=cwd,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _kill_marked(mark)
+            output, _ = process.communicate()
+            raise DistributedFailure(f"not finished after {timeout:g} s\n{output[-TAIL_CHARS:]}") from None
+        finally:
+            _kill_marked(mark)
+    if process.returncode != 0:
+        raise DistributedFailure(f"exit code {process.returncode}\n{output[-TAIL_CHARS:]}")
+    return output
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill every process that inherited ``mark``: torchrun gives each worker a session of its own."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == mark:
+                process.kill()
