@@ -4,7 +4,7 @@ Not a test. Run it in an environment that has DeepSpeed (traces in the repositor
 
     python tests/tools/record_lr_traces.py tests/data/lr_traces.json
 
-Each trace holds, for update 0, 1, 2, ..., the learning rate and betas of every param group in force at that update.
+Each trace holds, for update 0, 1, 2, ..., the learning rate (and betas) of every param group in force at that update.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-STEPS = 70
+STEPS = 64
 LRS = [3e-4, 2e-3]
 BETAS = [(0.9, 0.95), (0.85, 0.999)]
 
@@ -45,16 +45,15 @@ def cases() -> list[dict[str, Any]]:
     add("LRRangeTest", {})
 
     base = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
-    sizes = ((10, None), (10, 10), (10, 15), (7, 22), (13, 0), (1, 1), (30, 30), (20, 49))
+    sizes = ((10, None), (10, 10), (10, 15), (7, 22), (13, 0), (1, 1), (20, 43))
     for (first, second), (stairs1, stairs2) in itertools.product(sizes, ((0, None), (3, None), (4, 2), (0, 5), (5, 0))):
         shape: dict[str, Any] = {"cycle_first_step_size": first, "cycle_first_stair_count": stairs1}
         if second is not None:
             shape["cycle_second_step_size"] = second
         if stairs2 is not None:
             shape["cycle_second_stair_count"] = stairs2
-        add("OneCycle", {**base, **shape})
         decay = {"decay_step_size": 5, "decay_lr_rate": 0.5, "decay_mom_rate": 0.1}
-        add("OneCycle", {**base, **shape, **decay}, kind="adam")
+        add("OneCycle", {**base, **shape, **decay})
     short = {"cycle_first_step_size": 6, "cycle_second_step_size": 9}
     for extra in (
         {"decay_step_size": 10},
@@ -72,13 +71,13 @@ def cases() -> list[dict[str, Any]]:
     add("OneCycle", {**base, **short}, start=4)
     add("OneCycle", {**base, **short, "decay_step_size": 2, "decay_lr_rate": 0.1}, load=20)
 
-    for kind, number in itertools.product(("log", "linear"), (1, 2, 3, 10, 50, 100)):
+    for kind, number in itertools.product(("log", "linear"), (1, 2, 10, 50, 100)):
         warm = {"warmup_type": kind, "warmup_num_steps": number}
         for low in (0, 1e-5):
             add("WarmupLR", {**warm, "warmup_min_lr": low, "warmup_max_lr": 1e-3})
             add("WarmupLR", {**warm, "warmup_min_lr": low}, groups=2)
             add("WarmupLR", {**warm, "warmup_min_lr": [low, 1e-4], "warmup_max_lr": [1e-3, 5e-4]}, groups=2)
-        for total in (20, 60, 200):
+        for total in (20, 60):
             decayed = {**warm, "total_num_steps": total}
             add("WarmupDecayLR", decayed)
             add("WarmupDecayLR", {**decayed, "warmup_min_lr": 1e-5, "warmup_max_lr": 3e-3}, groups=2)
@@ -89,18 +88,32 @@ def cases() -> list[dict[str, Any]]:
             add("WarmupCosineLR", {**decayed, "cos_min_ratio": 0.0}, kind="sgd")
     add("WarmupLR", {})
     add("WarmupLR", {"warmup_type": "cosine", "warmup_num_steps": 9})
-    for name, more in (("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 50}), ("WarmupCosineLR", {"total_num_steps": 50})):
+    for name, more in (
+        ("WarmupLR", {}),
+        ("WarmupDecayLR", {"total_num_steps": 50}),
+        ("WarmupCosineLR", {"total_num_steps": 50}),
+    ):
         add(name, {"warmup_num_steps": 10, **more}, start=5)
         add(name, {"warmup_num_steps": 10, **more}, load=30)
         add(name, {"warmup_num_steps": 10, **more}, jump=17)
     return found
 
 
+def values_in_force(group: dict[str, Any], case: dict[str, Any]) -> list[float]:
+    """The learning rate, and the betas where the schedule may write them."""
+    betas = group.get("betas", ()) if case["name"] == "OneCycle" else ()
+    return [group["lr"], *betas]
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.14g}")  # a smaller file; the test asks for 1e-12
+
+
 def trace(schedule: Any, optimizer: torch.optim.Optimizer, case: dict[str, Any]) -> list[list[Any]]:
-    """The values in force at each update; ``load`` restores a counter after three steps, ``jump`` sets it by step(n)."""
+    """The values in force at each update; in update 3 ``load`` restores a counter, ``jump`` calls step(n)."""
     rows = []
     for step in range(STEPS):
-        rows.append([[group["lr"], *group.get("betas", ())] for group in optimizer.param_groups])
+        rows.append([[_digits(value) for value in values_in_force(group, case)] for group in optimizer.param_groups])
         if step == 3 and "load" in case:
             schedule.load_state_dict({"last_batch_iteration": case["load"]})
         if step == 3 and "jump" in case:
