@@ -1,0 +1,114 @@
+"""Loss scalers: DeepSpeed's scales boundary by boundary, resuming, and the error at the minimum."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ds_hf.engine.optim.loss_scaler import (
+    DynamicLossScaler,
+    LossScaler,
+    NoLossScaler,
+    StaticLossScaler,
+    build_loss_scaler,
+)
+from ds_hf.errors import LossScaleError
+
+CASES = json.loads((Path(__file__).parents[2] / "data" / "loss_scale_traces.json").read_text())["cases"]
+
+
+def config(**fp16: Any) -> SimpleNamespace:
+    defaults = {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "min_loss_scale": 1,
+    }
+    return SimpleNamespace(fp16=SimpleNamespace(**{**defaults, **fp16}))
+
+
+def from_case(case: dict[str, Any]) -> LossScaler:
+    keys = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+    return build_loss_scaler(config(**{key: case[key] for key in keys}))
+
+
+def test_dynamic_scales_equal_deepspeeds() -> None:
+    raised = 0
+    for case in CASES:
+        scaler = from_case(case)
+        for boundary, expected in enumerate(case["scales"]):
+            scaler.update(case["overflows"][boundary] == "1")
+            assert scaler.scale == expected, (case, boundary)
+        if case["raised"]:
+            raised += 1
+            with pytest.raises(LossScaleError):
+                scaler.update(True)
+    assert len(CASES) > 100 and raised > 10
+
+
+def test_a_resumed_scaler_continues() -> None:
+    for case in CASES:
+        half = len(case["scales"]) // 2
+        first = from_case(case)
+        for mark in case["overflows"][:half]:
+            first.update(mark == "1")
+        second = from_case(case)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        for mark, expected in zip(case["overflows"][half:], case["scales"][half:], strict=False):
+            second.update(mark == "1")
+            assert second.scale == expected
+
+
+def test_error_at_the_minimum_says_what_to_do() -> None:
+    scaler = DynamicLossScaler(initial_scale=2.0, hysteresis=1, min_loss_scale=1)
+    scaler.update(True)
+    assert scaler.scale == 1.0
+    with pytest.raises(LossScaleError) as caught:
+        scaler.update(True)
+    message = str(caught.value)
+    for word in ("fp16.min_loss_scale", "2 boundaries in a row", "bf16.enabled to true", "learning rate"):
+        assert word in message
+
+
+def test_static_and_absent_scales_never_move() -> None:
+    for scaler, scale in ((StaticLossScaler(128), 128.0), (NoLossScaler(), 1.0)):
+        assert scaler.dynamic is False
+        for overflow in (True, True, False):
+            scaler.update(overflow)
+            assert scaler.scale == scale
+        scaler.load_state_dict({"scale": 4.0})  # another run's scale: this run's configuration wins
+        assert scaler.scale == scale
+
+
+def test_built_from_the_configuration() -> None:
+    assert type(build_loss_scaler(config(enabled=False))) is NoLossScaler
+    static = build_loss_scaler(config(loss_scale=1024))
+    assert type(static) is StaticLossScaler and static.scale == 1024.0
+    dynamic = build_loss_scaler(config())
+    assert type(dynamic) is DynamicLossScaler and dynamic.scale == 65536.0 and dynamic.dynamic
+    dynamic.load_state_dict(static.state_dict())  # loss_scale changed from fixed to dynamic between runs
+    assert dynamic.scale == 1024.0
+
+
+def test_start_below_the_minimum_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("ds_hf.engine.optim.loss_scaler.warn_once", told.append)
+    build_loss_scaler(config(initial_scale_power=2, min_loss_scale=128))
+    assert len(told) == 1 and "initial_scale_power" in told[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"loss_scale_window": 0}, {"min_loss_scale": 0}, {"hysteresis": 0}, {"initial_scale": -1.0}]
+)
+def test_wrong_values(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        DynamicLossScaler(**wrong)
+    with pytest.raises(ValueError, match="loss_scale"):
+        StaticLossScaler(-1)
