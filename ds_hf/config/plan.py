@@ -1,0 +1,125 @@
+"""The state plan: where each row of model states lives. The only place that reads the number of the ZeRO stage.
+
+The model states of the ZeRO paper (arXiv:1910.02054) are three rows - parameters, gradients, optimizer states -
+and each has a placement over the data-parallel axis, a device and a dtype. Everything in the engine follows this
+table and never asks for the stage.
+
+========  ==========  ==========================================  ================
+stage     parameters  gradients                                   optimizer states
+========  ==========  ==========================================  ================
+0         replicated  partial sums until the boundary, then whole  replicated
+1         replicated  partial sums until the boundary              sharded
+2         replicated  sharded every micro-batch                    sharded
+3         sharded     sharded every micro-batch                    sharded
+========  ==========  ==========================================  ================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ds_hf.config.types import Config
+
+__all__ = ["Placement", "StatePlan", "StateSpec", "is_parameter_sharded", "plan_states"]
+
+_DTYPE_NAMES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+}
+
+
+class Placement(Enum):
+    """How one row of model states lies over the data-parallel axis."""
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+    PARTIAL = "partial"  # gradients only: every rank holds its own unreduced sum
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One row of the table.
+
+    Attributes:
+        placement: over the data-parallel axis.
+        device: ``"device"`` (where the model computes) or ``"cpu"``.
+        dtype: torch's dtype name, or ``None`` for "as the module has it" (gradients: as the parameters).
+    """
+
+    placement: Placement
+    device: str = "device"
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """The table for one engine.
+
+    Attributes:
+        parameters, gradients, optimizer: the three rows; ``optimizer`` covers master weights and moments.
+        communication_dtype: dtype name in which gradients are reduced, ``None`` for the parameters' dtype.
+    """
+
+    parameters: StateSpec
+    gradients: StateSpec
+    optimizer: StateSpec
+    communication_dtype: str | None = None
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.parameters.placement is Placement.SHARDED
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self.optimizer.placement is Placement.SHARDED
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Gradients are reduced in each backward, so skipping the reduction (``no_sync``) is impossible."""
+        return self.gradients.placement is Placement.SHARDED
+
+
+_PLACEMENTS = {
+    0: (Placement.REPLICATED, Placement.PARTIAL, Placement.REPLICATED),
+    1: (Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED),
+    2: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
+    3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
+}
+
+
+def dtype_name(value: str | None) -> str | None:
+    """Torch's name of a DeepSpeed dtype word (``"bf16"`` -> ``"bfloat16"``)."""
+    return None if value is None else _DTYPE_NAMES[value.lower()]
+
+
+def plan_states(config: Config) -> StatePlan:
+    """Fill the table from a validated configuration (DeepSpeed keys ``zero_optimization``, ``fp16``, ``bf16``,
+    ``communication_data_type``, ``data_types``). Pure: reads nothing but ``config``."""
+    zero = config.zero_optimization
+    parameters, gradients, optimizer = _PLACEMENTS[zero.stage]
+    parameter_dtype = "bfloat16" if config.bf16.enabled else "float16" if config.fp16.enabled else None
+    parameter_device = _device(zero.offload_param.device) if parameters is Placement.SHARDED else "device"
+    optimizer_device = _device(zero.offload_optimizer.device)
+    return StatePlan(
+        parameters=StateSpec(parameters, parameter_device, parameter_dtype),
+        gradients=StateSpec(gradients, optimizer_device, dtype_name(config.data_types.grad_accum_dtype)),
+        optimizer=StateSpec(optimizer, optimizer_device, "float32"),
+        communication_dtype=dtype_name(config.communication_data_type),
+    )
+
+
+def is_parameter_sharded(config: Config) -> bool:
+    """Whether parameters are sharded, for code that runs before an engine exists (``zero.Init``)."""
+    return plan_states(config).shards_parameters
+
+
+def _device(name: str | None) -> str:
+    return "cpu" if name == "cpu" else "device"

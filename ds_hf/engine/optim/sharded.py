@@ -1,0 +1,363 @@
+"""The optimizer of an engine: a torch optimizer whose parameters are master shards instead of the model's parameters.
+
+Invariants
+- Each trainable buffer has a master: fp32, over what the rank owns (its shard, or all where the plan replicates
+  optimizer states). Where dtype and device allow, the master *is* the parameters' storage.
+- A ``Segment`` is a stretch of a master that one parameter group updates; the inner optimizer's ``param_groups``
+  hold segments, its group dictionaries stay the live ones, so schedulers built on either object work.
+- ``step`` never leaves weights half updated by an overflow: it looks first, then updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
+from ds_hf.engine.optim.loss_scaler import LossScaler
+from ds_hf.engine.optim.streaming import streamed_update
+from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.reduction import Reducer
+
+__all__ = ["Segment", "ShardedOptimizer"]
+
+
+@dataclass(eq=False)
+class Segment:
+    """A stretch of one buffer's master, updated by one parameter group.
+
+    Attributes:
+        gradient: gradient buffer it takes its gradient from.
+        group: index of the parameter group.
+        start, end: elements of the owned tensor.
+        shape: the parameter's shape when the segment is exactly one whole parameter handled on its own, else flat.
+        param: the master weights as the inner optimizer sees them.
+    """
+
+    gradient: GradientBuffer
+    group: int
+    start: int
+    end: int
+    shape: torch.Size
+    param: nn.Parameter
+
+
+@dataclass(frozen=True)
+class OptimizerPolicy:
+    """What the plan and the configuration say of the step.
+
+    Attributes:
+        whole: optimizer states are replicated.
+        device: where masters and moments live.
+        master_dtype: dtype of masters of 16-bit parameters.
+        max_norm: ``gradient_clipping``; 0 for none.
+        check_overflow: skip the step when a gradient is not finite.
+        elementwise: the rule treats elements independently, so segments may span parameters.
+    """
+
+    whole: bool
+    device: torch.device
+    master_dtype: torch.dtype
+    max_norm: float
+    check_overflow: bool
+    elementwise: bool
+
+
+class ShardedOptimizer(Optimizer):
+    """What users hold as ``engine.optimizer``.
+
+    Args:
+        inner: the torch optimizer with the user's groups; its ``params`` are replaced by segments.
+        groups: for each gradient buffer, the parameter group of each of its parameters.
+        reducer: owner of the gradient buffers.
+        scaler: loss scaler.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        groups: dict[GradientBuffer, list[int]],
+        reducer: Reducer,
+        scaler: LossScaler,
+        axis: Axis,
+        policy: OptimizerPolicy,
+        masters: dict[FlatBuffer, Tensor],
+    ) -> None:
+        # Not Optimizer.__init__: groups and state are the inner optimizer's, by property.
+        self.optimizer = inner
+        self.reducer = reducer
+        self.loss_scaler = scaler
+        self.axis = axis
+        self.policy = policy
+        self.masters = masters
+        self.overflow = False
+        self.segments: dict[GradientBuffer, list[Segment]] = {
+            gradient: list(self._make_segments(gradient, indices)) for gradient, indices in groups.items()
+        }
+        for index, group in enumerate(inner.param_groups):
+            group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
+        self._update: Callable[..., None] | None = streamed_update(inner)
+        self._norm: Tensor | None = None
+        self._norm_scale = 1.0
+        self._gradients = {gradient.buffer: gradient for gradient in groups}
+        for buffer in masters:
+            buffer.states = self
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+
+    def _make_segments(self, gradient: GradientBuffer, indices: Sequence[int]) -> Iterator[Segment]:
+        """Stretches of the owned tensor: one a group where the rule is elementwise, else one a parameter."""
+        master = self.masters[gradient.buffer]
+        runs: list[tuple[int, int, int, torch.Size | None]] = []
+        for fragment in gradient.buffer.layout.fragments(gradient.buffer.axis.rank, whole=self.policy.whole):
+            group, start = indices[fragment.slot.index], fragment.shard_start
+            end = start + fragment.numel
+            if self.policy.elementwise and runs and runs[-1][0] == group:
+                runs[-1] = (group, runs[-1][1], end, None)
+            else:
+                runs.append((group, start, end, fragment.slot.shape if fragment.whole else None))
+        for group, start, end, shape in runs:
+            keep = shape if shape is not None and not self.policy.elementwise else torch.Size([end - start])
+            param = nn.Parameter(master[start:end].view(keep), requires_grad=True)
+            yield Segment(gradient, group, start, end, keep, param)
+
+    # -- torch.optim's interface ----------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.optimizer.defaults = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError("parameter groups are fixed once initialize() has sharded them: add the group before it")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all accumulated gradients."""
+        self.reducer.clear()
+
+    def train(self) -> None:
+        """Passed on to optimizers that have a train mode (schedule-free)."""
+        getattr(self.optimizer, "train", lambda: None)()
+
+    def eval(self) -> None:
+        """Passed on to optimizers that have an eval mode (schedule-free)."""
+        getattr(self.optimizer, "eval", lambda: None)()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: the inner optimizer's state over its segments, masters and loss scaler."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": list(self.masters.values()),
+            "loss_scaler": self.loss_scaler.state_dict(),
+            "world_size": self.axis.world_size,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave; for another world size use the engine's checkpoints.
+
+        Raises:
+            ValueError: it was made with another world size.
+        """
+        if state_dict["world_size"] != self.axis.world_size:
+            raise ValueError(
+                f"this optimizer state belongs to world size {state_dict['world_size']}, not {self.axis.world_size}; "
+                "engine.load_checkpoint() loads at any world size"
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        with torch.no_grad():
+            for (buffer, master), saved in zip(self.masters.items(), state_dict["masters"], strict=True):
+                master.copy_(saved)
+                self.masters_changed(buffer)
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Norm, clip and unscale, then update shard after shard and publish; skipped when a gradient overflowed."""
+        if closure is not None:
+            raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
+        self.reducer.finish()
+        scale = self.loss_scaler.scale
+        owned = [g.owned for g in self.segments if g.owned is not None]
+        device = next((t.device for t in owned), self.policy.device)
+        self._norm = global_norm(owned, self.axis, whole=self.policy.whole, device=device)
+        self._norm_scale = scale
+        self.overflow = self.policy.check_overflow and not bool(torch.isfinite(self._norm))
+        if not self.overflow:
+            self._apply(clip_coefficient(self._norm, scale, self.policy.max_norm), scale)
+        self.reducer.clear()
+        self.loss_scaler.update(self.overflow)
+
+    def _apply(self, coefficient: Tensor, scale: float) -> None:
+        untouched = scale == 1.0 and self.policy.max_norm <= 0
+        if self._update is not None:
+            for gradient, segments in self.segments.items():
+                grads = self._scaled(gradient, coefficient, untouched)
+                if grads is not None:
+                    for index, group in enumerate(self.param_groups):
+                        mine = [s for s in segments if s.group == index]
+                        if mine:
+                            self._update(group, [s.param for s in mine], [grads[s.start : s.end] for s in mine])
+                gradient.clear()
+                self._publish(gradient.buffer)
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+            return
+        for gradient, segments in self.segments.items():
+            grads = self._scaled(gradient, coefficient, untouched)
+            for s in segments:
+                s.param.grad = None if grads is None else grads[s.start : s.end].view(s.shape)
+        self.optimizer.step()
+        for gradient, segments in self.segments.items():
+            for s in segments:
+                s.param.grad = None
+            self._publish(gradient.buffer)
+
+    def _scaled(self, gradient: GradientBuffer, coefficient: Tensor, untouched: bool) -> Tensor | None:
+        """The owned gradient in the master's dtype, unscaled and clipped."""
+        if gradient.owned is None:
+            return None
+        master = self.masters[gradient.buffer]
+        grads = gradient.owned.to(device=master.device, dtype=master.dtype)
+        return grads if untouched else grads.mul_(coefficient.to(grads.device))
+
+    def _publish(self, buffer: FlatBuffer) -> None:
+        """Give the parameters the masters' values."""
+        owned = buffer.owned(whole=self.policy.whole)
+        master = self.masters[buffer]
+        if owned.data_ptr() != master.data_ptr():
+            owned.copy_(master)
+        buffer.publish(whole=self.policy.whole)
+
+    def grad_norm(self) -> float | None:
+        """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Synchronizes."""
+        return None if self._norm is None else float(self._norm) / self._norm_scale
+
+    # -- states of single buffers (zero.access, GatheredParameters, checkpoints) -----------------------------------
+
+    @property
+    def whole(self) -> bool:
+        return self.policy.whole
+
+    def master(self, buffer: FlatBuffer) -> Tensor | None:
+        """Master weights over what this rank owns."""
+        return self.masters.get(buffer)
+
+    @torch.no_grad()
+    def values_changed(self, buffer: FlatBuffer) -> None:
+        """The parameters were written from outside: the masters follow."""
+        master = self.masters.get(buffer)
+        owned = buffer.owned(whole=self.policy.whole)
+        if master is not None and owned.data_ptr() != master.data_ptr():
+            master.copy_(owned)
+
+    @torch.no_grad()
+    def masters_changed(self, buffer: FlatBuffer) -> None:
+        """The masters were written from outside: the parameters follow. Collective."""
+        self._publish(buffer)
+
+    def gradient(self, buffer: FlatBuffer) -> Tensor | None:
+        """Averaged, unscaled fp32 gradient over what this rank owns; collective while sums are still partial."""
+        gradient = self._gradients[buffer]
+        gradient.collect()
+        if gradient.partial is not None:
+            gradient.reduce()
+        if gradient.owned is None:
+            return None
+        return gradient.owned.float() / self.loss_scaler.scale
+
+    def set_gradient(self, buffer: FlatBuffer, value: Tensor) -> None:
+        """Replace the averaged, unscaled gradient over what this rank owns."""
+        gradient = self._gradients[buffer]
+        assert gradient.owned is not None
+        gradient.owned = (value * self.loss_scaler.scale).to(gradient.owned.device)
+
+    def moments(self) -> list[str]:
+        """Names of the tensor states that have one value for each element, e.g. ``exp_avg``."""
+        names: dict[str, None] = {}
+        for segments in self.segments.values():
+            for segment in segments:
+                for key, value in self.state.get(segment.param, {}).items():
+                    if isinstance(value, Tensor) and value.numel() == segment.param.numel() and value.dim() > 0:
+                        names.setdefault(key)
+        return list(names)
+
+    def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
+        """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""
+        result = torch.zeros_like(self.masters[buffer])
+        found = False
+        for segment in self.segments[self._gradients[buffer]]:
+            value = self.state.get(segment.param, {}).get(key)
+            if isinstance(value, Tensor) and value.numel() == segment.param.numel():
+                result[segment.start : segment.end].copy_(value.reshape(-1))
+                found = True
+        # A rank may own nothing of this buffer's trainable part: it still takes part in collectives.
+        return result if found or (key in self.moments()) else None
+
+    @torch.no_grad()
+    def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor) -> None:
+        """Write a moment over what this rank owns; makes the state where there is none yet."""
+        master = self.masters[buffer]
+        for segment in self.segments[self._gradients[buffer]]:
+            state = self.state[segment.param]
+            piece = value[segment.start : segment.end].view(segment.shape)
+            if key in state:
+                state[key].copy_(piece)
+            else:
+                state[key] = piece.to(device=master.device, copy=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of masters (not counting those that are the parameters themselves) and tensor states."""
+        total = 0
+        for buffer, master in self.masters.items():
+            if master.data_ptr() != buffer.owned(whole=self.policy.whole).data_ptr():
+                total += master.numel() * master.element_size()
+        for state in self.state.values():
+            total += sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor) and v.dim() > 0)
+        return total
+
+    # -- names that DeepSpeed users know ---------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return hasattr(self.loss_scaler, "hysteresis") or type(self.loss_scaler).__name__ == "DynamicLossScaler"
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """Master weights, one flat tensor a buffer."""
+        return list(self.masters.values())
+
+    fp32_partitioned_groups_flat = single_partition_of_fp32_groups

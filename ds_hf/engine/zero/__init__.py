@@ -1,0 +1,1 @@
+"""ZeRO over flat units: layout -> buffer -> unit -> grouping, reduction -> hooks; then init, gather, access."""

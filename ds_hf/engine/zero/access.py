@@ -1,0 +1,209 @@
+"""Reading and writing whole fp32 weights, gradients and moments of single parameters (``safe_get_full_*`` and kin).
+
+The full forms are collective: all ranks call them for the same parameter. The local forms see this rank's fragment,
+flat ``[n]``, and communicate nothing. A parameter that the optimizer does not know gives ``None``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.zero.buffer import FlatBuffer, ParamHome, home_of
+
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]
+
+
+class _States(Protocol):
+    """The part of the sharded optimizer that this module uses; flat tensors over what the rank owns."""
+
+    whole: bool
+
+    def master(self, buffer: FlatBuffer) -> Tensor | None: ...
+    def gradient(self, buffer: FlatBuffer) -> Tensor | None: ...
+    def set_gradient(self, buffer: FlatBuffer, value: Tensor) -> None: ...
+    def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None: ...
+    def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor) -> None: ...
+    def masters_changed(self, buffer: FlatBuffer) -> None: ...
+
+
+def _states(param: Tensor) -> tuple[ParamHome, _States] | None:
+    home = home_of(param)
+    if home is None or home.buffer.states is None:
+        return None
+    return home, cast(_States, home.buffer.states)
+
+
+def _full(home: ParamHome, states: _States, owned: Tensor | None) -> Tensor | None:
+    """The parameter's part of a state, from every rank's piece."""
+    if owned is None:
+        return None
+    buffer, slot = home.buffer, home.slot
+    whole = owned
+    if not states.whole and buffer.axis.world_size > 1:
+        whole = torch.empty(buffer.layout.numel, dtype=owned.dtype, device=buffer.device)
+        collectives.all_gather(whole, owned.to(buffer.device), buffer.axis)
+    return whole[slot.offset : slot.end].view(slot.shape).to(buffer.device, copy=True)
+
+
+def _local_range(home: ParamHome, states: _States) -> tuple[slice, slice]:
+    """Where this rank's fragment lies: in the owned tensor, and in the flattened parameter."""
+    low, high = (0, home.buffer.layout.numel) if states.whole else home.buffer.layout.shard_range(home.buffer.axis.rank)
+    start, end = max(home.slot.offset, low), min(home.slot.end, high)
+    end = max(start, end)
+    if start == end:
+        return slice(0, 0), slice(0, 0)
+    return slice(start - low, end - low), slice(start - home.slot.offset, end - home.slot.offset)
+
+
+def _write(home: ParamHome, states: _States, owned: Tensor, value: Tensor) -> None:
+    """Put this rank's fragment of the whole ``value`` into ``owned``."""
+    if value.shape != home.slot.shape:
+        raise ValueError(f"the value has shape {tuple(value.shape)}, the parameter {tuple(home.slot.shape)}")
+    inner, outer = _local_range(home, states)
+    owned[inner].copy_(value.reshape(-1)[outer])
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The whole master weight, in fp32 and the parameter's shape. Collective."""
+    found = _states(param)
+    return None if found is None else _full(*found, found[1].master(found[0].buffer))
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The whole averaged gradient, unscaled fp32, between ``backward`` and ``step``; ``None`` before. Collective."""
+    if param.grad is not None:
+        return param.grad
+    found = _states(param)
+    return None if found is None else _full(*found, found[1].gradient(found[0].buffer))
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """The whole moment ``optim_state_key`` (``"exp_avg"``, ...); ``None`` before the first step. Collective."""
+    found = _states(param)
+    return None if found is None else _full(*found, found[1].moment(found[0].buffer, optim_state_key))
+
+
+@torch.no_grad()
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set the whole master weight and the parameter with it. Collective; every rank gives the whole value.
+
+    Raises:
+        ValueError: the shape is not the parameter's, or no optimizer has the parameter.
+    """
+    home, states = _require(param)
+    master = states.master(home.buffer)
+    assert master is not None
+    _write(home, states, master, value)
+    states.masters_changed(home.buffer)
+
+
+@torch.no_grad()
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Set the whole averaged gradient (unscaled) for the coming step.
+
+    Raises:
+        ValueError: the shape is not the parameter's, no optimizer has it, or there is no gradient yet.
+    """
+    home, states = _require(param)
+    gradient = states.gradient(home.buffer)
+    if gradient is None:
+        raise ValueError("there is no gradient to set: call it between backward() and step()")
+    _write(home, states, gradient, value)
+    states.set_gradient(home.buffer, gradient)
+
+
+@torch.no_grad()
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set the whole moment ``optim_state_key``.
+
+    Raises:
+        ValueError: the shape is not the parameter's, or there is no such state yet.
+    """
+    home, states = _require(param)
+    moment = states.moment(home.buffer, optim_state_key)
+    if moment is None:
+        raise ValueError(f"the optimizer has no state {optim_state_key!r} for this parameter (yet)")
+    _write(home, states, moment, value)
+    states.set_moment(home.buffer, optim_state_key, moment)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """This rank's fragment of the master weight, ``[n]``."""
+    return _local(param, "master")
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """This rank's fragment of the averaged, unscaled gradient, ``[n]``."""
+    return _local(param, "gradient")
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """This rank's fragment of a moment, ``[n]``."""
+    return _local(param, "moment", optim_state_key)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Set this rank's fragment of the master weight. Collective: the parameter is published again."""
+    home, states = _require(param)
+    master = states.master(home.buffer)
+    assert master is not None
+    with torch.no_grad():
+        master[_local_range(home, states)[0]].copy_(value.reshape(-1))
+    states.masters_changed(home.buffer)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Set this rank's fragment of the averaged gradient (unscaled)."""
+    home, states = _require(param)
+    gradient = states.gradient(home.buffer)
+    if gradient is None:
+        raise ValueError("there is no gradient to set: call it between backward() and step()")
+    with torch.no_grad():
+        gradient[_local_range(home, states)[0]].copy_(value.reshape(-1))
+    states.set_gradient(home.buffer, gradient)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Set this rank's fragment of a moment."""
+    home, states = _require(param)
+    moment = states.moment(home.buffer, optim_state_key)
+    if moment is None:
+        raise ValueError(f"the optimizer has no state {optim_state_key!r} for this parameter (yet)")
+    with torch.no_grad():
+        moment[_local_range(home, states)[0]].copy_(value.reshape(-1))
+    states.set_moment(home.buffer, optim_state_key, moment)
+
+
+def _local(param: Tensor, what: str, *args: Any) -> Tensor | None:
+    found = _states(param)
+    if found is None:
+        return None
+    home, states = found
+    owned = getattr(states, what)(home.buffer, *args)
+    return None if owned is None else owned[_local_range(home, states)[0]].clone()
+
+
+def _require(param: Tensor) -> tuple[ParamHome, _States]:
+    found = _states(param)
+    if found is None:
+        raise ValueError("no optimizer of a ds_hf engine updates this parameter (frozen, or not initialized)")
+    return found
+
+

@@ -1,0 +1,292 @@
+"""Flat buffers: the values of the parameters of one layout, whole or sharded, and the parameters as views of them.
+
+Invariants
+- ``full`` is ``[numel]``, ``shard`` is ``[shard_numel]``, both in the parameters' dtype.
+- Replicated: ``full`` always has its storage, ``shard`` is this rank's slice of it, ``param.data`` are views of it.
+- Sharded and released: ``full`` has no storage and ``param.data`` is an empty tensor, so that misuse is a Python
+  error and never a read of freed memory. Gathered again, ``full`` refills *the same storage object*, so tensors that
+  autograd saved as views of it (``weight.t()``) are valid again in backward.
+- With one process ``full`` *is* ``shard``: gathering attaches views and copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, IntEnum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.zero.layout import FlatLayout, Slot
+
+__all__ = ["BufferState", "FlatBuffer", "ParamHome", "ParamStatus", "StateHolder", "buffers_of", "home_of", "logical_shape", "unshard"]
+
+
+class ParamStatus(IntEnum):
+    """What ``param.ds_status`` says (DeepSpeed's ``ZeroParamStatus``)."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class BufferState(Enum):
+    RELEASED = "released"
+    GATHERED = "gathered"
+
+
+class ParamHome:
+    """Back-reference from a parameter to its place. Pickles and deep-copies as ``None``: a copy has no place."""
+
+    __slots__ = ("buffer", "slot")
+
+    def __init__(self, buffer: FlatBuffer, slot: Slot) -> None:
+        self.buffer = buffer
+        self.slot = slot
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _no_home, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+def _no_home() -> None:
+    return None
+
+
+def home_of(param: Tensor) -> ParamHome | None:
+    """Where the values of ``param`` live, ``None`` for an ordinary tensor."""
+    home: ParamHome | None = getattr(param, "_ds_home", None)
+    return home
+
+
+def logical_shape(param: Tensor) -> torch.Size:
+    """Shape of the whole parameter, also while it is released."""
+    home = home_of(param)
+    return param.shape if home is None else home.slot.shape
+
+
+class StateHolder(Protocol):
+    """What keeps the states behind a buffer's values; tensors are flat and cover what the rank owns."""
+
+    def master(self, buffer: FlatBuffer) -> Tensor | None:
+        """Master weights, ``None`` when no optimizer updates the buffer."""
+
+    def values_changed(self, buffer: FlatBuffer) -> None:
+        """The parameters' values were written from outside: take masters from them."""
+
+
+class FlatBuffer:
+    """Values of ``params`` in one flat tensor.
+
+    Args:
+        params: distinct parameters, in layout order.
+        axis: data-parallel axis.
+        dtype: dtype of ``full`` and ``shard``; values are cast to it when taken over.
+        device: where the model computes.
+        sharded: whether each rank keeps only its shard between uses (the plan's parameter placement).
+        shard_device: where a sharded buffer's shard rests (the plan's parameter device).
+    """
+
+    _next_id = 0
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        axis: Axis,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        sharded: bool,
+        shard_device: torch.device | None = None,
+    ) -> None:
+        self.params = tuple(params)
+        self.axis = axis
+        self.dtype = dtype
+        self.device = device
+        self.sharded = sharded
+        self.shard_device = shard_device if sharded and shard_device is not None else device
+        self.layout = FlatLayout([logical_shape(p) for p in params], axis.world_size)
+        self.state = BufferState.GATHERED
+        self.holds = 0  # contexts that want it to stay gathered
+        self.release_wanted = False  # a release came while it was held
+        self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
+        self.frozen = not any(p.requires_grad for p in params)
+        self.placeholder = torch.empty(0, dtype=dtype, device=device)
+
+    # -- taking values over -------------------------------------------------------------------------------------
+
+    def adopt(self, *, synchronize: bool = True) -> Tensor:
+        """Move the parameters' values in and make the parameters views of this buffer.
+
+        Returns the whole buffer in the widest dtype of the sources, from which exact master weights can be made;
+        the caller drops it. Peak memory: this buffer once more, in that dtype.
+
+        Args:
+            synchronize: take rank 0's values on all ranks.
+        """
+        sources = {_source_dtype(p) for p in self.params}
+        wide = torch.float32 if torch.float32 in sources else self.dtype
+        if torch.float64 in sources:
+            wide = torch.float64
+        staged = torch.zeros(self.layout.numel, dtype=wide, device=self.device)
+        with torch.no_grad(), unshard(buffers_of(self.params)):
+            for param, slot in zip(self.params, self.layout.slots, strict=True):
+                staged[slot.offset : slot.end].view(slot.shape).copy_(param.data)
+                param.data = self.placeholder  # free the source at once: the peak is one parameter
+        if synchronize:
+            collectives.broadcast(staged, self.axis)
+        self._place(staged.to(self.dtype) if wide != self.dtype else staged)
+        return staged
+
+    def _place(self, full: Tensor) -> None:
+        low, high = self.layout.shard_range(self.axis.rank)
+        if self.sharded and (self.axis.world_size > 1 or self.shard_device != self.device):
+            self.shard = full[low:high].to(self.shard_device, copy=True)
+            # adopt()'s result may be this very tensor: give back our own storage, never the caller's
+            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        else:
+            self.full = full
+            self.shard = full[low:high]
+        self.aliased = not self.sharded or self.shard.data_ptr() == self.full.data_ptr()
+        self.views = tuple(self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots)
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            _mark(param, self, slot)
+        self._attach()
+        if self.sharded:
+            self.release(force=True)
+
+    # -- gather and release -------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Make the whole parameters available. Collective when sharded over several processes."""
+        if self.state is BufferState.GATHERED:
+            return
+        if not self.aliased:
+            self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+            with torch.no_grad():
+                collectives.all_gather(self.full, self.shard.to(self.device, non_blocking=True), self.axis)
+        self._attach()
+
+    def release(self, *, force: bool = False) -> None:
+        """Give the whole parameters' memory back; nothing happens while a ``GatheredParameters`` holds it."""
+        if not self.sharded or (self.state is BufferState.RELEASED and not force):
+            return
+        if self.holds and not force:
+            self.release_wanted = True
+            return
+        self.release_wanted = False
+        for param in self.params:
+            param.data = self.placeholder
+            param.ds_status = ParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+        if not self.aliased:
+            self.full.untyped_storage().resize_(0)
+        self.state = BufferState.RELEASED
+
+    def _attach(self) -> None:
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
+        if self.sharded:
+            for param in self.params:
+                param.ds_status = ParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        self.state = BufferState.GATHERED
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def owned(self, *, whole: bool) -> Tensor:
+        """The values this rank's optimizer writes: all of them (``whole``) or its shard."""
+        return self.full if whole else self.shard
+
+    def publish(self, *, whole: bool) -> None:
+        """Make the values that the optimizer wrote to ``owned`` the parameters' values everywhere."""
+        if self.sharded:
+            self.release(force=True)  # whatever is gathered is stale
+            if self.holds:
+                self.gather()
+        elif not whole:
+            collectives.all_gather(self.full, self.shard, self.axis)
+
+    @torch.no_grad()
+    def write_back(self, source_rank: int | None = None) -> None:
+        """Take the gathered parameters' present values as the truth, those of ``source_rank`` if given.
+
+        Also takes over tensors that were put in place of the views (``param.data = other``).
+        """
+        assert self.state is BufferState.GATHERED
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.data.data_ptr() != view.data_ptr():
+                view.copy_(param.data)
+                param.data = view
+        if source_rank is not None:
+            collectives.broadcast(self.full, self.axis, source_rank)
+        if not self.aliased:
+            low, high = self.layout.shard_range(self.axis.rank)
+            self.shard.copy_(self.full[low:high])
+        if self.states is not None:
+            self.states.values_changed(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this buffer holds now on its devices."""
+        held = self.full.untyped_storage().nbytes()
+        return held if self.aliased else held + self.shard.untyped_storage().nbytes()
+
+    def detach(self) -> None:
+        """Make the parameters ordinary tensors again, each with its own whole value. Collective when sharded."""
+        self.gather()
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view.clone()
+            for name in ("_ds_home", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
+                if hasattr(param, name):
+                    delattr(param, name)
+
+
+def _source_dtype(param: Tensor) -> torch.dtype:
+    home = home_of(param)
+    return param.dtype if home is None else home.buffer.dtype
+
+
+def _mark(param: nn.Parameter, buffer: FlatBuffer, slot: Slot) -> None:
+    param._ds_home = ParamHome(buffer, slot)  # type: ignore[attr-defined]
+    if buffer.sharded:  # the names by which transformers, accelerate and PEFT know a stage-3 parameter
+        if not hasattr(param, "ds_id"):
+            param.ds_id = FlatBuffer._next_id  # type: ignore[attr-defined]
+            FlatBuffer._next_id += 1
+        param.ds_shape = slot.shape  # type: ignore[attr-defined]
+        param.ds_numel = slot.numel  # type: ignore[attr-defined]
+        param.ds_active_sub_modules = set()  # type: ignore[attr-defined]
+    else:
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
+            if hasattr(param, name):
+                delattr(param, name)
+
+
+def buffers_of(params: Iterable[Any]) -> list[FlatBuffer]:
+    """The distinct sharded buffers in which ``params`` live; anything that has none is passed over."""
+    found: dict[int, FlatBuffer] = {}
+    for param in params:
+        home = home_of(param) if isinstance(param, Tensor) else None
+        if home is not None and home.buffer.sharded:
+            found[id(home.buffer)] = home.buffer
+    return list(found.values())
+
+
+@contextmanager
+def unshard(buffers: Sequence[FlatBuffer]) -> Iterator[None]:
+    """Keep ``buffers`` gathered inside the context. Collective; may be nested, also inside a forward that uses them."""
+    for buffer in buffers:
+        buffer.release_wanted |= buffer.state is BufferState.RELEASED
+        buffer.gather()
+        buffer.holds += 1
+    try:
+        yield
+    finally:
+        for buffer in buffers:
+            buffer.holds -= 1
+            if buffer.release_wanted and not buffer.holds:
+                buffer.release()

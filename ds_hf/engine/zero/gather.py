@@ -1,0 +1,65 @@
+"""``GatheredParameters``: the whole values of sharded parameters, for as long as a ``with`` block runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, unshard
+from ds_hf.engine.zero.external import register_external_parameter
+
+__all__ = ["GatheredParameters"]
+
+
+class GatheredParameters:
+    """Gather sharded parameters inside a ``with`` block (DeepSpeed's ``zero.GatheredParameters``).
+
+    All ranks must enter it. Whatever is not a sharded parameter - ordinary parameters, buffers - is passed over, so
+    the same code runs at every stage. Blocks may be nested.
+
+    Args:
+        params: a parameter, a module, or an iterable of parameters.
+        modifier_rank: global rank whose changes are kept, on all ranks, when the block ends. ``None``: the values
+            are for reading, changes are lost.
+        fwd_module: also register the parameters as external parameters of this module.
+        enabled: ``False`` turns the block into nothing.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.params = _as_list(params) if enabled else []
+        self.modifier_rank = modifier_rank
+        self.buffers: list[FlatBuffer] = []
+        self._held = ExitStack()
+        if fwd_module is not None:
+            for param in self.params:
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        self.buffers = buffers_of(self.params)
+        self._held.enter_context(unshard(self.buffers))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self.modifier_rank is not None:
+            for buffer in self.buffers:
+                buffer.write_back(buffer.axis.axis_rank(self.modifier_rank))
+        self._held.close()
+
+
+def _as_list(params: Any) -> list[Any]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    if isinstance(params, Iterable) and not hasattr(params, "requires_grad"):
+        return list(params)
+    return [params]

@@ -1,0 +1,125 @@
+"""Gradients of one flat buffer: from ``param.grad`` into flat, reduced, and accumulated.
+
+Invariant: between micro-batches no parameter holds a ``.grad``; what was computed is in ``partial`` (this rank's
+unreduced sum, ``[numel]``) or in ``owned`` (reduced: ``[shard_numel]``, or ``[numel]`` where the plan replicates the
+optimizer states). Sums over micro-batches are taken in ``accumulation_dtype``, which a single micro-batch never
+needs: the first gradient stays in the communication dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.zero.buffer import FlatBuffer
+
+__all__ = ["GradientBuffer", "GradientPolicy"]
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """How gradients travel; one for all buffers of an engine.
+
+    Attributes:
+        whole: every rank keeps the whole reduced gradient (replicated optimizer states).
+        every_micro_batch: reduce in each backward; otherwise only at the boundary.
+        scale_before, scale_after: factors around the sum over ranks (mean: their product is 1 / world size).
+        communication_dtype: ``None`` for the parameters' dtype.
+        accumulation_dtype: dtype of sums over micro-batches.
+        device: where reduced gradients are kept (the plan's gradient device).
+    """
+
+    whole: bool
+    every_micro_batch: bool
+    scale_before: float
+    scale_after: float
+    communication_dtype: torch.dtype | None
+    accumulation_dtype: torch.dtype
+    device: torch.device
+
+
+class GradientBuffer:
+    """Gradients of the trainable parameters of ``buffer``."""
+
+    def __init__(self, buffer: FlatBuffer, policy: GradientPolicy) -> None:
+        self.buffer = buffer
+        self.policy = policy
+        self.dtype = policy.communication_dtype or buffer.dtype
+        self.ready: set[int] = set()
+        self.partial: Tensor | None = None
+        self.owned: Tensor | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Every parameter has a gradient waiting."""
+        return len(self.ready) == len(self.buffer.params)
+
+    @property
+    def empty(self) -> bool:
+        return self.partial is None and self.owned is None and not self.ready
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Move the waiting ``.grad`` into ``partial``; parameters without one count as zero."""
+        if not self.ready:
+            return
+        grads, slots = [], []
+        for index in sorted(self.ready):
+            param = self.buffer.params[index]
+            grad = param.grad
+            assert grad is not None
+            grads.append(grad.to_dense() if grad.is_sparse else grad)
+            slots.append(self.buffer.layout.slots[index])
+            param.grad = None
+        if self.partial is None:
+            self.partial = self._empty(missing=len(self.ready) < len(self.buffer.params))
+            torch._foreach_copy_([self.partial[s.offset : s.end].view(s.shape) for s in slots], grads)
+        else:
+            self.partial = self.partial.to(self.policy.accumulation_dtype)
+            torch._foreach_add_([self.partial[s.offset : s.end].view(s.shape) for s in slots], grads)
+        self.ready.clear()
+
+    def _empty(self, *, missing: bool) -> Tensor:
+        """A flat gradient whose gaps are zero: they enter the norm and the sums."""
+        layout = self.buffer.layout
+        if missing:
+            return torch.zeros(layout.numel, dtype=self.dtype, device=self.buffer.device)
+        flat = torch.empty(layout.numel, dtype=self.dtype, device=self.buffer.device)
+        for start, end in layout.gaps():
+            flat[start:end].zero_()
+        return flat
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum ``partial`` over the ranks into ``owned``. Collective: takes part with zeros when there is nothing."""
+        if self.partial is None:
+            if self.buffer.axis.world_size == 1:
+                return
+            self.partial = self._empty(missing=True)
+        reduced = collectives.reduce_gradient(
+            self.partial.to(self.dtype),
+            self.buffer.axis,
+            scatter=not self.policy.whole,
+            scale_before=self.policy.scale_before,
+            scale_after=self.policy.scale_after,
+        ).to(self.policy.device)
+        self.partial = None
+        if self.owned is None:
+            self.owned = reduced
+        else:
+            self.owned = self.owned.to(self.policy.accumulation_dtype).add_(reduced)
+
+    def clear(self) -> None:
+        """Drop everything accumulated."""
+        for index in self.ready:
+            self.buffer.params[index].grad = None
+        self.ready.clear()
+        self.partial = self.owned = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of accumulated gradients held now."""
+        return sum(t.untyped_storage().nbytes() for t in (self.partial, self.owned) if t is not None)

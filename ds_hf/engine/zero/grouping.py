@@ -1,0 +1,98 @@
+"""Which parameters are communicated together: repeated blocks, large leaves alone, the rest with the root.
+
+A pure function of the module tree: every rank gets the same units in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.leaf import is_leaf
+from ds_hf.engine.zero.unit import Unit
+
+__all__ = ["LARGE_LEAF_NUMEL", "find_blocks", "make_units"]
+
+LARGE_LEAF_NUMEL = 1 << 20  # elements; smaller leaves travel with the root, where their latency is shared
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost repeated blocks: what the model itself calls unsplittable, else alike children of a list."""
+    named = dict(model.named_modules())
+    declared = {
+        class_name
+        for module in named.values()
+        for class_name in (getattr(module, "_no_split_modules", None) or ())
+        if isinstance(class_name, str)
+    }
+    chosen = {name for name, module in named.items() if type(module).__name__ in declared or is_leaf(module)}
+    chosen |= {
+        f"{name}.{child}" if name else child
+        for name, module in named.items()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and _alike(module.children())
+        for child, _ in module.named_children()
+    }
+    outermost = [name for name in chosen if name and not any(parent in chosen for parent in _ancestors(name))]
+    order = {name: position for position, name in enumerate(named)}
+    return [
+        (name, named[name])
+        for name in sorted(outermost, key=order.__getitem__)
+        if any(True for _ in named[name].parameters())
+    ]
+
+
+def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -> list[Unit]:
+    """Split the floating-point parameters of ``model`` (or the given ones of them) into units, the root first.
+
+    A parameter reached from several units (tied weights) is stored once, with their lowest common ancestor: the root.
+    """
+    wanted = {id(p) for p in (model.parameters() if params is None else params) if p.is_floating_point()}
+    claims: dict[int, set[str]] = {}
+    blocks = find_blocks(model)
+    inner = {name: {id(p) for p in block.parameters()} for name, block in blocks}
+    leaves = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name and not any(name == block or name.startswith(block + ".") for block, _ in blocks)
+        and sum(logical_shape(p).numel() for p in module.parameters(recurse=False)) >= LARGE_LEAF_NUMEL
+        and not any(True for _ in module.children())
+    ]
+    inner |= {name: {id(p) for p in leaf.parameters()} for name, leaf in leaves}
+    for name, ids in inner.items():
+        for key in ids:
+            claims.setdefault(key, set()).add(name)
+    outside = _used_outside(model, set(inner))
+    root = Unit("", model, [])
+    units = {name: Unit(name, module, []) for name, module in [*blocks, *leaves]}
+    for param in dict.fromkeys(p for p in model.parameters() if id(p) in wanted):
+        owners = claims.get(id(param), set())
+        home = units[next(iter(owners))] if len(owners) == 1 and id(param) not in outside else root
+        home.params.append(param)
+    rest = {id(p) for p in root.params}
+    root.owners = [m for m in model.modules() if m is not model and any(id(p) in rest for p in m._parameters.values())]
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    ordered = sorted(units.values(), key=lambda unit: order[unit.name])
+    return [unit for unit in [root, *ordered] if unit.params]
+
+
+def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:
+    """Parameters held by a module that is inside none of the named units (tied to one that is)."""
+    found: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in inner or any(parent in inner for parent in _ancestors(name)):
+            continue
+        found |= {id(p) for p in module._parameters.values() if p is not None}
+    return found
+
+
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _alike(children: Iterable[nn.Module]) -> bool:
+    """All of one class, and each with parameters."""
+    listed = list(children)
+    return len({type(child) for child in listed}) == 1 and all(any(True for _ in c.parameters()) for c in listed)

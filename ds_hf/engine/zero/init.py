@@ -1,0 +1,210 @@
+"""``zero.Init``: every module built inside the context keeps only this rank's shard of its parameters.
+
+A module's own parameters are sharded as the outermost ``__init__`` of the module returns, one flat buffer each;
+``initialize`` regroups them into units block by block. Invariant: nothing stays patched after the context.
+
+This module is also known as ``deepspeed.runtime.zero.partition_parameters``: transformers replaces
+``zero_wrapper_for_fp_tensor_constructor`` in its globals to keep ``torch.arange`` from being cast, so that name is
+looked up here at each use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.config import load_config
+from ds_hf.config.plan import plan_states
+from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf.engine.dist.mesh import compute_device, data_parallel_axis
+from ds_hf.engine.dist.process_group import init_distributed
+from ds_hf.engine.zero.buffer import FlatBuffer, ParamStatus, home_of
+from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
+from ds_hf.engine.zero.gather import GatheredParameters
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "get_accelerator",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+
+ZeroParamStatus = ParamStatus
+
+_CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn", "rand")
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device | None
+) -> Callable[..., Tensor]:
+    """A tensor constructor that builds on ``target_device`` by default and casts floating-point results."""
+
+    @functools.wraps(fn)
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
+        if target_device is not None and kwargs.get("device") is None:
+            kwargs["device"] = target_device
+        result = fn(*args, **kwargs)
+        if target_fp_dtype is not None and result.is_floating_point() and result.dtype != target_fp_dtype:
+            result.data = result.data.to(target_fp_dtype)
+        return result
+
+    return construct
+
+
+class Init:
+    """Build a model whose parameters are sharded from the start (DeepSpeed's ``zero.Init``).
+
+    Creates the process group if there is none. Batch sizes and "auto" values of the configuration are not looked at.
+
+    Args:
+        module: shard this existing module's parameters at once, no ``with`` needed.
+        data_parallel_group: processes to shard over; default all (or the ``mpu``'s data-parallel group).
+        remote_device: ``"cpu"`` keeps the shards in host memory (else as ``offload_param`` says).
+        config_dict_or_path: configuration, for dtype and offload.
+        config: the same, older name.
+        enabled: ``False`` turns the context into nothing.
+        dtype: dtype of floating-point parameters; overrides the configuration's.
+        mpu: Megatron-style object with ``get_data_parallel_group()``.
+
+    The remaining arguments are accepted for DeepSpeed's signature: memory-efficient linear and pinning follow the
+    engine's own ways.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+
+    _active = False
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: dict[str, Any] | str | Path | None = None,
+        config: dict[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        sequence_data_parallel_group: Any = None,
+        **unused: Any,
+    ) -> None:
+        if unused:
+            raise TypeError(f"zero.Init of ds_hf does not take {sorted(unused)}")
+        self.enabled = enabled
+        if not enabled:
+            return
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        shard_device = remote_device
+        if source is not None:
+            row = plan_states(load_config(source, allow_auto=True, check_batch=False)).parameters
+            dtype = dtype or (getattr(torch, row.dtype) if row.dtype else torch.float32)
+            shard_device = shard_device or (row.device if row.device != "device" else None)
+        init_distributed()
+        self.dtype = dtype
+        self.device = compute_device()
+        self.shard_device = torch.device("cpu") if shard_device in ("cpu", "nvme") else self.device
+        self.axis = data_parallel_axis(mpu, data_parallel_group or sequence_data_parallel_group)
+        self._undo: list[Callable[[], None]] = []
+        self._building: set[int] = set()
+        if module is not None:
+            for child in module.modules():
+                self._shard_own(child)
+
+    def __enter__(self) -> Init:
+        if self.enabled and not Init._active:
+            Init._active = True
+            self._entered = True
+            self._patch_constructors()
+            self._patch_modules()
+        else:
+            self._entered = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._entered:
+            Init._active = False
+            while self._undo:
+                self._undo.pop()()
+            self._building.clear()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        had, before = name in vars(owner), vars(owner).get(name)
+        setattr(owner, name, value)
+        self._undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
+
+    def _patch_constructors(self) -> None:
+        for name in _CONSTRUCTORS:
+            original = getattr(torch, name)
+            wrapper = zero_wrapper_for_fp_tensor_constructor(
+                original, target_fp_dtype=self.dtype, target_device=self.device
+            )
+            self._replace(torch, name, wrapper)
+
+    def _patch_modules(self) -> None:
+        for cls in set(_subclasses(nn.Module)):
+            self._patch_init(cls)
+        context = self
+
+        def on_new_class(cls: type[nn.Module], **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+            context._patch_init(cls)
+
+        self._replace(nn.Module, "__init_subclass__", classmethod(on_new_class))
+
+    def _patch_init(self, cls: type[nn.Module]) -> None:
+        original = vars(cls).get("__init__")
+        if original is None or cls.__module__.startswith("torch.jit"):
+            return
+        context = self
+
+        @functools.wraps(original)
+        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if id(module) in context._building:  # super().__init__() of a class already being built
+                original(module, *args, **kwargs)
+                return
+            context._building.add(id(module))
+            try:
+                original(module, *args, **kwargs)
+            finally:
+                context._building.discard(id(module))
+            context._shard_own(module)
+
+        self._replace(cls, "__init__", init)
+
+    def _shard_own(self, module: nn.Module) -> None:
+        """Shard the parameters that ``module`` itself holds."""
+        if "_parameters" not in module.__dict__:
+            return
+        for param in module._parameters.values():
+            if param is None or not param.is_floating_point():
+                continue
+            home = home_of(param)
+            if home is None or not home.buffer.sharded:
+                FlatBuffer(
+                    [param],
+                    self.axis,
+                    dtype=self.dtype or param.dtype,
+                    device=self.device,
+                    sharded=True,
+                    shard_device=self.shard_device,
+                ).adopt()
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _subclasses(child)

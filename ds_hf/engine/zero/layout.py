@@ -1,0 +1,95 @@
+"""Flat layouts: where each parameter of a unit lies in one flat buffer, and what part of it each rank owns.
+
+Invariant: parameters follow one another, each start is a multiple of ``ALIGNMENT`` elements, the whole is padded
+once so that every rank's shard has the same number of elements. All figures are elements, never bytes.
+
+    full  [numel] = | p0 | gap | p1 | gap | ... | padding |      shard r = full[r * shard_numel : (r + 1) * shard_numel]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ALIGNMENT", "FlatLayout", "Fragment", "Slot"]
+
+ALIGNMENT = 16  # elements: 32 bytes at 16 bits, so that vector loads and GEMM operands start aligned
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place of one parameter in the full buffer."""
+
+    index: int
+    shape: torch.Size
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of one parameter that lies in one shard.
+
+    Attributes:
+        slot: the parameter's place.
+        start: first element inside the (flattened) parameter.
+        shard_start: where it lies in the shard.
+        numel: number of elements, at least 1.
+    """
+
+    slot: Slot
+    start: int
+    shard_start: int
+    numel: int
+
+    @property
+    def whole(self) -> bool:
+        return self.numel == self.slot.numel
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class FlatLayout:
+    """Layout of parameters with the given shapes, cut into ``world_size`` equal shards."""
+
+    def __init__(self, shapes: Sequence[torch.Size], world_size: int) -> None:
+        slots: list[Slot] = []
+        end = 0
+        for index, shape in enumerate(shapes):
+            offset = _round_up(end, ALIGNMENT)
+            slots.append(Slot(index, shape, offset, shape.numel()))
+            end = offset + shape.numel()
+        self.slots: tuple[Slot, ...] = tuple(slots)
+        self.world_size = world_size
+        self.numel = _round_up(max(end, 1), ALIGNMENT * world_size)
+        self.shard_numel = self.numel // world_size
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """``(start, end)`` of every stretch that belongs to no parameter."""
+        end = 0
+        for slot in self.slots:
+            if slot.offset > end:
+                yield end, slot.offset
+            end = max(end, slot.end)
+        if self.numel > end:
+            yield end, self.numel
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """``(start, end)`` of the rank's shard in the full buffer."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def fragments(self, rank: int, *, whole: bool = False) -> Iterator[Fragment]:
+        """Parts of parameters in the rank's shard, in order; in the full buffer when ``whole``."""
+        low, high = (0, self.numel) if whole else self.shard_range(rank)
+        for slot in self.slots:
+            start, end = max(slot.offset, low), min(slot.end, high)
+            if start < end:
+                yield Fragment(slot, start - slot.offset, start - low, end - start)

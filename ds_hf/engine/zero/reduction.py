@@ -1,0 +1,97 @@
+"""When gradients are reduced: as units complete in backward, in an order that is the same on every rank.
+
+Invariants
+- In a backward that reduces, every gradient buffer is reduced exactly once, or once more at the end for what a
+  reentrant checkpoint added after that: ranks always issue the same collectives in the same order.
+- The order is the reverse of the order in which forward first used the units. A buffer that completes early waits
+  for its predecessors; one that never completes (unused parameters) is flushed at the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.unit import Unit
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Drives the gradient buffers of one engine through each backward.
+
+    Args:
+        units: all units, in grouping order.
+        buffers: gradient buffers of each unit's trainable buffers.
+        every_micro_batch: the plan shards gradients, so each backward reduces.
+    """
+
+    def __init__(self, units: Sequence[Unit], buffers: dict[Unit, list[GradientBuffer]], every_micro_batch: bool):
+        self.units = list(units)
+        self.by_unit = buffers
+        self.every_micro_batch = every_micro_batch
+        self.boundary = True
+        self.suspended = False  # inside no_sync()
+        self.used: dict[Unit, None] = {}
+        self._order: list[GradientBuffer] | None = None
+        self._next = 0
+        self._complete: set[GradientBuffer] = set()
+
+    @property
+    def buffers(self) -> list[GradientBuffer]:
+        return [buffer for unit in self.units for buffer in self.by_unit.get(unit, ())]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the present backward reduces."""
+        return not self.suspended and (self.every_micro_batch or self.boundary)
+
+    def record_use(self, unit: Unit) -> None:
+        """Forward reached ``unit``."""
+        self.used.setdefault(unit)
+
+    def on_gradient(self, buffer: GradientBuffer, index: int) -> None:
+        """A parameter's gradient is in its ``.grad``."""
+        buffer.ready.add(index)
+        if buffer.complete:
+            buffer.collect()
+            buffer.buffer.release()
+            if self.reduces:
+                self._complete.add(buffer)
+                self._advance()
+
+    def _advance(self) -> None:
+        if self._order is None:
+            forward = [*self.used, *(unit for unit in self.units if unit not in self.used)]
+            self._order = [buffer for unit in reversed(forward) for buffer in self.by_unit.get(unit, ())]
+        while self._next < len(self._order) and self._order[self._next] in self._complete:
+            self._order[self._next].reduce()
+            self._next += 1
+
+    def flush(self) -> None:
+        """End of backward: reduce what has not been reduced, release what is still gathered."""
+        for buffer in self.buffers:
+            buffer.collect()
+        if self.reduces:
+            self._complete.update(self.buffers)
+            self._advance()
+            for buffer in self.buffers:  # what arrived after the buffer's turn
+                if buffer.partial is not None:
+                    buffer.reduce()
+        for unit in self.units:
+            unit.release()
+        self._order, self._next = None, 0
+        self._complete.clear()
+        self.used.clear()
+
+    def finish(self) -> None:
+        """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left."""
+        for buffer in self.buffers:
+            buffer.collect()
+            if buffer.partial is not None or (buffer.owned is None and buffer.buffer.axis.world_size > 1):
+                buffer.reduce()
+
+    def clear(self) -> None:
+        """Drop all gradients."""
+        for buffer in self.buffers:
+            buffer.clear()

@@ -1,0 +1,58 @@
+"""Units: the parameters that are communicated together, and the modules whose calls need them.
+
+Invariant: each parameter of the model belongs to exactly one unit; inside a unit there is one flat buffer for each
+(dtype, trainable) - parameter groups of the optimizer lie one after another in it - and every buffer of a unit is
+gathered or none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ds_hf.engine.zero.buffer import FlatBuffer
+
+__all__ = ["Unit"]
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that are gathered together.
+
+    Attributes:
+        name: path of the module in the model, ``""`` for the root.
+        module: the module whose forward needs the unit.
+        params: distinct parameters, in layout order.
+        owners: further modules that hold some of the parameters directly and may be called on their own.
+        buffers: trainable and frozen flat buffers.
+        depth: nested calls now in progress among ``module`` and ``owners``.
+        open_calls: calls whose backward has begun and not ended.
+    """
+
+    name: str
+    module: nn.Module
+    params: list[nn.Parameter]
+    owners: list[nn.Module] = field(default_factory=list)
+    buffers: list[FlatBuffer] = field(default_factory=list)
+    depth: int = 0
+    open_calls: set[Any] = field(default_factory=set)
+
+    @property
+    def sharded(self) -> bool:
+        return any(buffer.sharded for buffer in self.buffers)
+
+    def gather(self) -> None:
+        """Make the unit's parameters available. Collective when they are sharded."""
+        for buffer in self.buffers:
+            buffer.gather()
+
+    def release(self) -> None:
+        """Give the gathered parameters' memory back."""
+        for buffer in self.buffers:
+            buffer.release()
+
+    @property
+    def numel(self) -> int:
+        return sum(slot.numel for buffer in self.buffers for slot in buffer.layout.slots)
