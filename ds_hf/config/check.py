@@ -1,0 +1,164 @@
+"""Checks a draft against the schema and turns what jsonschema finds into faults for people.
+
+jsonschema applies the rules; this module adds what was meant: the nearest key, the place where a key belongs, the legal
+values. "auto" is settled first, because only the keys that the Trainer fills may hold it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from ds_hf.config.draft import Draft
+from ds_hf.config.parse import escape
+from ds_hf.config.schema import Node, Path, dotted, load_schema, nearest, pointer_of, types_of, walk_for
+
+__all__ = ["check", "show"]
+
+_KINDS = {"integer": "an integer", "number": "a number", "string": "a text", "boolean": "true or false", "array": "a list",
+          "object": "an object { }", "null": "null"}  # fmt: skip
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """A value as it stands in JSON, shortened."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def check(draft: Draft) -> None:
+    """Collect every way in which ``draft.tree`` is not what the schema describes."""
+    _check_auto(draft)
+    for error in _validator().iter_errors(draft.tree):
+        _translate(error, draft)
+
+
+@functools.cache
+def _validator() -> Draft202012Validator:
+    return Draft202012Validator(load_schema())
+
+
+def _check_auto(draft: Draft) -> None:
+    nodes = {pointer_of(path): node for path, node in walk_for(draft.tree)}
+    for pointer in _autos(draft.tree, ""):
+        node = nodes.get(pointer, {})
+        fills = node.get("x-auto")
+        kinds = types_of(node)
+        if fills == "literal" or ("string" in kinds and "pattern" not in node and "enum" not in node and not fills):
+            continue
+        if fills is None:
+            if node:
+                what = (
+                    f"give a value or remove it (default {show(node.get('default'))})"
+                    if "default" in node
+                    else "give a value"
+                )
+                draft.fault(pointer, '"auto" is not filled in here by the Trainer or accelerate', what)
+        elif not draft.allow_auto:
+            message = '"auto" was not filled in: the Trainer and accelerate do that, a plain initialize() does not'
+            draft.fault(pointer, message, f"give a value, or run under the Trainer (it takes {fills['source']})")
+
+
+def _autos(value: Any, pointer: str) -> list[str]:
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in _autos(item, f"{pointer}/{escape(key)}")]
+    if isinstance(value, list):
+        return [found for index, item in enumerate(value) for found in _autos(item, f"{pointer}/{index}")]
+    return [pointer] if value == "auto" and isinstance(value, str) else []
+
+
+def _translate(error: ValidationError, draft: Draft) -> None:
+    path: Path = tuple(str(part) for part in error.absolute_path)
+    pointer = pointer_of(path)
+    if error.validator == "additionalProperties":
+        _unknown_keys(error, path, draft)
+        return
+    if error.validator == "required":
+        for key in error.validator_value:
+            here = pointer_of((*path, key))
+            if key not in error.instance and not any(fault.pointer == here for fault in draft.faults):
+                parent = dotted(path) or "the configuration"
+                draft.fault(
+                    here, f'"{key}" is missing; {parent} needs it', f'add "{key}": {_example(error.schema, key)}'
+                )
+        return
+    if any(fault.pointer == pointer for fault in draft.faults):
+        return
+    message, fix = _wrong_value(error)
+    draft.fault(pointer, message, fix)
+
+
+def _example(schema: Any, key: str) -> str:
+    node: Node = schema.get("properties", {}).get(key, {}) if isinstance(schema, dict) else {}
+    if node.get("enum"):
+        return " or ".join(show(choice) for choice in node["enum"])
+    kinds = types_of(node)
+    return show(node["examples"][0]) if node.get("examples") else "{...}" if "object" in kinds else "..."
+
+
+def _unknown_keys(error: ValidationError, path: Path, draft: Draft) -> None:
+    known = error.schema.get("properties", {})
+    siblings = [key for key, node in known.items() if not node.get("deprecated") and key != "$schema"]
+    for key in error.instance:
+        if key in known:
+            continue
+        here = pointer_of((*path, key))
+        if not any(fault.pointer == here for fault in draft.faults):
+            place = f"in {dotted(path)}" if path else "at the top level"
+            shown = key if len(key) <= 60 else key[:57] + "..."
+            draft.fault(here, f'unknown key "{shown}" {place}', nearest(key[:200], path, siblings))
+
+
+def _wrong_value(error: ValidationError) -> tuple[str, str]:
+    value, node = error.instance, error.schema if isinstance(error.schema, dict) else {}
+    shown = show(value)
+    limit = error.validator_value
+    if error.validator == "enum" or (error.validator in ("type", "pattern") and node.get("enum")):
+        return _wrong_choice(value, node)
+    if error.validator in ("type", "pattern"):
+        return _wrong_type(value, node)
+    bounds = {
+        "minimum": ("is too small", f"give at least {limit}"),
+        "exclusiveMinimum": ("is too small", f"give more than {limit}"),
+        "maximum": ("is too large", f"give at most {limit}"),
+        "exclusiveMaximum": ("is too large", f"give less than {limit}"),
+        "minItems": ("has too few elements", f"give {limit}"),
+        "maxItems": ("has too many elements", f"give {limit}"),
+    }
+    what, fix = bounds.get(str(error.validator), ("is not allowed here", error.message))
+    return f"{shown} {what}", fix
+
+
+def _wrong_choice(value: Any, node: Node) -> tuple[str, str]:
+    choices = [show(choice) for choice in node["enum"]]
+    near = difflib.get_close_matches(str(value)[:100], [str(choice) for choice in node["enum"]], n=1, cutoff=0.6)
+    hint = f'did you mean "{near[0]}"? ' if near else ""
+    return f"{show(value)} is not a choice here", f"{hint}choose {', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _wrong_type(value: Any, node: Node) -> tuple[str, str]:
+    kinds = types_of(node) - ({"string"} if node.get("pattern") else set())
+    wanted = [name for kind, name in _KINDS.items() if kind in kinds and kind != "null"] or ["null"]
+    expected = " or ".join(wanted) + (' or "auto"' if node.get("x-auto") not in (None, "literal") else "")
+    default = f" (default {show(node['default'])})" if "default" in node else ""
+    if isinstance(value, bool):
+        found = f"{show(value)} is a boolean"
+    elif isinstance(value, str):
+        found = f"{show(value)} is a text"
+    elif value is None:
+        return f"null is not a value here; expected {expected}", f"remove it{default}, or give a value"
+    elif isinstance(value, (dict, list)):
+        found = "an object" if isinstance(value, dict) else "a list"
+        found += " stands here"
+    else:
+        fraction = isinstance(value, float) and not value.is_integer()
+        found = f"{show(value)} is a number" + (" with a fraction" if fraction else "")
+    fix = f"give {expected}"
+    if isinstance(value, str) and re.fullmatch(r"(?i)yes|no|on|off|enabled|disabled", value) and "boolean" in kinds:
+        fix = "write true or false"
+    return f"{found}; expected {expected}", fix + default

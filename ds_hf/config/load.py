@@ -1,0 +1,80 @@
+"""``load_config``: from anything a user may give to a frozen ``Config``, or one ``ConfigError`` with all faults.
+
+The order matters: values are brought to their plain form before older keys move, keys move before the schema is applied,
+and rules across keys see only values that are legal by themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+from ds_hf.config.build import build, provenance
+from ds_hf.config.check import check
+from ds_hf.config.draft import Draft
+from ds_hf.config.normalise import normalise
+from ds_hf.config.optimizers import check_optimizer
+from ds_hf.config.rename import rename
+from ds_hf.config.report import log_warnings
+from ds_hf.config.rules import check_rules
+from ds_hf.config.source import read_source
+from ds_hf.config.status import check_status
+from ds_hf.config.triple import WorldSize, resolve_batch
+from ds_hf.config.types.root import Config
+from ds_hf.errors import ConfigError, Fault
+
+__all__ = ["examine", "load_config"]
+
+
+def load_config(
+    source: object, *, world_size: int | None = None, allow_auto: bool = False, check_batch: bool = True
+) -> Config:
+    """Read, check and complete a DeepSpeed configuration.
+
+    Args:
+        source: path, dict, JSON text, url-safe base64 of JSON text, or the name of a preset.
+        world_size: data-parallel processes; found from torch.distributed or the launcher when None.
+        allow_auto: "auto" may stay on the keys that the Trainer fills, and counts as the default.
+        check_batch: complete and check the batch triple.
+
+    Raises:
+        ConfigError: with every fault found.
+    """
+    world = WorldSize.find(world_size) if check_batch else None
+    config = examine(source, world=world, allow_auto=allow_auto)
+    log_warnings(config)
+    return config
+
+
+def examine(source: object, *, world: WorldSize | None, allow_auto: bool) -> Config:
+    """``load_config`` without the log; ``world`` None skips the batch triple."""
+    draft = Draft.of(read_source(source), allow_auto)
+    if world is not None and world.value < 0 or isinstance(world, WorldSize) and not isinstance(world.value, int):
+        raise ConfigError(
+            [Fault("", f"world_size {world.value} is not possible", "give a number of processes")], draft.name
+        )
+    normalise(draft)
+    rename(draft)
+    normalise(draft)
+    check(draft)
+    legal = draft.without_faults()
+    typed = build(legal, draft.name)
+    check_rules(typed, draft)
+    check_optimizer(typed, draft)
+    check_status(draft, legal)
+    if world is not None:
+        resolve_batch(draft, legal, world)
+    if draft.faults:
+        raise ConfigError(_in_order(draft.faults), draft.name)
+    return dataclasses.replace(
+        build(draft.tree, draft.name),
+        resolved=copy.deepcopy(draft.tree),
+        provenance=provenance(draft),
+        warnings=tuple(_in_order(draft.warnings)),
+    )
+
+
+def _in_order(faults: list[Fault]) -> list[Fault]:
+    """Without repetitions, in file order; a dict has no lines and keeps the order of the checks."""
+    unique = list(dict.fromkeys(faults))
+    return sorted(unique, key=lambda fault: fault.line or 0)

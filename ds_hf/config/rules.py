@@ -1,0 +1,111 @@
+"""Rules across several keys, applied to a typed configuration whose single values are legal.
+
+With ``plan.py`` this is the place that may look at the ZeRO stage.
+"""
+
+from __future__ import annotations
+
+from ds_hf.config.draft import Draft
+from ds_hf.config.types.root import Config
+
+__all__ = ["check_rules"]
+
+
+def check_rules(config: Config, draft: Draft) -> None:
+    """Collect combinations that cannot work."""
+    _precision(config, draft)
+    if not draft.faulty("/zero_optimization/stage"):
+        _masters(config, draft)
+        _offload(config, draft)
+    _gradients(config, draft)
+    _schedule(config, draft)
+    _elasticity(config, draft)
+
+
+def _precision(config: Config, draft: Draft) -> None:
+    fp16, bf16 = config.fp16, config.bf16
+    if fp16.enabled and bf16.enabled:
+        draft.fault("/bf16/enabled", "fp16 and bf16 are both enabled", "disable one; bf16 needs no loss scaling")
+    if config.amp.enabled and (fp16.enabled or bf16.enabled or config.zero_optimization.stage > 0):
+        draft.fault("/amp/enabled", "amp excludes fp16, bf16 and ZeRO", "remove amp")
+    if fp16.enabled and fp16.loss_scale == 0:
+        for key, value in (("loss_scale_window", fp16.loss_scale_window), ("min_loss_scale", fp16.min_loss_scale)):
+            if value <= 0:
+                draft.fault(f"/fp16/{key}", f"{key} {value} is too small for dynamic loss scaling", "give more than 0")
+
+
+def _masters(config: Config, draft: Draft) -> None:
+    stage, fp16, bf16 = config.zero_optimization.stage, config.fp16, config.bf16
+    if fp16.fp16_master_weights_and_grads and stage == 0:
+        _needs_stage(draft, "/fp16/fp16_master_weights_and_grads", "fp16_master_weights_and_grads")
+    if bf16.bf16_master_weights_and_grads and stage == 0:
+        _needs_stage(draft, "/bf16/bf16_master_weights_and_grads", "bf16_master_weights_and_grads")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        fix = "enable bf16_master_weights_and_grads or remove bf16_optimizer_states"
+        draft.fault("/bf16/bf16_optimizer_states", "bf16_optimizer_states needs bf16_master_weights_and_grads", fix)
+
+
+def _needs_stage(draft: Draft, pointer: str, name: str) -> None:
+    draft.fault(pointer, f"{name} needs ZeRO stage 1, 2 or 3, and the stage is 0", "set zero_optimization.stage")
+
+
+def _offload(config: Config, draft: Draft) -> None:
+    zero = config.zero_optimization
+    base = "/zero_optimization"
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        fix = 'set "stage": 3, or offload only the optimizer with offload_optimizer'
+        draft.fault(f"{base}/offload_param", f"offload_param needs stage 3, and the stage is {zero.stage}", fix)
+    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+        fix = 'set "stage": 2, or remove offload_optimizer'
+        draft.fault(f"{base}/offload_optimizer", "offload_optimizer needs stage 1, 2 or 3, and the stage is 0", fix)
+    for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if block.device == "nvme" and not block.nvme_path:
+            draft.fault(
+                f"{base}/{name}/nvme_path", f"{name} to nvme needs nvme_path", 'add "nvme_path": "/a/fast/folder"'
+            )
+        if block.device == "nvme" and zero.stage != 3:
+            draft.fault(f"{base}/{name}/device", f"nvme needs stage 3, and the stage is {zero.stage}", 'set "stage": 3')
+    if zero.offload_optimizer.ratio < 1 and zero.stage != 3:
+        message = f"a ratio below 1 needs stage 3, and the stage is {zero.stage}"
+        draft.fault(f"{base}/offload_optimizer/ratio", message, "remove ratio")
+    if not zero.compute_grad_norm and zero.stage not in (1, 2):
+        message = f"compute_grad_norm = false needs stage 1 or 2, and the stage is {zero.stage}"
+        draft.fault(f"{base}/compute_grad_norm", message, "remove it")
+
+
+def _gradients(config: Config, draft: Draft) -> None:
+    pointer = "/gradient_allreduce_op"
+    if config.gradient_allreduce_op == "sum":
+        reasons = {
+            "ZeRO stage 3": config.zero_optimization.stage == 3,
+            "zenflow": config.zero_optimization.zenflow is not None,
+            "compile.deepcompile": config.compile.deepcompile,
+        }
+        for name, present in reasons.items():
+            if present:
+                draft.fault(pointer, f'"sum" does not work with {name}', 'use "mean" and scale the learning rate')
+    if config.prescale_gradients and config.gradient_predivide_factor != 1:
+        message = "no effect: prescale_gradients divides by the whole world size beforehand"
+        draft.warn("/gradient_predivide_factor", message, "remove one of the two")
+
+
+def _schedule(config: Config, draft: Draft) -> None:
+    if config.scheduler is None:
+        return
+    params = config.scheduler.params
+    total, warmup = params.get("total_num_steps"), params.get("warmup_num_steps", 1000)
+    if isinstance(total, int) and isinstance(warmup, int) and warmup > total:
+        message = f"warmup_num_steps {warmup} is more than total_num_steps {total}: the warm-up never ends"
+        draft.warn("/scheduler/params/warmup_num_steps", message, f"give at most {total}")
+    low, high = params.get("cycle_min_lr"), params.get("cycle_max_lr")
+    if isinstance(low, list) and isinstance(high, list) and len(low) != len(high):
+        message = f"cycle_min_lr has {len(low)} elements and cycle_max_lr {len(high)}"
+        draft.fault("/scheduler/params/cycle_max_lr", message, "give one element for each parameter group in both")
+
+
+def _elasticity(config: Config, draft: Draft) -> None:
+    if not config.elasticity.enabled or config.elasticity.ignore_non_elastic_batch_info:
+        return
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if getattr(config, key) is not None:
+            draft.fault(f"/{key}", f"elasticity chooses the batch, and {key} is set too", f"remove {key} or elasticity")

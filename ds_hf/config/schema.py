@@ -1,0 +1,124 @@
+"""Loads ``ds_config.schema.json`` and answers questions about it.
+
+The schema is the only table of keys: its ``x-`` annotations say which keys the Trainer fills (``x-auto``), what ds_hf does
+with a key (``x-status``, ``x-reason``, ``x-fix``, ``x-on``, ``x-unsupported-values``), where an older key went
+(``x-renamed-to``, ``x-convert``), what a default used to be (``x-changed``) and how values may be written
+(``x-value-aliases``, ``x-round``, ``x-shorthand``). Paths are tuples of keys; pointers are RFC 6901 texts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any, cast
+
+from jsonschema import Draft202012Validator
+
+from ds_hf.config.parse import escape
+
+__all__ = [
+    "Node",
+    "Path",
+    "dotted",
+    "foreign_name",
+    "holds",
+    "load_schema",
+    "nearest",
+    "pointer_of",
+    "schema_text",
+    "types_of",
+    "walk",
+    "walk_for",
+]
+
+Node = dict[str, Any]
+Path = tuple[str, ...]
+
+
+def schema_text() -> str:
+    """The text of the JSON Schema."""
+    return (resources.files("ds_hf") / "schemas" / "ds_config.schema.json").read_text("utf-8")
+
+
+@functools.cache
+def load_schema() -> Node:
+    """The JSON Schema; shared, not to be changed."""
+    return cast(Node, json.loads(schema_text()))
+
+
+def pointer_of(path: Path) -> str:
+    """RFC 6901 pointer of a path."""
+    return "".join("/" + escape(key) for key in path)
+
+
+def dotted(path: Path) -> str:
+    """A path as people write it: ``zero_optimization.stage``."""
+    return ".".join(path)
+
+
+def holds(condition: Node, value: Any) -> bool:
+    """Whether ``value`` satisfies a small schema (``x-on``)."""
+    return bool(Draft202012Validator(condition).is_valid(value))
+
+
+def walk(node: Node | None = None, path: Path = ()) -> Iterator[tuple[Path, Node]]:
+    """Every key that has a fixed name, parents before children."""
+    node = load_schema() if node is None else node
+    for key, child in node.get("properties", {}).items():
+        here = (*path, key)
+        yield here, child
+        yield from walk(child, here)
+
+
+def walk_for(tree: Node) -> Iterator[tuple[Path, Node]]:
+    """``walk`` plus the parameters of the schedule that ``tree`` names."""
+    yield from walk()
+    scheduler = tree.get("scheduler")
+    kind = scheduler.get("type") if isinstance(scheduler, dict) else None
+    if isinstance(kind, str) and kind in load_schema()["$defs"]:
+        yield from walk(load_schema()["$defs"][kind], ("scheduler", "params"))
+
+
+def types_of(node: Node) -> set[str]:
+    """The JSON types that a node accepts."""
+    kinds = node.get("type", [])
+    return {kinds} if isinstance(kinds, str) else set(kinds)
+
+
+@functools.cache
+def _by_last_key() -> dict[str, list[Path]]:
+    result: dict[str, list[Path]] = {}
+    for path, node in walk():
+        if not node.get("deprecated") and path != ("$schema",):
+            result.setdefault(path[-1], []).append(path)
+    return result
+
+
+def foreign_name(key: str) -> str | None:
+    """DeepSpeed's name, dotted, for a key that another tool uses."""
+    names: dict[str, str] = load_schema()["x-foreign-names"]
+    return names.get(key)
+
+
+def nearest(key: str, parent: Path, siblings: list[str]) -> str:
+    """The instruction for an unknown ``key`` inside ``parent``: what was meant, or where it belongs."""
+    plain = key.strip().lower().replace("-", "_").replace(" ", "_")
+    if plain in siblings:
+        return f'write "{plain}"'
+    elsewhere = [path for path in _by_last_key().get(plain, []) if path[:-1] != parent]
+    if 1 <= len(elsewhere) <= 3:
+        return f"move it to {' or '.join(dotted(path[:-1]) or 'the top level' for path in elsewhere)}, where it belongs"
+    close = difflib.get_close_matches(plain, siblings, n=2, cutoff=0.6)
+    if close:
+        return " or ".join(f'did you mean "{name}"' for name in close[:1]) + (
+            f' or "{close[1]}"?' if close[1:] else "?"
+        )
+    if foreign := foreign_name(plain):
+        return f"DeepSpeed calls it {foreign}"
+    far = difflib.get_close_matches(plain, _by_last_key(), n=1, cutoff=0.8)
+    if far:
+        return f"did you mean {dotted(_by_last_key()[far[0]][0])}?"
+    return f"remove it; known here: {', '.join(siblings[:12])}{', ...' if len(siblings) > 12 else ''}"

@@ -1,0 +1,181 @@
+"""Finds out what ``load_config`` was given and reads it: path, dict, JSON text, base64 or the name of a preset.
+
+Whatever it was, the result is a tree of plain dicts, lists, texts, numbers, booleans and None, with lines where there was
+a text. What cannot be such a tree is a ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_hf.config.parse import MAX_DEPTH, Parsed, escape, parse
+from ds_hf.config.presets import PRESETS, preset
+from ds_hf.errors import ConfigError, Fault
+
+__all__ = ["Source", "read_source"]
+
+_BASE64_MIN = 8
+_MAX_BITS = 1024
+
+
+@dataclass
+class Source:
+    """A configuration as it arrived: its tree, a name for messages, lines, and faults met while reading."""
+
+    name: str
+    tree: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+
+def read_source(source: object) -> Source:
+    """Read ``source``, whatever it is."""
+    if isinstance(source, Mapping):
+        return _from_mapping(source)
+    if isinstance(source, os.PathLike):
+        return _from_file(os.fspath(source))
+    if isinstance(source, str):
+        return _from_text(source)
+    message = f"a {type(source).__name__} is no configuration"
+    raise ConfigError([Fault("", message, "give a path, a dict, JSON text, base64 text or the name of a preset")])
+
+
+def _from_text(text: str) -> Source:
+    if text in PRESETS and not os.path.isfile(text):
+        return Source(f"preset {text}", preset(text))
+    if _is_file(text):
+        return _from_file(text)
+    stripped = text.lstrip("\ufeff \t\r\n")
+    if stripped.startswith(("{", "[", "//", "#", "/*")) or "\n" in stripped:
+        return _from_parsed(parse(text, "JSON text"), "JSON text")
+    decoded = _base64_text(text)
+    if decoded is not None:
+        return _from_parsed(parse(decoded, "base64 text"), "base64 text")
+    if not stripped:
+        raise ConfigError([Fault("", "the configuration is an empty text", "give a path or JSON text")])
+    raise _not_found(text)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return os.path.exists(text)
+    except (OSError, ValueError):
+        return False
+
+
+def _base64_text(text: str) -> str | None:
+    """The JSON text inside url-safe base64 (also without its padding), or None."""
+    if len(text) < _BASE64_MIN:
+        return None
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        decoded = raw.decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith(("{", "[", "//", "#", "/*")) else None
+
+
+def _not_found(text: str) -> ConfigError:
+    shown = text if len(text) <= 100 else text[:97] + "..."
+    near = difflib.get_close_matches(text, PRESETS, n=1)
+    folder = Path(text[:1000]).parent
+    try:
+        near += difflib.get_close_matches(Path(text[:1000]).name, os.listdir(folder), n=2, cutoff=0.7)
+    except (OSError, ValueError):
+        pass
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    fix = f"{hint}Give the path of a file, JSON text or a preset: {', '.join(PRESETS)}"
+    return ConfigError([Fault("", f'there is no file "{shown}"', fix)], shown)
+
+
+def _from_file(path: str | bytes) -> Source:
+    name = os.fsdecode(path)
+    try:
+        raw = Path(name).read_bytes()
+    except IsADirectoryError:
+        raise ConfigError([Fault("", f'"{name}" is a folder', "give the path of the JSON file in it")], name) from None
+    except FileNotFoundError:
+        raise _not_found(name) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            [Fault("", f"cannot read the file: {reason}", "check the path and its rights")], name
+        ) from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        try:
+            text = raw.decode("utf-16") if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        except UnicodeDecodeError:
+            text = ""
+        if not text:
+            raise ConfigError([Fault("", "the file is not text", "give a JSON file in UTF-8")], name) from None
+    return _from_parsed(parse(text, name), name)
+
+
+def _from_parsed(parsed: Parsed, name: str) -> Source:
+    if not isinstance(parsed.value, dict):
+        kind = {list: "a list", str: "a text", bool: "a boolean", type(None): "null"}.get(
+            type(parsed.value), "a number"
+        )
+        fault = Fault("", f"the file holds {kind}, not an object", "put the settings in { }", parsed.lines.get(""))
+        raise ConfigError([*parsed.faults, fault], name)
+    return Source(name, parsed.value, parsed.lines, parsed.faults)
+
+
+def _from_mapping(mapping: Mapping[Any, Any]) -> Source:
+    source = Source("config dict", {})
+    tree = _plain(mapping, "", (), source.faults)
+    if isinstance(tree, dict):
+        source.tree = tree
+    return source
+
+
+def _plain(value: Any, pointer: str, ancestors: tuple[int, ...], faults: list[Fault]) -> Any:
+    """A copy of ``value`` of plain JSON types; what has no such form becomes a fault and None."""
+    if id(value) in ancestors:
+        faults.append(Fault(pointer, "the value contains itself", "remove the cycle"))
+        return None
+    if len(ancestors) > MAX_DEPTH:
+        faults.append(Fault(pointer, f"nested deeper than {MAX_DEPTH} levels", "no section nests so deep"))
+        return None
+    if type(value) is int and value.bit_length() > _MAX_BITS:
+        faults.append(Fault(pointer, "the number is far too large", "no setting needs such a number"))
+        return None
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    inside = (*ancestors, id(value))
+    if isinstance(value, Mapping):
+        result: dict[str, Any] = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                faults.append(Fault(pointer, f"the key {key!r} is a {type(key).__name__}", "keys are texts"))
+                continue
+            result[str(key)] = _plain(item, f"{pointer}/{escape(key)}", inside, faults)
+        return result
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{pointer}/{index}", inside, faults) for index, item in enumerate(value)]
+    return _plain_scalar(value, pointer, faults)
+
+
+def _plain_scalar(value: Any, pointer: str, faults: list[Fault]) -> Any:
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    faults.append(
+        Fault(pointer, f"a {type(value).__name__} has no JSON form", "give a text, number, boolean, list or dict")
+    )
+    return None

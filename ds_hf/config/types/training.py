@@ -1,0 +1,162 @@
+"""Sections of optimizer, schedule, checkpoints and the engine.
+
+Frozen dataclasses with the keys, types and defaults of the JSON Schema; ``tests/config/test_types.py`` holds the two
+together. Renamed keys do not appear here: ``resolve.py`` has moved their values already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "ActivationCheckpointingSection",
+    "CheckpointSection",
+    "CheckpointWriterSection",
+    "CompileSection",
+    "DataStatesSection",
+    "DsHfSection",
+    "HybridEngineSection",
+    "NebulaSection",
+    "OptimizerSection",
+    "ParallelWriteSection",
+    "PipelineSection",
+    "SchedulerSection",
+]
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    """The optimizer that the engine builds. Leave it out to pass your own optimizer (the Trainer passes its own)."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict)
+    legacy_fusion: bool = False
+
+
+@dataclass(frozen=True)
+class SchedulerSection:
+    """The learning-rate schedule that the engine steps. Leave it out to use your own."""
+
+    type: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParallelWriteSection:
+    """Write with more processes."""
+
+    pipeline_stage: bool = False
+
+
+@dataclass(frozen=True)
+class CheckpointWriterSection:
+    """DeepSpeed's fast writer."""
+
+    type: Literal["FAST", "PYTHON", "MOCK"] = "FAST"
+    io_buffer_size: int = 67_108_864
+    io_buffer_double: bool = True
+    show_statistics: bool = False
+    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = None
+    decoupled: bool = False
+    io_multiplier: int = 1
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Saving and loading."""
+
+    tag_validation: Literal["Warn", "Ignore", "Fail"] = "Warn"
+    load_universal: bool = False
+    use_node_local_storage: bool = False
+    parallel_write: ParallelWriteSection = field(default_factory=ParallelWriteSection)
+    checkpoint_serialization: bool = True
+    writer: CheckpointWriterSection | None = None
+
+
+@dataclass(frozen=True)
+class NebulaSection:
+    """Azure Nebula."""
+
+    enabled: bool = False
+    enable_nebula_load: bool = True
+    nebula_load_path: str | None = None
+    persistent_storage_path: str | None = None
+    persistent_time_interval: int = 100
+    num_of_version_in_retention: int = 2
+
+
+@dataclass(frozen=True)
+class DataStatesSection:
+    """Asynchronous checkpoints of DataStates."""
+
+    host_cache_size: float | None = None
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointingSection:
+    """Settings of deepspeed.checkpointing. Models of transformers use torch's checkpointing and never read them."""
+
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: int | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+
+@dataclass(frozen=True)
+class CompileSection:
+    """DeepCompile: ZeRO's communication inside the compiled graph."""
+
+    deepcompile: bool = False
+    passes: tuple[str, ...] | None = None
+    autoep_non_moe: bool = False
+    free_activation: bool = False
+    free_activation_threshold: int = 10_485_760
+    offload_activation: bool = False
+    offload_activation_pin_memory: bool = True
+    offload_opt_states: bool = False
+    offload_parameters: bool = False
+    double_buffer: bool = True
+    symmetric_memory: bool = False
+    sync_before_reduce: bool = False
+    sync_after_reduce: bool = False
+    sync_before_allgather: bool = False
+    sync_after_allgather: bool = False
+    keep_int_input_tensors: bool = True
+    keep_all_input_tensors: bool = False
+    debug_log: bool = False
+
+
+@dataclass(frozen=True)
+class PipelineSection:
+    """Settings of DeepSpeed's PipelineModule."""
+
+    stages: int | str = "auto"
+    partition: str = "best"
+    seed_layers: bool = False
+    activation_checkpoint_interval: int = 0
+    pipe_partitioned: bool = True
+    grad_partitioned: bool = True
+
+
+@dataclass(frozen=True)
+class DsHfSection:
+    """Settings of ds_hf itself, unknown to DeepSpeed."""
+
+    compat_schedules: Literal["deepspeed", "strict"] = "deepspeed"
+    compile: Literal["blocks"] | Literal[False] = False
+
+
+@dataclass(frozen=True)
+class HybridEngineSection:
+    """DeepSpeed-Chat's engine for training and generation."""
+
+    enabled: bool = False
+    max_out_tokens: int = 512
+    inference_tp_size: int = 1
+    release_inference_cache: bool = False
+    pin_parameters: bool = True
+    tp_gather_partition_size: int = 8
+    enable_cuda_graph: bool = False
