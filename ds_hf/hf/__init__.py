@@ -1,0 +1,1 @@
+"""What ds_hf adds to transformers and accelerate: hooks that check ``--deepspeed`` early, CPU processes, ``auto``."""

@@ -1,0 +1,204 @@
+"""``--deepspeed auto``: the smallest stage and offload whose model states fit, with the figures that say so.
+
+The choice falls when the arguments are parsed, if the command line names a model whose config can be read offline (then
+``zero.Init`` can still build it sharded); otherwise when the Trainer has its model. Every rank computes the same
+choice: free memory is the least over the ranks. Only one rank prints.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+import wrapt
+
+from ds_hf.config import load_config
+from ds_hf.config.plan import plan_states
+from ds_hf.config.presets import preset
+from ds_hf.engine.dist import process_group
+from ds_hf.engine.zero.estimate import ModelSize, StateBytes, estimate_states, measure
+from ds_hf.errors import ConfigError
+from ds_hf.hf.accelerate_state import has_accelerator
+from ds_hf.hf.source import AUTO
+from ds_hf.log import logger
+
+__all__ = ["Choice", "Memory", "choose", "choose_at_parse_time", "model_on_command_line", "wrap_integration"]
+
+# Smallest first; a stage without offload comes before any offload, which costs time at every step.
+CANDIDATES = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
+INFERENCE = "zero3"  # the only one that transformers evaluates with when there was no training
+STATES_SHARE = 0.7  # of the free memory; the rest is for activations, logits and buffers
+MODEL_FLAGS = ("model_name_or_path", "config_name", "model")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Free bytes for one rank."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The preset that was chosen, and the need of each candidate that was looked at."""
+
+    preset: str
+    fits: bool
+    needs: dict[str, StateBytes]
+
+
+def wrap_integration(module: ModuleType) -> None:
+    """Hook of ``transformers.integrations.deepspeed``: the last moment, when the Trainer has its model."""
+
+    def decide_first(wrapped: Callable[..., Any], hf_config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _choose_with_model(hf_config, *args, **kwargs)
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "HfTrainerDeepSpeedConfig.trainer_config_finalize", decide_first)
+
+
+def choose_at_parse_time(arguments: Any) -> None:
+    """Choose now, if the command line tells which model it will be."""
+    size = _measure_named(model_on_command_line(sys.argv[1:]))
+    if size is not None:
+        _settle(arguments, arguments.hf_deepspeed_config, size)
+
+
+def choose(size: ModelSize, memory: Memory, world_size: int, *, dtype: str, accumulates: bool, offload: bool) -> Choice:
+    """The first candidate that fits into ``memory``, or the last one if none does."""
+    needs: dict[str, StateBytes] = {}
+    for name in CANDIDATES:
+        if "offload" in name and not offload:
+            continue
+        try:
+            config = load_config({**preset(name), **_precision(dtype)}, allow_auto=True, check_batch=False)
+        except ConfigError as error:  # what this version of ds_hf cannot do is no candidate
+            logger.debug("auto: %s is left out: %s", name, error)
+            continue
+        needs[name] = estimate_states(
+            plan_states(config), size, world_size, module_dtype="float32", accumulates=accumulates
+        )
+        if needs[name].device <= STATES_SHARE * memory.device and needs[name].host <= STATES_SHARE * memory.host:
+            return Choice(name, True, needs)
+    return Choice(next(reversed(needs)), False, needs)
+
+
+def model_on_command_line(argv: Sequence[str]) -> str | None:
+    """The model that one of the usual flags names."""
+    found: dict[str, str] = {}
+    for position, word in enumerate(argv):
+        flag, given, value = word.partition("=")
+        if not flag.startswith("--"):
+            continue
+        if not given and position + 1 < len(argv):
+            value = argv[position + 1]
+        if value and not value.startswith("-"):
+            found[flag[2:].replace("-", "_")] = value
+    return next((found[flag] for flag in MODEL_FLAGS if flag in found), None)
+
+
+def _choose_with_model(hf_config: Any, arguments: Any, model: Any, num_training_steps: int) -> None:
+    plugin = arguments.deepspeed_plugin
+    if arguments.deepspeed != AUTO or getattr(plugin, "ds_hf_choice", None) is not None:
+        return
+    if not num_training_steps:
+        _apply(plugin, hf_config, INFERENCE)
+    else:
+        _settle(arguments, hf_config, measure(model))
+
+
+def _settle(arguments: Any, hf_config: Any, size: ModelSize) -> None:
+    memory = _free_memory()
+    dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else "float32"
+    world_size = process_group.get_world_size() if process_group.is_initialized() else 1
+    accumulates = arguments.gradient_accumulation_steps > 1
+    offload = has_accelerator()  # elsewhere host and device are the same memory
+    choice = choose(size, memory, world_size, dtype=dtype, accumulates=accumulates, offload=offload)
+    _apply(arguments.deepspeed_plugin, hf_config, choice.preset)
+    arguments.deepspeed_plugin.ds_hf_choice = choice
+    if not process_group.is_initialized() or process_group.get_rank() == 0:
+        print(_report(choice, size, memory, world_size, dtype), file=sys.stderr, flush=True)
+
+
+def _apply(plugin: Any, hf_config: Any, name: str) -> None:
+    """Write the preset's ZeRO section where transformers and accelerate look for it."""
+    hf_config.config["zero_optimization"] = preset(name)["zero_optimization"]
+    hf_config.set_stage_and_offload()
+    plugin.zero_stage = hf_config.get_value("zero_optimization.stage")
+    plugin.offload_optimizer_device = hf_config.get_value("zero_optimization.offload_optimizer.device", "none")
+    plugin.offload_param_device = hf_config.get_value("zero_optimization.offload_param.device", "none")
+    plugin.zero3_init_flag = hf_config.is_zero3()
+
+
+def _precision(dtype: str) -> dict[str, Any]:
+    return {"bf16": {"enabled": dtype == "bfloat16"}, "fp16": {"enabled": dtype == "float16"}}
+
+
+def _measure_named(name: str | None) -> ModelSize | None:
+    """Size of the model of this name, from its config alone; None if that cannot be had offline."""
+    if name is None:
+        return None
+    try:
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        architecture = next(iter(config.architectures or ()), None)
+        model_class = getattr(transformers, architecture, None) if architecture else None
+        with torch.device("meta"):
+            model = model_class(config) if model_class else transformers.AutoModel.from_config(config)
+        return measure(model)
+    except Exception as error:  # any reason will do: the choice then waits for the Trainer
+        logger.info("auto: %s cannot be measured yet (%s); deciding when the Trainer has its model", name, error)
+        return None
+
+
+def _free_memory() -> Memory:
+    """Free bytes for each rank: the least over all ranks, so that all of them decide alike."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    host = _free_host_nbytes() // max(1, local_ranks)
+    device = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host
+    free = torch.tensor([device, host], dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
+    if process_group.is_initialized():
+        process_group.all_reduce(free, op=process_group.ReduceOp.MIN)
+    return Memory(int(free[0]), int(free[1]))
+
+
+def _free_host_nbytes() -> int:
+    """What the machine has left, or the container if that is less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
+
+
+def _report(choice: Choice, size: ModelSize, memory: Memory, world_size: int, dtype: str) -> str:
+    room = STATES_SHARE * memory.device
+    why = "the smallest that fits" if choice.fits else "NOTHING FITS, this one comes nearest"
+    millions = "{:,.1f} M".format
+    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    lines = [
+        f"ds_hf: --deepspeed auto takes {choice.preset}: {why}",
+        f"  model: {millions(size.total / 1e6)} parameters ({millions(size.trainable / 1e6)} trainable), {dtype}, {processes}",
+        f"  free for each process: {_gib(memory.device)} on its device, {_gib(memory.host)} of host memory",
+        f"  of which {STATES_SHARE:.0%} for model states ({_gib(room)} on the device), the rest for activations",
+        "  model states of each process (device + host):",
+    ]
+    for name, need in choice.needs.items():
+        verdict = "too large" if name != choice.preset or not choice.fits else "fits"
+        lines.append(f"    {name:<14} {_gib(need.device):>12} + {_gib(need.host):>12}   {verdict}")
+    return "\n".join(lines)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

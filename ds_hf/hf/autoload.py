@@ -1,0 +1,95 @@
+"""``install()``: registers the hooks on transformers and accelerate, without importing either.
+
+torch calls it at the end of ``import torch`` (entry point of the group ``torch.backends``); ``import deepspeed`` calls
+it too, for environments where that autoloading is off. It costs a few dictionary entries, is idempotent, and never
+raises: a hook that no longer fits its target only warns. When a real DeepSpeed is the one that imports find, the hooks
+do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import wrapt
+
+from ds_hf.log import logger
+
+__all__ = ["install", "serves_deepspeed"]
+
+Hook = Callable[[ModuleType], None]
+
+# module of the client -> our module and function that wrap something in it
+HOOKS = {
+    "accelerate.state": ("ds_hf.hf.accelerate_state", "wrap_state"),
+    "accelerate.utils.deepspeed": ("ds_hf.hf.accelerate_state", "wrap_config"),
+    "transformers.training_args": ("ds_hf.hf.training_args", "wrap_training_args"),
+    "transformers.integrations.deepspeed": ("ds_hf.hf.auto", "wrap_integration"),
+}
+
+
+@functools.cache
+def install() -> None:
+    """Register all hooks; a second call does nothing."""
+    try:
+        for target, (module, function) in HOOKS.items():
+            _register(target, _guarded(target, module, function))
+    except Exception:
+        logger.warning("ds_hf could not register its hooks; --deepspeed is not checked at parse time", exc_info=True)
+
+
+def serves_deepspeed() -> bool:
+    """Whether ``import deepspeed`` finds ds_hf's package and not a real DeepSpeed."""
+    try:
+        spec = find_spec("deepspeed")
+    except ValueError:  # somebody put a module without a spec there
+        return False
+    ours = Path(__file__).resolve().parent.parent / "compat"
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve().is_relative_to(ours)
+
+
+def _guarded(target: str, module: str, function: str) -> Hook:
+    def hook(found: ModuleType) -> None:
+        try:
+            if serves_deepspeed():
+                getattr(importlib.import_module(module), function)(found)
+        except Exception:
+            logger.warning("ds_hf does not fit this version of %s: %s is off", target, function, exc_info=True)
+
+    return hook
+
+
+def _register(target: str, hook: Hook) -> None:
+    module = sys.modules.get(target)
+    spec = getattr(module, "__spec__", None)
+    if module is not None and spec is not None and getattr(spec, "_initializing", False):
+        # ``from transformers import TrainingArguments`` imports torch from *within* transformers.training_args: its
+        # classes do not exist yet, and wrapt would call the hook at once.
+        _when_initialized(module, spec, hook)
+    else:
+        wrapt.register_post_import_hook(hook, target)
+
+
+def _when_initialized(module: ModuleType, spec: ModuleSpec, hook: Hook) -> None:
+    """Call ``hook`` when the import that is under way ends: the import system then sets ``spec._initializing``."""
+    plain = type(spec)
+
+    class WatchedSpec(plain):  # type: ignore[valid-type, misc]
+        @property
+        def _initializing(self) -> bool:
+            return bool(self.__dict__["_initializing"])
+
+        @_initializing.setter
+        def _initializing(self, value: bool) -> None:
+            self.__dict__["_initializing"] = value
+            if not value:
+                self.__class__ = plain
+                hook(module)
+
+    spec.__class__ = WatchedSpec

@@ -1,0 +1,29 @@
+"""What ``--deepspeed`` and ``HfDeepSpeedConfig`` may be given, checked, as the plain dict that transformers keeps."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from ds_hf.config import Config, load_config
+
+__all__ = ["AUTO", "PROVISIONAL", "checked_config", "plain_config"]
+
+AUTO = "auto"
+# What "auto" stands for until the model is known: sharded optimizer states suit every model, and no model has to be
+# built under zero.Init for them.
+PROVISIONAL = "zero1"
+
+
+def checked_config(source: Any) -> Config:
+    """Read and check ``source``; "auto" values stay, because the Trainer fills them later.
+
+    Raises:
+        ConfigError: with every fault found.
+    """
+    return load_config(PROVISIONAL if source == AUTO else source, allow_auto=True, check_batch=False)
+
+
+def plain_config(source: Any) -> dict[str, Any]:
+    """``source``, checked, as a dict of its own: comments gone, presets spelt out, old names replaced."""
+    return copy.deepcopy(checked_config(source).resolved)

@@ -1,0 +1,104 @@
+"""Hook on ``TrainingArguments``: ``--deepspeed`` is checked before anything else happens, and works without a GPU.
+
+Order inside ``__post_init__``: read and check the configuration, compare it with the arguments, settle the flags that
+would switch DeepSpeed off on a CPU machine; then transformers' own code runs with the checked dict. The attribute
+``deepspeed`` ends up as the user gave it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from ds_hf.errors import ConfigError, Fault
+from ds_hf.hf import auto
+from ds_hf.hf.accelerate_state import has_accelerator
+from ds_hf.hf.mismatch import find_mismatches
+from ds_hf.hf.source import AUTO, checked_config, plain_config
+from ds_hf.log import warn_once
+
+__all__ = ["wrap_training_args"]
+
+CPU_FLAG = "ACCELERATE_USE_CPU"
+
+
+def wrap_training_args(module: ModuleType) -> None:
+    """Hook of ``transformers.training_args``."""
+    wrapt.wrap_function_wrapper(module, "TrainingArguments.__post_init__", _check_first)
+    wrapt.wrap_function_wrapper(module, "TrainingArguments._validate_args", _allow_bf16_on_cpu)
+
+
+def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not _wants_deepspeed(arguments):
+        return wrapped(*args, **kwargs)
+    given = arguments.deepspeed
+    if not given:  # accelerate launch named the configuration: its plugin reads it
+        _settle_cpu(arguments)
+        return wrapped(*args, **kwargs)
+    config = checked_config(given)
+    faults = find_mismatches(config, arguments)
+    if faults:
+        raise ConfigError(faults, f"{config.source} and the training arguments")
+    _settle_cpu(arguments)
+    with _replaced(arguments, plain_config(given)):
+        wrapped(*args, **kwargs)
+    if arguments.n_gpu > 1:
+        # A plain `python train.py` on a machine with several GPUs: an engine drives one device, and there is no
+        # DataParallel around it that would divide a batch of n_gpu times the size.
+        arguments._n_gpu = 1
+    if given == AUTO:
+        auto.choose_at_parse_time(arguments)
+    return None
+
+
+def _allow_bf16_on_cpu(
+    wrapped: Callable[..., None], arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """transformers takes bf16 on a CPU only with ``use_cpu``, which would switch DeepSpeed off afterwards."""
+    if not _wants_deepspeed(arguments) or has_accelerator():
+        return wrapped(*args, **kwargs)
+    use_cpu, arguments.use_cpu = arguments.use_cpu, True
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        arguments.use_cpu = use_cpu
+
+
+def _wants_deepspeed(arguments: Any) -> bool:
+    return bool(arguments.deepspeed) or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def _settle_cpu(arguments: Any) -> None:
+    """``use_cpu`` makes accelerate forget DeepSpeed without a word: refuse it, or drop it where it changes nothing."""
+    flagged = os.environ.get(CPU_FLAG, "false").lower() in ("1", "true", "yes", "on", "y", "t")
+    if not arguments.use_cpu and not flagged:
+        return
+    name = "--use_cpu" if arguments.use_cpu else f"{CPU_FLAG}=true"
+    if has_accelerator():
+        fault = Fault(
+            "",
+            f"{name} makes accelerate switch DeepSpeed off, so --deepspeed would have no effect",
+            f"to train on the CPU hide the devices (CUDA_VISIBLE_DEVICES=) and drop {name}",
+        )
+        raise ConfigError([fault], "the training arguments")
+    warn_once(f"{name} is dropped: this machine has no accelerator anyway, and accelerate would switch DeepSpeed off")
+    if arguments.use_cpu:
+        arguments.use_cpu = False
+        arguments.dataloader_pin_memory = False
+    if flagged:
+        os.environ[CPU_FLAG] = "false"
+
+
+@contextmanager
+def _replaced(arguments: Any, config: dict[str, Any]) -> Iterator[None]:
+    """``arguments.deepspeed`` is ``config`` inside and what the user gave afterwards."""
+    given, arguments.deepspeed = arguments.deepspeed, config
+    try:
+        yield
+    finally:
+        arguments.deepspeed = given
