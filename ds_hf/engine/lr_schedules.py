@@ -8,8 +8,6 @@ The schedules themselves are in ``lr_policies``; this module is what the rest of
 from __future__ import annotations
 
 import argparse
-import difflib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +23,7 @@ from ds_hf.engine.lr_policies import (
     WarmupLR,
     torch_optimizer,
 )
+from ds_hf.engine.optim.json_params import accepted_params, nearest, param_faults
 from ds_hf.errors import ConfigError, Fault
 
 __all__ = [
@@ -50,6 +49,7 @@ _POLICIES: Mapping[str, type[Schedule]] = {
     "WarmupCosineLR": WarmupCosineLR,
 }
 VALID_LR_SCHEDULES = list(_POLICIES)
+_HIDDEN = ("optimizer", "mode")  # constructor parameters that are not the JSON's
 
 # torch schedules that a JSON file cannot describe, and why.
 _NOT_FROM_JSON = {
@@ -73,14 +73,7 @@ def build_scheduler(
     params = dict(params or {})
     own = name in _POLICIES
     cls: Callable[..., Any] = _POLICIES[name] if own else _torch_policy(name)
-    faults = [
-        Fault(
-            f"/scheduler/params/{key}", 'is still "auto"', "only the HF Trainer and accelerate fill it in; give a value"
-        )
-        for key, value in params.items()
-        if value == "auto"
-    ]
-    faults += _signature_faults(cls, name, params)
+    faults = param_faults("scheduler", name, params, accepted_params(cls, _HIDDEN))
     if faults:
         raise ConfigError(faults)
     try:
@@ -125,7 +118,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
         return None, "--lr_schedule was not given"
     if name not in _POLICIES:
         return None, f"--lr_schedule {name!r} is not one of {', '.join(VALID_LR_SCHEDULES)}"
-    accepted = _accepted(_POLICIES[name])
+    accepted = accepted_params(_POLICIES[name], _HIDDEN)
     values = {key: value for key, value in vars(args).items() if key in accepted and value is not None}
     # -1 is the command line's "not given" for these three, and no legal value.
     absent = ("cycle_second_step_size", "cycle_second_stair_count", "cycle_first_stair_count")
@@ -189,35 +182,8 @@ def _torch_policy(name: str) -> Callable[..., Any]:
     cls = getattr(torch.optim.lr_scheduler, name, None)
     if isinstance(cls, type) and issubclass(cls, torch.optim.lr_scheduler.LRScheduler):
         return cls
-    near = difflib.get_close_matches(name, VALID_LR_SCHEDULES, n=1, cutoff=0.4)
-    fix = f"did you mean {near[0]}? " if near else ""
+    lower = {known.lower(): known for known in VALID_LR_SCHEDULES}
+    near = lower.get(nearest(name.lower(), lower) or "")
+    fix = f"did you mean {near}? " if near else ""
     fix += f"use one of {', '.join(VALID_LR_SCHEDULES)}, or a class of torch.optim.lr_scheduler"
     raise ConfigError([Fault("/scheduler/type", f"there is no scheduler {name!r}", fix)])
-
-
-def _accepted(cls: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return {key: p for key, p in inspect.signature(cls).parameters.items() if key not in ("optimizer", "mode")}
-
-
-def _signature_faults(cls: Callable[..., Any], name: str, params: Mapping[str, Any]) -> list[Fault]:
-    accepted = _accepted(cls)
-    faults = []
-    for key in params:
-        if key not in accepted:
-            near = _nearest(key, list(accepted))
-            fix = f"did you mean {near}? " if near else ""
-            faults.append(
-                Fault(
-                    f"/scheduler/params/{key}", f"{name} has no such parameter", f"{fix}accepted: {', '.join(accepted)}"
-                )
-            )
-    for key, parameter in accepted.items():
-        if parameter.default is inspect.Parameter.empty and key not in params:
-            faults.append(Fault("/scheduler/params", f"{name} needs {key}, which is missing", f"add {key}"))
-    return faults
-
-
-def _nearest(key: str, accepted: list[str]) -> str | None:
-    contained = [name for name in accepted if name in key]  # DeepSpeed's tutorial: post_cycle_decay_step_size
-    near = contained or difflib.get_close_matches(key, accepted, n=1)
-    return max(near, key=len) if near else None

@@ -56,7 +56,6 @@ class OptimizerPolicy:
     Attributes:
         whole: optimizer states are replicated.
         device: where masters and moments live.
-        master_dtype: dtype of masters of 16-bit parameters.
         max_norm: ``gradient_clipping``; 0 for none.
         check_overflow: skip the step when a gradient is not finite.
         elementwise: the rule treats elements independently, so segments may span parameters.
@@ -64,7 +63,6 @@ class OptimizerPolicy:
 
     whole: bool
     device: torch.device
-    master_dtype: torch.dtype
     max_norm: float
     check_overflow: bool
     elementwise: bool
@@ -258,6 +256,16 @@ class ShardedOptimizer(Optimizer):
     def grad_norm(self) -> float | None:
         """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Synchronizes."""
         return None if self._norm is None else float(self._norm) / self._norm_scale
+
+    def free(self) -> None:
+        """Drop masters, moments and gradients (``engine.destroy``)."""
+        self.reducer.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self.optimizer.state.clear()
+        self.masters.clear()
+        self.segments.clear()
+        self._gradients.clear()
 
     # -- states of single buffers (zero.access, GatheredParameters, checkpoints) -----------------------------------
 

@@ -1,0 +1,140 @@
+"""Builds the optimizer of the JSON's ``optimizer`` section: ds_hf's own classes, or any fitting one of torch.optim.
+
+Names are matched without regard to case. Adam and AdamW are the fused class with decoupled weight decay, as in
+DeepSpeed, unless ``torch_adam`` is set. Whatever cannot work is refused with what to use instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.optim.adagrad import FusedAdagrad
+from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
+from ds_hf.engine.optim.json_params import accepted_params, nearest, param_faults
+from ds_hf.engine.optim.lion import DeepSpeedCPULion, FusedLion
+from ds_hf.errors import ConfigError, Fault
+from ds_hf.log import warn_once
+
+__all__ = ["build_optimizer", "optimizer_names"]
+
+_HIDDEN = ("params", "model_params")
+
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "onebitadam": ("1-bit Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
+    "zerooneadam": ("0/1 Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
+    "onebitlamb": ("1-bit LAMB is not implemented", "use AdamW; communication_data_type reduces its traffic"),
+    "lamb": ("LAMB is not implemented", "use AdamW, or Lion"),
+    "muadam": ("mup's optimizers cannot come from JSON", "pass mup.MuAdam(...) to initialize(optimizer=...)"),
+    "muadamw": ("mup's optimizers cannot come from JSON", "pass mup.MuAdamW(...) to initialize(optimizer=...)"),
+    "musgd": ("mup's optimizers cannot come from JSON", "pass mup.MuSGD(...) to initialize(optimizer=...)"),
+    "lbfgs": ("LBFGS evaluates the loss several times in one step, which engine.step() cannot do", "use AdamW"),
+    "sparseadam": ("SparseAdam needs sparse gradients, and ds_hf keeps them dense", "use AdamW"),
+}
+
+
+def build_optimizer(
+    section_type: str, params: Mapping[str, Any] | None, param_groups: Iterable[Any]
+) -> torch.optim.Optimizer:
+    """The optimizer that ``optimizer: {type: section_type, params: params}`` asks for, over ``param_groups``.
+
+    Raises:
+        ConfigError: unknown or refused type, unknown, unresolved or wrong parameters; every one of them is named.
+    """
+    options = dict(params or {})
+    name = section_type.lower()
+    if name in _REFUSED:
+        problem, fix = _REFUSED[name]
+        raise ConfigError([Fault("/optimizer/type", f"{section_type}: {problem}", fix)])
+    param_groups = list(param_groups)
+    if name in ("adam", "adamw"):
+        cls = _choose_adam(name, options)
+    elif name == "lion":
+        cls = DeepSpeedCPULion if "fp32_optimizer_states" in options else FusedLion
+    elif name == "adagrad":
+        own = options.keys() <= accepted_params(FusedAdagrad, _HIDDEN).keys()
+        cls = FusedAdagrad if own else torch.optim.Adagrad
+    else:
+        cls = _torch_class(section_type)
+    if name == "muon":
+        _require_matrices(param_groups)
+    return _construct(cls, section_type, options, param_groups)
+
+
+def optimizer_names() -> list[str]:
+    """Every ``optimizer.type`` that ``build_optimizer`` takes, in torch's spelling."""
+    return sorted(["Lion", *(cls.__name__ for key, cls in _torch_classes().items() if key not in _REFUSED)])
+
+
+def _choose_adam(name: str, options: dict[str, Any]) -> Callable[..., torch.optim.Optimizer]:
+    """Pick the class and turn DeepSpeed's switches in ``options`` into that class's parameters."""
+    decoupled = options.pop("adam_w_mode", True)
+    if name == "adamw" and not decoupled:
+        warn_once('optimizer.params.adam_w_mode: false has no effect on type "AdamW"; use type "Adam" for L2 decay')
+        decoupled = True
+    if options.pop("torch_adam", False):
+        return torch.optim.AdamW if decoupled else torch.optim.Adam
+    if "fp32_optimizer_states" in options:
+        options["adamw_mode"] = decoupled
+        return DeepSpeedCPUAdam
+    options["adam_w_mode"] = decoupled
+    return FusedAdam
+
+
+def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    found = {}
+    for name, cls in vars(torch.optim).items():
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer:
+            found[name.lower()] = cls
+    return found
+
+
+def _torch_class(section_type: str) -> Callable[..., torch.optim.Optimizer]:
+    cls = _torch_classes().get(section_type.lower())
+    if cls is not None:
+        return cls
+    near = nearest(section_type.lower(), [name.lower() for name in optimizer_names()])
+    fix = (f"did you mean {near}? " if near else "") + f"known: {', '.join(optimizer_names())}"
+    raise ConfigError([Fault("/optimizer/type", f"there is no optimizer {section_type!r}", fix)])
+
+
+def _require_matrices(param_groups: list[Any]) -> None:
+    tensors: list[Tensor] = []
+    for group in param_groups:
+        tensors += group["params"] if isinstance(group, dict) else [group]
+    others = sum(tensor.dim() != 2 for tensor in tensors)
+    if others:
+        problem = f"Muon updates whole matrices, and {others} of {len(tensors)} parameters are not matrices"
+        fix = "use AdamW, or pass torch.optim.Muon over the matrices alone to initialize(optimizer=...)"
+        raise ConfigError([Fault("/optimizer/type", problem, fix)])
+
+
+def _construct(
+    cls: Callable[..., torch.optim.Optimizer], section_type: str, options: dict[str, Any], param_groups: list[Any]
+) -> torch.optim.Optimizer:
+    accepted = accepted_params(cls, _HIDDEN)
+    shown = {key: value for key, value in options.items() if key != "max_grad_norm"}
+    faults = param_faults("optimizer", section_type, shown, accepted)
+    if "max_grad_norm" in options:
+        problem = "clipping is not an optimizer's parameter"
+        faults.append(
+            Fault("/optimizer/params/max_grad_norm", problem, 'move it to the top level: "gradient_clipping"')
+        )
+    if faults:
+        raise ConfigError(faults)
+    options = {key: _as_tuple(value, accepted[key]) for key, value in options.items()}
+    try:
+        return cls(param_groups, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError([Fault("/optimizer/params", f"{section_type}: {error}")]) from error
+
+
+def _as_tuple(value: Any, parameter: inspect.Parameter) -> Any:
+    """JSON has lists and writes 1.0 as 1; torch wants tuples of floats for betas and the like."""
+    if isinstance(parameter.default, tuple) and isinstance(value, list):
+        return tuple(float(item) if isinstance(item, int) else item for item in value)
+    return value

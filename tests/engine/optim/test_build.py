@@ -1,0 +1,140 @@
+"""Optimizers by their JSON names: the class, the numbers that it gets, and refusals that name the fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf.engine.optim.adagrad import FusedAdagrad
+from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
+from ds_hf.engine.optim.build import build_optimizer, optimizer_names
+from ds_hf.engine.optim.lion import DeepSpeedCPULion, FusedLion
+from ds_hf.errors import ConfigError
+
+
+def make_params(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(shape)) for shape in shapes or ((3, 2), (4,))]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "cls", "decoupled"),
+    [
+        ("AdamW", {}, FusedAdam, True),
+        ("adamw", {"adam_w_mode": True}, FusedAdam, True),
+        ("Adam", {}, FusedAdam, True),
+        ("ADAM", {"adam_w_mode": False}, FusedAdam, False),
+        ("AdamW", {"adam_w_mode": False}, FusedAdam, True),
+        ("Adam", {"fp32_optimizer_states": False, "adam_w_mode": False}, DeepSpeedCPUAdam, False),
+        ("Adam", {"torch_adam": True}, torch.optim.AdamW, None),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False, "foreach": True}, torch.optim.Adam, None),
+        ("AdamW", {"torch_adam": False}, FusedAdam, True),
+        ("Lion", {}, FusedLion, None),
+        ("lion", {"fp32_optimizer_states": True}, DeepSpeedCPULion, None),
+        ("Adagrad", {}, FusedAdagrad, None),
+        ("adagrad", {"lr_decay": 0.1}, FusedAdagrad, None),
+        ("Adagrad", {"foreach": False}, torch.optim.Adagrad, None),
+        ("sgd", {"momentum": 0.9}, torch.optim.SGD, None),
+        ("RMSprop", {}, torch.optim.RMSprop, None),
+        ("rmsPROP", {}, torch.optim.RMSprop, None),
+        ("Adafactor", {}, torch.optim.Adafactor, None),
+        ("nadam", {}, torch.optim.NAdam, None),
+    ],
+)
+def test_class_of_each_name(name: str, params: dict[str, Any], cls: type, decoupled: bool | None) -> None:
+    given = {"lr": 0.02, **params}
+    kept = dict(given)
+    optimizer = build_optimizer(name, given, [{"params": make_params()}])
+    assert type(optimizer) is cls
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    assert getattr(optimizer, "adam_w_mode", None) is decoupled
+    assert given == kept
+
+
+def test_json_lists_become_tuples_and_groups_keep_their_options() -> None:
+    first, second = make_params()
+    groups = [{"params": [first], "weight_decay": 0.0}, {"params": [second], "lr": 0.5}]
+    optimizer = build_optimizer("AdamW", {"lr": 0.1, "betas": [0, 0.99], "eps": 1e-6, "weight_decay": 0.01}, groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert all(group["betas"] == (0.0, 0.99) for group in optimizer.param_groups)
+    assert isinstance(build_optimizer("Adam", {"torch_adam": True, "betas": [0, 0.9]}, [first]), torch.optim.AdamW)
+
+
+def test_adam_by_name_decays_decoupled_and_adam_w_mode_false_does_not() -> None:
+    results = {}
+    for mode in (True, False):
+        (param,) = make_params((1,))
+        optimizer = build_optimizer("Adam", {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": mode}, [param])
+        param.grad = torch.ones(1)
+        optimizer.step()
+        results[mode] = param.item()
+    assert results[True] == pytest.approx(1 - 0.1 * 0.5 - 0.1, abs=1e-6)
+    assert results[False] == pytest.approx(1 - 0.1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("OneBitAdam", "communication_data_type"),
+        ("ZeroOneAdam", "AdamW"),
+        ("OneBitLamb", "AdamW"),
+        ("Lamb", "AdamW"),
+        ("MuAdam", "initialize(optimizer=...)"),
+        ("MuAdamW", "mup.MuAdamW"),
+        ("MuSGD", "mup.MuSGD"),
+        ("LBFGS", "several times"),
+        ("SparseAdam", "dense"),
+        ("AdmW", "did you mean adamw?"),
+        ("Optimizer", "known: "),
+        ("Muon", "2 of 3 parameters are not matrices"),
+    ],
+)
+def test_refused_types_name_an_alternative(name: str, word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(name, {"lr": 0.1}, make_params((2, 2), (3,), ()))
+    assert caught.value.faults[0].pointer == "/optimizer/type"
+    assert caught.value.faults[0].fix
+    assert word in str(caught.value)
+
+
+def test_muon_over_matrices() -> None:
+    assert type(build_optimizer("Muon", {"lr": 0.1}, make_params((2, 2)))) is torch.optim.Muon
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "pointers", "words"),
+    [
+        ("AdamW", {"lr": "auto", "weight_decay": "auto"}, ["lr", "weight_decay"], ["auto"]),
+        ("AdamW", {"learning_rate": 1, "beta": 2}, ["learning_rate", "beta"], ["did you mean betas?", "accepted: lr,"]),
+        ("SGD", {"lr": 0.1, "betas": [0.9, 0.9]}, ["betas"], ["SGD has no such parameter", "momentum"]),
+        ("AdamW", {"max_grad_norm": 1.0}, ["max_grad_norm"], ['"gradient_clipping"']),
+        ("AdamW", {"foreach": True}, ["foreach"], ["accepted"]),
+        ("AdamW", {"amsgrad": True}, [""], ["amsgrad"]),
+        ("AdamW", {"lr": -1}, [""], ["lr"]),
+        ("SGD", {"lr": "big"}, [""], ["SGD"]),
+    ],
+)
+def test_wrong_params(name: str, params: dict[str, Any], pointers: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_optimizer(name, params, make_params())
+    expected = [f"/optimizer/params/{key}" if key else "/optimizer/params" for key in pointers]
+    assert [fault.pointer for fault in caught.value.faults] == expected
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_offered_name_builds() -> None:
+    names = optimizer_names()
+    assert {"Adam", "AdamW", "Lion", "Adagrad", "SGD", "Adafactor", "Muon"} <= set(names)
+    assert not {"LBFGS", "SparseAdam"} & set(names)
+    for name in names:
+        assert build_optimizer(name, {}, make_params((2, 2))).param_groups
+
+
+def test_a_switch_without_effect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("ds_hf.engine.optim.build.warn_once", told.append)
+    build_optimizer("AdamW", {"adam_w_mode": False}, make_params())
+    assert len(told) == 1 and "adam_w_mode" in told[0]
