@@ -51,10 +51,14 @@ def _states(param: Tensor) -> tuple[ParamHome, _States] | None:
 
 
 def _full(home: ParamHome, states: _States, owned: Tensor | None) -> Tensor | None:
-    """The parameter's part of a state, from every rank's piece."""
+    """The parameter's part of a state, from every rank's piece; a rank that owns nothing of it brings zeros."""
+    buffer, slot = home.buffer, home.slot
+    if not states.whole and buffer.axis.world_size > 1:
+        present = torch.tensor(float(owned is not None), device=buffer.device)
+        if collectives.all_reduce_max(present, buffer.axis) and owned is None:
+            owned = torch.zeros(buffer.layout.shard_numel, device=buffer.device)
     if owned is None:
         return None
-    buffer, slot = home.buffer, home.slot
     whole = owned
     if not states.whole and buffer.axis.world_size > 1:
         whole = torch.empty(buffer.layout.numel, dtype=owned.dtype, device=buffer.device)
@@ -205,5 +209,3 @@ def _require(param: Tensor) -> tuple[ParamHome, _States]:
     if found is None:
         raise ValueError("no optimizer of a ds_hf engine updates this parameter (frozen, or not initialized)")
     return found
-
-

@@ -23,7 +23,17 @@ from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.zero.layout import FlatLayout, Slot
 
-__all__ = ["BufferState", "FlatBuffer", "ParamHome", "ParamStatus", "StateHolder", "buffers_of", "home_of", "logical_shape", "unshard"]
+__all__ = [
+    "BufferState",
+    "FlatBuffer",
+    "ParamHome",
+    "ParamStatus",
+    "StateHolder",
+    "buffers_of",
+    "home_of",
+    "logical_shape",
+    "unshard",
+]
 
 
 class ParamStatus(IntEnum):

@@ -1,12 +1,13 @@
 """Bytes of model states on each rank, from parameter counts alone: the arithmetic of the state plan.
 
 Follows the rows of ``StatePlan``: parameters, gradients, optimizer states (master weights where parameters have 16
-bits, and two moments in fp32), plus what one unit needs while it is in use. Activations, the logits and the CUDA context
+bits, and two moments in fp32), plus what one unit needs while it is in use. Activations, logits and the CUDA context
 are not in it. Counts are elements, results are bytes. Nothing of the engine is imported.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -124,7 +125,7 @@ def measure(model: Any) -> ModelSize:
     )
 
 
-# -- under DeepSpeed's names: bf16 with fp32 optimizer states, host bytes for a node and device bytes for a GPU ---------
+# -- under DeepSpeed's names: bf16 with fp32 optimizer states; host bytes of a node, device bytes of a GPU -------------
 
 
 def _needs(size: ModelSize, gpus: int, nodes: int, host_factor: float, zero: dict[str, Any]) -> tuple[int, int]:
@@ -236,9 +237,11 @@ def _zero3_choices() -> Iterator[tuple[bool, bool, bool]]:
 
 def _print_head(size: ModelSize, gpus: int, nodes: int) -> None:
     unit = f", largest unit {size.largest_unit / 1e6:.0f} M" if size.largest_unit else ""
-    print(f"Model states of {size.total / 1e6:.0f} M parameters{unit}, on {nodes} x {gpus} GPUs, without activations:")
-    print("  host of a node | each GPU | settings")
+    sys.stdout.write(
+        f"Model states of {size.total / 1e6:.0f} M parameters{unit}, on {nodes} x {gpus} GPUs, without activations:\n"
+        "  host of a node | each GPU | settings\n"
+    )
 
 
 def _print_row(host: int, device: int, settings: str) -> None:
-    print(f"  {host / 2**30:10.2f}GiB | {device / 2**30:5.2f}GiB | {settings}")
+    sys.stdout.write(f"  {host / 2**30:10.2f}GiB | {device / 2**30:5.2f}GiB | {settings}\n")

@@ -55,7 +55,8 @@ def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -
     leaves = [
         (name, module)
         for name, module in model.named_modules()
-        if name and not any(name == block or name.startswith(block + ".") for block, _ in blocks)
+        if name
+        and not any(name == block or name.startswith(block + ".") for block, _ in blocks)
         and sum(logical_shape(p).numel() for p in module.parameters(recurse=False)) >= LARGE_LEAF_NUMEL
         and not any(True for _ in module.children())
     ]

@@ -1,0 +1,330 @@
+"""``initialize``: the only place that wires parts of different layers together.
+
+Order: configuration -> process group -> axis -> plan -> units and masters -> optimizer -> engine -> scheduler, data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ds_hf.config import load_config
+from ds_hf.config.plan import StatePlan, plan_states
+from ds_hf.config.types import Config
+from ds_hf.engine.casting import place_buffers
+from ds_hf.engine.data import build_dataloader
+from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis
+from ds_hf.engine.dist.process_group import init_distributed
+from ds_hf.engine.engine import Engine
+from ds_hf.engine.lr_schedules import build_scheduler
+from ds_hf.engine.optim.build import build_optimizer
+from ds_hf.engine.optim.loss_scaler import build_loss_scaler
+from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
+from ds_hf.engine.optim.streaming import is_elementwise
+from ds_hf.engine.parts import EngineParts
+from ds_hf.engine.zero.buffer import FlatBuffer, home_of
+from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
+from ds_hf.engine.zero.grouping import make_units
+from ds_hf.engine.zero.hooks import UnitHooks
+from ds_hf.engine.zero.leaf import mark_leaves
+from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.unit import Unit
+from ds_hf.errors import ConfigError
+from ds_hf.log import logger, warn_once
+
+__all__ = ["initialize"]
+
+_FROZEN = -1  # group index of parameters that no optimizer updates
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
+    """Make ``model`` train as the configuration says (DeepSpeed's ``initialize``). All ranks call it.
+
+    Args:
+        args: object whose ``deepspeed_config`` names the configuration file, when ``config`` is not given.
+        model: the model; it stays the same object and is changed in place.
+        optimizer: a torch optimizer over the model's parameters, or a function from parameters to one; overrides the
+            configuration's.
+        model_parameters: parameters or parameter groups for the configuration's optimizer; default all that train.
+        training_data: a dataset; the returned loader gives this rank its micro-batches.
+        lr_scheduler: a scheduler built on ``optimizer``, or a function from the optimizer to one; the engine steps it.
+        mpu: Megatron-style object with ``get_data_parallel_group()``.
+        dist_init_required: ``False``: the process group must already exist.
+        collate_fn: for ``training_data``.
+        config: path, dict, JSON text, base64 or preset name; ``config_params`` is the same, older name.
+
+    Returns:
+        engine, optimizer, data loader, scheduler; each but the engine may be ``None``.
+
+    Raises:
+        ConfigError: the configuration, or its combination with the arguments, is wrong.
+    """
+    if model is None or not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize() needs model=, an nn.Module; got {type(model).__name__}")
+    if mesh_param is not None:
+        raise ConfigError("initialize(mesh_param=...) is for sequence parallelism, which ds_hf does not have yet")
+    source = _config_source(args, config, config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    axis = data_parallel_axis(mpu)
+    settings = load_config(source, world_size=axis.world_size)
+    plan = plan_states(settings)
+    inner = _make_optimizer(settings, model, optimizer, model_parameters)
+    parts = _make_parts(settings, plan, axis, model, inner)
+    engine = Engine(model, source if isinstance(source, dict) else settings.resolved, settings, parts)
+    engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
+    if training_data is not None:
+        engine.training_dataloader = build_dataloader(
+            training_data,
+            batch_size=settings.train_micro_batch_size_per_gpu,
+            collate_fn=collate_fn,
+            drop_last=settings.dataloader_drop_last,
+            rank=axis.rank,
+            world_size=axis.world_size,
+        )
+    _announce(engine)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration among the three ways of giving it."""
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and config_params is not None:
+        raise ConfigError("give config= or config_params=, not both: they are the same argument")
+    given = config if config is not None else config_params
+    if given is not None and named is not None and given != named:
+        raise ConfigError(f"the configuration is given twice: config= and args.deepspeed_config ({named}); drop one")
+    if given is None and named is None:
+        raise ConfigError("no configuration: give initialize(config=...), or --deepspeed_config on the command line")
+    return named if given is None else given
+
+
+# -- optimizer and scheduler --------------------------------------------------------------------------------------
+
+
+def _make_optimizer(
+    settings: Config, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> Optimizer | None:
+    """The inner optimizer, still over the model's own parameters."""
+    if isinstance(optimizer, Optimizer):
+        if settings.optimizer is not None:
+            warn_once(f"the optimizer given to initialize() replaces the configuration's {settings.optimizer.type!r}")
+        return optimizer
+    if optimizer is None and settings.optimizer is None:
+        return None
+    groups = _trainable_groups(model, model_parameters)
+    if callable(optimizer):
+        return optimizer(groups)  # type: ignore[no-any-return]
+    if optimizer is not None:
+        raise ConfigError(f"optimizer= takes a torch.optim.Optimizer or a function, not {type(optimizer).__name__}")
+    assert settings.optimizer is not None
+    return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups)
+
+
+def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[Any]:
+    """Parameter groups with only parameters that train."""
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    if given and isinstance(given[0], dict):
+        kept = [{**group, "params": [p for p in _listed(group["params"]) if p.requires_grad]} for group in given]
+    else:
+        kept = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
+        kept[0]["params"] = [p for p in kept[0]["params"] if p.requires_grad]
+    if not any(group["params"] for group in kept):
+        raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
+    return kept
+
+
+def _listed(params: Any) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any) -> Any:
+    """The scheduler that the engine steps: the argument before the configuration's."""
+    if given is not None:
+        return given(inner) if callable(given) and not hasattr(given, "step") else given
+    if settings.scheduler is None or settings.scheduler.type is None or inner is None:
+        return None
+    return build_scheduler(
+        settings.scheduler.type, settings.scheduler.params, inner, mode=settings.ds_hf.compat_schedules
+    )
+
+
+# -- model states -------------------------------------------------------------------------------------------------
+
+
+def _make_parts(
+    settings: Config, plan: StatePlan, axis: Axis, model: nn.Module, inner: Optimizer | None
+) -> EngineParts:
+    device = compute_device()
+    leaf = settings.zero_optimization.leaf_module
+    mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
+    _refuse_meta(model)
+    dtype = getattr(torch, plan.parameters.dtype) if plan.parameters.dtype else None
+    group_of = _groups_by_parameter(model, inner)
+    units = make_units(model)
+    masters: dict[FlatBuffer, Tensor] = {}
+    gradients: dict[Unit, list[GradientBuffer]] = {}
+    groups: dict[GradientBuffer, list[int]] = {}
+    policy = _gradient_policy(settings, plan, axis, device)
+    for unit in units:
+        for params in _by_layout(unit, group_of, dtype):
+            buffer = _make_buffer(params, plan, axis, dtype, device)
+            staged = buffer.adopt()
+            unit.buffers.append(buffer)
+            if group_of.get(id(params[0]), _FROZEN) != _FROZEN:
+                buffer.frozen = False
+                masters[buffer] = _make_master(buffer, staged, plan, device)
+                gradient = GradientBuffer(buffer, policy)
+                gradients.setdefault(unit, []).append(gradient)
+                groups[gradient] = [group_of[id(p)] for p in params]
+            else:
+                buffer.frozen = True
+            del staged
+    for param in model.parameters():
+        if home_of(param) is None:
+            param.data = param.data.to(device)
+    place_buffers(model, axis, device, dtype)
+    reducer = Reducer(units, gradients, plan.reduces_every_micro_batch)
+    sharded = None
+    if inner is not None:
+        sharded = ShardedOptimizer(
+            inner, groups, reducer, build_loss_scaler(settings), axis, _policy(settings, plan, axis, device, inner), masters
+        )  # fmt: skip
+    names: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), name)
+    return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer), sharded, names)
+
+
+def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int, int]:
+    """Index of the parameter group of each of the model's parameters that the optimizer updates."""
+    if inner is None:
+        return {}
+    known = {id(p) for p in model.parameters()}
+    found: dict[int, int] = {}
+    for index, group in enumerate(inner.param_groups):
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ConfigError(
+                    f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is not "
+                    "a parameter of the model; build the optimizer from this model's parameters"
+                )
+            if param.requires_grad and param.is_floating_point():
+                found[id(param)] = index
+    return found
+
+
+def _by_layout(unit: Unit, group_of: dict[int, int], dtype: torch.dtype | None) -> list[list[nn.Parameter]]:
+    """Split a unit's parameters by (dtype, trained); within each, groups lie one after another."""
+    found: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for param in unit.params:
+        key = (dtype or _own_dtype(param), group_of.get(id(param), _FROZEN) != _FROZEN)
+        found.setdefault(key, []).append(param)
+    return [sorted(params, key=lambda p: group_of.get(id(p), _FROZEN)) for params in found.values()]
+
+
+def _own_dtype(param: Tensor) -> torch.dtype:
+    home = home_of(param)
+    return param.dtype if home is None else home.buffer.dtype
+
+
+def _make_buffer(
+    params: list[nn.Parameter], plan: StatePlan, axis: Axis, dtype: torch.dtype | None, device: torch.device
+) -> FlatBuffer:
+    return FlatBuffer(
+        params,
+        axis,
+        dtype=dtype or _own_dtype(params[0]),
+        device=device,
+        sharded=plan.shards_parameters,
+        shard_device=_device(plan.parameters.device, device),
+    )
+
+
+def _make_master(buffer: FlatBuffer, staged: Tensor, plan: StatePlan, device: torch.device) -> Tensor:
+    """Master weights over what the rank owns: the parameters' own storage where dtype and device allow it."""
+    whole = not plan.shards_optimizer
+    owned = buffer.owned(whole=whole)
+    target = torch.float32 if owned.dtype in (torch.float16, torch.bfloat16) else owned.dtype
+    place = _device(plan.optimizer.device, device)
+    if owned.dtype == target and owned.device == place:
+        return owned
+    low, high = (0, buffer.layout.numel) if whole else buffer.layout.shard_range(buffer.axis.rank)
+    return staged[low:high].to(device=place, dtype=target, copy=True)
+
+
+def _device(name: str, device: torch.device) -> torch.device:
+    return torch.device("cpu") if name == "cpu" else device
+
+
+def _gradient_policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device) -> GradientPolicy:
+    mean = settings.gradient_allreduce_op == "mean"
+    before, after = (1.0 / axis.world_size, 1.0) if mean else (1.0, 1.0)
+    if settings.prescale_gradients and mean:
+        before = 1.0 / settings.gradient_predivide_factor
+        after = settings.gradient_predivide_factor / axis.world_size
+    return GradientPolicy(
+        whole=not plan.shards_optimizer,
+        every_micro_batch=plan.reduces_every_micro_batch,
+        scale_before=before,
+        scale_after=after,
+        communication_dtype=getattr(torch, plan.communication_dtype) if plan.communication_dtype else None,
+        accumulation_dtype=getattr(torch, plan.gradients.dtype) if plan.gradients.dtype else torch.float32,
+        device=_device(plan.gradients.device, device),
+    )
+
+
+def _policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device, inner: Optimizer) -> OptimizerPolicy:
+    elementwise = is_elementwise(inner)
+    if not elementwise and plan.shards_optimizer and axis.world_size > 1:
+        warn_once(
+            f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: its "
+            "result depends on the number of processes; ZeRO stage 0 gives it whole tensors"
+        )
+    sixteen = settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow)
+    return OptimizerPolicy(
+        whole=not plan.shards_optimizer,
+        device=_device(plan.optimizer.device, device),
+        max_norm=float(settings.gradient_clipping or 0.0),
+        check_overflow=sixteen,
+        elementwise=elementwise,
+    )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    meta = [name for name, param in model.named_parameters() if param.is_meta]
+    if meta:
+        raise ConfigError(
+            f"{len(meta)} parameters are on the meta device and have no values ({meta[0]}, ...): load the weights first, "
+            "or build the model under zero.Init"
+        )
+
+
+def _announce(engine: Engine) -> None:
+    """One line that says what was built; transformers' own tests look for "DeepSpeed info"."""
+    plan = engine.plan
+    if engine.axis.rank == 0:
+        logger.info(
+            "DeepSpeed info: ds_hf engine, %d processes, %d units, %s parameters; "
+            "parameters %s, gradients %s, optimizer states %s%s",
+            engine.axis.world_size, len(engine.units), f"{sum(u.numel for u in engine.units):,}",
+            plan.parameters.placement.value, plan.gradients.placement.value, plan.optimizer.placement.value,
+            f" on {plan.optimizer.device}" if plan.optimizer.device != "device" else "",
+        )  # fmt: skip

@@ -1,0 +1,267 @@
+"""The engine: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
+
+It owns the counters and the order of things; gathers and reductions happen in the hooks of ``zero``, the update in
+``optim.sharded``, files in ``checkpoint``. It never asks which ZeRO stage it runs: ``builder.initialize`` gave it
+parts that already follow the state plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.config.types import Config
+from ds_hf.engine.accumulation import Accumulation
+from ds_hf.engine.casting import cast_floats
+from ds_hf.engine.checkpoint import load as checkpoint_load
+from ds_hf.engine.checkpoint import save as checkpoint_save
+from ds_hf.engine.facade import EngineFacade
+from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.parts import EngineParts
+from ds_hf.errors import DsHfError
+from ds_hf.log import logger
+
+__all__ = ["Engine"]
+
+
+class Engine(EngineFacade, nn.Module):
+    """Trains ``module`` as the configuration says.
+
+    Attributes:
+        module: the user's model, the same object.
+        optimizer: the sharded optimizer, ``None`` for an engine that only infers.
+        lr_scheduler: scheduler that the engine steps, ``None`` when the user steps their own.
+        config: the configuration as the plain dict that was given.
+        settings: the same, validated and typed.
+        plan: where each row of the model states lives.
+        global_steps: optimizer steps tried; ``skipped_steps`` of them were skipped for an overflow.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, lr_scheduler: Any = None
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config
+        self.settings = settings
+        self.plan, self.axis, self.device = parts.plan, parts.axis, parts.device
+        self.units, self.reducer, self.hooks = parts.units, parts.reducer, parts.hooks
+        self.compute_dtype = parts.compute_dtype
+        self.param_names = parts.param_names
+        self.optimizer: ShardedOptimizer | None = parts.optimizer
+        self.lr_scheduler = lr_scheduler
+        self.accumulation = Accumulation(settings.gradient_accumulation_steps)
+        self.training_dataloader: Any = None
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.step_hooks: list[Callable[[Engine], None]] = []
+        self._applied = False
+        self._destroyed = False
+        self.hooks.install(module)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; floating-point inputs are cast to its dtype where that is 16-bit."""
+        self._require_alive()
+        self.hooks.reset()
+        if self.compute_dtype is not None:
+            args, kwargs = cast_floats(args, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
+        """Backward of one micro-batch; gradients are reduced as the plan says.
+
+        Args:
+            loss: 0-dim tensor (or one element).
+            scale_wrt_gas: divide by ``gradient_accumulation_steps``, so that the step sees the mean.
+
+        Returns:
+            the loss after that division, without the loss scale.
+
+        Raises:
+            ValueError: ``loss`` is not one number with a graph behind it.
+        """
+        self._require_alive()
+        _check_loss(loss)
+        if scale_wrt_gas and self.accumulation.steps > 1:
+            loss = loss / self.accumulation.steps
+        if self.optimizer is None:
+            loss.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+            self._release_units()
+            return loss
+        scale = self.optimizer.loss_scaler.scale
+        self.reducer.boundary = self.accumulation.at_boundary
+        self.hooks.driven = True
+        try:
+            # fp32 before scaling: an fp16 loss times 2**16 would overflow
+            scaled = loss.float() * scale if scale != 1.0 else loss
+            scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+            self.hooks.flush()
+        finally:
+            self.hooks.driven = False
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at the boundary update the weights, unless a gradient overflowed.
+
+        The learning-rate schedule advances only when the weights did.
+        """
+        self._require_alive()
+        if self.optimizer is None:
+            raise DsHfError("this engine has no optimizer: give initialize() one, or name one in the configuration")
+        if self.reducer.suspended:
+            raise DsHfError("step() inside no_sync(): the gradients of this step were never reduced")
+        boundary = self.accumulation.at_boundary
+        self._applied = False
+        if boundary:
+            self.optimizer.step()
+            self._applied = not self.optimizer.overflow
+            if self._applied and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self.skipped_steps += not self._applied
+            self.global_steps += 1
+            self.global_samples += self.settings.train_batch_size
+        self.accumulation.micro_steps += 1
+        if boundary:
+            self._report_skip()
+            for hook in self.step_hooks:
+                hook(self)
+
+    def _report_skip(self) -> None:
+        if not self._applied and self.axis.rank == 0 and self.optimizer is not None:
+            logger.warning(
+                "step %d skipped: a gradient is inf or nan (%d skipped so far; loss scale now %g)",
+                self.global_steps, self.skipped_steps, self.optimizer.loss_scaler.scale,
+            )  # fmt: skip
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming backward and step end an accumulation; holds until set again."""
+        self.accumulation.forced = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-batch ends with an optimizer step."""
+        return self.accumulation.at_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank; the first one outside reduces the sum.
+
+        Raises:
+            DsHfError: the plan shards gradients, so each backward has to reduce.
+        """
+        if self.plan.reduces_every_micro_batch:
+            raise DsHfError(
+                "no_sync() cannot be used where gradients are sharded (ZeRO stages 2 and 3): they are reduced in every "
+                "backward; use stage 0 or 1, or leave no_sync() out"
+            )
+        if self.reducer.suspended:
+            raise DsHfError("no_sync() inside no_sync()")
+        self.reducer.suspended = True
+        try:
+            yield
+        finally:
+            self.reducer.suspended = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear what parameters hold in ``.grad``. Sums being accumulated stay: ``step`` clears them, or
+        ``engine.optimizer.zero_grad()``."""
+        for param in self.module.parameters():
+            param.grad = None
+
+    def get_global_grad_norm(self) -> float | None:
+        """L2 norm of all gradients of the last step, before clipping, without the loss scale; ``None`` before it."""
+        return None if self.optimizer is None else self.optimizer.grad_norm()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` changed the weights."""
+        return self._applied
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that training needs to go on, into ``save_dir/tag``. All ranks call it.
+
+        Raises:
+            CheckpointError: it could not be written whole; what was there before is left as it was.
+        """
+        self._require_alive()
+        return checkpoint_save.save_checkpoint(
+            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Read what ``save_checkpoint`` wrote, at any world size, stage and offload. All ranks call it.
+
+        Returns:
+            the checkpoint's folder (``None`` when there is none) and the client state.
+
+        Raises:
+            CheckpointError: it is incomplete, damaged or does not fit the model.
+        """
+        self._require_alive()
+        return checkpoint_load.load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Remove all hooks and free gradients, masters and moments; the module can be initialized again."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self.hooks.remove()
+        self._release_units()
+        self.reducer.clear()
+        for unit in self.units:
+            for buffer in unit.buffers:
+                buffer.states = None
+        if self.optimizer is not None:
+            self.optimizer.free()
+        self.optimizer = self.lr_scheduler = self.training_dataloader = None
+        self.step_hooks.clear()
+
+    def _release_units(self) -> None:
+        for unit in self.units:
+            unit.release()
+
+    def _require_alive(self) -> None:
+        if self._destroyed:
+            raise DsHfError("this engine was destroyed; call initialize() again")
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise ValueError(f"backward() takes the loss tensor, not {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"backward() takes one number, but the loss has shape {tuple(loss.shape)}: reduce it first")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph: it was computed under no_grad, or no parameter requires a gradient")
