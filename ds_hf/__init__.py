@@ -1,0 +1,61 @@
+"""ds_hf trains HuggingFace models with ZeRO from a DeepSpeed JSON file.
+
+Importing this package does no work: the names below are loaded at first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_hf.arguments import add_config_arguments
+    from ds_hf.config import Config, load_config
+    from ds_hf.engine.builder import initialize
+    from ds_hf.engine.dist.process_group import init_distributed
+    from ds_hf.engine.engine import Engine
+    from ds_hf.engine.zero.gather import GatheredParameters
+    from ds_hf.engine.zero.init import Init
+    from ds_hf.errors import CheckpointError, ConfigError, DsHfError
+
+__all__ = [
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DsHfError",
+    "Engine",
+    "GatheredParameters",
+    "Init",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "load_config",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointError": "ds_hf.errors",
+    "Config": "ds_hf.config",
+    "ConfigError": "ds_hf.errors",
+    "DsHfError": "ds_hf.errors",
+    "Engine": "ds_hf.engine.engine",
+    "GatheredParameters": "ds_hf.engine.zero.gather",
+    "Init": "ds_hf.engine.zero.init",
+    "add_config_arguments": "ds_hf.arguments",
+    "init_distributed": "ds_hf.engine.dist.process_group",
+    "initialize": "ds_hf.engine.builder",
+    "load_config": "ds_hf.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ds_hf' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
