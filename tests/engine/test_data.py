@@ -75,7 +75,7 @@ def test_each_pass_has_its_own_order() -> None:
     loader = build_dataloader(Numbers(50), 5)
     passes = [batches(loader) for _ in range(3)]
     assert loader.epoch == 3
-    flat = [sum(epoch, []) for epoch in passes]
+    flat = [[index for batch in epoch for index in batch] for epoch in passes]
     assert all(sorted(order) == list(range(50)) for order in flat)
     assert flat[0] != flat[1] != flat[2] != flat[0]
     again = build_dataloader(Numbers(50), 5)
@@ -137,7 +137,7 @@ def test_resumes_at_another_world_size(before: int, after: int) -> None:
         loader.load_state_dict(states[0])
         rest = batches(loader)
         assert len(rest) == 5
-        seen += sum(rest, [])
+        seen += [index for batch in rest for index in batch]
     assert sorted(seen) == list(range(64))
 
 

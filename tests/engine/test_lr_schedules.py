@@ -154,7 +154,8 @@ def test_no_warmup_is_deepspeeds_shortest_with_a_warning(
         optimizer = make_optimizer()
         traces.append(trace(make(optimizer, warmup_num_steps=steps), optimizer, 20))
     assert traces[0] == traces[1]
-    assert len(told) == 1 and "warmup_num_steps" in told[0]
+    assert len(told) == 1
+    assert "warmup_num_steps" in told[0]
 
 
 # --- strict mode
@@ -270,7 +271,8 @@ def test_a_warmup_longer_than_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=r"warmup_num_steps 10 is more than total_num_steps 5"):
             make(make_optimizer(), 5, warmup_num_steps=10, mode="strict")
     WarmupDecayLR(make_optimizer(), 7, warmup_num_steps=11)
-    assert len(told) == 1 and "warmup_num_steps 11 is more than total_num_steps 7" in told[0]
+    assert len(told) == 1
+    assert "warmup_num_steps 11 is more than total_num_steps 7" in told[0]
 
 
 def test_unknown_warmup_type_falls_back_loudly_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +281,8 @@ def test_unknown_warmup_type_falls_back_loudly_or_is_refused(monkeypatch: pytest
     with pytest.raises(ValueError, match="warmup_type"):
         WarmupLR(make_optimizer(), warmup_type="cosine", mode="strict")
     assert WarmupLR(make_optimizer(), warmup_type="sine").warmup_type == "log"
-    assert len(told) == 1 and "'sine'" in told[0]
+    assert len(told) == 1
+    assert "'sine'" in told[0]
 
 
 def test_mode_is_checked() -> None:
@@ -294,7 +297,7 @@ def test_torch_schedules_by_name() -> None:
     schedule.step()
     schedule.step()
     assert schedule.get_last_lr() == [LRS[0] * 0.5]
-    with pytest.raises(ConfigError, match="step_sizes.*\n.*did you mean step_size"):
+    with pytest.raises(ConfigError, match=r"step_sizes.*\n.*did you mean step_size"):
         build_scheduler("StepLR", {"step_sizes": 2, "step_size": 2}, optimizer)
 
 
@@ -313,16 +316,21 @@ def test_tuning_arguments_build_every_schedule() -> None:
     parser = add_tuning_arguments(argparse.ArgumentParser())
     assert get_config_from_args(parser.parse_args([]))[0] is None
     reason = get_config_from_args(parser.parse_args(["--lr_schedule", "Cosine"]))[1]
-    assert reason is not None and "Cosine" in reason
+    assert reason is not None
+    assert "Cosine" in reason
     for name in VALID_LR_SCHEDULES:
         config, problem = get_config_from_args(parser.parse_args(["--lr_schedule", name, "--warmup_num_steps", "5"]))
-        assert problem is None and config is not None and config["type"] == name
+        assert problem is None
+        assert config is not None
+        assert config["type"] == name
         if name in ("WarmupDecayLR", "WarmupCosineLR"):  # DeepSpeed has no argument for the length of the run
             config["params"]["total_num_steps"] = 100
         build_scheduler(name, config["params"], make_optimizer()).step()
     config, _ = get_config_from_args(parser.parse_args(["--lr_schedule", "OneCycle", "--cycle_second_step_size", "7"]))
-    assert config is not None and config["params"]["cycle_second_step_size"] == 7
-    assert config["params"]["cycle_first_step_size"] == 1000 and config["params"]["cycle_momentum"] is False
+    assert config is not None
+    assert config["params"]["cycle_second_step_size"] == 7
+    assert config["params"]["cycle_first_step_size"] == 1000
+    assert config["params"]["cycle_momentum"] is False
 
 
 def test_get_lr_from_config() -> None:
@@ -337,4 +345,5 @@ def test_get_lr_from_config() -> None:
         {"type": "WarmupCosineLR", "params": {}},
     ):
         lr, reason = get_lr_from_config(config)
-        assert lr is None and reason
+        assert lr is None
+        assert reason

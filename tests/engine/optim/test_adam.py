@@ -119,7 +119,8 @@ def test_state_is_that_of_torch() -> None:
         left, right = ours.state[param], theirs.state[other]
         assert set(left) == set(right) == {"step", "exp_avg", "exp_avg_sq"}
         for key in left:
-            assert left[key].dtype == right[key].dtype and left[key].shape == right[key].shape
+            assert left[key].dtype == right[key].dtype
+            assert left[key].shape == right[key].shape
             torch.testing.assert_close(left[key], right[key])
 
 

@@ -50,7 +50,8 @@ def test_dynamic_scales_equal_deepspeeds() -> None:
             raised += 1
             with pytest.raises(LossScaleError):
                 scaler.update(True)
-    assert len(CASES) > 100 and raised > 10
+    assert len(CASES) > 100
+    assert raised > 10
 
 
 def test_a_resumed_scaler_continues() -> None:
@@ -90,9 +91,12 @@ def test_static_and_absent_scales_never_move() -> None:
 def test_built_from_the_configuration() -> None:
     assert type(build_loss_scaler(config(enabled=False))) is NoLossScaler
     static = build_loss_scaler(config(loss_scale=1024))
-    assert type(static) is StaticLossScaler and static.scale == 1024.0
+    assert type(static) is StaticLossScaler
+    assert static.scale == 1024.0
     dynamic = build_loss_scaler(config())
-    assert type(dynamic) is DynamicLossScaler and dynamic.scale == 65536.0 and dynamic.dynamic
+    assert type(dynamic) is DynamicLossScaler
+    assert dynamic.scale == 65536.0
+    assert dynamic.dynamic
     dynamic.load_state_dict(static.state_dict())  # loss_scale changed from fixed to dynamic between runs
     assert dynamic.scale == 1024.0
 
@@ -101,7 +105,8 @@ def test_start_below_the_minimum_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     told: list[str] = []
     monkeypatch.setattr("ds_hf.engine.optim.loss_scaler.warn_once", told.append)
     build_loss_scaler(config(initial_scale_power=2, min_loss_scale=128))
-    assert len(told) == 1 and "initial_scale_power" in told[0]
+    assert len(told) == 1
+    assert "initial_scale_power" in told[0]
 
 
 @pytest.mark.parametrize(
