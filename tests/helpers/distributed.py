@@ -140,7 +140,9 @@ def _collect(ranks: Sequence[Any], pipes: Sequence[Connection], timeout: float, 
         if not ready:
             time.sleep(0.2)  # the ranks write their stacks at the deadline
             late = ", ".join(str(rank) for rank in waiting.values())
-            raise DistributedFailure(f"rank {late}: not finished after {timeout:g} s\n{_tails(folder, waiting.values())}")
+            raise DistributedFailure(
+                f"rank {late}: not finished after {timeout:g} s\n{_tails(folder, waiting.values())}"
+            )
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)

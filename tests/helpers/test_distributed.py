@@ -81,7 +81,9 @@ def test_skip_inside_a_rank_skips_the_test() -> None:
 
 def test_torchrun_time_limit_kills_the_workers(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
-    script.write_text("import os, time\nopen(f'{os.environ[\"RANK\"]}.pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    script.write_text(
+        "import os, time\nopen(f'{os.environ[\"RANK\"]}.pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
     with pytest.raises(DistributedFailure, match="not finished after 12 s"):
         run_torchrun(script, world_size=2, timeout=12, cwd=tmp_path)
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
