@@ -14,5 +14,5 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed_config", default=None, type=str, metavar="FILE", help="DeepSpeed JSON file")
     for old in ("--deepscale", "--deepscale_config"):
         options = {"action": "store_true"} if old == "--deepscale" else {"type": str}
-        group.add_argument(old, default=None, help=argparse.SUPPRESS, **options)  # type: ignore[arg-type]
+        group.add_argument(old, default=None, help=argparse.SUPPRESS, **options)
     return parser

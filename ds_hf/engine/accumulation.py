@@ -6,7 +6,27 @@ boundary is every ``steps``-th call of ``Engine.step``.
 
 from __future__ import annotations
 
-__all__ = ["Accumulation"]
+from typing import NamedTuple
+
+from ds_hf.config.types import Config
+
+__all__ = ["Accumulation", "BatchSizes"]
+
+
+class BatchSizes(NamedTuple):
+    """The batch triple of a resolved configuration, in samples and micro-batches."""
+
+    train: int
+    micro: int
+    accumulation_steps: int
+
+    @classmethod
+    def of(cls, settings: Config) -> BatchSizes:
+        """Read the triple; ``load_config`` has filled it."""
+        train, micro = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+        steps = settings.gradient_accumulation_steps
+        assert train is not None and micro is not None and steps is not None
+        return cls(train, micro, steps)
 
 
 class Accumulation:

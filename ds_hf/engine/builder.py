@@ -93,7 +93,7 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = build_dataloader(
             training_data,
-            batch_size=settings.train_micro_batch_size_per_gpu,
+            batch_size=engine.batch.micro,
             collate_fn=collate_fn,
             drop_last=settings.dataloader_drop_last,
             rank=axis.rank,
@@ -312,8 +312,8 @@ def _refuse_meta(model: nn.Module) -> None:
     meta = [name for name, param in model.named_parameters() if param.is_meta]
     if meta:
         raise ConfigError(
-            f"{len(meta)} parameters are on the meta device and have no values ({meta[0]}, ...): load the weights first, "
-            "or build the model under zero.Init"
+            f"{len(meta)} parameters are on the meta device and have no values ({meta[0]}, ...): load the "
+            "weights first, or build the model under zero.Init"
         )
 
 

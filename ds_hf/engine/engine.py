@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ds_hf.config.types import Config
-from ds_hf.engine.accumulation import Accumulation
+from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.casting import cast_floats
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
@@ -49,13 +48,14 @@ class Engine(EngineFacade, nn.Module):
         self.module = module
         self.config = config
         self.settings = settings
+        self.batch = BatchSizes.of(settings)
         self.plan, self.axis, self.device = parts.plan, parts.axis, parts.device
         self.units, self.reducer, self.hooks = parts.units, parts.reducer, parts.hooks
         self.compute_dtype = parts.compute_dtype
         self.param_names = parts.param_names
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         self.lr_scheduler = lr_scheduler
-        self.accumulation = Accumulation(settings.gradient_accumulation_steps)
+        self.accumulation = Accumulation(self.batch.accumulation_steps)
         self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.step_hooks: list[Callable[[Engine], None]] = []
@@ -125,7 +125,7 @@ class Engine(EngineFacade, nn.Module):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self.skipped_steps += not self._applied
             self.global_steps += 1
-            self.global_samples += self.settings.train_batch_size
+            self.global_samples += self.batch.train
         self.accumulation.micro_steps += 1
         if boundary:
             self._report_skip()

@@ -17,7 +17,7 @@ from ds_hf.engine.zero.buffer import unshard
 if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
     from ds_hf.config.types import Config
-    from ds_hf.engine.accumulation import Accumulation
+    from ds_hf.engine.accumulation import Accumulation, BatchSizes
     from ds_hf.engine.optim.sharded import ShardedOptimizer
     from ds_hf.engine.zero.unit import Unit
 
@@ -33,6 +33,7 @@ class EngineFacade:
         plan: StatePlan
         optimizer: ShardedOptimizer | None
         accumulation: Accumulation
+        batch: BatchSizes
         units: list[Unit]
         compute_dtype: torch.dtype | None
         lr_scheduler: Any
@@ -52,10 +53,10 @@ class EngineFacade:
     # -- settings -------------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        return self.settings.train_batch_size
+        return self.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self.settings.train_micro_batch_size_per_gpu
+        return self.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
         return self.accumulation.steps

@@ -11,7 +11,7 @@ Hooks sit on the modules, not on the engine, so ``model.generate()`` works at ev
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ __all__ = ["UnitHooks", "in_backward", "tensors_in"]
 
 def in_backward() -> bool:
     """Whether autograd is running backward in this thread: recomputation under checkpointing is forward inside it."""
-    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
@@ -81,12 +81,12 @@ class UnitHooks:
             for buffer in buffers:
                 for index, param in enumerate(buffer.buffer.params):
                     hook = partial(self._on_gradient, buffer, index)
-                    self.handles.append(param.register_post_accumulate_grad_hook(hook))
+                    self.handles.append(_on_accumulated(param, hook))
         managed = {id(p) for bs in self.reducer.by_unit.values() for b in bs for p in b.buffer.params}
         for unit in self.units:
             for param in unit.params if unit.sharded else ():
                 if param.requires_grad and id(param) not in managed:  # no optimizer has it: its gradient has no home
-                    self.handles.append(param.register_post_accumulate_grad_hook(_drop_gradient))
+                    self.handles.append(_on_accumulated(param, _drop_gradient))
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -140,7 +140,7 @@ class UnitHooks:
             watched = [t for t in tensors_in(output) if t.requires_grad]
             call = self._calls.pop(unit, None)
             for tensor in watched:
-                tensor.register_hook(partial(self._pre_backward, unit, call))
+                _on_gradient(tensor, partial(self._pre_backward, unit, call))
             if unit.name == "" and module is unit.module and watched:
                 return  # backward starts with the root: keep it
         if not recomputing:
@@ -158,7 +158,7 @@ class UnitHooks:
         """Have backward end with a flush also when user code calls ``loss.backward()`` itself."""
         if not self.driven and not self._flush_queued:
             self._flush_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._flush_callback)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush_callback)
 
     def _flush_callback(self) -> None:
         self._flush_queued = False
@@ -190,7 +190,7 @@ class _Call:
         watched = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
         self.pending = len(watched)
         for tensor in watched.values():
-            tensor.register_hook(self._on_input_gradient)
+            _on_gradient(tensor, self._on_input_gradient)
 
     def _on_input_gradient(self, grad: Tensor) -> None:
         self.pending -= 1
@@ -204,3 +204,14 @@ class _Call:
 
 def _drop_gradient(param: Tensor) -> None:
     param.grad = None
+
+
+def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call ``hook`` when the gradient of ``tensor`` has been computed."""
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _on_accumulated(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call ``hook`` when the gradient of ``param`` is in its ``.grad``."""
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle

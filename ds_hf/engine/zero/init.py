@@ -159,8 +159,8 @@ class Init:
             self._patch_init(cls)
         context = self
 
-        def on_new_class(cls: type[nn.Module], **kwargs: Any) -> None:
-            super(nn.Module, cls).__init_subclass__(**kwargs)
+        def on_new_class(cls: type[Any], /, **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)  # type: ignore[misc]
             context._patch_init(cls)
 
         self._replace(nn.Module, "__init_subclass__", classmethod(on_new_class))
@@ -204,7 +204,7 @@ class Init:
                 ).adopt()
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     for child in cls.__subclasses__():
         yield child
         yield from _subclasses(child)
