@@ -22,7 +22,7 @@ from ds_hf.log import warn_once
 
 __all__ = ["build_optimizer", "optimizer_names"]
 
-_HIDDEN = ("params", "model_params")
+_HIDDEN = ("params", "model_params")  # constructor parameters that are not the JSON's
 
 _REFUSED: Mapping[str, tuple[str, str]] = {
     "onebitadam": ("1-bit Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
@@ -56,8 +56,8 @@ def build_optimizer(
     elif name == "lion":
         cls = DeepSpeedCPULion if "fp32_optimizer_states" in options else FusedLion
     elif name == "adagrad":
-        own = options.keys() <= accepted_params(FusedAdagrad, _HIDDEN).keys()
-        cls = FusedAdagrad if own else torch.optim.Adagrad
+        # Not torch's class: it makes its state at construction, for whole parameters instead of shards.
+        cls = FusedAdagrad
     else:
         cls = _torch_class(section_type)
     if name == "muon":

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 
 from ds_hf.engine.optim.base import StreamingOptimizer
@@ -49,8 +50,12 @@ def streamed_update(optimizer: torch.optim.Optimizer) -> UnitUpdate | None:
         return None
     if isinstance(optimizer, StreamingOptimizer):
         return optimizer.update
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(map(_is_ordinary, optimizer.param_groups)):
+    if not all(map(_is_ordinary, optimizer.param_groups)):
+        return None
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         return _torch_adam_update(optimizer)
+    if type(optimizer) is torch.optim.Adagrad:
+        return _torch_adagrad_update(optimizer)
     return None
 
 
@@ -63,7 +68,7 @@ def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_ordinary(group: dict[str, Any]) -> bool:
     flags = ("amsgrad", "maximize", "differentiable", "capturable")
-    tensors = (group["lr"], *group["betas"])
+    tensors = (group["lr"], *group.get("betas", ()))
     return not any(group.get(flag) for flag in flags) and not any(isinstance(value, Tensor) for value in tensors)
 
 
@@ -101,9 +106,45 @@ def _torch_adam_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
 def _torch_adam_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
     state: dict[str, Any] = optimizer.state[param]
     if not state:
-        # torch keeps the counter on the host unless its fused kernel needs it on the device.
-        device = param.device if group["fused"] else torch.device("cpu")
-        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(group, param))
         state["exp_avg"] = torch.zeros_like(param)
         state["exp_avg_sq"] = torch.zeros_like(param)
     return state
+
+
+def _torch_adagrad_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
+    @torch.no_grad()
+    def update(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not params:
+            return
+        states = [_torch_adagrad_state(optimizer, group, param) for param in params]
+        adagrad(
+            list(params),
+            list(grads),
+            [state["sum"] for state in states],
+            [state["step"] for state in states],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            lr_decay=group["lr_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    return update
+
+
+def _torch_adagrad_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """torch makes this state in its constructor, where the params were not shards yet."""
+    state: dict[str, Any] = optimizer.state[param]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(group, param))
+        state["sum"] = torch.full_like(param, group["initial_accumulator_value"])
+    return state
+
+
+def _step_device(group: dict[str, Any], param: Tensor) -> torch.device:
+    """torch keeps the counter on the host unless its fused kernel needs it on the device."""
+    return param.device if group["fused"] else torch.device("cpu")

@@ -34,7 +34,7 @@ def make_params(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
         ("lion", {"fp32_optimizer_states": True}, DeepSpeedCPULion, None),
         ("Adagrad", {}, FusedAdagrad, None),
         ("adagrad", {"lr_decay": 0.1}, FusedAdagrad, None),
-        ("Adagrad", {"foreach": False}, torch.optim.Adagrad, None),
+        ("Adagrad", {"fp32_optimizer_states": True}, FusedAdagrad, None),
         ("sgd", {"momentum": 0.9}, torch.optim.SGD, None),
         ("RMSprop", {}, torch.optim.RMSprop, None),
         ("rmsPROP", {}, torch.optim.RMSprop, None),

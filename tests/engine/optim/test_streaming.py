@@ -33,6 +33,8 @@ BUILDERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.5, 0.6), eps=1e-4),
+    lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.2),
+    lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
     lambda p: FusedAdam(p, lr=1e-2),
     lambda p: DeepSpeedCPUAdam(p, lr=1e-2, adamw_mode=False),
     lambda p: FusedLion(p, lr=1e-2),
@@ -88,6 +90,24 @@ def test_streamed_state_saves_and_loads_as_torchs_own() -> None:
         torch.testing.assert_close(param, other, rtol=0, atol=1e-7)
 
 
+def test_torch_adagrad_over_params_that_its_constructor_did_not_see() -> None:
+    """The engine puts shards in the place of the params; torch's own step() would not find their state."""
+    params, reference = make_params(), make_params()
+    whole = torch.optim.Adagrad(reference, lr=0.1, initial_accumulator_value=0.3)
+    streamed = torch.optim.Adagrad(make_params(), lr=0.1, initial_accumulator_value=0.3)
+    streamed.state.clear()
+    streamed.param_groups[0]["params"] = params
+    update = streamed_update(streamed)
+    assert update is not None
+    for seed in (1, 2, 3):
+        for param, grad in zip(reference, draw(seed), strict=True):
+            param.grad = grad
+        whole.step()
+        update(streamed.param_groups[0], params, draw(seed))
+    for param, other in zip(params, reference, strict=True):
+        torch.testing.assert_close(param, other, rtol=0, atol=1e-7)
+
+
 class OwnAdamW(torch.optim.AdamW):
     """A user's subclass, which may do anything in step()."""
 
@@ -99,6 +119,7 @@ class OwnAdamW(torch.optim.AdamW):
         lambda p: torch.optim.Adam(p, maximize=True),
         lambda p: torch.optim.Adam(p, differentiable=True),
         lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+        lambda p: torch.optim.Adagrad(p, maximize=True),
         lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: torch.optim.Adafactor(p),
         lambda p: OwnAdamW(p),
