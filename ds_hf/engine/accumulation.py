@@ -25,7 +25,9 @@ class BatchSizes(NamedTuple):
         """Read the triple; ``load_config`` has filled it."""
         train, micro = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
         steps = settings.gradient_accumulation_steps
-        assert train is not None and micro is not None and steps is not None
+        assert train is not None
+        assert micro is not None
+        assert steps is not None
         return cls(train, micro, steps)
 
 

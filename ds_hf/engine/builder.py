@@ -182,7 +182,7 @@ def _make_parts(
     masters: dict[FlatBuffer, Tensor] = {}
     gradients: dict[Unit, list[GradientBuffer]] = {}
     groups: dict[GradientBuffer, list[int]] = {}
-    policy = _gradient_policy(settings, plan, axis, device)
+    gradient_policy = _gradient_policy(settings, plan, axis, device)
     for unit in units:
         for params in _by_layout(unit, group_of, dtype):
             buffer = _make_buffer(params, plan, axis, dtype, device)
@@ -191,7 +191,7 @@ def _make_parts(
             if group_of.get(id(params[0]), _FROZEN) != _FROZEN:
                 buffer.frozen = False
                 masters[buffer] = _make_master(buffer, staged, plan, device)
-                gradient = GradientBuffer(buffer, policy)
+                gradient = GradientBuffer(buffer, gradient_policy)
                 gradients.setdefault(unit, []).append(gradient)
                 groups[gradient] = [group_of[id(p)] for p in params]
             else:
@@ -204,9 +204,8 @@ def _make_parts(
     reducer = Reducer(units, gradients, plan.reduces_every_micro_batch)
     sharded = None
     if inner is not None:
-        sharded = ShardedOptimizer(
-            inner, groups, reducer, build_loss_scaler(settings), axis, _policy(settings, plan, axis, device, inner), masters
-        )  # fmt: skip
+        policy = _policy(settings, plan, axis, device, inner)
+        sharded = ShardedOptimizer(inner, groups, reducer, build_loss_scaler(settings), axis, policy, masters)
     names: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), name)
@@ -223,8 +222,8 @@ def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int,
         for param in group["params"]:
             if id(param) not in known:
                 raise ConfigError(
-                    f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is not "
-                    "a parameter of the model; build the optimizer from this model's parameters"
+                    f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is "
+                    "not a parameter of the model; build the optimizer from this model's parameters"
                 )
             if param.requires_grad and param.is_floating_point():
                 found[id(param)] = index
