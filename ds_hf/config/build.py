@@ -27,8 +27,9 @@ def build(tree: dict[str, Any], source: str = "config") -> Config:
 
 
 def _section(cls: type[_T], tree: dict[str, Any], node: Node) -> _T:
+    kind: Any = cls
     values: dict[str, Any] = {}
-    for name, section in _fields(cls).items():
+    for name, section in _fields(kind).items():
         child: Node | None = node["properties"].get(name)
         if child is None or name not in tree:
             continue
@@ -70,7 +71,7 @@ def provenance(draft: Draft) -> dict[str, Origin]:
     """Where each effective value came from, by pointer, in the order of the schema."""
     result: dict[str, Origin] = {}
     for path, node in walk_for(draft.tree):
-        if node.get("deprecated") or "properties" in node and draft.get(path) not in ({}, None) or path[0] == "$schema":
+        if node.get("deprecated") or ("properties" in node and draft.get(path) != {}) or path[0] == "$schema":
             continue
         parent = draft.get(path[:-1])
         pointer = pointer_of(path)

@@ -1,7 +1,7 @@
 """Checks a draft against the schema and turns what jsonschema finds into faults for people.
 
-jsonschema applies the rules; this module adds what was meant: the nearest key, the place where a key belongs, the legal
-values. "auto" is settled first, because only the keys that the Trainer fills may hold it.
+jsonschema applies the rules; this module adds what was meant: the nearest key, the place where a key belongs, the
+legal values. "auto" is settled first, because only the keys that the Trainer fills may hold it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from ds_hf.config.schema import Node, Path, dotted, load_schema, nearest, pointe
 
 __all__ = ["check", "show"]
 
-_KINDS = {"integer": "an integer", "number": "a number", "string": "a text", "boolean": "true or false", "array": "a list",
-          "object": "an object { }", "null": "null"}  # fmt: skip
+_KINDS = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a text",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "an object { }",
+    "null": "null",
+}
 
 
 def show(value: Any, limit: int = 60) -> str:
@@ -95,6 +102,9 @@ def _translate(error: ValidationError, draft: Draft) -> None:
 
 def _example(schema: Any, key: str) -> str:
     node: Node = schema.get("properties", {}).get(key, {}) if isinstance(schema, dict) else {}
+    if "$ref" in node:
+        needed = load_schema()["$defs"][node["$ref"].rpartition("/")[2]]["required"]
+        return "{" + ", ".join(f'"{name}": ...' for name in needed) + "}"
     if node.get("enum"):
         return " or ".join(show(choice) for choice in node["enum"])
     kinds = types_of(node)

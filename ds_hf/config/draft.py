@@ -1,7 +1,7 @@
 """A configuration on its way from the source to ``Config``: the tree, and everything found out about it so far.
 
-Each step of ``load.py`` reads and changes the draft. Faults are collected, never raised, until the last step; a pointer
-that has a fault already gets no second one for the same reason.
+Each step of ``load.py`` reads and changes the draft. Faults are collected, never raised, until the last step; a
+pointer that has a fault already gets no second one for the same reason.
 """
 
 from __future__ import annotations

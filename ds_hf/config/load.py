@@ -1,7 +1,7 @@
 """``load_config``: from anything a user may give to a frozen ``Config``, or one ``ConfigError`` with all faults.
 
-The order matters: values are brought to their plain form before older keys move, keys move before the schema is applied,
-and rules across keys see only values that are legal by themselves.
+The order matters: values are brought to their plain form before older keys move, keys move before the schema is
+applied, and rules across keys see only values that are legal by themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def load_config(
 def examine(source: object, *, world: WorldSize | None, allow_auto: bool) -> Config:
     """``load_config`` without the log; ``world`` None skips the batch triple."""
     draft = Draft.of(read_source(source), allow_auto)
-    if world is not None and world.value < 0 or isinstance(world, WorldSize) and not isinstance(world.value, int):
+    if (world is not None and world.value < 0) or (isinstance(world, WorldSize) and not isinstance(world.value, int)):
         raise ConfigError(
             [Fault("", f"world_size {world.value} is not possible", "give a number of processes")], draft.name
         )

@@ -1,7 +1,7 @@
 """Brings values to the form that the schema asks for, where there is no doubt about what was meant.
 
-Numbers and booleans given as texts (command lines do that) are converted with one warning; ``5e8`` where an integer is
-expected, other letter case of a fixed word, and DeepSpeed's synonyms of a number format are converted silently.
+Numbers and booleans given as texts (command lines do that) are converted with one warning; ``5e8`` where an integer
+is expected, other letter case of a fixed word, and DeepSpeed's synonyms of a number format are converted silently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks the name and the keyword arguments of ``optimizer`` against what the optimizer takes.
 
-Adam and AdamW take the names in the schema. Other classes of torch.optim are asked for their signature; torch is imported
-only then.
+Adam and AdamW take the names in the schema. Other classes of torch.optim are asked for their signature; torch is
+imported only then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads configuration text and remembers the line of every value.
 
-DeepSpeed reads hjson, so besides JSON this takes comments (``//``, ``#``, ``/* */``), trailing and missing commas at line
-ends, single quotes, bare keys and bare words. Unlike hjson it reports a duplicate key with both lines, and never raises
-anything but ``ConfigError``: nesting is limited, and so is the length of numbers.
+DeepSpeed reads hjson, so besides JSON this takes comments (``//``, ``#``, ``/* */``), trailing and missing commas
+at line ends, single quotes, bare keys and bare words. Unlike hjson it reports a duplicate key with both lines, and
+never raises anything but ``ConfigError``: nesting is limited, and so is the length of numbers.
 """
 
 from __future__ import annotations

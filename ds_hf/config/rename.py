@@ -1,8 +1,8 @@
 """Moves older spellings to today's keys, with one warning each: the configurations of 2020 keep working.
 
-The schema says where a key went (``x-renamed-to``) and how its value changes (``x-convert``); a block given as a plain
-boolean is spelt out (``x-shorthand``). An older key beside its replacement is a fault. Top-level keys with dots, which trl
-writes, are taken out: DeepSpeed ignores them too.
+The schema says where a key went (``x-renamed-to``) and how its value changes (``x-convert``); a block given as a
+plain boolean is spelt out (``x-shorthand``). An older key beside its replacement is a fault. Top-level keys with
+dots, which trl writes, are taken out: DeepSpeed ignores them too.
 """
 
 from __future__ import annotations
@@ -76,13 +76,9 @@ def _move(draft: Draft, path: Path, node: Node) -> None:
     draft.drop(path)
     if converted is _SKIP:
         if value is not None:
-            draft.warn(
-                pointer,
-                f"{dotted(path)} is an older name and changes nothing here",
-                f"remove it or use {dotted(target)}",
-            )
+            draft.warn(pointer, f"older form of {dotted(target)}, and switched off", "remove it")
         return
-    draft.warn(pointer, f"{dotted(path)} is an older name", f"use {dotted(target)}")
+    draft.warn(pointer, f"older name of {dotted(target)}, which is set instead")
     origin = Origin(OriginKind.RENAMED, dotted(path), line)
     targets = [target]
     if node.get("x-convert") == "pin-memory":
@@ -94,7 +90,7 @@ def _move(draft: Draft, path: Path, node: Node) -> None:
 
 
 def _right_type(value: Any, node: Node) -> bool:
-    bare = {key: node[key] for key in ("type", "minimum", "exclusiveMinimum", "maximum") if key in node}
+    bare: Node = {key: node[key] for key in ("type", "minimum", "exclusiveMinimum", "maximum") if key in node}
     return value is None or holds(bare, value)
 
 

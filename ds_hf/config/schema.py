@@ -1,8 +1,8 @@
 """Loads ``ds_config.schema.json`` and answers questions about it.
 
-The schema is the only table of keys: its ``x-`` annotations say which keys the Trainer fills (``x-auto``), what ds_hf does
-with a key (``x-status``, ``x-reason``, ``x-fix``, ``x-on``, ``x-unsupported-values``), where an older key went
-(``x-renamed-to``, ``x-convert``), what a default used to be (``x-changed``) and how values may be written
+The schema is the only table of keys: its ``x-`` annotations say which keys the Trainer fills (``x-auto``), what
+ds_hf does with a key (``x-status``, ``x-reason``, ``x-fix``, ``x-on``, ``x-unsupported-values``), where an older
+key went (``x-renamed-to``, ``x-convert``), what a default used to be (``x-changed``) and how values may be written
 (``x-value-aliases``, ``x-round``, ``x-shorthand``). Paths are tuples of keys; pointers are RFC 6901 texts.
 """
 
@@ -75,11 +75,15 @@ def walk(node: Node | None = None, path: Path = ()) -> Iterator[tuple[Path, Node
 
 def walk_for(tree: Node) -> Iterator[tuple[Path, Node]]:
     """``walk`` plus the parameters of the schedule that ``tree`` names."""
-    yield from walk()
     scheduler = tree.get("scheduler")
     kind = scheduler.get("type") if isinstance(scheduler, dict) else None
-    if isinstance(kind, str) and kind in load_schema()["$defs"]:
-        yield from walk(load_schema()["$defs"][kind], ("scheduler", "params"))
+    params = load_schema()["$defs"].get(kind) if isinstance(kind, str) else None
+    for path, node in walk():
+        if path == ("scheduler", "params") and params is not None:
+            yield path, params
+            yield from walk(params, path)
+        else:
+            yield path, node
 
 
 def types_of(node: Node) -> set[str]:

@@ -1,13 +1,14 @@
 """Finds out what ``load_config`` was given and reads it: path, dict, JSON text, base64 or the name of a preset.
 
-Whatever it was, the result is a tree of plain dicts, lists, texts, numbers, booleans and None, with lines where there was
-a text. What cannot be such a tree is a ``ConfigError``.
+Whatever it was, the result is a tree of plain dicts, lists, texts, numbers, booleans and None, with lines where
+there was a text. What cannot be such a tree is a ``ConfigError``.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import difflib
 import numbers
 import os
@@ -87,10 +88,8 @@ def _not_found(text: str) -> ConfigError:
     shown = text if len(text) <= 100 else text[:97] + "..."
     near = difflib.get_close_matches(text, PRESETS, n=1)
     folder = Path(text[:1000]).parent
-    try:
+    with contextlib.suppress(OSError, ValueError):
         near += difflib.get_close_matches(Path(text[:1000]).name, os.listdir(folder), n=2, cutoff=0.7)
-    except (OSError, ValueError):
-        pass
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     fix = f"{hint}Give the path of a file, JSON text or a preset: {', '.join(PRESETS)}"
     return ConfigError([Fault("", f'there is no file "{shown}"', fix)], shown)

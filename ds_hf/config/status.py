@@ -1,8 +1,8 @@
 """Says what becomes of settings that ds_hf knows and does not act upon.
 
-A setting that changes the training and is not implemented is a fault (``x-status: unsupported``); one that only tunes or
-reports is a warning with its reason (``no-effect``). Both only when it is switched on: not at its default, or as ``x-on``
-says. A block that carries a status speaks for everything inside it.
+A setting that changes the training and is not implemented is a fault (``x-status: unsupported``); one that only
+tunes or reports is a warning with its reason (``no-effect``). Both only when it is switched on: not at its default,
+or as ``x-on`` says. A block that carries a status speaks for everything inside it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The batch triple: train_batch_size = micro-batch x accumulation steps x data-parallel world size.
 
-One or two of the three follow from the rest, in DeepSpeed's order. A contradiction names the world size, where that came
-from, and the consistent triples nearest to what was written.
+One or two of the three follow from the rest, in DeepSpeed's order. A contradiction names the world size, where that
+came from, and the consistent triples nearest to what was written.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ from ds_hf.config.types.monitor import (
 from ds_hf.config.types.parallel import (
     ElasticitySection,
     ExpertParallelSection,
+    TensorParallelSection,
     TPGroupSection,
     TPPartitionSection,
-    TensorParallelSection,
 )
 from ds_hf.config.types.precision import (
     AmpSection,

@@ -95,7 +95,7 @@ class Origin:
             OriginKind.USER: at or "set",
             OriginKind.RENAMED: f"renamed from {self.detail}" + (f", {at}" if at else ""),
             OriginKind.DERIVED: f"derived from {self.detail}",
-            OriginKind.AUTO: f"auto: filled from {self.detail}",
+            OriginKind.AUTO: f"Trainer: {self.detail.removeprefix('TrainingArguments.')}",
             OriginKind.DEFAULT: "default",
         }
         return texts[self.kind]

@@ -69,7 +69,7 @@ class LocoSection:
     """Error feedback for quantized gradients."""
 
     err_beta: float = 0.8
-    reset_T: int = 1024
+    reset_T: int = 1024  # noqa: N815
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Writes ``docs/configuration.md`` from the schema, so that the page and the code cannot disagree.
+
+A test compares the file with this output; ``ds-hf config docs -o docs/configuration.md`` renews it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from ds_hf.config.presets import PRESETS
+from ds_hf.config.schema import Node, Path, dotted, load_schema, types_of
+
+__all__ = ["configuration_page"]
+
+_INTRO = """# Configuration
+
+<!-- Written by `ds-hf config docs -o docs/configuration.md` from ds_hf/schemas/ds_config.schema.json. Do not edit. -->
+
+ds_hf takes DeepSpeed's JSON configuration. Comments, trailing commas and bare keys are allowed, duplicate keys are not.
+An unknown key, a wrong type or an impossible combination is an error that names the place and the fix, and all errors
+come at once:
+
+```
+ds-hf config check ds_config.json           # check a file; --world-size 8 checks the batch keys as well
+ds-hf config explain ds_config.json         # every effective value and where it comes from
+ds-hf config new --preset zero2 -o ds.json  # start from a preset
+ds-hf config schema                         # the JSON Schema, for editors
+```
+
+An editor that knows JSON Schema completes and checks while you type, once the file says where the schema is:
+`"$schema": "path/to/ds_config.schema.json"`.
+
+What ds_hf does with a key:
+
+- **yes**: it does what DeepSpeed's documentation says.
+- **no effect**: it is accepted; setting it to anything but its default gives a warning with the reason.
+- **refused**: it would change the training and is not implemented; switching it on is an error.
+
+"auto" is allowed on the keys marked *auto*: the Trainer and accelerate fill them in. Anywhere else it is an error.
+"""
+
+_STATUS = {"implemented": "yes", "no-effect": "no effect", "unsupported": "refused"}
+
+
+def configuration_page() -> str:
+    """The whole page."""
+    parts = [_INTRO, "## Presets\n", "| Name | What it is |\n|---|---|"]
+    parts[-1] += "".join(f"\n| `{name}` | {text} |" for name, (text, _) in PRESETS.items()) + "\n"
+    schema = load_schema()
+    plain = {key: node for key, node in schema["properties"].items() if "properties" not in node}
+    current = {key: node for key, node in plain.items() if not node.get("deprecated")}
+    parts.append("## Top level\n\n" + _table(list(_leaves(current, (), "implemented"))))
+    for key, node in schema["properties"].items():
+        if "properties" in node:
+            parts.append(_section(key, node))
+            if key == "scheduler":
+                parts += [_section(name, child, "### ") for name, child in schema["$defs"].items()]
+    parts.append(_older())
+    return "\n".join(parts)
+
+
+def _section(key: str, node: Node, level: str = "## ") -> str:
+    status = node.get("x-status", "implemented")
+    rows = list(_leaves(node["properties"], (), status))
+    lines = [f"{level}{key}\n", node["description"]]
+    if status != "implemented":
+        lines[-1] += f" **{_STATUS[status].capitalize()}**: {node['x-reason']}."
+        if "x-fix" in node:
+            lines[-1] += f" Instead: {node['x-fix']}."
+    return "\n".join([*lines, "", _table(rows)])
+
+
+def _leaves(properties: dict[str, Node], path: Path, status: str) -> Iterator[tuple[str, Node, str]]:
+    for key, node in properties.items():
+        if node.get("deprecated"):
+            continue
+        here = (*path, key)
+        mine = node.get("x-status", status)
+        if "properties" in node and key != "params":
+            yield from _leaves(node["properties"], here, mine)
+        elif "properties" in node:
+            yield dotted(here), node, mine
+            yield from _leaves(node["properties"], here, mine)
+        else:
+            yield dotted(here), node, mine
+
+
+def _table(rows: list[tuple[str, Node, str]]) -> str:
+    lines = ["| Key | Type | Default | ds_hf | |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{key}` | {_type(node)} | {_default(node)} | {_STATUS[status]} | {_text(node)} |"
+        for key, node, status in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _type(node: Node) -> str:
+    if "enum" in node:
+        return ", ".join(f"`{json.dumps(choice)}`" for choice in node["enum"])
+    kinds = types_of(node) - ({"string"} if node.get("pattern") else set())
+    names = [kind for kind in ("boolean", "integer", "number", "string", "array", "object", "null") if kind in kinds]
+    return " or ".join(names) + (", *auto*" if isinstance(node.get("x-auto"), dict) else "")
+
+
+def _default(node: Node) -> str:
+    return f"`{json.dumps(node['default'])}`" if "default" in node else ""
+
+
+def _text(node: Node) -> str:
+    text: str = node["description"]
+    if "x-changed" in node:
+        was = json.dumps(node["x-changed"]["was"])
+        text += f" Changed in DeepSpeed {node['x-changed']['since']}: was {was}."
+    if node.get("x-status") in ("no-effect", "unsupported"):
+        text += f" *{node['x-reason'][:1].upper()}{node['x-reason'][1:]}.*"
+    for value, reason in node.get("x-unsupported-values", {}).items():
+        text += f" *{value} is refused: {reason}.*"
+    return text.replace("|", "\\|")
+
+
+def _older() -> str:
+    """The table of older names."""
+    schema = load_schema()
+    roots = [(schema, ()), *((node, ("scheduler", "params")) for node in schema["$defs"].values())]
+    lines = ["## Older names\n", "Each is accepted with one warning; together with its replacement it is an error.\n"]
+    lines += ["| Older | Today |", "|---|---|", "| `zero_optimization: true` | `zero_optimization.stage: 1` |"]
+    lines += ["| `fp16: true`, `bf16: true` | `fp16.enabled`, `bf16.enabled` |"]
+    for root, base in roots:
+        for path, node in _deprecated(root, base):
+            new = (
+                node["x-renamed-to"][1:].replace("/", ".") if "x-renamed-to" in node else f"ignored: {node['x-reason']}"
+            )
+            lines.append(f"| `{dotted(path)}` | {f'`{new}`' if 'x-renamed-to' in node else new} |")
+    return "\n".join(lines) + "\n"
+
+
+def _deprecated(node: Node, path: Path) -> Iterator[tuple[Path, Node]]:
+    for key, child in node.get("properties", {}).items():
+        if child.get("deprecated"):
+            yield (*path, key), child
+        else:
+            yield from _deprecated(child, (*path, key))

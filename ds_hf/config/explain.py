@@ -1,0 +1,114 @@
+"""What ``ds-hf config explain`` shows: each effective value, where it came from, and what is worth knowing about it.
+
+Rows are data; the command line renders them. A row is quiet when it is a default that has no effect or belongs to a
+block that is switched off, so that the short view can leave it out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ds_hf.config.schema import Node, Path, dotted, load_schema, pointer_of, walk_for
+from ds_hf.config.types.root import Config, Origin, OriginKind
+
+__all__ = ["Row", "auto_keys", "rows", "summary"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One effective value."""
+
+    key: str
+    value: Any
+    origin: Origin
+    note: str
+    quiet: bool
+
+
+def rows(config: Config) -> list[Row]:
+    """All effective values in the order of the schema."""
+    nodes = {pointer_of(path): (path, node) for path, node in walk_for(config.resolved)}
+    found = []
+    for pointer, origin in config.provenance.items():
+        path, node = nodes[pointer]
+        value = _value(config.resolved, path, node)
+        status = _status(path)
+        quiet = origin.kind is OriginKind.DEFAULT and (status != "implemented" or _switched_off(config, path))
+        found.append(Row(dotted(path), value, origin, _note(node, value, origin, status), quiet))
+    return found
+
+
+def auto_keys(config: Config) -> list[str]:
+    """Keys that are still "auto", for the Trainer to fill."""
+    return [pointer[1:].replace("/", ".") for pointer, o in config.provenance.items() if o.kind is OriginKind.AUTO]
+
+
+def summary(config: Config) -> str:
+    """The configuration in one line."""
+    autos = set(auto_keys(config))
+    zero = config.zero_optimization
+    parts = [f"ZeRO stage {zero.stage}", _precision(config, autos)]
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if config.train_batch_size and micro and steps:
+        world = config.train_batch_size // (micro * steps)
+        parts.append(f"batch {config.train_batch_size} = {micro} x {steps} x {world}")
+    if config.optimizer is not None:
+        parts.append(config.optimizer.type)
+    if config.scheduler is not None:
+        parts.append(config.scheduler.type)
+    if "gradient_clipping" not in autos:
+        parts.append(f"clip {config.gradient_clipping:g}" if config.gradient_clipping else "no clipping")
+    for name, block in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_param)):
+        if block.device != "none":
+            parts.append(f"{name} on {block.device}")
+    return ", ".join(parts)
+
+
+def _precision(config: Config, autos: set[str]) -> str:
+    if config.bf16.enabled or config.fp16.enabled:
+        return "bf16" if config.bf16.enabled else "fp16"
+    return "precision from the Trainer" if autos & {"bf16.enabled", "fp16.enabled"} else "fp32"
+
+
+def _value(tree: dict[str, Any], path: Path, node: Node) -> Any:
+    value: Any = tree
+    for key in path:
+        if not isinstance(value, dict) or key not in value:
+            return node.get("default")
+        value = value[key]
+    return value
+
+
+def _switched_off(config: Config, path: Path) -> bool:
+    """Whether ``path`` is a detail of a block that is off."""
+    section: Any = config
+    for key in path[:-1]:
+        section = getattr(section, key, None)
+    switch = getattr(section, "enabled", None) is False or getattr(section, "device", None) == "none"
+    return switch and path[-1] not in ("enabled", "device")
+
+
+def _status(path: Path) -> str:
+    """The status of the key or of the block that speaks for it."""
+    node: Node = load_schema()
+    for key in path:
+        node = node.get("properties", {}).get(key, {})
+        status: str = node.get("x-status", "implemented")
+        if status != "implemented":
+            return status
+    return "implemented"
+
+
+def _note(node: Node, value: Any, origin: Origin, status: str) -> str:
+    notes = []
+    fills = node.get("x-auto")
+    if origin.kind is OriginKind.AUTO and isinstance(fills, dict) and "formula" in fills:
+        notes.append(f"= {fills['formula']}")
+    changed = node.get("x-changed")
+    if changed and origin.kind is OriginKind.DEFAULT:
+        was = str(changed["was"]).lower() if isinstance(changed["was"], (bool, str)) else f"{changed['was']:g}"
+        notes.append(f"was {was} in DeepSpeed before {changed['since']}")
+    if status == "no-effect" and origin.kind is not OriginKind.DEFAULT and "x-reason" in node:
+        notes.append(f"no effect: {node['x-reason']}")
+    return "; ".join(notes)
