@@ -91,7 +91,7 @@ def test_streamed_state_saves_and_loads_as_torchs_own() -> None:
 
 
 def test_torch_adagrad_over_params_that_its_constructor_did_not_see() -> None:
-    """The engine puts shards in the place of the params; torch's own step() would not find their state."""
+    """The engine puts shards in the place of the params, and torch makes the state of those in the constructor."""
     params, reference = make_params(), make_params()
     whole = torch.optim.Adagrad(reference, lr=0.1, initial_accumulator_value=0.3)
     streamed = torch.optim.Adagrad(make_params(), lr=0.1, initial_accumulator_value=0.3)
