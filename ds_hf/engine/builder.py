@@ -146,7 +146,8 @@ def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) 
     else:
         kept = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
         kept[0]["params"] = [p for p in kept[0]["params"] if p.requires_grad]
-    if not any(group["params"] for group in kept):
+    kept = [group for group in kept if group["params"]]
+    if not kept:
         raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
     return kept
 

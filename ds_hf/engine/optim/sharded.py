@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,7 @@ class ShardedOptimizer(Optimizer):
         self.segments: dict[GradientBuffer, list[Segment]] = {
             gradient: list(self._make_segments(gradient, indices)) for gradient, indices in groups.items()
         }
+        self._take_over_state()
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
         self._update: Callable[..., None] | None = streamed_update(inner)
@@ -125,6 +127,29 @@ class ShardedOptimizer(Optimizer):
             keep = shape if shape is not None and not self.policy.elementwise else torch.Size([end - start])
             param = nn.Parameter(master[start:end].view(keep), requires_grad=True)
             yield Segment(gradient, group, start, end, keep, param)
+
+    def _take_over_state(self) -> None:
+        """Cut state that the inner optimizer already has for the model's parameters into state of the segments.
+
+        Adagrad makes its sums at construction; an optimizer that has stepped before brings its moments.
+        """
+        before, self.optimizer.state = self.optimizer.state, defaultdict(dict)
+        if not before:
+            return
+        for gradient, segments in self.segments.items():
+            buffer = gradient.buffer
+            fragments = list(buffer.layout.fragments(buffer.axis.rank, whole=self.policy.whole))
+            for segment in segments:
+                inside = [f for f in fragments if segment.start <= f.shard_start < segment.end]
+                states = [before.get(buffer.params[f.slot.index], {}) for f in inside]
+                for key, value in states[0].items():
+                    if isinstance(value, Tensor) and value.numel() == inside[0].slot.numel and value.dim() > 0:
+                        value = torch.zeros_like(segment.param, dtype=value.dtype)
+                        for fragment, state in zip(inside, states, strict=True):
+                            start, length = fragment.shard_start - segment.start, fragment.numel
+                            piece = state[key].reshape(-1)[fragment.start : fragment.start + length]
+                            value.view(-1)[start : start + length].copy_(piece)
+                    self.optimizer.state[segment.param][key] = value
 
     # -- torch.optim's interface ----------------------------------------------------------------------------------
 
