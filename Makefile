@@ -1,0 +1,66 @@
+# `make demo` and `make test` do all their own set-up: they need Python, pip and nothing else.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-gpu lint format clean
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input -qq -c constraints.txt
+# Set-up is done again when what it depends on has changed, or another Python is asked for.
+STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; $(PYTHON) -VV; pwd; } 2>&1 | cksum | cut -d' ' -f1)
+
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+export HF_DATASETS_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+DEMO_OUT := demo_output
+DEMO = $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_lm.py \
+	--deepspeed examples/ds_config_zero2.json --output_dir $(DEMO_OUT)
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## .venv with everything that the other commands need
+
+$(STAMP):
+	@echo "Setting up $(VENV) (once; about a minute, more with a slow network) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "ds_hf needs Python 3.10 or newer; try: make PYTHON=python3.11")'
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV) || { echo "python venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## train a small Llama on two processes with ZeRO, save, resume; under 4 minutes
+	@rm -rf $(DEMO_OUT)
+	@echo "== A small Llama from scratch, two processes, ZeRO stage 2 =="
+	@$(DEMO) --max_steps 100
+	@echo "== The same command again, resuming from the checkpoint =="
+	@$(DEMO) --max_steps 120 --resume_from_checkpoint $(DEMO_OUT)/checkpoint-100
+
+test: lint ## lint, types, layers, and all tests but the slow ones and those for a GPU
+	@$(BIN)/pytest -q -n 2 -m "not slow and not gpu"
+
+test-slow: $(STAMP) ## the tests marked slow
+	@$(BIN)/pytest -q -n 2 -m slow
+
+test-gpu: $(STAMP) ## the tests that need an accelerator
+	@$(BIN)/pytest -q -m gpu
+
+lint: $(STAMP) ## ruff, mypy --strict, import-linter
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: $(STAMP) ## let ruff fix and format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove what the other commands made
+	rm -rf $(VENV) $(DEMO_OUT) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
