@@ -40,6 +40,10 @@ def load_config(
     Raises:
         ConfigError: with every fault found.
     """
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise ConfigError(
+            [Fault("", f"world_size {world_size!r} is not possible", "give the number of processes")], "argument"
+        )
     world = WorldSize.find(world_size) if check_batch else None
     config = examine(source, world=world, allow_auto=allow_auto)
     log_warnings(config)
@@ -49,10 +53,6 @@ def load_config(
 def examine(source: object, *, world: WorldSize | None, allow_auto: bool) -> Config:
     """``load_config`` without the log; ``world`` None skips the batch triple."""
     draft = Draft.of(read_source(source), allow_auto)
-    if (world is not None and world.value < 0) or (isinstance(world, WorldSize) and not isinstance(world.value, int)):
-        raise ConfigError(
-            [Fault("", f"world_size {world.value} is not possible", "give a number of processes")], draft.name
-        )
     normalise(draft)
     rename(draft)
     normalise(draft)

@@ -112,6 +112,9 @@ def nearest(key: str, parent: Path, siblings: list[str]) -> str:
     plain = key.strip().lower().replace("-", "_").replace(" ", "_")
     if plain in siblings:
         return f'write "{plain}"'
+    foreign = foreign_name(plain)
+    if foreign and not parent:
+        return f"DeepSpeed calls it {foreign}"
     elsewhere = [path for path in _by_last_key().get(plain, []) if path[:-1] != parent]
     if 1 <= len(elsewhere) <= 3:
         return f"move it to {' or '.join(dotted(path[:-1]) or 'the top level' for path in elsewhere)}, where it belongs"
@@ -120,8 +123,6 @@ def nearest(key: str, parent: Path, siblings: list[str]) -> str:
         return " or ".join(f'did you mean "{name}"' for name in close[:1]) + (
             f' or "{close[1]}"?' if close[1:] else "?"
         )
-    if foreign := foreign_name(plain):
-        return f"DeepSpeed calls it {foreign}"
     far = difflib.get_close_matches(plain, _by_last_key(), n=1, cutoff=0.8)
     if far:
         return f"did you mean {dotted(_by_last_key()[far[0]][0])}?"

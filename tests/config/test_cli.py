@@ -1,0 +1,167 @@
+"""``ds-hf config``: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_hf.cli import app
+from ds_hf.config import load_config
+from ds_hf.config.docs import configuration_page
+from ds_hf.config.presets import PRESETS, preset
+from ds_hf.config.schema import load_schema
+
+ROOT = Path(__file__).parents[2]
+run = CliRunner().invoke
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    path = tmp_path / "good.json"
+    lines = [
+        '"train_batch_size": 16,',
+        '"bf16": {"enabled": "auto"},',
+        '"wall_clock_breakdown": true,',
+        '"fp16_enabled": false}',
+    ]
+    path.write_text("\n".join(["{", *lines]))
+    return str(path)
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> str:
+    path = tmp_path / "bad.json"
+    path.write_text('{\n"train_batch_size": 16,\n"zero_optimization": {"stgae": 2}}')
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_pass_their_own_check(name: str) -> None:
+    config = load_config(name, allow_auto=True, world_size=1)
+    assert config.warnings == ()
+    assert config.zero_optimization.stage == int(name[4])
+    assert (config.zero_optimization.offload_optimizer.device == "cpu") == name.endswith("offload")
+    result = run(app, ["config", "check", name])
+    assert result.exit_code == 0
+    assert f"stage {name[4]}" in result.output
+    assert json.loads(run(app, ["config", "new", "-p", name]).output) == preset(name)
+
+
+def test_check_of_a_good_file(good: str) -> None:
+    result = run(app, ["config", "check", good])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"ok: {good}: ZeRO stage 0, precision from the Trainer, clip 1")
+    assert "the Trainer fills 1 keys: bf16.enabled" in result.output
+    assert "note: wall_clock_breakdown (line 4): no effect" in result.output
+
+
+def test_check_of_a_bad_file(bad: str) -> None:
+    result = run(app, ["config", "check", bad])
+    assert result.exit_code == 1
+    assert 'zero_optimization.stgae (line 3): unknown key "stgae"' in result.output
+    assert 'fix: did you mean "stage"?' in result.output
+
+
+def test_check_with_a_world_size(good: str) -> None:
+    assert run(app, ["config", "check", good, "--world-size", "8"]).exit_code == 0
+    result = run(app, ["config", "check", good, "-w", "3"])
+    assert result.exit_code == 1
+    assert "not divisible by the world size 3" in result.output
+
+
+def test_check_as_json(good: str, bad: str) -> None:
+    result = json.loads(run(app, ["config", "check", good, "--json"]).output)
+    assert (result["ok"], result["auto"], len(result["warnings"])) == (True, ["bf16.enabled"], 2)
+    faulty = run(app, ["config", "check", bad, "--json"])
+    assert faulty.exit_code == 1
+    (fault,) = json.loads(faulty.output)["faults"]
+    assert fault["pointer"] == "/zero_optimization/stgae"
+    assert fault["line"] == 3
+
+
+def test_check_of_standard_input_and_of_a_missing_file() -> None:
+    assert run(app, ["config", "check", "-"], input='{"train_batch_size": 8}').exit_code == 0
+    result = run(app, ["config", "check", "nowhere.json"])
+    assert result.exit_code == 1
+    assert 'there is no file "nowhere.json"' in result.output
+
+
+def test_explain_shows_values_and_origins(good: str) -> None:
+    lines = run(app, ["config", "explain", good]).output.splitlines()
+    rows = {line.split()[0]: line for line in lines}
+    assert "line 2" in rows["train_batch_size"]
+    assert "Trainer: bf16" in rows["bf16.enabled"]
+    assert "default  " in rows["gradient_clipping"]
+    assert "was 0 in DeepSpeed before 2026-06" in rows["gradient_clipping"]
+    assert "renamed from fp16_enabled, line 5" in rows["fp16.enabled"]
+    assert "tensorboard.enabled" not in rows
+    everything = run(app, ["config", "explain", good, "--all"]).output
+    assert "tensorboard.enabled" in everything
+    assert len(everything.splitlines()) > 300
+
+
+def test_explain_as_json(good: str) -> None:
+    rows = {row["key"]: row for row in json.loads(run(app, ["config", "explain", good, "--json"]).output)}
+    assert rows["train_batch_size"] == {
+        "key": "train_batch_size",
+        "value": 16,
+        "from": "set",
+        "detail": "line 2",
+        "note": "",
+    }
+    assert rows["zero_optimization.stage"]["from"] == "default"
+
+
+def test_explain_says_what_the_trainer_fills_and_that_it_has_no_effect() -> None:
+    source = '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}'
+    output = run(app, ["config", "explain", "-"], input=source).output
+    (line,) = [line for line in output.splitlines() if line.startswith("zero_optimization.reduce_bucket_size")]
+    assert "hidden_size x hidden_size" in line
+    assert "no buckets" in line
+
+
+def test_explain_of_a_bad_file(bad: str) -> None:
+    result = run(app, ["config", "explain", bad])
+    assert result.exit_code == 1
+    assert "stgae" in result.output
+
+
+def test_new_lists_writes_and_does_not_overwrite(tmp_path: Path) -> None:
+    listing = run(app, ["config", "new"]).output
+    assert all(name in listing for name in PRESETS)
+    path = tmp_path / "ds.json"
+    assert run(app, ["config", "new", "-p", "zero2", "-o", str(path)]).exit_code == 0
+    assert json.loads(path.read_text())["zero_optimization"]["stage"] == 2
+    assert run(app, ["config", "new", "-p", "zero3", "-o", str(path)]).exit_code == 2
+    assert json.loads(path.read_text())["zero_optimization"]["stage"] == 2
+    assert run(app, ["config", "new", "-p", "zero3", "-o", str(path), "--force"]).exit_code == 0
+    assert run(app, ["config", "new", "-p", "zero9"]).exit_code == 2
+
+
+def test_schema_is_printed() -> None:
+    assert json.loads(run(app, ["config", "schema"]).output) == load_schema()
+
+
+def test_the_documentation_is_current() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    assert page == configuration_page(), "renew it: ds-hf config docs -o docs/configuration.md"
+
+
+def test_it_starts_without_torch_and_before_installation(good: str) -> None:
+    code = "import sys, ds_hf.cli; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    command = [sys.executable, "-m", "ds_hf.cli", "config", "check", good]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,299 @@
+"""A hundred configurations, each a valid one with one thing broken: each is refused, at the right place, with the right
+word, and by nothing but ``ConfigError``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from ds_hf.config import ConfigError, load_config
+
+_DELETE = object()
+
+VALID: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 100,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+    },
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale_window": 1000},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "checkpoint": {"tag_validation": "Warn"},
+}
+
+Z = "/zero_optimization"
+OFFO = Z + "/offload_optimizer"
+OFFP = Z + "/offload_param"
+PARAMS = "/optimizer/params"
+SCHED = "/scheduler/params"
+
+# (pointer to set, value, expected word in message or fix[, pointer of the fault when it is another one])
+MUTATIONS: list[tuple[Any, ...]] = [
+    # misspelt keys
+    ("/train_batchsize", 8, "train_batch_size"),
+    ("/train_micro_batch_size_per_gpus", 8, "train_micro_batch_size_per_gpu"),
+    ("/gradient_accumulation_step", 8, "gradient_accumulation_steps"),
+    ("/gradient_cliping", 1.0, "gradient_clipping"),
+    ("/gradient-clipping", 1.0, "gradient_clipping"),
+    ("/Zero_Optimization", {}, "zero_optimization"),
+    ("/zero_optimisation", {"stage": 2}, "zero_optimization"),
+    ("/optimiser", {}, "optimizer"),
+    ("/shceduler", {}, "scheduler"),
+    ("/bf_16", {"enabled": True}, "bf16"),
+    ("/foo", 1, "unknown"),
+    ("/", 1, "unknown"),
+    ("/fp16/enable", True, "enabled"),
+    ("/fp16/loss_scale_windows", 5, "loss_scale_window"),
+    ("/fp16/initial_scale", 5, "initial_scale_power"),
+    ("/bf16/check_grad_overflows", True, "check_grad_overflow"),
+    (Z + "/stages", 2, "stage"),
+    (Z + "/overlap_com", True, "overlap_comm"),
+    (Z + "/reduce_bucketsize", 5, "reduce_bucket_size"),
+    (Z + "/stage3_prefetch_bucket", 5, "stage3_prefetch_bucket_size"),
+    (Z + "/offload_optimiser", {}, "offload_optimizer"),
+    (OFFO + "/devices", "cpu", "device"),
+    (OFFO + "/pin_memroy", True, "pin_memory"),
+    (OFFP + "/nvmepath", "/x", "nvme_path"),
+    ("/checkpoint/tag_validate", "Warn", "tag_validation"),
+    (
+        "/activation_checkpointing",
+        {"partition_activation": True},
+        "partition_activations",
+        "/activation_checkpointing/partition_activation",
+    ),
+    ("/aio", {"blocksize": 1}, "block_size", "/aio/blocksize"),
+    ("/optimizer/param", {}, "params"),
+    ("/optimizer/lr", 1.0, "optimizer.params"),
+    (PARAMS + "/learning_rate", 1.0, "lr"),
+    (PARAMS + "/weightdecay", 1.0, "weight_decay"),
+    (PARAMS + "/beta", [0.9, 0.9], "betas"),
+    (PARAMS + "/momentum", 0.9, "AdamW takes no argument"),
+    (SCHED + "/warmup_steps", 5, "warmup_num_steps"),
+    (SCHED + "/cycle_min_lr", 5, "unknown"),
+    ("/ds_hf", {"compat_schedule": "strict"}, "compat_schedules", "/ds_hf/compat_schedule"),
+    # keys of another place or another tool
+    ("/stage", 2, "zero_optimization"),
+    ("/offload_optimizer", {"device": "cpu"}, "zero_optimization"),
+    ("/zero_stage", 2, "zero_optimization.stage"),
+    ("/learning_rate", 1e-4, "optimizer.params.lr"),
+    ("/max_grad_norm", 1.0, "gradient_clipping"),
+    ("/per_device_train_batch_size", 1, "train_micro_batch_size_per_gpu"),
+    (Z + "/fp16", {}, "top level"),
+    (Z + "/gradient_clipping", 1.0, "top level"),
+    ("/bf16/stage", 2, "zero_optimization"),
+    # wrong types
+    ("/train_batch_size", True, "boolean"),
+    ("/train_batch_size", 16.5, "fraction"),
+    ("/train_batch_size", "sixteen", "integer"),
+    ("/train_batch_size", [16], "list"),
+    ("/train_batch_size", {}, "integer"),
+    ("/gradient_clipping", "high", "number"),
+    ("/gradient_clipping", None, "null"),
+    ("/gradient_clipping", True, "boolean"),
+    ("/bf16/enabled", "yes", "true or false"),
+    ("/bf16/enabled", 2, "true or false"),
+    ("/bf16/enabled", None, "null"),
+    ("/bf16", "on", "object"),
+    ("/fp16", [], "object"),
+    ("/optimizer", "AdamW", "object"),
+    ("/optimizer", None, "object"),
+    ("/optimizer/type", 3, "text"),
+    (PARAMS, [], "object"),
+    (PARAMS + "/lr", "fast", "number"),
+    (PARAMS + "/lr", True, "number"),
+    (PARAMS + "/betas", 0.9, "list"),
+    (PARAMS + "/betas", [0.9], "few"),
+    (PARAMS + "/betas", [0.9, "x"], "number", PARAMS + "/betas/1"),
+    ("/scheduler/type", 3, "choose"),
+    (SCHED + "/total_num_steps", "many", "integer"),
+    (SCHED + "/warmup_type", "cosine", "linear"),
+    ("/zero_optimization", 2, "object"),
+    ("/zero_optimization", "stage3", "object"),
+    (Z + "/stage", "two", "integer"),
+    (Z + "/stage", True, "boolean"),
+    (OFFO, "cpu", "object"),
+    (OFFO + "/device", True, "choose"),
+    (OFFP, ["cpu"], "object"),
+    (Z + "/leaf_module", {"classes": [1]}, "text", Z + "/leaf_module/classes/0"),
+    ("/steps_per_print", "often", "number"),
+    # wrong values
+    ("/train_batch_size", 0, "at least 1"),
+    ("/train_micro_batch_size_per_gpu", -1, "at least 1"),
+    ("/gradient_accumulation_steps", 0, "at least 1"),
+    ("/gradient_clipping", -1.0, "at least 0"),
+    ("/gradient_clipping", float("nan"), "finite"),
+    ("/gradient_clipping", float("inf"), "finite"),
+    ("/steps_per_print", 0, "more than 0"),
+    ("/steps_per_print", float("-inf"), "finite"),
+    ("/train_batch_size", 2**70, "64 bits"),
+    (Z + "/stage", 4, "at most 3"),
+    (Z + "/stage", -1, "at least 0"),
+    (OFFO + "/device", "gpu", "cpu"),
+    (OFFO + "/device", "cuda:0", "choose"),
+    (OFFO + "/ratio", 1.5, "at most 1"),
+    ("/communication_data_type", "fp8", "fp16"),
+    ("/gradient_allreduce_op", "max", "mean"),
+    ("/checkpoint/tag_validation", "Abort", "Ignore"),
+    ("/fp16/loss_scale", -1, "at least 0"),
+    ("/data_types", {"grad_accum_dtype": "fp64"}, "fp32", "/data_types/grad_accum_dtype"),
+    ("/optimizer/type", "AdmaW", "AdamW"),
+    ("/optimizer/type", "SDG", "SGD"),
+    ("/scheduler/type", "WarmupLr2", "WarmupLR"),
+    ("/scheduler/type", "CosineAnnealing", "choose"),
+    ("/ds_hf", {"compat_schedules": "loose"}, "strict", "/ds_hf/compat_schedules"),
+    # missing parts
+    ("/optimizer/type", _DELETE, "missing"),
+    ("/scheduler/type", _DELETE, "missing"),
+    (SCHED + "/total_num_steps", _DELETE, "missing"),
+    ("/scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "cycle_max_lr", SCHED + "/cycle_max_lr"),
+    ("/scheduler", {"type": "OneCycle"}, "cycle_min_lr", SCHED),
+    # "auto" that nobody fills
+    ("/train_batch_size", "auto", "auto"),
+    ("/bf16/enabled", "auto", "auto"),
+    (Z + "/stage", "auto", "auto"),
+    (Z + "/overlap_comm", "auto", "auto"),
+    (Z + "/reduce_bucket_size", "auto", "auto"),
+    (OFFO + "/device", "auto", "auto"),
+    (OFFO + "/pin_memory", "auto", "auto"),
+    (PARAMS + "/lr", "auto", "auto"),
+    (SCHED + "/total_num_steps", "auto", "auto"),
+    ("/fp16/loss_scale", "auto", "auto"),
+    # combinations
+    ("/fp16/enabled", True, "both", "/bf16/enabled"),
+    (Z + "/stage", 2, "stage 3", OFFP),
+    (Z + "/stage", 0, "stage", OFFO),
+    ("/gradient_allreduce_op", "sum", "stage 3"),
+    (Z + "/compute_grad_norm", False, "stage 1 or 2"),
+    ("/train_batch_size", 17, "world size"),
+    ("/gradient_accumulation_steps", 3, "24 = 4 x 3 x 2", "/train_batch_size"),
+    ("/bf16/bf16_optimizer_states", True, "bf16_master_weights_and_grads"),
+    (Z + "/cpu_offload", True, "both are set"),
+    (Z + "/stage3_gather_fp16_weights_on_model_save", True, "both are set"),
+    (PARAMS + "/max_grad_norm", 1.0, "both are set"),
+    ("/bfloat16", {"enabled": True}, "both are set"),
+    ("/fp16_enabled", True, "both are set"),
+    ("/elasticity", {"enabled": True}, "elasticity", "/train_batch_size"),
+    # known, not implemented, and it would change the training
+    (OFFO, {"device": "nvme", "nvme_path": "/x"}, "NVMe", OFFO + "/device"),
+    (OFFP, {"device": "nvme"}, "nvme_path", OFFP + "/nvme_path"),
+    (Z + "/zero_quantized_weights", True, "not supported"),
+    (Z + "/zero_quantized_gradients", True, "not supported"),
+    (Z + "/zero_hpz_partition_size", 8, "not supported"),
+    (Z + "/mics_shard_size", 8, "not supported"),
+    (Z + "/zenflow", {"topk_ratio": 0.1}, "ZenFlow"),
+    (Z + "/zeropp_loco_param", {"err_beta": 0.5}, "not supported"),
+    ("/tensor_parallel", {"autotp_size": 4}, "autotp_size"),
+    ("/sequence_parallel_size", 2, "not supported"),
+    ("/expert_parallel", {"enabled": True}, "leaf_module"),
+    ("/pipeline", {"stages": 2}, "pipeline", "/pipeline/stages"),
+    ("/amp", {"enabled": True, "opt_level": "O1"}, "apex"),
+    ("/torch_autocast", {"enabled": True}, "bf16"),
+    ("/compile", {"deepcompile": True}, "DeepCompile"),
+    ("/data_efficiency", {"enabled": True}, "data efficiency"),
+    ("/curriculum_learning", {"enabled": True}, "curriculum"),
+    ("/progressive_layer_drop", {"enabled": True}, "not supported"),
+    ("/compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "compression"),
+    ("/quantize_training", {"enabled": True}, "not supported"),
+    ("/weight_quantization", {"num_bits": 4}, "quantization"),
+    ("/sparse_attention", {"mode": "fixed"}, "attn_implementation"),
+    ("/hybrid_engine", {"enabled": True}, "not supported"),
+    ("/nebula", {"enabled": True}, "not supported"),
+    ("/checkpoint/use_node_local_storage", True, "not supported"),
+    ("/managed_gradient_accumulation", False, "not supported"),
+    ("/data_types", {"param_dtype": "bf16"}, "not supported", "/data_types/param_dtype"),
+    ("/fp16/fp16_master_weights_and_grads", True, "not supported"),
+    ("/bf16/bf16_master_weights_and_grads", True, "not supported"),
+    ("/ds_hf", {"compile": "blocks"}, "not supported", "/ds_hf/compile"),
+    ("/optimizer", {"type": "Lamb", "params": {}}, "LAMB", "/optimizer/type"),
+    ("/optimizer", {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "1-bit", "/optimizer/type"),
+    ("/optimizer", {"type": "Muon"}, "Muon", "/optimizer/type"),
+    ("/optimizer", {"type": "LBFGS"}, "closure", "/optimizer/type"),
+    ("/optimizer", {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.9]}}, "SGD takes no", PARAMS + "/betas"),
+]
+
+
+def _mutated(pointer: str, value: Any) -> dict[str, Any]:
+    tree = copy.deepcopy(VALID)
+    *parents, last = pointer[1:].split("/")
+    node = tree
+    for key in parents:
+        node = node[key]
+    if value is _DELETE:
+        del node[last]
+    else:
+        node[last] = value
+    return tree
+
+
+def test_there_are_at_least_a_hundred_mutations_of_a_valid_configuration() -> None:
+    assert len(MUTATIONS) >= 100
+    assert len({(case[0], repr(case[1])) for case in MUTATIONS}) == len(MUTATIONS)
+    config = load_config(VALID, world_size=2)
+    assert config.zero_optimization.stage == 3
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "case", MUTATIONS, ids=lambda case: f"{case[0]}={'deleted' if case[1] is _DELETE else case[1]}"[:70]
+)
+def test_mutation_is_refused_where_it_is_and_says_why(case: tuple[Any, ...]) -> None:
+    pointer, value, word = case[:3]
+    expected = case[3] if len(case) > 3 else pointer
+    with pytest.raises(ConfigError) as caught:
+        load_config(_mutated(pointer, value), world_size=2)
+    found = [fault for fault in caught.value.faults if fault.pointer == expected]
+    assert found, str(caught.value)
+    assert any(word in fault.message + " " + fault.fix for fault in found), str(caught.value)
+    assert all(fault.fix for fault in caught.value.faults), str(caught.value)
+
+
+# Broken texts: (text, word, line)
+TEXTS: list[tuple[str, str, int | None]] = [
+    ("", "nothing in it", None),
+    ("   \n // only a comment\n", "nothing in it", None),
+    ("[1, 2]", "a list", 1),
+    ('{"a": 1', "ends inside an object", 1),
+    ('{"optimizer": {"betas": [0.9, 0.999}\n}', "comma", 1),
+    ('{\n"stage": 1 "x": 2}', "comma", 2),
+    ('{\n"bf16": {"enabled": True}}', "write true", 2),
+    ('{\n"scheduler": None}', "write null", 2),
+    ('{"a" 1}', 'expected ":"', 1),
+    ('{"a":}', "expected a value", 1),
+    ('{"a": "unclosed}', "never closed", 1),
+    ("{'''a''': 1, /* open", "never closed", 1),
+    ('{"a": "\\q"}', "escape", 1),
+    ('{"a": 1}}', "goes on", 1),
+    ('{"train_batch_size": 8,\n"train_batch_size": 16}', "line 1 already", 2),
+    ('{"zero_optimization": {"stage": 1,\n "stage": 2}, "train_batch_size": 8}', "line 1 already", 2),
+    ("{" + '"a": {' * 100 + "}" * 101, "deeper", 1),
+    ("[" * 5000, "deeper", 1),
+    ('{"a": ' + "9" * 5000 + "}", "digits", 1),
+    ('{"train_batch_size": NaN}', "finite", 1),
+    ('{"gradient_clipping": 1e999, "train_batch_size": 8}', "finite", 1),
+    ('{\n\n  "train_batch_size": 8,\n  "stage": 3\n}', "move it", 4),
+]
+
+
+@pytest.mark.parametrize(("text", "word", "line"), TEXTS, ids=[repr(text[:30]) for text, _, _ in TEXTS])
+def test_broken_text_is_refused_with_its_line(text: str, word: str, line: int | None, tmp_path: Any) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, world_size=1)
+    found = [fault for fault in caught.value.faults if word in fault.message + " " + fault.fix]
+    assert found, str(caught.value)
+    assert found[0].line == line
+    assert caught.value.source == str(path)
