@@ -67,7 +67,7 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
     console = Console(highlight=False)
     _item(console, "ok", "bold green", Text.assemble((config.source, "bold"), f": {summary(config)}"))
     if autos := auto_keys(config):
-        _item(console, "auto", "cyan", Text(f"the Trainer fills {len(autos)} keys: {', '.join(autos)}"))
+        _item(console, "auto", "cyan", Text(f"the Trainer or accelerate fills {len(autos)}: {', '.join(autos)}"))
     for message, faults in grouped(config.warnings):
         names = ", ".join(_key(fault.pointer) + (f" (line {fault.line})" if fault.line else "") for fault in faults)
         fix = f" -> {faults[0].fix}" if faults[0].fix and len(faults) == 1 else ""

@@ -68,7 +68,9 @@ def _check_auto(draft: Draft) -> None:
                 draft.fault(pointer, '"auto" is not filled in here by the Trainer or accelerate', what)
         elif not draft.allow_auto:
             message = '"auto" was not filled in: the Trainer and accelerate do that, a plain initialize() does not'
-            draft.fault(pointer, message, f"give a value, or run under the Trainer (it takes {fills['source']})")
+            by_accelerate = fills["source"] == "accelerate"
+            who = "accelerate" if by_accelerate else f"the Trainer (it takes {fills['source']})"
+            draft.fault(pointer, message, f"give a value, or run under {who}")
 
 
 def _autos(value: Any, pointer: str) -> list[str]:

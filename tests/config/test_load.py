@@ -303,7 +303,17 @@ def test_auto_is_kept_where_the_trainer_fills_it() -> None:
     assert config.provenance["/bf16/enabled"].kind is OriginKind.AUTO
     assert config.warnings == ()
     assert len(refused(tree)) == 7
-    assert "/zero_optimization/stage" in refused({"zero_optimization": {"stage": "auto"}}, allow_auto=True)
+    overlap = {"zero_optimization": {"overlap_comm": "auto"}}
+    assert "/zero_optimization/overlap_comm" in refused(overlap, allow_auto=True)
+
+
+def test_auto_that_accelerate_fills() -> None:
+    zero: dict[str, Any] = {"stage": "auto", "offload_param": {"device": "auto", "nvme_path": "auto"}}
+    zero["stage3_gather_16bit_weights_on_model_save"] = "auto"
+    config = load({"zero_optimization": zero}, allow_auto=True)
+    assert (config.zero_optimization.stage, config.zero_optimization.offload_param.device) == (0, "none")
+    assert str(config.provenance["/zero_optimization/stage"]) == "filled by accelerate"
+    assert len(refused({"zero_optimization": zero})) == 4
 
 
 def test_zero_init_needs_no_batch_keys() -> None:

@@ -15,7 +15,6 @@ __all__ = [
     "ChannelPruningSection",
     "ChannelPruningSharedSection",
     "CompressionTrainingSection",
-    "CompressionWeightQuantizationSection",
     "EigenvalueSection",
     "Fp16MixedQuantizeSection",
     "HeadPruningSection",
@@ -27,6 +26,7 @@ __all__ = [
     "SparseAttentionSection",
     "SparsePruningSection",
     "SparsePruningSharedSection",
+    "WeightCompressionSection",
     "WeightQuantizationSection",
     "WeightQuantizationSharedSection",
 ]
@@ -67,7 +67,7 @@ class WeightQuantizationSharedSection:
 
 
 @dataclass(frozen=True)
-class CompressionWeightQuantizationSection:
+class WeightCompressionSection:
     """Quantization-aware training of weights."""
 
     shared_parameters: WeightQuantizationSharedSection = field(default_factory=WeightQuantizationSharedSection)
@@ -171,9 +171,7 @@ class CompressionTrainingSection:
     """Compression during training."""
 
     layer_reduction: LayerReductionSection = field(default_factory=LayerReductionSection)
-    weight_quantization: CompressionWeightQuantizationSection = field(
-        default_factory=CompressionWeightQuantizationSection
-    )
+    weight_quantization: WeightCompressionSection = field(default_factory=CompressionWeightQuantizationSection)
     activation_quantization: ActivationQuantizationSection = field(default_factory=ActivationQuantizationSection)
     sparse_pruning: SparsePruningSection = field(default_factory=SparsePruningSection)
     row_pruning: RowPruningSection = field(default_factory=RowPruningSection)

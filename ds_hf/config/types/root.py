@@ -89,13 +89,18 @@ class Origin:
     detail: str = ""
     line: int | None = None
 
+    def _filler(self) -> str:
+        if self.detail == "accelerate":
+            return "filled by accelerate"
+        return f"Trainer: {self.detail.removeprefix('TrainingArguments.')}"
+
     def __str__(self) -> str:
         at = f"line {self.line}" if self.line is not None else ""
         texts = {
             OriginKind.USER: at or "set",
             OriginKind.RENAMED: f"renamed from {self.detail}" + (f", {at}" if at else ""),
             OriginKind.DERIVED: f"derived from {self.detail}",
-            OriginKind.AUTO: f"Trainer: {self.detail.removeprefix('TrainingArguments.')}",
+            OriginKind.AUTO: self._filler(),
             OriginKind.DEFAULT: "default",
         }
         return texts[self.kind]
