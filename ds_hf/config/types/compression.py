@@ -171,7 +171,7 @@ class CompressionTrainingSection:
     """Compression during training."""
 
     layer_reduction: LayerReductionSection = field(default_factory=LayerReductionSection)
-    weight_quantization: WeightCompressionSection = field(default_factory=CompressionWeightQuantizationSection)
+    weight_quantization: WeightCompressionSection = field(default_factory=WeightCompressionSection)
     activation_quantization: ActivationQuantizationSection = field(default_factory=ActivationQuantizationSection)
     sparse_pruning: SparsePruningSection = field(default_factory=SparsePruningSection)
     row_pruning: RowPruningSection = field(default_factory=RowPruningSection)
