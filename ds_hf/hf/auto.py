@@ -125,7 +125,7 @@ def _settle(arguments: Any, hf_config: Any, size: ModelSize) -> None:
     _apply(arguments.deepspeed_plugin, hf_config, choice.preset)
     arguments.deepspeed_plugin.ds_hf_choice = choice
     if not process_group.is_initialized() or process_group.get_rank() == 0:
-        print(_report(choice, size, memory, world_size, dtype), file=sys.stderr, flush=True)
+        sys.stderr.write(_report(choice, size, memory, world_size, dtype) + "\n")
 
 
 def _apply(plugin: Any, hf_config: Any, name: str) -> None:
@@ -185,11 +185,11 @@ def _free_host_nbytes() -> int:
 def _report(choice: Choice, size: ModelSize, memory: Memory, world_size: int, dtype: str) -> str:
     room = STATES_SHARE * memory.device
     why = "the smallest that fits" if choice.fits else "NOTHING FITS, this one comes nearest"
-    millions = "{:,.1f} M".format
+    total, trainable = (f"{count / 1e6:,.1f} M" for count in (size.total, size.trainable))
     processes = f"{world_size} process{'es' if world_size > 1 else ''}"
     lines = [
         f"ds_hf: --deepspeed auto takes {choice.preset}: {why}",
-        f"  model: {millions(size.total / 1e6)} parameters ({millions(size.trainable / 1e6)} trainable), {dtype}, {processes}",
+        f"  model: {total} parameters ({trainable} trainable), {dtype}, {processes}",
         f"  free for each process: {_gib(memory.device)} on its device, {_gib(memory.host)} of host memory",
         f"  of which {STATES_SHARE:.0%} for model states ({_gib(room)} on the device), the rest for activations",
         "  model states of each process (device + host):",

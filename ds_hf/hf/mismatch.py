@@ -38,7 +38,7 @@ def _train_batch_size(arguments: Any) -> int:
 def _warmup_steps(arguments: Any) -> int | None:
     """The number of warm-up steps, where it does not depend on the length of the run."""
     steps = arguments.warmup_steps
-    if steps and steps < 1 or getattr(arguments, "warmup_ratio", None):
+    if (steps and steps < 1) or getattr(arguments, "warmup_ratio", None):
         return None
     return max(1, int(steps or 0))
 

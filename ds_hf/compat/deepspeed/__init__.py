@@ -14,12 +14,7 @@ from ds_hf.engine.dist.accelerator import get_accelerator
 from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
-from . import _missing
-
-_missing.install()
-_install_hooks()
-
-from . import accelerator, checkpoint, comm, ops, runtime, utils
+from . import _missing, accelerator, checkpoint, comm, ops, runtime, utils
 from .runtime import zero
 from .utils import log_dist, logger
 
@@ -43,3 +38,6 @@ __all__ = [
     "zero",
 ]
 __getattr__ = _missing.missing(__name__)
+
+_missing.install()
+_install_hooks()

@@ -199,7 +199,7 @@ def find_rendezvous(
     if missing or found_rank is None or found_size is None:
         present = {name: env[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in env}
         raise DistributedError(
-            f"{', '.join(missing)} not set, though the environment has {present or 'the rest as arguments'}; {LAUNCH_HINT}"
+            f"{', '.join(missing)} not set, though there is {present or 'the rest as arguments'}; {LAUNCH_HINT}"
         )
     if not 0 <= found_rank < found_size:
         raise DistributedError(

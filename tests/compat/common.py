@@ -1,0 +1,90 @@
+"""What the tests of real scripts share: a tiny model on disk, configurations, and the comparison of two histories."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCRIPTS = Path(__file__).parent / "scripts"
+HISTORY_KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+AUTO_BATCH = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """A Llama of 32 x 2 layers with a vocabulary of 128, the same on every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> Path:
+    """Write a configuration file."""
+    path.write_text(json.dumps(content))
+    return path
+
+
+def read_json(path: Path) -> Any:
+    """Read the report of a script."""
+    return json.loads(path.read_text())
+
+
+def steps(report: Mapping[str, Any]) -> list[dict[str, float]]:
+    """The logged steps and evaluations of a Trainer, without times."""
+    rows = [{key: row[key] for key in ("step", *HISTORY_KEYS) if key in row} for row in report["history"]]
+    return [row for row in rows if len(row) > 1]
+
+
+def largest_difference(ours: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]) -> float:
+    """Largest absolute difference of any number; the rows and their keys must be the same."""
+    assert [sorted(row) for row in ours] == [sorted(row) for row in reference]
+    pairs = [(a[key], b[key]) for a, b in zip(ours, reference, strict=True) for key in b]
+    assert all((a is None) == (b is None) for a, b in pairs)
+    return max(abs(a - b) for a, b in pairs if a is not None)
+
+
+def run_python(script: Path, *args: str, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> str:
+    """Run a script in one process, without any launcher; returns what it printed."""
+    unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    surroundings = {key: value for key, value in os.environ.items() if key not in unset}
+    surroundings |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+    done = subprocess.run(
+        [sys.executable, str(script), *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        env=surroundings,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ScriptFailure(done.stdout)
+    return done.stdout
+
+
+class ScriptFailure(AssertionError):
+    """A script ended with an error; the text is all it printed."""
