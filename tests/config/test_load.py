@@ -17,7 +17,7 @@ import pytest
 
 from ds_hf import log
 from ds_hf.config import Config, ConfigError, load_config
-from ds_hf.config.types import OriginKind
+from ds_hf.config.types import OptimizerSection, OriginKind
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 
@@ -361,6 +361,13 @@ def test_optimizers_of_torch_are_checked_by_their_signature() -> None:
     assert config.optimizer.type == "SGD"
     for name in ("adam", "ADAMW", "Lion", "adagrad", "RMSprop"):
         assert load({"optimizer": {"type": name, "params": {"lr": 0.1}}}).warnings == ()
+    assert load({"optimizer": {"type": "sgd", "params": {"lr": 0.1}}}).optimizer == OptimizerSection("sgd", {"lr": 0.1})
+    adam: dict[str, Any] = {"type": "Adam", "params": {"lr": 1, "torch_adam": True, "fused": True}}
+    assert load({"optimizer": adam}).warnings == ()
+    adam["params"] = {"fused": True}
+    assert "takes no argument" in refused({"optimizer": adam})["/optimizer/params/fused"]
+    adam["params"] = {"torch_adam": True, "bias_correction": False}
+    assert "with torch_adam takes no" in refused({"optimizer": adam})["/optimizer/params/bias_correction"]
     assert (
         "takes no argument" in refused({"optimizer": {"type": "Lion", "params": {"eps": 1}}})["/optimizer/params/eps"]
     )
