@@ -1,0 +1,61 @@
+"""Ranks acting as one: what one rank knows is shared, what one rank suffers is raised by all.
+
+Invariant: between two exchanges no rank issues another collective, so a rank that fails never leaves the others
+waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.errors import CheckpointError
+
+__all__ = ["collect", "share", "together"]
+
+T = TypeVar("T")
+
+
+def collect(axis: Axis, value: T) -> list[T]:
+    """Every rank's ``value``, by rank."""
+    if axis.world_size == 1:
+        return [value]
+    values: list[T | None] = [None] * axis.world_size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values  # type: ignore[return-value]
+
+
+def share(axis: Axis, value: T) -> T:
+    """Rank 0's ``value``."""
+    if axis.world_size == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, axis.global_rank(0), group=axis.group)
+    return holder[0]
+
+
+@contextmanager
+def together(axis: Axis, doing: str) -> Iterator[None]:
+    """Run the block on all ranks and meet at its end; when it failed anywhere, it fails everywhere.
+
+    Raises:
+        CheckpointError: this rank's own failure, or the first other rank's.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # everything: a rank that left alone would leave the others waiting
+        failure = error
+    report = None if failure is None else f"{type(failure).__name__}: {failure}"
+    reports = collect(axis, report)
+    if isinstance(failure, CheckpointError):
+        raise failure
+    if failure is not None:
+        raise CheckpointError(f"{doing} failed: {report}") from failure
+    for rank, other in enumerate(reports):
+        if other is not None:
+            raise CheckpointError(f"{doing} failed on rank {rank}: {other.removeprefix('CheckpointError: ')}")

@@ -1,0 +1,148 @@
+"""Whole state dicts: of a live engine, gathered unit by unit, and of a checkpoint on disk (from ``zero_to_fp32``).
+
+Invariant: tied tensors stay tied - one tensor under several names - and peak memory on the device is one unit.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.checkpoint.agreement import together
+from ds_hf.engine.checkpoint.interface import (
+    Checkpointable,
+    aliases,
+    loose_parameters,
+    module_buffers,
+    parameter_name,
+)
+from ds_hf.engine.checkpoint.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+from ds_hf.engine.zero.buffer import unshard
+from ds_hf.log import logger
+
+__all__ = [
+    "clone_tensors_for_torch_save",
+    "consolidated_state_dict",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "save_16bit_model",
+]
+
+
+def consolidated_state_dict(
+    engine: Checkpointable, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor] | None:
+    """Whole weights in the model's dtype and persistent buffers on rank 0's CPU, ``None`` elsewhere. Collective."""
+    first = engine.axis.rank == 0
+    state: dict[str, Tensor] = {}
+    for unit in engine.units:
+        if exclude_frozen_parameters and not any(param.requires_grad for param in unit.params):
+            continue
+        with torch.no_grad(), unshard([buffer for buffer in unit.buffers if buffer.sharded]):
+            for param in unit.params if first else ():
+                if param.requires_grad or not exclude_frozen_parameters:
+                    state[parameter_name(engine, param)] = param.detach().to("cpu", copy=True)
+    if not first:
+        return None
+    for name, param in loose_parameters(engine).items():
+        if param.requires_grad or not exclude_frozen_parameters:
+            state[name] = param.detach().to("cpu", copy=True)
+    buffers, tied = module_buffers(engine.module)
+    state.update({name: value.detach().to("cpu", copy=True) for name, value in buffers.items()})
+    for alias, name in {**aliases(engine), **tied}.items():
+        if name in state:
+            state[alias] = state[name]
+    order = {name.replace("_orig_mod.", ""): index for index, name in enumerate(engine.module.state_dict())}
+    return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def save_16bit_model(
+    engine: Checkpointable,
+    save_dir: str | Path,
+    save_filename: str = "pytorch_model.bin",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write whole weights in the model's dtype to ``save_dir/save_filename`` (safetensors if it ends so). Collective.
+
+    Returns:
+        ``False``, with a warning, when the weights are sharded and may not be gathered.
+    """
+    gathers = engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    if engine.plan.shards_parameters and not gathers:
+        logger.warning(
+            "%s was not written: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true, or use "
+            "save_checkpoint() and zero_to_fp32.py", save_filename,
+        )  # fmt: skip
+        return False
+    path = Path(save_dir) / save_filename
+    state = consolidated_state_dict(engine, exclude_frozen_parameters)
+    with together(engine.axis, f"writing {path}"):
+        if state is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_whole(path, state)
+    return True
+
+
+def _write_whole(path: Path, state: dict[str, Tensor]) -> None:
+    """Write a state dict so that the file is whole or not there."""
+    staged = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import save_file
+
+            first: dict[int, str] = {}
+            metadata = {"format": "pt"}
+            for name, value in state.items():
+                if first.setdefault(id(value), name) != name:
+                    metadata[name] = first[id(value)]  # as safetensors.torch.load_model wants it
+            save_file({name: state[name].contiguous() for name in first.values()}, staged, metadata)
+        else:
+            torch.save(state, staged)
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """``item`` with every tensor in a storage of its own on ``device``, so that a view does not drag its base along.
+
+    Tensors that are the same elements of one storage (tied weights) become one tensor again.
+    """
+    return _clone(item, torch.device(device), {})
+
+
+def _clone(item: Any, device: torch.device, made: dict[Any, Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        return _clone_tensor(item, device, made)
+    if isinstance(item, Mapping):
+        content = {key: _clone(value, device, made) for key, value in item.items()}
+        clone: Any = content if type(item) is dict else type(item)(content)  # type: ignore[call-arg]
+        if hasattr(item, "_metadata"):  # versions of modules, in what nn.Module.state_dict() gives
+            clone._metadata = item._metadata
+        return clone
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_clone(value, device, made) for value in item))
+    if isinstance(item, list | tuple):
+        return type(item)(_clone(value, device, made) for value in item)
+    return item
+
+
+def _clone_tensor(tensor: Tensor, device: torch.device, made: dict[Any, Tensor]) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
+        return tensor.detach().clone().to(device)
+    storage = (tensor.device, tensor.untyped_storage().data_ptr())
+    key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    if key not in made:
+        made[key] = tensor.detach().to(device, copy=True)
+    return made[key]

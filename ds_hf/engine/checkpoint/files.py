@@ -1,0 +1,198 @@
+"""Files of a checkpoint: their names, and writing each so that it is whole on disk or not there.
+
+``write_tensors`` streams: only one tensor is in host memory at a time. What is pickled is checked to load under
+``weights_only=True`` before a byte is written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.errors import CheckpointError
+
+__all__ = [
+    "TensorEntry",
+    "check_loadable",
+    "drop_unloadable",
+    "model_states_name",
+    "optimizer_states_name",
+    "replace_text",
+    "sync_folder",
+    "tensors_name",
+    "write_pickled",
+    "write_tensors",
+    "write_text",
+]
+
+_DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def tensors_name(rank: int) -> str:
+    """The rank's tensors."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def model_states_name(rank: int, *, sharded: bool) -> str:
+    """DeepSpeed's name of the file that rank 0 writes, or every rank when parameters are sharded."""
+    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if sharded else "mp_rank_00_model_states.pt"
+
+
+def optimizer_states_name(rank: int, *, bf16: bool) -> str:
+    """DeepSpeed's name of the file that every rank writes."""
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor to write, made only when its turn comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    value: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorEntry:
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> int:
+    """Write a safetensors file and return its size in bytes."""
+    # Wide dtypes first: every tensor then starts at a multiple of its element size, which readers want.
+    ordered = sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {}
+    end = 0
+    for key, entry in ordered:
+        code = _DTYPE_CODES.get(entry.dtype)
+        if code is None:
+            raise CheckpointError(f"{key}: tensors of dtype {entry.dtype} cannot be stored in safetensors")
+        start, end = end, end + entry.nbytes
+        header[key] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for key, entry in ordered:
+            value = entry.value().detach()
+            assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), key
+            file.write(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        _sync(file.fileno(), file)
+    return path.stat().st_size
+
+
+def write_pickled(path: Path, content: dict[str, Any]) -> int:
+    """Write a file for ``torch.load(weights_only=True)`` and return its size in bytes."""
+    with path.open("xb") as file:
+        torch.save(content, file)
+        _sync(file.fileno(), file)
+    return path.stat().st_size
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> int:
+    """Write a new text file and return its size in bytes."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        _sync(file.fileno(), file)
+    path.chmod(mode)
+    return path.stat().st_size
+
+
+def replace_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Replace a text file; readers see the old content or the new, never less."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}.new")
+    staged.unlink(missing_ok=True)
+    try:
+        write_text(staged, text, mode)
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _sync(descriptor: int, file: Any) -> None:
+    file.flush()
+    os.fsync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that were created or renamed in ``folder`` survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network file systems cannot; their names are durable by themselves
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _loads(value: Any) -> str | None:
+    """Why ``value`` would not come back, ``None`` when it does."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        stream.seek(0)
+        torch.load(stream, weights_only=True, map_location="cpu")
+    except Exception as error:  # pickling runs code of the objects: anything may be raised
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def check_loadable(value: Any, where: str) -> None:
+    """Refuse what ``torch.load(weights_only=True)`` would refuse, naming the key.
+
+    Raises:
+        CheckpointError: with the path of the first offending value.
+    """
+    if _loads(value) is None:
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if type(key) not in (str, int, float, bool, tuple):
+                raise CheckpointError(f"{where} has a key of type {type(key).__name__}; use text or numbers")
+            check_loadable(item, f"{where}[{key!r}]")
+    elif type(value) in (list, tuple, set):
+        for index, item in enumerate(value):
+            check_loadable(item, f"{where}[{index}]")
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it is read "
+        "without running code (torch.load(weights_only=True)). Store numbers, text, tensors, lists and dicts instead, "
+        "for example the object's state_dict(), or .tolist() of an array"
+    )
+
+
+def drop_unloadable(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``options`` without what a checkpoint cannot hold, and the names left out."""
+    if _loads(dict(options)) is None:
+        return dict(options), []
+    left_out = [key for key, value in options.items() if _loads(value) is not None]
+    return {key: value for key, value in options.items() if key not in left_out}, left_out

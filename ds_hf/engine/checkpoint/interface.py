@@ -1,0 +1,115 @@
+"""What checkpoints need of an engine, so that this package never imports the engine.
+
+Names of parameters are those of ``module.named_parameters()`` when the engine was built, the first one of tied names;
+wrappers that torch.compile puts around blocks later (``_orig_mod``) are no part of a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.config.plan import StatePlan
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.unit import Unit
+
+__all__ = [
+    "Checkpointable",
+    "aliases",
+    "dtype_name",
+    "flat_buffers",
+    "loose_parameters",
+    "module_buffers",
+    "names_of",
+    "parameter_name",
+]
+
+
+class Checkpointable(Protocol):
+    """The engine as checkpoints see it."""
+
+    module: nn.Module
+    units: list[Unit]
+    axis: Axis
+    optimizer: ShardedOptimizer | None
+    lr_scheduler: Any
+    plan: StatePlan
+    settings: Any
+    param_names: dict[int, str]
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    micro_steps: int
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parameter_name(engine: Checkpointable, param: Tensor, otherwise: str = "") -> str:
+    """First name of ``param``; ``otherwise`` for one that came after the engine was built."""
+    return engine.param_names.get(id(param), _plain(otherwise))
+
+
+def flat_buffers(engine: Checkpointable) -> list[FlatBuffer]:
+    """Every flat buffer, in an order that all ranks share."""
+    return [buffer for unit in engine.units for buffer in unit.buffers]
+
+
+def names_of(engine: Checkpointable, buffer: FlatBuffer) -> Sequence[str]:
+    """Names of the buffer's parameters, in layout order."""
+    return [parameter_name(engine, param) for param in buffer.params]
+
+
+def loose_parameters(engine: Checkpointable) -> dict[str, nn.Parameter]:
+    """Parameters that live in no unit: integer (quantized) ones, and those added later. Whole on every rank."""
+    placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.params}
+    return {
+        parameter_name(engine, param, name): param
+        for name, param in engine.module.named_parameters()
+        if id(param) not in placed
+    }
+
+
+def aliases(engine: Checkpointable) -> dict[str, str]:
+    """Further names of tied parameters, each with the first name."""
+    found = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        first = parameter_name(engine, param, name)
+        if _plain(name) != first:
+            found[_plain(name)] = first
+    return found
+
+
+def module_buffers(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Persistent buffers by first name, and further names of shared ones with the first name."""
+    first: dict[int, str] = {}
+    buffers: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    for name, buffer in _persistent(module):
+        known = first.setdefault(id(buffer), name)
+        if known == name:
+            buffers[name] = buffer
+        else:
+            tied[name] = known
+    return buffers, tied
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield _plain(f"{prefix}.{name}" if prefix else name), buffer

@@ -1,0 +1,274 @@
+"""Loading a checkpoint into an engine of any world size, stage, offload and dtype.
+
+Order: rank 0 finds the folder -> all check that it is whole and fits, before anything is changed -> each rank reads
+the fragments that it owns -> the parameters are published. A failure on any rank is raised on every rank, and between
+two meetings no collective is issued.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_hf.engine.checkpoint.agreement import share, together
+from ds_hf.engine.checkpoint.fit import Fit, check_fit
+from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, loose_parameters, module_buffers, names_of
+from ds_hf.engine.checkpoint.restore import restore_groups, restore_states
+from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, TensorFiles, find_folder, read_manifest
+from ds_hf.engine.zero.buffer import FlatBuffer, unshard
+from ds_hf.errors import CheckpointError
+from ds_hf.log import logger
+
+__all__ = ["load_checkpoint"]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the caller asked for."""
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    counters: bool
+
+
+def load_checkpoint(
+    engine: Checkpointable,
+    load_dir: str | Path,
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., Any] | None = None,
+) -> tuple[str | None, dict[str, Any]]:
+    """Read what ``save_checkpoint`` wrote. All ranks call it.
+
+    Args:
+        tag: default what the file ``latest`` names.
+        load_module_strict: names that only one of model and checkpoint has are an error, otherwise a warning.
+        load_optimizer_states: moments, groups' options, loss scaler and random state too, not only weights.
+        load_module_only: weights and nothing else.
+        custom_load_fn: called as ``custom_load_fn(src=state_dict, dst=module)`` with everything gathered, instead of
+            loading the weights by name; masters are then made from the weights.
+
+    Returns:
+        the checkpoint's folder (``None``, with a warning, when there is none) and the client state.
+
+    Raises:
+        CheckpointError: it is incomplete, damaged or does not fit the model.
+    """
+    axis = engine.axis
+    wanted = _Wanted(
+        strict=load_module_strict,
+        optimizer=load_optimizer_states and not load_module_only and engine.optimizer is not None,
+        scheduler=load_lr_scheduler_states and not load_module_only and engine.lr_scheduler is not None,
+        counters=not load_module_only,
+    )
+    folder: Path | None = None
+    with together(axis, f"finding a checkpoint in {load_dir}"):
+        folder = _find(Path(load_dir), tag) if axis.rank == 0 else None
+    folder = share(axis, folder)
+    if folder is None:
+        return None, {}
+    with together(axis, f"checking {folder}"):
+        manifest, common, fit = _open(engine, folder, wanted, custom_load_fn is not None)
+    _clear(engine)
+    files = TensorFiles(folder)
+    if custom_load_fn is None:
+        with together(axis, f"reading {folder}"):
+            _read_weights(engine, fit, files)
+        _publish(engine)
+    else:
+        _load_custom(engine, manifest, files, custom_load_fn)
+    with together(axis, f"reading {folder}"):
+        _read_rest(engine, manifest, common, fit, files, wanted)
+    return str(folder), common["client_state"]
+
+
+# -- before anything is changed -------------------------------------------------------------------------------------
+
+
+def _find(root: Path, tag: str | None) -> Path | None:
+    """The checkpoint's folder; ``None``, with a warning, where there is none to load."""
+    if tag is None and not (root / "latest").is_file():
+        logger.warning("no checkpoint loaded: %s does not exist; give load_checkpoint() a tag", root / "latest")
+        return None
+    folder = find_folder(root, None if tag is None else str(tag))
+    if folder.is_dir():
+        return folder
+    if tag is None:
+        raise CheckpointError(f"{root / 'latest'} names {folder}, which does not exist")
+    logger.warning("no checkpoint loaded: %s does not exist", folder)
+    return None
+
+
+def _open(engine: Checkpointable, folder: Path, wanted: _Wanted, custom: bool) -> tuple[Manifest, dict[str, Any], Fit]:
+    manifest = read_manifest(folder)
+    if engine.axis.rank == 0:  # once is enough, and there may be thousands of files
+        manifest.check_files()
+        manifest.check_tensors(TensorFiles(folder))
+    name = manifest.extra.get("common_file")
+    if name not in manifest.files:
+        raise CheckpointError(f"{folder}: the manifest names no common file")
+    common = {"client_state": {}, "lr_scheduler": None, **_read_pickled(folder / name)}
+    fit = check_fit(engine, manifest, strict=wanted.strict and not custom, lenient_names=custom)
+    if wanted.optimizer:
+        _check_optimizer(engine, manifest, common)
+    if not isinstance(common["client_state"], dict):
+        raise CheckpointError(f"{folder / name}: client_state is no dict")
+    return manifest, common, fit
+
+
+def _read_pickled(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
+    return content
+
+
+def _check_optimizer(engine: Checkpointable, manifest: Manifest, common: dict[str, Any]) -> None:
+    assert engine.optimizer is not None
+    saved = common.get("param_groups")
+    if not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
+        raise CheckpointError(
+            f"{manifest.folder} was saved without an optimizer: load it with load_optimizer_states=False"
+        )
+    live = len(engine.optimizer.param_groups)
+    if len(saved) != live:
+        raise CheckpointError(
+            f"the optimizer has {live} parameter groups, {manifest.folder} has {len(saved)}: build the same groups, or "
+            "load with load_optimizer_states=False"
+        )
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def _clear(engine: Checkpointable) -> None:
+    """Drop gradients and gathered parameters: both belong to the weights that go."""
+    for param in engine.module.parameters():
+        param.grad = None
+    if engine.optimizer is not None:
+        engine.optimizer.zero_grad()
+    for unit in engine.units:
+        unit.open_calls.clear()
+        unit.release()
+
+
+@torch.no_grad()
+def _read_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) -> None:
+    """Fill masters, or values where nothing is updated, with what this rank owns."""
+    for buffer in flat_buffers(engine):
+        master = None if engine.optimizer is None else engine.optimizer.master(buffer)
+        whole = master is not None and engine.optimizer is not None and engine.optimizer.whole
+        target = buffer.shard if master is None else master
+        names = names_of(engine, buffer)
+        for fragment in buffer.layout.fragments(engine.axis.rank, whole=whole):
+            saved = fit.parameters.get(names[fragment.slot.index])
+            if saved is not None:
+                part = target[fragment.shard_start : fragment.shard_start + fragment.numel]
+                files.fill(part, saved, saved.value_state, fragment.start)
+    for name, param in loose_parameters(engine).items():
+        if name in fit.parameters:
+            param.copy_(files.value(fit.parameters[name]))
+    for name, value in module_buffers(engine.module)[0].items():
+        if name in fit.buffers:
+            value.copy_(files.buffer(fit.buffers[name]))
+
+
+def _publish(engine: Checkpointable) -> None:
+    """Make the parameters follow what was read. Collective."""
+    for buffer in flat_buffers(engine):
+        _publish_buffer(engine, buffer)
+
+
+@torch.no_grad()
+def _publish_buffer(engine: Checkpointable, buffer: FlatBuffer) -> None:
+    if engine.optimizer is not None and engine.optimizer.master(buffer) is not None:
+        engine.optimizer.masters_changed(buffer)
+    else:
+        buffer.publish(whole=False)
+
+
+def _load_custom(engine: Checkpointable, manifest: Manifest, files: TensorFiles, load: Callable[..., Any]) -> None:
+    """Give the user's function the whole state dict and the gathered module."""
+    buffers = flat_buffers(engine)
+    with unshard(buffers):
+        with together(engine.axis, f"custom_load_fn on {manifest.folder}"):
+            dtypes = {name: buffer.dtype for buffer in buffers for name in names_of(engine, buffer)}
+            state = {name: files.value(saved, dtypes.get(name)) for name, saved in manifest.parameters.items()}
+            state.update({name: files.buffer(saved) for name, saved in manifest.buffers.items()})
+            state.update({alias: state[name] for alias, name in manifest.tied.items() if name in state})
+            load(src=state, dst=engine.module)
+        for buffer in buffers:
+            buffer.write_back()
+
+
+# -- the rest -------------------------------------------------------------------------------------------------------
+
+
+def _read_rest(
+    engine: Checkpointable,
+    manifest: Manifest,
+    common: dict[str, Any],
+    fit: Fit,
+    files: TensorFiles,
+    wanted: _Wanted,
+) -> None:
+    """Optimizer, scheduler, counters and random state; local to this rank."""
+    own = _rank_states(engine, manifest)
+    if wanted.optimizer and engine.optimizer is not None:
+        irregular = [entry for state in own for entry in state.get("irregular", ())]
+        restore_states(engine, fit, files, irregular)
+        restore_groups(engine.optimizer, common["param_groups"])
+        _restore_scaler(engine, common.get("loss_scaler"))
+        if manifest.world_size == engine.axis.world_size:
+            _restore_rng(own[0].get("rng", {}))
+    if wanted.scheduler:
+        if common["lr_scheduler"] is None:
+            logger.warning("%s holds no state of a learning-rate scheduler: it starts anew", manifest.folder)
+        else:
+            engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
+    if wanted.counters:
+        counters = manifest.extra.get("counters", {})
+        engine.global_steps = int(counters.get("global_steps", 0))
+        engine.global_samples = int(counters.get("global_samples", 0))
+        engine.skipped_steps = int(counters.get("skipped_steps", 0))
+        # Gradients are not saved, so an accumulation that was under way begins anew.
+        micro_steps = int(counters.get("micro_steps", 0))
+        engine.micro_steps = micro_steps - micro_steps % engine.gradient_accumulation_steps()
+
+
+def _rank_states(engine: Checkpointable, manifest: Manifest) -> list[dict[str, Any]]:
+    """The pickled states of the ranks that this one needs, its own first."""
+    names = sorted(name for name in manifest.files if name.endswith("_optim_states.pt"))
+    by_rank = {int(name.split("zero_pp_rank_")[1].split("_")[0]): name for name in names}
+    needed = [engine.axis.rank] if engine.axis.rank in by_rank else []
+    if manifest.extra.get("irregular"):
+        needed += [rank for rank in by_rank if rank != engine.axis.rank]
+    return [_read_pickled(manifest.folder / by_rank[rank]) for rank in needed]
+
+
+def _restore_scaler(engine: Checkpointable, saved: Any) -> None:
+    """A scaler of another kind (another precision) starts anew."""
+    assert engine.optimizer is not None
+    scaler = engine.optimizer.loss_scaler
+    if isinstance(saved, dict) and saved.get("kind") == type(scaler).__name__:
+        scaler.load_state_dict(saved["state"])
+
+
+def _restore_rng(saved: Any) -> None:
+    """Random states of torch, so that dropout goes on as it would have."""
+    if isinstance(saved.get("cpu"), torch.Tensor):
+        torch.set_rng_state(saved["cpu"])
+    if isinstance(saved.get("cuda"), torch.Tensor) and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda"])

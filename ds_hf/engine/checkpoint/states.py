@@ -1,0 +1,114 @@
+"""The optimizer's states seen parameter by parameter, although the optimizer holds stretches of flat masters.
+
+Three kinds of state: *moments* have one value for each element and can be cut anywhere; *scalars* (``step``) hold for
+every parameter of the stretch; what is neither (factored moments, histories) is *irregular* and only fits a stretch
+that covers exactly the same elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.checkpoint.interface import Checkpointable, dtype_name, names_of
+from ds_hf.engine.optim.base import StreamingOptimizer
+from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
+from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.layout import Fragment
+from ds_hf.errors import CheckpointError
+
+__all__ = ["Piece", "decode_scalar", "encode_scalar", "kinds", "newest", "pieces", "segments_of"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank owns, and the stretch that updates it."""
+
+    name: str
+    fragment: Fragment
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """States of one segment, sorted by kind."""
+
+    moments: dict[str, Tensor]
+    scalars: dict[str, Any]
+    irregular: dict[str, Any]
+
+
+def segments_of(optimizer: ShardedOptimizer, buffer: FlatBuffer) -> list[Segment]:
+    """The segments that lie in ``buffer``."""
+    return next((s for gradient, s in optimizer.segments.items() if gradient.buffer is buffer), [])
+
+
+def pieces(engine: Checkpointable, buffer: FlatBuffer) -> Iterator[Piece]:
+    """Every piece of the buffer's parameters that this rank's optimizer updates, in order."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    segments = iter(segments_of(optimizer, buffer))
+    segment = next(segments, None)
+    names = names_of(engine, buffer)
+    for fragment in buffer.layout.fragments(buffer.axis.rank, whole=optimizer.whole):
+        while segment is not None and segment.end <= fragment.shard_start:
+            segment = next(segments, None)
+        assert segment is not None
+        assert segment.start <= fragment.shard_start
+        yield Piece(names[fragment.slot.index], fragment, segment)
+
+
+def kinds(optimizer: ShardedOptimizer, segment: Segment) -> Kinds:
+    """Sort the segment's states."""
+    found = Kinds({}, {}, {})
+    for key, value in optimizer.state.get(segment.param, {}).items():
+        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == segment.param.numel():
+            found.moments[key] = value
+        elif value is None or isinstance(value, bool | int | float | str) or _is_scalar(value):
+            found.scalars[key] = value
+        else:
+            found.irregular[key] = value
+    return found
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
+
+
+def encode_scalar(value: Any) -> Any:
+    """``value`` for JSON: tensors become ``[dtype, number]``."""
+    return [dtype_name(value.dtype), value.item()] if isinstance(value, Tensor) else value
+
+
+def decode_scalar(optimizer: ShardedOptimizer, segment: Segment, key: str, value: Any) -> Any:
+    """What ``encode_scalar`` gave, on the device where the optimizer wants it.
+
+    Raises:
+        CheckpointError: it is no such thing.
+    """
+    if not isinstance(value, list):
+        return value
+    dtype = getattr(torch, str(value[0]), None) if len(value) == 2 else None
+    if not isinstance(dtype, torch.dtype) or isinstance(value[1], bool) != (dtype is torch.bool):
+        raise CheckpointError(f"the checkpoint's manifest has {value!r} as optimizer state {key!r}")
+    if not isinstance(value[1], int | float):
+        raise CheckpointError(f"the checkpoint's manifest has {value!r} as optimizer state {key!r}")
+    group = optimizer.param_groups[segment.group]
+    # torch keeps counters on the host unless a fused or captured kernel reads them; ds_hf's own beside the master.
+    beside = group.get("fused") or group.get("capturable") or isinstance(optimizer.optimizer, StreamingOptimizer)
+    return torch.tensor(value[1], dtype=dtype, device=segment.param.device if beside else "cpu")
+
+
+def newest(values: list[Any]) -> Any:
+    """One scalar for a segment whose parameters were saved with several: that of the most steps."""
+
+    def rank_of(value: Any) -> float:
+        number = value[1] if isinstance(value, list) else value
+        return float(number) if isinstance(number, int | float) and not math.isnan(number) else -math.inf
+
+    return max(values, key=rank_of)

@@ -1,0 +1,572 @@
+#!/usr/bin/env python
+"""Reads ds_hf checkpoints and turns one into whole fp32 weights:  zero_to_fp32.py CHECKPOINT OUT
+
+This file is also copied into every checkpoint, so it needs nothing but torch and safetensors. It owns the reading of
+the format; nothing that a manifest says is believed before it is checked: names of files stay inside the folder, the
+fragments of a parameter cover it exactly once, and no tensor is larger than the files that hold it.
+
+manifest.json: for each parameter its shape, the tensor key of each state ("master" or "weight", moments), and
+``fragments`` [file, start in the parameter, start in the tensor, numel]; all figures are elements, tensors are flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+try:
+    from ds_hf.errors import CheckpointError
+except ImportError:  # alone in a checkpoint, on a machine without ds_hf
+
+    class CheckpointError(RuntimeError):  # type: ignore[no-redef]
+        """A checkpoint is missing, incomplete, damaged or does not fit the model."""
+
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Manifest",
+    "SavedFragment",
+    "SavedParameter",
+    "TensorFiles",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "find_folder",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "read_manifest",
+    "recover",
+]
+
+FORMAT = "ds_hf checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+# -- the manifest ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedFragment:
+    """Elements ``start`` to ``start + numel`` of a parameter: ``offset`` elements into a flat tensor of ``file``."""
+
+    file: str
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """One parameter; ``states`` maps "master", "weight", "exp_avg", ... to tensor keys."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    states: dict[str, str]
+    fragments: tuple[SavedFragment, ...]
+    scalars: dict[str, Any]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def value_state(self) -> str:
+        """The state that holds the value most exactly."""
+        return "master" if "master" in self.states else "weight"
+
+    @property
+    def moments(self) -> list[str]:
+        """Optimizer states with one value for each element."""
+        return [state for state in self.states if state not in ("master", "weight")]
+
+
+@dataclass(frozen=True)
+class SavedBuffer:
+    """A buffer of the module, whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checked manifest; ``extra`` is the JSON itself, for what is not about tensors."""
+
+    folder: Path
+    world_size: int
+    parameters: dict[str, SavedParameter]
+    buffers: dict[str, SavedBuffer]
+    tied: dict[str, str]
+    excluded: frozenset[str]
+    files: dict[str, int]
+    extra: dict[str, Any]
+
+    def check_files(self) -> None:
+        """Raise ``CheckpointError`` for the first file that is missing or has another size than when it was written."""
+        for name, nbytes in self.files.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
+            if path.stat().st_size != nbytes:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes where {nbytes} were written: the checkpoint is damaged"
+                )
+
+    def check_tensors(self, files: TensorFiles) -> None:
+        """Raise ``CheckpointError`` if a tensor that the manifest speaks of is not there or too short."""
+        for parameter in self.parameters.values():
+            for fragment in parameter.fragments:
+                for key in parameter.states.values():
+                    files.piece(fragment.file, key)._check(fragment.offset + fragment.numel)
+        for buffer in self.buffers.values():
+            shape = files.piece(buffer.file, buffer.key).shape
+            if shape != buffer.shape:
+                raise CheckpointError(
+                    f"{self.folder / buffer.file}: buffer {buffer.name} has shape {shape}, the manifest says "
+                    f"{buffer.shape}"
+                )
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and check the manifest of one checkpoint folder.
+
+    Raises:
+        CheckpointError: there is none, or it contradicts itself.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: the folder is no complete ds_hf checkpoint (one whose saving was interrupted, or one "
+            "that another library wrote)"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _ManifestParser(path).parse(content)
+
+
+class _ManifestParser:
+    """Turns JSON into a ``Manifest`` and refuses whatever is not as it was written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[str, int] = {}
+
+    def parse(self, content: Any) -> Manifest:
+        content = self._of(dict, content, "the manifest")
+        if content.get("format") != FORMAT:
+            self._fail(f"it does not say format {FORMAT!r}")
+        if content.get("version") != VERSION:
+            self._fail(f"it has version {content.get('version')!r}; this ds_hf reads version {VERSION}: update ds_hf")
+        for name, nbytes in self._of(dict, content.get("files"), "files").items():
+            self._plain_file(name)
+            self.files[name] = self._count(nbytes, f"size of {name}")
+        parameters = {
+            name: self._parameter(name, entry)
+            for name, entry in self._of(dict, content.get("parameters"), "parameters").items()
+        }
+        if sum(p.numel for p in parameters.values()) > sum(self.files.values()):
+            self._fail("its parameters are larger than all files together")
+        buffers = {
+            name: self._buffer(name, entry) for name, entry in self._of(dict, content.get("buffers"), "buffers").items()
+        }
+        excluded = [self._of(str, name, "excluded") for name in self._of(list, content.get("excluded"), "excluded")]
+        tied = self._of(dict, content.get("tied"), "tied")
+        for alias, name in tied.items():
+            if self._of(str, name, "tied") not in parameters and name not in buffers and name not in excluded:
+                self._fail(f"{alias} is tied to {name!r}, which it does not have")
+        world_size = self._count(content.get("world_size"), "world_size")
+        return Manifest(
+            self.path.parent, world_size, parameters, buffers, tied, frozenset(excluded), self.files, content
+        )
+
+    def _fail(self, reason: str) -> None:
+        raise CheckpointError(f"{self.path}: {reason}")
+
+    def _of(self, kind: type[Any], value: Any, what: str) -> Any:
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            self._fail(f"{what} should be of type {kind.__name__}, not {type(value).__name__}")
+        return value
+
+    def _count(self, value: Any, what: str) -> int:
+        if self._of(int, value, what) < 0:
+            self._fail(f"{what} is negative")
+        return int(value)
+
+    def _plain_file(self, name: Any) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name):
+            self._fail(f"{name!r} is not a plain file name")
+
+    def _known_file(self, name: Any) -> str:
+        if not isinstance(name, str) or name not in self.files:
+            self._fail(f"{name!r} is none of its files")
+        return str(name)
+
+    def _shape(self, value: Any, what: str) -> tuple[int, ...]:
+        return tuple(self._count(n, f"shape of {what}") for n in self._of(list, value, f"shape of {what}"))
+
+    def _parameter(self, name: str, entry: Any) -> SavedParameter:
+        entry = self._of(dict, entry, name)
+        shape = self._shape(entry.get("shape"), name)
+        states = self._of(dict, entry.get("states"), f"states of {name}")
+        for key in states.values():
+            self._of(str, key, f"states of {name}")
+        if not states.keys() & {"master", "weight"}:
+            self._fail(f"{name} has neither master nor weight")
+        fragments, end = [], 0
+        for row in self._of(list, entry.get("fragments"), f"fragments of {name}"):
+            if not isinstance(row, list) or len(row) != 4:
+                self._fail(f"a fragment of {name} is not [file, start, offset, numel]")
+            start, offset, numel = (self._count(n, f"fragment of {name}") for n in row[1:])
+            if start != end or numel == 0:
+                self._fail(f"the fragments of {name} do not follow one another at element {end}")
+            fragments.append(SavedFragment(self._known_file(row[0]), start, offset, numel))
+            end += numel
+        if end != math.prod(shape):
+            self._fail(f"the fragments of {name} have {end} elements, its shape {list(shape)} has {math.prod(shape)}")
+        scalars = self._of(dict, entry.get("scalars", {}), f"scalars of {name}")
+        return SavedParameter(name, shape, bool(entry.get("trainable")), states, tuple(fragments), scalars)
+
+    def _buffer(self, name: str, entry: Any) -> SavedBuffer:
+        entry = self._of(dict, entry, name)
+        file = self._known_file(entry.get("file"))
+        return SavedBuffer(name, self._shape(entry.get("shape"), name), file, self._of(str, entry.get("key"), name))
+
+
+# -- the tensors ----------------------------------------------------------------------------------------------------
+
+
+class TensorFiles:
+    """The safetensors files of one folder, opened as they are needed; only what is asked for is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._handles: dict[str, Any] = {}
+        self._pieces: dict[tuple[str, str], _Piece] = {}
+
+    def piece(self, file: str, key: str) -> _Piece:
+        """One tensor of one file, not read yet."""
+        found = self._pieces.get((file, key))
+        if found is None:
+            path = self.folder / file
+            try:
+                if file not in self._handles:
+                    self._handles[file] = safe_open(path, framework="pt")
+                found = self._pieces[file, key] = _Piece(path, key, self._handles[file].get_slice(key))
+            except (OSError, SafetensorError, ValueError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+        return found
+
+    def fill(self, target: Tensor, parameter: SavedParameter, state: str, start: int = 0) -> None:
+        """Read elements ``start`` to ``start + target.numel()`` of a state into the flat ``target``, in its dtype."""
+        end = start + target.numel()
+        for fragment in parameter.fragments:
+            low, high = max(start, fragment.start), min(end, fragment.start + fragment.numel)
+            if low < high:
+                shift = fragment.offset - fragment.start
+                values = self.piece(fragment.file, parameter.states[state]).read(low + shift, high + shift)
+                target[low - start : high - start].copy_(values)
+
+    def value(self, parameter: SavedParameter, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole parameter in its shape; floating-point values in ``dtype`` if given."""
+        key = parameter.states[parameter.value_state]
+        stored = dtype or torch.float32
+        if parameter.fragments:
+            stored = self.piece(parameter.fragments[0].file, key).dtype
+        if dtype is not None and stored.is_floating_point:
+            stored = dtype
+        whole = torch.empty(parameter.numel, dtype=stored)
+        self.fill(whole, parameter, parameter.value_state)
+        return whole.view(parameter.shape)
+
+    def buffer(self, buffer: SavedBuffer) -> Tensor:
+        """A buffer of the module."""
+        return self.piece(buffer.file, buffer.key).whole()
+
+
+class _Piece:
+    """One tensor in one file."""
+
+    def __init__(self, path: Path, key: str, view: Any) -> None:
+        self.path, self.key, self._view = path, key, view
+        self.shape = tuple(view.get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype on disk."""
+        return self.read(0, 0).dtype
+
+    def _check(self, stop: int) -> None:
+        if len(self.shape) != 1 or stop > self.shape[0]:
+            raise CheckpointError(
+                f"{self.path}: tensor {self.key} has shape {self.shape}, the manifest wants {stop} flat elements"
+            )
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of a flat tensor."""
+        self._check(stop)
+        return self._guard(lambda: self._view[start:stop])
+
+    def whole(self) -> Tensor:
+        """All of it."""
+        return self._guard(lambda: self._view[:] if self.shape else self._view[...])
+
+    def _guard(self, read: Any) -> Tensor:
+        try:
+            return read()  # type: ignore[no-any-return]
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{self.path}: tensor {self.key} cannot be read: {error}") from error
+
+
+# -- finding a checkpoint -------------------------------------------------------------------------------------------
+
+
+def recover(folder: Path) -> Path:
+    """``folder``, or its former content if the process died in the moment between two renames of an overwrite."""
+    if folder.exists() or not folder.parent.is_dir():
+        return folder
+    former = [path for path in folder.parent.glob(f".{glob.escape(folder.name)}.old-*") if (path / MANIFEST).is_file()]
+    return max(former, key=lambda path: path.stat().st_mtime) if former else folder
+
+
+def find_folder(checkpoint_dir: str | Path, tag: str | None = None) -> Path:
+    """The folder that holds the manifest: ``checkpoint_dir`` itself, its ``tag``, or what its ``latest`` names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root = Path(checkpoint_dir)
+    if tag is None and (root / MANIFEST).is_file():
+        return root
+    if tag is None:
+        try:
+            tag = (root / "latest").read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise CheckpointError(f"{root} holds no checkpoint: neither {MANIFEST} nor a file 'latest'") from error
+    if not tag or Path(tag).is_absolute() or ".." in Path(tag).parts:
+        raise CheckpointError(f"{tag!r} is not the name of a checkpoint in {root}")
+    return recover(root / tag)
+
+
+# -- whole fp32 weights ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A parameter that is read when ``contiguous()`` is called."""
+
+    files: TensorFiles
+    parameter: SavedParameter
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.parameter.shape)
+
+    def numel(self) -> int:
+        return self.parameter.numel
+
+    def contiguous(self) -> Tensor:
+        return self.files.value(self.parameter, torch.float32)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """Whole weights on the CPU, floating-point ones in fp32, with buffers; tied names share one tensor.
+
+    Args:
+        checkpoint_dir: folder given to ``save_checkpoint``, or the checkpoint's own.
+        tag: default what ``latest`` names.
+        exclude_frozen_parameters: leave out what did not train.
+        lazy_mode: parameters are objects whose ``contiguous()`` reads them.
+
+    Raises:
+        CheckpointError: it is missing, incomplete or damaged.
+    """
+    manifest = read_manifest(find_folder(checkpoint_dir, tag))
+    manifest.check_files()
+    files = TensorFiles(manifest.folder)
+    manifest.check_tensors(files)
+    state: dict[str, Any] = {}
+    for name, parameter in manifest.parameters.items():
+        if parameter.trainable or not exclude_frozen_parameters:
+            state[name] = LazyTensor(files, parameter) if lazy_mode else files.value(parameter, torch.float32)
+    for name, buffer in manifest.buffers.items():
+        value = files.buffer(buffer)
+        state[name] = value.float() if value.is_floating_point() else value
+    state.update({alias: state[name] for alias, name in manifest.tied.items() if name in state})
+    return state
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Give ``model`` the checkpoint's fp32 weights, on the CPU, and return it.
+
+    A model that an engine holds becomes an ordinary one; destroy that engine before using the model.
+
+    Raises:
+        CheckpointError: the checkpoint is unusable, or a shape does not fit.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    loaded: set[int] = set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        value = state.get(name)
+        if value is None or id(param) in loaded:
+            continue
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        if shape != tuple(value.shape):
+            raise CheckpointError(f"{name} has shape {shape} in the model and {tuple(value.shape)} in the checkpoint")
+        loaded.add(id(param))
+        for attribute in ("_ds_home", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
+            if hasattr(param, attribute):
+                delattr(param, attribute)
+        param.data = value.clone()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in state:
+            buffer.copy_(state[name])
+    return model.cpu()
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write whole fp32 weights as transformers reads them, one shard in memory at a time.
+
+    Args:
+        output_dir: a folder, or the path of one file that ends in ``.bin``, ``.pt``, ``.pth`` or ``.safetensors``.
+        max_shard_size: such as ``"5GB"``; larger weights are split, with an index beside them. Not for one file.
+        safe_serialization: safetensors instead of pickled files, in a folder.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
+    out = Path(output_dir)
+    if out.suffix in (".bin", ".pt", ".pth", ".safetensors"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _write_shard(out, list(state), state)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
+    shards = list(_split(state, _nbytes(max_shard_size)))
+    if len(shards) == 1:
+        _write_shard(out / f"{stem}{suffix}", shards[0], state)
+        return
+    index: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
+        written = _write_shard(out / file, names, state)
+        index.update(dict.fromkeys(written, file))
+    total = sum(_size_of(value) for value in {id(state[name]): state[name] for name in index}.values())
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (out / f"{stem}{suffix}.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _nbytes(text: str | int | None) -> float:
+    if text is None:
+        return math.inf
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def _size_of(value: Any) -> int:
+    return int(value.numel()) * int(value.dtype.itemsize)
+
+
+def _split(state: Mapping[str, Any], limit: float) -> Iterator[list[str]]:
+    """Names in order, cut where the next tensor would exceed ``limit``; tied names stay with their tensor."""
+    together: dict[int, list[str]] = {}
+    for name, value in state.items():
+        together.setdefault(id(value), []).append(name)
+    shard: list[str] = []
+    held = 0
+    for names in together.values():
+        size = _size_of(state[names[0]])
+        if shard and held + size > limit:
+            yield shard
+            shard, held = [], 0
+        shard += names
+        held += size
+    yield shard
+
+
+def _write_shard(path: Path, names: list[str], state: Mapping[str, Any]) -> list[str]:
+    """Write the tensors of ``names`` and return the names under which they are in the file."""
+    made: dict[int, Tensor] = {}
+    for name in names:
+        if id(state[name]) not in made:
+            made[id(state[name])] = state[name].contiguous()
+    content = {name: made[id(state[name])] for name in names}
+    if path.suffix != ".safetensors":
+        torch.save(content, path)
+        return names
+    first: dict[int, str] = {}
+    metadata = {"format": "pt"}
+    for name, value in content.items():
+        if first.setdefault(id(value), name) != name:
+            metadata[name] = first[id(value)]  # as safetensors.torch.load_model wants it
+    save_file({name: content[name] for name in first.values()}, path, metadata)
+    return list(first.values())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Turn a ds_hf checkpoint into whole fp32 weights.")
+    parser.add_argument("checkpoint_dir", help="folder given to save_checkpoint (it holds 'latest'), or the tag's own")
+    parser.add_argument("output", help="folder for model.safetensors, or the path of one .bin or .safetensors file")
+    parser.add_argument("-t", "--tag", help="default: what 'latest' names")
+    parser.add_argument("--max_shard_size", "--max-shard-size", default="5GB", help="default: 5GB")
+    parser.add_argument("--safe_serialization", "--safe-serialization", action="store_true", help="the default")
+    parser.add_argument("--bin", action="store_true", help="write pytorch_model.bin in the folder instead")
+    parser.add_argument("--exclude_frozen_parameters", "--exclude-frozen-parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse_args(arguments)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            args.checkpoint_dir,
+            args.output,
+            args.max_shard_size,
+            safe_serialization=not args.bin,
+            tag=args.tag,
+            exclude_frozen_parameters=args.exclude_frozen_parameters,
+        )
+    except (CheckpointError, OSError, ValueError) as error:
+        if args.debug:
+            raise
+        sys.stderr.write(f"zero_to_fp32: {error}\n")
+        return 1
+    sys.stdout.write(f"wrote {args.output}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
