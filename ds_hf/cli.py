@@ -32,7 +32,9 @@ from ds_hf.errors import ConfigError, Fault
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(help="Train HuggingFace models with ZeRO, from a DeepSpeed JSON file.", no_args_is_help=True)
+app = typer.Typer(
+    help="Train HuggingFace models with ZeRO, from a DeepSpeed JSON file.", no_args_is_help=True, add_completion=False
+)
 config_app = typer.Typer(help="Check, explain and write configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 

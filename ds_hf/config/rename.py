@@ -23,7 +23,7 @@ def rename(draft: Draft) -> None:
     """Bring ``draft.tree`` to today's spelling."""
     _drop_dotted(draft)
     _shorthands(draft)
-    for path, node in list(walk_for(draft.tree)):
+    for path, node in walk_for(draft.tree):
         if not node.get("deprecated") or not draft.has(path):
             continue
         if node.get("x-convert") == "drop":

@@ -49,6 +49,7 @@ def load_schema() -> Node:
     return cast(Node, json.loads(schema_text()))
 
 
+@functools.lru_cache(maxsize=4096)
 def pointer_of(path: Path) -> str:
     """RFC 6901 pointer of a path."""
     return "".join("/" + escape(key) for key in path)
@@ -73,17 +74,23 @@ def walk(node: Node | None = None, path: Path = ()) -> Iterator[tuple[Path, Node
         yield from walk(child, here)
 
 
-def walk_for(tree: Node) -> Iterator[tuple[Path, Node]]:
+def walk_for(tree: Node) -> tuple[tuple[Path, Node], ...]:
     """``walk`` plus the parameters of the schedule that ``tree`` names."""
     scheduler = tree.get("scheduler")
     kind = scheduler.get("type") if isinstance(scheduler, dict) else None
-    params = load_schema()["$defs"].get(kind) if isinstance(kind, str) else None
+    return _walk_with(kind if isinstance(kind, str) and kind in load_schema()["$defs"] else None)
+
+
+@functools.cache
+def _walk_with(schedule: str | None) -> tuple[tuple[Path, Node], ...]:
+    result: list[tuple[Path, Node]] = []
     for path, node in walk():
-        if path == ("scheduler", "params") and params is not None:
-            yield path, params
-            yield from walk(params, path)
+        if path == ("scheduler", "params") and schedule is not None:
+            params = load_schema()["$defs"][schedule]
+            result += [(path, params), *walk(params, path)]
         else:
-            yield path, node
+            result.append((path, node))
+    return tuple(result)
 
 
 def types_of(node: Node) -> set[str]:
@@ -115,6 +122,8 @@ def nearest(key: str, parent: Path, siblings: list[str]) -> str:
     foreign = foreign_name(plain)
     if foreign and not parent:
         return f"DeepSpeed calls it {foreign}"
+    if foreign and foreign.startswith(dotted(parent) + "."):
+        return f'DeepSpeed calls it "{foreign.rpartition(".")[2]}"'
     elsewhere = [path for path in _by_last_key().get(plain, []) if path[:-1] != parent]
     if 1 <= len(elsewhere) <= 3:
         return f"move it to {' or '.join(dotted(path[:-1]) or 'the top level' for path in elsewhere)}, where it belongs"

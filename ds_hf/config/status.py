@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_hf.config.check import show
 from ds_hf.config.draft import Draft
-from ds_hf.config.schema import Node, Path, dotted, holds, load_schema, pointer_of
+from ds_hf.config.schema import Node, Path, holds, load_schema, pointer_of
 
 __all__ = ["check_status"]
 
@@ -34,17 +34,17 @@ def _object(draft: Draft, node: Node, tree: dict[str, Any], path: Path) -> None:
         elif isinstance(value, str) and value.lower() in child.get("x-unsupported-values", {}):
             reason = child["x-unsupported-values"][value.lower()]
             fix = child.get("x-fix", "choose another")
-            draft.fault(pointer_of(here), f"{dotted(here)}: {show(value)} is not supported by ds_hf: {reason}", fix)
+            draft.fault(pointer_of(here), f"{show(value)} is not supported by ds_hf: {reason}", fix)
         elif isinstance(value, dict):
             _object(draft, child, value, here)
 
 
 def _report(draft: Draft, node: Node, value: Any, path: Path) -> None:
-    shown = "" if isinstance(value, (dict, list)) else f" = {show(value)}"
+    shown = "this block" if isinstance(value, dict) else show(value)
     reason = node["x-reason"]
     if node["x-status"] == "unsupported":
         fix = node.get("x-fix", f"remove it (default {show(node.get('default'))})")
-        draft.fault(pointer_of(path), f"{dotted(path)}{shown} is not supported by ds_hf: {reason}", fix)
+        draft.fault(pointer_of(path), f"{shown} is not supported by ds_hf: {reason}", fix)
     else:
         draft.warn(pointer_of(path), f"no effect: {reason}")
 
