@@ -38,9 +38,9 @@ $(STAMP):
 demo: $(STAMP) ## train a small Llama on two processes with ZeRO, save, resume; under 4 minutes
 	@rm -rf $(DEMO_OUT)
 	@echo "== A small Llama from scratch, two processes, ZeRO stage 2 =="
-	@$(DEMO) --max_steps 100
+	@$(DEMO)
 	@echo "== The same command again, resuming from the checkpoint =="
-	@$(DEMO) --max_steps 120 --resume_from_checkpoint $(DEMO_OUT)/checkpoint-100
+	@$(DEMO) --max_steps 200 --resume_from_checkpoint $(DEMO_OUT)/checkpoint-160
 
 test: lint ## lint, types, layers, and all tests but the slow ones and those for a GPU
 	@$(BIN)/pytest -q -n 2 -m "not slow and not gpu"
