@@ -122,7 +122,7 @@ def nearest(key: str, parent: Path, siblings: list[str]) -> str:
     foreign = foreign_name(plain)
     if foreign and not parent:
         return f"DeepSpeed calls it {foreign}"
-    if foreign and foreign.startswith(dotted(parent) + "."):
+    if foreign and foreign.rpartition(".")[0] == dotted(parent):
         return f'DeepSpeed calls it "{foreign.rpartition(".")[2]}"'
     elsewhere = [path for path in _by_last_key().get(plain, []) if path[:-1] != parent]
     if 1 <= len(elsewhere) <= 3:

@@ -36,7 +36,7 @@ class WorldSize:
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return cls(int(distributed.get_world_size()), "from torch.distributed, which is initialised")
         value = os.environ.get("WORLD_SIZE", "").strip()
-        if value.isdecimal() and int(value) > 0:
+        if value.isdecimal() and len(value) < 10 and int(value) > 0:
             return cls(int(value), "from the environment variable WORLD_SIZE")
         return cls(1, "no launcher: neither torch.distributed nor WORLD_SIZE is set")
 
