@@ -112,6 +112,8 @@ def _text(node: Node) -> str:
     if "x-changed" in node:
         was = json.dumps(node["x-changed"]["was"])
         text += f" Changed in DeepSpeed {node['x-changed']['since']}: was {was}."
+    if "x-since" in node:
+        text += f" Since {node['x-since']}."
     if node.get("x-status") in ("no-effect", "unsupported"):
         text += f" *{node['x-reason'][:1].upper()}{node['x-reason'][1:]}.*"
     for value, reason in node.get("x-unsupported-values", {}).items():
