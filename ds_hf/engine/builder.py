@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ds_hf.config import load_config
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
+from ds_hf.engine import progress
 from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis
@@ -34,7 +35,7 @@ from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import ConfigError
-from ds_hf.log import logger, warn_once
+from ds_hf.log import warn_once
 
 __all__ = ["initialize"]
 
@@ -99,7 +100,7 @@ def initialize(
             rank=axis.rank,
             world_size=axis.world_size,
         )
-    _announce(engine)
+    progress.attach(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -192,6 +193,8 @@ def _make_parts(
             if group_of.get(id(params[0]), _FROZEN) != _FROZEN:
                 buffer.frozen = False
                 masters[buffer] = _make_master(buffer, staged, plan, device)
+                if settings.zero_optimization.offload_optimizer.pin_memory:
+                    masters[buffer] = _pinned(masters[buffer], buffer)
                 gradient = GradientBuffer(buffer, gradient_policy)
                 gradients.setdefault(unit, []).append(gradient)
                 groups[gradient] = [group_of[id(p)] for p in params]
@@ -270,16 +273,23 @@ def _make_master(buffer: FlatBuffer, staged: Tensor, plan: StatePlan, device: to
     return staged[low:high].to(device=place, dtype=target, copy=True)
 
 
+def _pinned(master: Tensor, buffer: FlatBuffer) -> Tensor:
+    """A host master in page-locked memory, which copies to the device faster; others as they are."""
+    alias = master.data_ptr() in (buffer.full.data_ptr(), buffer.shard.data_ptr())
+    return master.pin_memory() if torch.cuda.is_available() and master.device.type == "cpu" and not alias else master
+
+
 def _device(name: str, device: torch.device) -> torch.device:
     return torch.device("cpu") if name == "cpu" else device
 
 
 def _gradient_policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device) -> GradientPolicy:
     mean = settings.gradient_allreduce_op == "mean"
-    before, after = (1.0 / axis.world_size, 1.0) if mean else (1.0, 1.0)
-    if settings.prescale_gradients and mean:
-        before = 1.0 / settings.gradient_predivide_factor
-        after = settings.gradient_predivide_factor / axis.world_size
+    # All of the division before the sum, as fp16 needs it, unless the user splits it by gradient_predivide_factor.
+    factor = settings.gradient_predivide_factor
+    split = mean and not settings.prescale_gradients and factor != 1.0
+    before = 1.0 / factor if split else 1.0 / axis.world_size if mean else 1.0
+    after = factor / axis.world_size if split else 1.0
     return GradientPolicy(
         whole=not plan.shards_optimizer,
         every_micro_batch=plan.reduces_every_micro_batch,
@@ -295,8 +305,8 @@ def _policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device,
     elementwise = is_elementwise(inner)
     if not elementwise and plan.shards_optimizer and axis.world_size > 1:
         warn_once(
-            f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: its "
-            "result depends on the number of processes; ZeRO stage 0 gives it whole tensors"
+            f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: "
+            "its result depends on the number of processes; ZeRO stage 0 gives it whole tensors"
         )
     sixteen = settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow)
     return OptimizerPolicy(
@@ -315,16 +325,3 @@ def _refuse_meta(model: nn.Module) -> None:
             f"{len(meta)} parameters are on the meta device and have no values ({meta[0]}, ...): load the "
             "weights first, or build the model under zero.Init"
         )
-
-
-def _announce(engine: Engine) -> None:
-    """One line that says what was built; transformers' own tests look for "DeepSpeed info"."""
-    plan = engine.plan
-    if engine.axis.rank == 0:
-        logger.info(
-            "DeepSpeed info: ds_hf engine, %d processes, %d units, %s parameters; "
-            "parameters %s, gradients %s, optimizer states %s%s",
-            engine.axis.world_size, len(engine.units), f"{sum(u.numel for u in engine.units):,}",
-            plan.parameters.placement.value, plan.gradients.placement.value, plan.optimizer.placement.value,
-            f" on {plan.optimizer.device}" if plan.optimizer.device != "device" else "",
-        )  # fmt: skip

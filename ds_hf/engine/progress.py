@@ -1,0 +1,64 @@
+"""What an engine says of itself: one line when it is built, and those that ``steps_per_print`` asks for.
+
+Rank 0 speaks. The first goes to the log, as information; what the user asked for goes to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ds_hf.log import logger
+
+if TYPE_CHECKING:
+    from ds_hf.engine.engine import Engine
+
+__all__ = ["attach"]
+
+
+def attach(engine: Engine) -> None:
+    """Announce ``engine`` and arrange what its settings ask to be printed (``dump_state``, ``steps_per_print``)."""
+    if engine.axis.rank != 0:
+        return
+    _announce(engine)
+    if engine.settings.dump_state:
+        _say(f"configuration of the engine:\n{json.dumps(engine.settings.resolved, indent=2)}")
+    every = engine.settings.steps_per_print
+    if every is not None and math.isfinite(every):
+        engine.step_hooks.append(partial(_print_progress, every=max(int(every), 1)))
+
+
+def _announce(engine: Engine) -> None:
+    """transformers' own tests look for the words "DeepSpeed info"."""
+    plan = engine.plan
+    where = "" if plan.optimizer.device == "device" else f" on {plan.optimizer.device}"
+    logger.info(
+        "DeepSpeed info: ds_hf engine, %d processes, %d units, %s parameters; "
+        "parameters %s, gradients %s, optimizer states %s%s",
+        engine.axis.world_size,
+        len(engine.units),
+        f"{sum(unit.numel for unit in engine.units):,}",
+        plan.parameters.placement.value,
+        plan.gradients.placement.value,
+        plan.optimizer.placement.value,
+        where,
+    )
+
+
+def _print_progress(engine: Engine, every: int) -> None:
+    if engine.global_steps % every:
+        return
+    lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
+    norm = engine.get_global_grad_norm()
+    _say(
+        f"step {engine.global_steps}: lr [{lr}], grad norm {norm:.3g}, skipped {engine.skipped_steps}, "
+        f"loss scale {engine.loss_scale():g}"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
