@@ -18,6 +18,7 @@ from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     aliases,
+    extra_states,
     loose_parameters,
     module_buffers,
     parameter_name,
@@ -60,6 +61,7 @@ def consolidated_state_dict(
             state[name] = param.detach().to("cpu", copy=True)
     buffers, tied = module_buffers(engine.module)
     state.update({name: value.detach().to("cpu", copy=True) for name, value in buffers.items()})
+    state.update({name: child.get_extra_state() for name, child in extra_states(engine.module).items()})
     for alias, name in {**aliases(engine), **tied}.items():
         if name in state:
             state[alias] = state[name]

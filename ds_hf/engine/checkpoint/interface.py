@@ -22,6 +22,7 @@ __all__ = [
     "Checkpointable",
     "aliases",
     "dtype_name",
+    "extra_states",
     "flat_buffers",
     "loose_parameters",
     "module_buffers",
@@ -106,6 +107,15 @@ def module_buffers(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
         else:
             tied[name] = known
     return buffers, tied
+
+
+def extra_states(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules that keep something of their own in a state dict (``get_extra_state``), by the key it has there."""
+    return {
+        _plain(f"{prefix}._extra_state" if prefix else "_extra_state"): child
+        for prefix, child in module.named_modules()
+        if type(child).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,8 +17,15 @@ import torch
 
 from ds_hf.engine.checkpoint.agreement import share, together
 from ds_hf.engine.checkpoint.fit import Fit, check_fit
-from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, loose_parameters, module_buffers, names_of
-from ds_hf.engine.checkpoint.restore import restore_groups, restore_states
+from ds_hf.engine.checkpoint.interface import (
+    Checkpointable,
+    extra_states,
+    flat_buffers,
+    loose_parameters,
+    module_buffers,
+    names_of,
+)
+from ds_hf.engine.checkpoint.restore import check_pieces, restore_groups, restore_states
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, TensorFiles, find_folder, read_manifest
 from ds_hf.engine.zero.buffer import FlatBuffer, unshard
 from ds_hf.errors import CheckpointError
@@ -87,6 +94,7 @@ def load_checkpoint(
     else:
         _load_custom(engine, manifest, files, custom_load_fn)
     with together(axis, f"reading {folder}"):
+        _set_extra_states(engine, common["extra_state"])
         _read_rest(engine, manifest, common, fit, files, wanted)
     return str(folder), common["client_state"]
 
@@ -116,10 +124,11 @@ def _open(engine: Checkpointable, folder: Path, wanted: _Wanted, custom: bool) -
     name = manifest.extra.get("common_file")
     if name not in manifest.files:
         raise CheckpointError(f"{folder}: the manifest names no common file")
-    common = {"client_state": {}, "lr_scheduler": None, **_read_pickled(folder / name)}
+    common = {"client_state": {}, "lr_scheduler": None, "extra_state": {}, **_read_pickled(folder / name)}
     fit = check_fit(engine, manifest, strict=wanted.strict and not custom, lenient_names=custom)
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)
+        check_pieces(engine, manifest, fit)
     if not isinstance(common["client_state"], dict):
         raise CheckpointError(f"{folder / name}: client_state is no dict")
     return manifest, common, fit
@@ -183,6 +192,12 @@ def _read_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) -> None:
     for name, value in module_buffers(engine.module)[0].items():
         if name in fit.buffers:
             value.copy_(files.buffer(fit.buffers[name]))
+
+
+def _set_extra_states(engine: Checkpointable, saved: dict[str, Any]) -> None:
+    for name, child in extra_states(engine.module).items():
+        if name in saved:
+            child.set_extra_state(saved[name])
 
 
 def _publish(engine: Checkpointable) -> None:

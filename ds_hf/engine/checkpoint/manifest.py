@@ -95,6 +95,7 @@ def build_manifest(
         "counters": counters(engine),
         "common_file": common_file,
         "files": {name: nbytes for report in reports for name, nbytes in report.files.items()},
+        "optimizer": _optimizer(engine),
         "groups": _groups(engine, reports),
         "irregular": [[rank, *entry] for rank, report in enumerate(reports) for entry in report.irregular],
         "parameters": parameters,
@@ -146,6 +147,13 @@ def _flat_entries(
             row = [tensors_name(rank), fragment.start, fragment.shard_start, fragment.numel]
             entries[names[fragment.slot.index]]["fragments"].append(row)
     return entries
+
+
+def _optimizer(engine: Checkpointable) -> dict[str, Any] | None:
+    """Class of the optimizer, and whether it saw parameters whole or in the pieces that the fragments are."""
+    if engine.optimizer is None:
+        return None
+    return {"class": type(engine.optimizer.optimizer).__name__, "whole": engine.optimizer.whole}
 
 
 def _groups(engine: Checkpointable, reports: Sequence[RankReport]) -> list[list[str]] | None:

@@ -14,15 +14,60 @@ from torch import Tensor
 from ds_hf.engine.checkpoint.fit import Fit
 from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers
 from ds_hf.engine.checkpoint.states import Piece, decode_scalar, newest, pieces, segments_of
-from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter, TensorFiles
+from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedParameter, TensorFiles
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
 
-__all__ = ["restore_groups", "restore_states"]
+__all__ = ["check_pieces", "restore_groups", "restore_states"]
 
 # How the update is computed, not what: these fit the device it runs on now.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+def check_pieces(engine: Checkpointable, manifest: Manifest, fit: Fit) -> None:
+    """Refuse states that depend on the shape of a piece, such as factored moments, if this engine has other pieces.
+
+    Raises:
+        CheckpointError: with the parameter's name.
+    """
+    assert engine.optimizer is not None
+    saved_optimizer = manifest.extra.get("optimizer") or {}
+    bound = _bound_names(manifest, str(saved_optimizer.get("class", "")))
+    for buffer in flat_buffers(engine):
+        if not bound or engine.optimizer.master(buffer) is None:
+            continue
+        for piece in pieces(engine, buffer):
+            saved = fit.parameters.get(piece.name)
+            if saved is None or saved.name not in bound:
+                continue
+            whole = saved_optimizer.get("whole") is True
+            cuts = [(0, saved.numel)] if whole else [(f.start, f.numel) for f in saved.fragments]
+            if (piece.fragment.start, piece.fragment.numel) not in cuts:
+                raise CheckpointError(
+                    f"{saved_optimizer.get('class')} keeps state for {piece.name} that cannot be cut anew, and it was "
+                    f"saved for other pieces: load with world size {manifest.world_size} and the stage that saved it, "
+                    "or with load_optimizer_states=False"
+                )
+
+
+def _bound_names(manifest: Manifest, optimizer: str) -> set[str]:
+    """Parameters whose state only fits the pieces it was made for: those of groups that keep different states for
+    different shapes. Rules that treat elements alike keep the same for all."""
+    irregular: dict[str, set[str]] = {}
+    for entry in manifest.extra.get("irregular") or ():
+        irregular.setdefault(str(entry[1]), set()).add("irregular")
+    bound: set[str] = set()
+    for names in manifest.extra.get("groups") or ():
+        known = [name for name in names if name in manifest.parameters]
+        kept = {
+            frozenset(manifest.parameters[name].moments) | irregular.get(name, set())
+            for name in known
+            if len(manifest.parameters[name].shape) > 0  # one number: its moments are kept among the scalars
+        }
+        if len(kept) > 1 or any("irregular" in states for states in kept) or "adafactor" in optimizer.lower():
+            bound.update(known)
+    return bound
 
 
 @torch.no_grad()
@@ -32,13 +77,10 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
     Args:
         irregular: entries of the ranks' pickled files.
 
-    Raises:
-        CheckpointError: a state that cannot be cut was saved for other pieces than this engine has.
     """
     optimizer = engine.optimizer
     assert optimizer is not None
     known = {tuple(entry["where"]): entry["state"] for entry in irregular}
-    whole_names = {where[0] for where in known}
     for buffer in flat_buffers(engine):
         if optimizer.master(buffer) is None:
             continue
@@ -52,12 +94,6 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
             where = (piece.name, piece.fragment.start, piece.fragment.numel)
             if where in known:
                 optimizer.state[piece.segment.param].update(_on_device(known[where], piece.segment.param.device))
-            elif piece.name in whole_names:
-                raise CheckpointError(
-                    f"{type(optimizer.optimizer).__name__} keeps state for {piece.name} that cannot be cut anew, and "
-                    "it was saved for other pieces: load with the world size and stage that saved it, or with "
-                    "load_optimizer_states=False"
-                )
 
 
 def _forget(optimizer: ShardedOptimizer, segment: Segment) -> None:

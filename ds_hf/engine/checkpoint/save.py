@@ -34,7 +34,13 @@ from ds_hf.engine.checkpoint.files import (
     write_tensors,
     write_text,
 )
-from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, loose_parameters, module_buffers
+from ds_hf.engine.checkpoint.interface import (
+    Checkpointable,
+    extra_states,
+    flat_buffers,
+    loose_parameters,
+    module_buffers,
+)
 from ds_hf.engine.checkpoint.manifest import RankReport, buffer_key, build_manifest, counters, flat_key, loose_key
 from ds_hf.engine.checkpoint.states import encode_scalar, kinds, pieces, segments_of
 from ds_hf.engine.zero.buffer import FlatBuffer
@@ -221,13 +227,14 @@ def _common_state(engine: Checkpointable, client_state: dict[str, Any] | None) -
     if engine.axis.rank != 0:
         return None
     state: dict[str, Any] = {"client_state": client_state, "lr_scheduler": None}
+    state["extra_state"] = {name: child.get_extra_state() for name, child in extra_states(engine.module).items()}
+    check_loadable(state["extra_state"], "the extra state of the model")
     if hasattr(engine.lr_scheduler, "state_dict"):
         state["lr_scheduler"] = engine.lr_scheduler.state_dict()
         check_loadable(state["lr_scheduler"], "the state of the learning-rate scheduler")
     if engine.optimizer is not None:
         scaler = engine.optimizer.loss_scaler
         state["loss_scaler"] = {"kind": type(scaler).__name__, "state": scaler.state_dict()}
-        state["optimizer"] = type(engine.optimizer.optimizer).__name__
         state["param_groups"] = [_options(group) for group in engine.optimizer.param_groups]
     return state
 

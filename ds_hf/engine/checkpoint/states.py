@@ -67,7 +67,7 @@ def kinds(optimizer: ShardedOptimizer, segment: Segment) -> Kinds:
     """Sort the segment's states."""
     found = Kinds({}, {}, {})
     for key, value in optimizer.state.get(segment.param, {}).items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.numel() == segment.param.numel():
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == segment.param.shape:
             found.moments[key] = value
         elif value is None or isinstance(value, bool | int | float | str) or _is_scalar(value):
             found.scalars[key] = value

@@ -1,0 +1,311 @@
+"""What load_checkpoint takes, what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_hf
+from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.errors import CheckpointError
+from tests.engine.checkpoint.workload import Model, config, differences, engine_of, states, train
+from tests.helpers.distributed import run_distributed
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three steps; tests must not change it."""
+    folder = tmp_path_factory.mktemp("saved")
+    with engine_of(config(2)) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(folder, client_state={"epoch": 4, "seen": [1, (2, 3)], "weights": torch.arange(3.0)})
+    return folder
+
+
+@pytest.fixture
+def warnings() -> Any:
+    """Messages of the ds_hf logger."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ds_hf")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def test_path_and_client_state_come_back(saved: Path) -> None:
+    with engine_of(config(3), seed=3) as engine:
+        path, client_state = engine.load_checkpoint(saved)
+    assert path == str(saved / "global_step3")
+    assert client_state["epoch"] == 4
+    assert client_state["seen"] == [1, (2, 3)]
+    assert client_state["weights"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("tag", [None, "global_step99"])
+def test_nothing_to_load_is_a_warning(tmp_path: Path, warnings: list[str], tag: str | None) -> None:
+    with engine_of(config(2)) as engine:
+        before = states(engine)
+        assert engine.load_checkpoint(tmp_path / "none", tag) == (None, {})
+        assert differences(before, states(engine)) == []
+    assert any("no checkpoint loaded" in text and "none" in text for text in warnings)
+
+
+def test_latest_that_names_nothing_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step5")
+    with engine_of(config(2)) as engine, pytest.raises(CheckpointError, match="global_step5, which does not exist"):
+        engine.load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["../x", "/etc"])
+def test_latest_cannot_lead_elsewhere(tmp_path: Path, tag: str) -> None:
+    (tmp_path / "latest").write_text(tag)
+    with engine_of(config(2)) as engine, pytest.raises(CheckpointError, match="not the name of a checkpoint"):
+        engine.load_checkpoint(tmp_path)
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    with engine_of(config(2), Model(dropout=0.3)) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 3, 2)
+    with engine_of(config(2), Model(dropout=0.3), seed=9) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, 3, 2) == expected
+
+
+def test_used_engine_goes_back(saved: Path) -> None:
+    """load_best_model_at_end: gradients under way and gathered units belong to the weights that go."""
+    with engine_of(config(3), seed=1) as fresh:
+        fresh.load_checkpoint(saved)
+        expected, losses = states(fresh), train(fresh, 2, 3)
+    with engine_of(config(3)) as engine:
+        train(engine, 5)
+        engine.backward(engine(torch.zeros(2, 5, dtype=torch.long)))  # and no step
+        with GatheredParameters(list(engine.module.parameters())):
+            engine.load_checkpoint(saved)
+        assert differences(expected, states(engine)) == []
+        assert train(engine, 2, 3) == losses
+
+
+def test_checkpoint_before_the_first_step_forgets_moments(tmp_path: Path) -> None:
+    with engine_of(config(2)) as engine:
+        engine.save_checkpoint(tmp_path)
+        expected = train(engine, 3)
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, 3) == expected
+
+
+def test_accumulation_under_way_begins_anew(tmp_path: Path) -> None:
+    with engine_of(config(2, gradient_accumulation_steps=2)) as engine:
+        train(engine, 3)  # one step and a half
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 1
+        assert engine.micro_steps == 2
+        assert not engine.is_gradient_accumulation_boundary()
+
+
+def test_weights_only(saved: Path) -> None:
+    with engine_of(config(2)) as full, engine_of(config(2), seed=5) as engine:
+        full.load_checkpoint(saved)
+        train(engine, 2, 70)
+        before = states(engine)
+        path, client_state = engine.load_checkpoint(saved, load_module_only=True)
+        after, expected = states(engine), states(full)
+    assert path is not None
+    assert client_state["epoch"] == 4
+    for key in expected:
+        if key.endswith(("exp_avg", "exp_avg_sq")) or key in ("counters", "groups", "steps", "scheduler"):
+            assert differences({key: before[key]}, {key: after[key]}) == []
+        else:
+            assert differences({key: expected[key]}, {key: after[key]}) == []
+
+
+def test_scheduler_can_be_left_alone(saved: Path) -> None:
+    with engine_of(config(2)) as engine:
+        train(engine, 1)
+        before = engine.lr_scheduler.state_dict()
+        engine.load_checkpoint(saved, load_lr_scheduler_states=False)
+        assert engine.lr_scheduler.state_dict() == before
+        engine.load_checkpoint(saved)
+        assert engine.lr_scheduler.state_dict() != before
+
+
+def test_optimizer_states_can_be_left_alone(saved: Path) -> None:
+    with engine_of(config(2)) as engine:
+        engine.load_checkpoint(saved, load_optimizer_states=False)
+        assert not engine.optimizer.moments()
+        assert engine.global_steps == 3
+
+
+def test_options_of_groups_go_into_the_live_dictionaries(tmp_path: Path) -> None:
+    with engine_of(config(2)) as engine:
+        group = engine.optimizer.param_groups[1]
+        group["lr"], group["betas"] = 0.123, (0.5, 0.75)
+        engine.save_checkpoint(tmp_path)
+        group["lr"], group["betas"] = 0.5, (0.1, 0.1)
+        engine.load_checkpoint(tmp_path)
+        assert engine.optimizer.param_groups[1] is group
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (0.123, (0.5, 0.75), 0.0)
+
+
+def test_other_number_of_groups_is_refused(saved: Path) -> None:
+    with (
+        engine_of(config(2), model_parameters=None) as engine,
+        pytest.raises(CheckpointError, match=r"1 parameter groups, .* has 2"),
+    ):
+        engine.load_checkpoint(saved)
+
+
+def test_names_that_differ_are_listed(saved: Path, warnings: list[str]) -> None:
+    model = Model(tied=True)
+    model.extra = nn.Parameter(torch.full((2,), 3.0))
+    del model.blocks[1]
+    with engine_of(config(2), model) as engine:
+        before = states(engine)
+        with pytest.raises(CheckpointError, match="missing in the checkpoint: extra; not in the model: ") as info:
+            engine.load_checkpoint(saved)
+        assert "blocks.1.calls" in str(info.value)
+        assert differences(before, states(engine)) == []
+        engine.load_checkpoint(saved, load_module_strict=False)
+        assert engine.module.extra.tolist() == [3.0, 3.0]
+        assert engine.module.blocks[0].calls.item() == 3
+        train(engine, 1)
+    assert any("missing in the checkpoint: extra" in text for text in warnings)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_shapes_that_differ_are_always_refused(saved: Path, strict: bool) -> None:
+    model = Model()
+    model.scale = nn.Parameter(torch.ones(2))
+    with engine_of(config(2), model) as engine:
+        before = states(engine)
+        with pytest.raises(CheckpointError, match=r"scale: \[2\] in the model, \[\] in the checkpoint"):
+            engine.load_checkpoint(saved, load_module_strict=strict)
+        assert differences(before, states(engine)) == []
+
+
+def test_tied_checkpoint_into_untied_model_and_back(saved: Path, tmp_path: Path) -> None:
+    with engine_of(config(2), Model(tied=False)) as engine:
+        engine.load_checkpoint(saved)
+        model = engine.module
+        assert torch.equal(model.head.weight, model.embedding.weight)
+        assert model.head.weight is not model.embedding.weight
+        engine.save_checkpoint(tmp_path)
+        expected = model.embedding.weight.detach().clone()
+    with engine_of(config(2), seed=8) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert torch.equal(engine.module.head.weight, expected)
+
+
+def test_custom_load_function(saved: Path) -> None:
+    def doubled(src: dict[str, Tensor], dst: nn.Module) -> None:
+        dst.load_state_dict({name: value * 2 for name, value in src.items()})
+
+    with engine_of(config(3)) as plain, engine_of(config(3), seed=2) as engine:
+        plain.load_checkpoint(saved)
+        engine.load_checkpoint(saved, custom_load_fn=doubled)
+        expected, found = states(plain), states(engine)
+    assert torch.equal(found["embedding.weight"], expected["embedding.weight"] * 2)
+    assert torch.equal(found["embedding.weight/master"], expected["embedding.weight/master"] * 2)
+    assert torch.equal(found["embedding.weight/exp_avg"], expected["embedding.weight/exp_avg"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_engine_without_optimizer(saved: Path, tmp_path: Path, stage: int) -> None:
+    content = {key: value for key, value in config(stage).items() if key not in ("optimizer", "scheduler")}
+    with engine_of(config(2)) as trained, engine_of(content, seed=4) as engine:
+        trained.load_checkpoint(saved)
+        assert engine.optimizer is None
+        engine.load_checkpoint(saved)
+        tokens = torch.arange(10).view(2, 5)
+        assert engine.eval()(tokens).item() == trained.eval()(tokens).item()
+        engine.save_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match="saved without an optimizer"):
+            trained.load_checkpoint(tmp_path)
+        trained.load_checkpoint(tmp_path, load_optimizer_states=False)
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    class Counting(Model):
+        count = 0
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    with engine_of(config(2), Counting()) as engine:
+        engine.module.count = 12
+        engine.save_checkpoint(tmp_path)
+        engine.module.count = 0
+        engine.load_checkpoint(tmp_path)
+        assert engine.module.count == 12
+
+
+def _with_optimizer(kind: str, stage: int) -> Any:
+    torch.manual_seed(0)
+    model = Model()
+    params = [p for p in model.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer
+    if kind == "adafactor":
+        optimizer = torch.optim.Adafactor(params, lr=1e-2)
+    elif kind == "adagrad":
+        model.scale = nn.Parameter(torch.tensor([1.25]))
+        params = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.5)
+    elif kind == "nadam":
+        optimizer = torch.optim.NAdam(params, lr=1e-2)
+    else:
+        optimizer = torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+    content = {key: value for key, value in config(stage).items() if key not in ("optimizer", "scheduler")}
+    return ds_hf.initialize(model=model, config=content, optimizer=optimizer)[0]
+
+
+@pytest.mark.parametrize("kind", ["adafactor", "adagrad", "nadam", "sgd"])
+def test_other_optimizers_resume_exactly(tmp_path: Path, kind: str) -> None:
+    first = _with_optimizer(kind, 2)
+    first.save_checkpoint(tmp_path / "begin")
+    losses = train(first, 2)
+    first.save_checkpoint(tmp_path / "middle")
+    expected = train(first, 3, 2)
+    first.destroy()
+    second = _with_optimizer(kind, 3)
+    train(second, 1, 80)
+    second.load_checkpoint(tmp_path / "middle")
+    assert train(second, 3, 2) == expected
+    second.load_checkpoint(tmp_path / "begin")
+    assert train(second, 2) == losses
+    second.destroy()
+
+
+def _adafactor_at(folder: Path, stage: int, saves: bool) -> tuple[str, list[float]]:
+    engine = _with_optimizer("adafactor", stage)
+    if saves:
+        train(engine, 2)
+        engine.save_checkpoint(folder)
+    else:
+        try:
+            engine.load_checkpoint(folder)
+        except CheckpointError as error:
+            return str(error), []
+    return "", train(engine, 2, 2)
+
+
+def test_states_that_cannot_be_cut(tmp_path: Path) -> None:
+    """Adafactor's factored moments: exact where the pieces are the same, an error where they are not."""
+    replicated, sharded = tmp_path / "replicated", tmp_path / "sharded"
+    _, expected = run_distributed(_adafactor_at, 2, replicated, 0, True)[0]
+    assert run_distributed(_adafactor_at, 2, replicated, 0, False)[0] == ("", expected)
+    run_distributed(_adafactor_at, 2, sharded, 2, True)
+    message, _ = run_distributed(_adafactor_at, 1, sharded, 2, False)[0]
+    assert "Adafactor keeps state for" in message
+    assert "cannot be cut anew" in message

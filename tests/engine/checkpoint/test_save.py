@@ -1,0 +1,292 @@
+"""What save_checkpoint puts on disk, and that it puts all of it there or nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf.engine.checkpoint import save as save_module
+from ds_hf.errors import CheckpointError
+from tests.engine.checkpoint.workload import Model, build, config, differences, engine_of, states, train
+from tests.helpers.distributed import run_distributed
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with engine_of(config(2)) as built:
+        train(built, 2)
+        yield built
+
+
+def _visible(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_files_and_names(engine: Any, tmp_path: Path) -> None:
+    assert engine.save_checkpoint(tmp_path) is True
+    assert _visible(tmp_path) == [
+        "global_step2",
+        "global_step2/manifest.json",
+        "global_step2/mp_rank_00_model_states.pt",
+        "global_step2/rank_00000.safetensors",
+        "global_step2/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "global_step2/zero_to_fp32.py",
+        "latest",
+        "zero_to_fp32.py",
+    ]
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK)
+    assert os.access(tmp_path / "global_step2/zero_to_fp32.py", os.X_OK)
+    common = torch.load(tmp_path / "global_step2/mp_rank_00_model_states.pt", weights_only=True)
+    assert common["global_steps"] == 2
+    assert common["dp_world_size"] == 1
+
+
+def _save_at(folder: Path, stage: int, dtype: str) -> None:
+    with engine_of(config(stage, dtype)) as engine:
+        engine.save_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "expected"),
+    [
+        (1, "fp32", ["mp_rank_00_model_states.pt", *(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))]),
+        (
+            3,
+            "bf16",
+            [
+                *(f"bf16_zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1)),
+                *(f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in (0, 1)),
+            ],
+        ),
+    ],
+)
+def test_names_that_tools_look_for(tmp_path: Path, stage: int, dtype: str, expected: list[str]) -> None:
+    run_distributed(_save_at, 2, tmp_path, stage, dtype)
+    assert sorted(path.name for path in tmp_path.glob("global_step0/*.pt")) == expected
+    for path in tmp_path.glob("global_step0/*.pt"):
+        assert torch.load(path, weights_only=True)["global_steps"] == 0
+
+
+def test_manifest_tells_shapes_fragments_ties_and_groups(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag="here")
+    manifest = json.loads((tmp_path / "here/manifest.json").read_text())
+    parameters = manifest["parameters"]
+    assert set(parameters) == {name for name, _ in engine.module.named_parameters()}
+    linear = parameters["blocks.1.linear.weight"]
+    assert linear["shape"] == [6, 6]
+    assert linear["trainable"] is True
+    assert set(linear["states"]) == {"master", "exp_avg", "exp_avg_sq"}
+    assert sum(numel for _, _, _, numel in linear["fragments"]) == 36
+    assert linear["scalars"] == {"step": ["float32", 2.0]}
+    assert set(parameters["frozen"]["states"]) == {"weight"}
+    assert manifest["tied"] == {"head.weight": "embedding.weight"}
+    assert set(manifest["buffers"]) == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("mean", "calls")}
+    decayed, plain = manifest["groups"]
+    assert sorted(decayed) == sorted(n for n, p in engine.module.named_parameters() if p.dim() > 1)
+    assert "frozen" not in plain
+    assert manifest["world_size"] == 1
+    for name, nbytes in manifest["files"].items():
+        assert (tmp_path / "here" / name).stat().st_size == nbytes
+
+
+def test_16_bit_values_are_not_stored_beside_their_masters(tmp_path: Path) -> None:
+    with engine_of(config(2, "bf16")) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+    parameters = json.loads((tmp_path / "global_step1/manifest.json").read_text())["parameters"]
+    assert set(parameters["embedding.weight"]["states"]) == {"master", "exp_avg", "exp_avg_sq"}
+    assert parameters["embedding.weight"]["dtype"] == "bfloat16"
+
+
+def test_frozen_parameters_can_be_left_out(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path / "all")
+    engine.save_checkpoint(tmp_path / "some", exclude_frozen_parameters=True)
+    manifest = json.loads((tmp_path / "some/global_step2/manifest.json").read_text())
+    assert manifest["excluded"] == ["frozen"]
+    assert "frozen" not in manifest["parameters"]
+    tensors = "global_step2/rank_00000.safetensors"
+    assert (tmp_path / "some" / tensors).stat().st_size < (tmp_path / "all" / tensors).stat().st_size - 11 * 4
+    before = states(engine)
+    engine.load_checkpoint(tmp_path / "some")
+    assert differences(before, states(engine)) == []
+
+
+def test_save_latest_can_be_left_to_the_caller(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag="a")
+    engine.save_checkpoint(tmp_path, tag="b", save_latest=False)
+    assert (tmp_path / "latest").read_text() == "a"
+
+
+@pytest.mark.parametrize("tag", ["../elsewhere", "/tmp/elsewhere", "a/../../b", "", ".", "a\\b", "a\nb"])
+def test_tags_stay_inside_the_folder(engine: Any, tmp_path: Path, tag: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be a checkpoint's tag"):
+        engine.save_checkpoint(tmp_path / "inner", tag=tag)
+    assert _visible(tmp_path) == []
+
+
+def test_tags_may_be_numbers_or_have_folders(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag=5)
+    engine.save_checkpoint(tmp_path, tag="epoch1/step2")
+    assert (tmp_path / "5/manifest.json").is_file()
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "epoch1/step2")
+
+
+class _Anything:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"fine": 1, "bad": _Anything()}, r"client_state\['bad'\] is a .*_Anything"),
+        ({"outer": [1, {"inner": _Anything()}]}, r"client_state\['outer'\]\[1\]\['inner'\]"),
+        ({"function": _visible}, r"client_state\['function'\] is a builtins.function"),
+        ({_Anything(): 1}, "key of type _Anything"),
+    ],
+)
+def test_client_state_that_would_not_load_is_refused(engine: Any, tmp_path: Path, state: Any, where: str) -> None:
+    with pytest.raises(CheckpointError, match=where):
+        engine.save_checkpoint(tmp_path, client_state=state)
+    assert _visible(tmp_path) == []
+
+
+def test_overwriting_replaces_all_of_it(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 1})
+    (tmp_path / "same/stray.txt").write_text("left by somebody")
+    train(engine, 1, 20)
+    engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 2})
+    assert not (tmp_path / "same/stray.txt").exists()
+    assert engine.load_checkpoint(tmp_path)[1] == {"which": 2}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("function", ["write_tensors", "write_pickled", "build_manifest", "sync_folder"])
+def test_failure_leaves_the_former_checkpoint(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    engine.save_checkpoint(tmp_path, tag="same")
+    before, files = states(engine), _visible(tmp_path)
+    train(engine, 1, 30)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save_module, function, full)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            engine.save_checkpoint(tmp_path, tag="same")
+    assert _visible(tmp_path) == files
+    engine.load_checkpoint(tmp_path)
+    assert differences(before, states(engine)) == []
+
+
+def test_failing_rename_puts_the_former_back(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 1})
+    rename = os.rename
+
+    def fails_for_the_new(source: Any, target: Any) -> None:
+        if ".saving-" in str(source):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fails_for_the_new)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 2})
+    assert engine.load_checkpoint(tmp_path)[1] == {"which": 1}
+
+
+def test_death_between_the_two_renames_loses_nothing(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 1})
+    (tmp_path / "same").rename(tmp_path / ".same.old-0123456789ab")
+    assert engine.load_checkpoint(tmp_path)[1] == {"which": 1}
+    engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 2})
+    assert engine.load_checkpoint(tmp_path)[1] == {"which": 2}
+
+
+def test_leftovers_of_killed_processes_are_removed(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / ".same.saving-abc").mkdir()
+    (tmp_path / ".same.saving-abc/rank_00000.safetensors").write_text("half")
+    engine.save_checkpoint(tmp_path, tag="same")
+    assert not (tmp_path / ".same.saving-abc").exists()
+
+
+def _one_rank_fails(folder: Path) -> tuple[str, list[str], bool]:
+    engine = build(config(2))
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="good")
+    before = states(engine)
+    train(engine, 1, 1)
+    rank = engine.axis.rank
+    original = save_module.write_tensors
+
+    def failing(*arguments: Any) -> int:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        return original(*arguments)
+
+    save_module.write_tensors = failing  # type: ignore[assignment]  # this process belongs to the test alone
+    try:
+        engine.save_checkpoint(folder, tag="good")
+        message = "no error"
+    except CheckpointError as error:
+        message = str(error)
+    save_module.write_tensors = original
+    engine.load_checkpoint(folder)
+    return message, _visible(folder), differences(before, states(engine)) == []
+
+
+def test_one_failing_rank_fails_all_and_nobody_hangs(tmp_path: Path) -> None:
+    (first, files, first_same), (second, _, second_same) = run_distributed(_one_rank_fails, 2, tmp_path, timeout=40)
+    assert "failed on rank 1" in first
+    assert "No space left" in first
+    assert "No space left" in second
+    assert first_same
+    assert second_same
+    assert not any(part.startswith(".") for path in files for part in path.split("/"))
+
+
+def _different_tags(folder: Path, mode: str) -> tuple[str, list[str]]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_hf").addHandler(handler)
+    engine = build(config(1, checkpoint={"tag_validation": mode}))
+    try:
+        engine.save_checkpoint(folder, tag=f"rank{engine.axis.rank}")
+        return "saved", [text for text in records if "tags" in text]
+    except CheckpointError as error:
+        return str(error), []
+
+
+@pytest.mark.parametrize("mode", ["Warn", "Ignore", "Fail"])
+def test_tag_validation(tmp_path: Path, mode: str) -> None:
+    (first, warnings), (second, _) = run_distributed(_different_tags, 2, tmp_path, mode)
+    if mode == "Fail":
+        assert "different tags: ['rank0', 'rank1']" in first
+        assert "different tags" in second
+        assert _visible(tmp_path) == []
+    else:
+        assert first == second == "saved"
+        assert len(warnings) == (mode == "Warn")
+        assert (tmp_path / "latest").read_text() == "rank0"
+        assert not (tmp_path / "rank1").exists()
+
+
+def test_values_that_no_unit_holds_are_saved(tmp_path: Path) -> None:
+    """Integer parameters (quantized weights) lie outside of the flat buffers."""
+    model = Model()
+    model.codes = torch.nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
+    with engine_of(config(3), model) as engine:
+        engine.save_checkpoint(tmp_path)
+        model.codes.data.zero_()
+        engine.load_checkpoint(tmp_path)
+        assert model.codes.tolist() == [0, 1, 2, 3, 4]
