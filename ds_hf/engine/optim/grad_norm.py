@@ -27,8 +27,11 @@ def global_norm(owned: Sequence[Tensor], axis: Axis, *, whole: bool, device: tor
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if owned:
-        norms = torch.stack([n.to(device) for n in torch._foreach_norm(list(owned), 2, dtype=torch.float32)])
-        squares = norms.square().sum()
+        # fp64 is not narrowed while summing: torch refuses to
+        wide, rest = [t for t in owned if t.dtype is torch.float64], [t for t in owned if t.dtype is not torch.float64]
+        norms = [*torch._foreach_norm(rest, 2, dtype=torch.float32)] if rest else []
+        norms += torch._foreach_norm(wide, 2) if wide else []
+        squares = torch.stack([n.to(device, torch.float32) for n in norms]).square().sum()
     if not whole:
         collectives.all_reduce_sum(squares, axis)
     return squares.sqrt()

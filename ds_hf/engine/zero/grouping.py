@@ -32,7 +32,8 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         f"{name}.{child}" if name else child
         for name, module in named.items()
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and _alike(module.children())
-        for child, _ in module.named_children()
+        for child, item in module.named_children()
+        if not _is_container(item)
     }
     outermost = [name for name in chosen if name and not any(parent in chosen for parent in _ancestors(name))]
     order = {name: position for position, name in enumerate(named)}
@@ -91,6 +92,11 @@ def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:
 def _ancestors(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _is_container(module: nn.Module) -> bool:
+    """It has no forward to hook (a list in a list): what it holds is called instead."""
+    return type(module).forward is nn.Module.forward
 
 
 def _alike(children: Iterable[nn.Module]) -> bool:

@@ -2,8 +2,9 @@
 
 Per unit: before forward gather; after forward release, unless backward will follow at once (the root) or this *is*
 backward (recomputation under activation checkpointing); before backward - a hook on the outputs - gather again;
-after backward reduce and release, when the gradients are complete. Frozen buffers have no gradients to wait for:
-they are released when the gradients of all inputs of the call have been computed, at the latest when backward ends.
+reduce when the gradients are complete; release when also the gradients of the inputs of all its calls have been
+computed, at the latest when backward ends. Complete gradients alone do not say that autograd is done with the weights:
+frozen ones have none, and ``weight.detach()`` is needed for inputs only.
 
 Hooks sit on the modules, not on the engine, so ``model.generate()`` works at every stage.
 """
@@ -20,10 +21,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_hf.engine.zero.external import external_parameters
+from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 
 __all__ = ["UnitHooks", "in_backward", "tensors_in"]
+
+_INPUT_OF = "_ds_input_of"  # on a view of a call's input: a module that returns its input did not compute it
 
 
 def in_backward() -> bool:
@@ -44,9 +48,12 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name), depth)
-    elif depth < 2 and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and not callable(value):
-        for item in vars(value).values():
+    elif depth < 2 and not isinstance(value, type | nn.Module) and not callable(value):
+        for item in getattr(value, "__dict__", {}).values():
             yield from tensors_in(item, depth + 1)
+        slots = getattr(type(value), "__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            yield from tensors_in(getattr(value, slot, None), depth + 1)
 
 
 class UnitHooks:
@@ -63,6 +70,7 @@ class UnitHooks:
         self.handles: list[RemovableHandle] = []
         self._external_modules: list[nn.Module] = []
         self._calls: dict[Unit, _Call] = {}
+        self._begun: set[_Call] = set()  # calls that the present backward has reached
         self._flush_queued = False
         self.driven = False  # Engine.backward runs: it flushes by itself
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
@@ -77,10 +85,10 @@ class UnitHooks:
             self._external_modules.append(module)
             for param in external_parameters(module):
                 self._attach_external(module, param)
-        for buffers in self.reducer.by_unit.values():
+        for unit, buffers in self.reducer.by_unit.items():
             for buffer in buffers:
                 for index, param in enumerate(buffer.buffer.params):
-                    hook = partial(self._on_gradient, buffer, index)
+                    hook = partial(self._on_gradient, unit, buffer, index)
                     self.handles.append(_on_accumulated(param, hook))
         managed = {id(p) for bs in self.reducer.by_unit.values() for b in bs for p in b.buffer.params}
         for unit in self.units:
@@ -103,6 +111,7 @@ class UnitHooks:
             unit.depth = 0
             unit.open_calls.clear()
         self._calls.clear()
+        self._begun.clear()
         self._flush_queued = False
 
     def _scope(self, module: nn.Module, unit: Unit) -> None:
@@ -118,17 +127,19 @@ class UnitHooks:
 
     # -- forward ------------------------------------------------------------------------------------------------
 
-    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         unit.gather()
         if not in_backward():
             unit.depth += 1
             if unit.depth > 1:
-                return
+                return None
             if torch.is_grad_enabled():
                 self.reducer.record_use(unit)
         if unit.sharded and torch.is_grad_enabled():
-            call = self._calls[unit] = _Call(unit)
-            call.watch_inputs((args, kwargs))
+            call = self._calls[unit] = _Call(self, unit)
+            if unit.name:
+                return call.watch_inputs(args, kwargs)
+        return None
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         recomputing = in_backward()
@@ -137,8 +148,8 @@ class UnitHooks:
             if unit.depth:
                 return
         if torch.is_grad_enabled() and (unit.sharded or unit.name == ""):
-            watched = [t for t in tensors_in(output) if t.requires_grad]
             call = self._calls.pop(unit, None)
+            watched = [t for t in tensors_in(output) if t.requires_grad and not _is_input(t, call)]
             for tensor in watched:
                 _on_gradient(tensor, partial(self._pre_backward, unit, call))
             if unit.name == "" and module is unit.module and watched:
@@ -150,7 +161,10 @@ class UnitHooks:
 
     def _pre_backward(self, unit: Unit, call: _Call | None, grad: Tensor) -> None:
         if call is not None:
-            unit.open_calls.add(call)
+            if call not in self._begun:
+                self._begun.add(call)
+                self.reducer.reopen(unit)
+                call.begin()
             unit.gather()
         self._queue_flush()
 
@@ -169,37 +183,65 @@ class UnitHooks:
         """End of backward."""
         for unit in self.units:
             unit.open_calls.clear()
+        self._begun.clear()
         self.reducer.flush()
 
-    def _on_gradient(self, buffer: Any, index: int, param: Tensor) -> None:
-        if param.grad is not None:
-            self.reducer.on_gradient(buffer, index)
+    def _on_gradient(self, unit: Unit, buffer: GradientBuffer, index: int, param: Tensor) -> None:
+        if param.grad is not None and self.reducer.on_gradient(buffer, index):
+            self.release_if_over(unit)
+
+    def release_if_over(self, unit: Unit) -> None:
+        """Release a unit whose backward needs its weights no more; of the root only the end of backward can tell."""
+        if unit.name and unit.sharded and not unit.open_calls and self.reducer.is_complete(unit):
+            unit.release()
 
 
 class _Call:
     """One call of a unit's module: its backward is over when the gradients of all its inputs are computed."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, hooks: UnitHooks, unit: Unit) -> None:
+        self.hooks = hooks
         self.unit = unit
-        self.pending = 0
+        self.inputs = 0
+        self.pending: set[int] = set()
 
-    def watch_inputs(self, inputs: Any) -> None:
-        """Only frozen buffers need it: trainable ones are over when their own gradients are complete."""
-        if self.unit.name == "" or not any(buffer.sharded and buffer.frozen for buffer in self.unit.buffers):
-            return
-        watched = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
-        self.pending = len(watched)
-        for tensor in watched.values():
-            _on_gradient(tensor, self._on_input_gradient)
+    def begin(self) -> None:
+        """Backward reached the call."""
+        self.pending = set(range(self.inputs))
+        if self.pending:
+            self.unit.open_calls.add(self)
 
-    def _on_input_gradient(self, grad: Tensor) -> None:
-        self.pending -= 1
-        if self.pending == 0:
+    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs, those that need a gradient as views: the gradient of a view is complete when this call's backward
+        is, whatever else uses the tensor (an encoder's states go into every block of the decoder)."""
+        return tuple(map(self._watched, args)), {key: self._watched(value) for key, value in kwargs.items()}
+
+    def _watched(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            for tensor in tensors_in(value):
+                if tensor.requires_grad:
+                    self._watch(tensor)
+            return value
+        if not value.requires_grad:
+            return value
+        view = value.view_as(value)
+        setattr(view, _INPUT_OF, self)
+        self._watch(view)
+        return view
+
+    def _watch(self, tensor: Tensor) -> None:
+        _on_gradient(tensor, partial(self._on_input_gradient, self.inputs))
+        self.inputs += 1
+
+    def _on_input_gradient(self, key: int, grad: Tensor) -> None:
+        self.pending.discard(key)
+        if not self.pending:
             self.unit.open_calls.discard(self)
-            if not self.unit.open_calls:
-                for buffer in self.unit.buffers:
-                    if buffer.frozen:
-                        buffer.release()
+            self.hooks.release_if_over(self.unit)
+
+
+def _is_input(tensor: Tensor, call: _Call | None) -> bool:
+    return call is not None and getattr(tensor, _INPUT_OF, None) is call
 
 
 def _drop_gradient(param: Tensor) -> None:

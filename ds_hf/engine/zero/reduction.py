@@ -36,6 +36,7 @@ class Reducer:
         self._order: list[GradientBuffer] | None = None
         self._next = 0
         self._complete: set[GradientBuffer] = set()
+        self._collected: set[GradientBuffer] = set()  # every gradient of the present backward is in; any call reopens
 
     @property
     def buffers(self) -> list[GradientBuffer]:
@@ -50,15 +51,25 @@ class Reducer:
         """Forward reached ``unit``."""
         self.used.setdefault(unit)
 
-    def on_gradient(self, buffer: GradientBuffer, index: int) -> None:
-        """A parameter's gradient is in its ``.grad``."""
+    def on_gradient(self, buffer: GradientBuffer, index: int) -> bool:
+        """A parameter's gradient is in its ``.grad``. Whether it was the buffer's last."""
         buffer.ready.add(index)
-        if buffer.complete:
-            buffer.collect()
-            buffer.buffer.release()
-            if self.reduces:
-                self._complete.add(buffer)
-                self._advance()
+        if not buffer.complete:
+            return False
+        buffer.collect()
+        self._collected.add(buffer)
+        if self.reduces:
+            self._complete.add(buffer)
+            self._advance()
+        return True
+
+    def reopen(self, unit: Unit) -> None:
+        """Backward reached another call of ``unit``: more gradients will come."""
+        self._collected.difference_update(self.by_unit.get(unit, ()))
+
+    def is_complete(self, unit: Unit) -> bool:
+        """All gradients of ``unit`` that the calls seen so far can give are in."""
+        return self._collected.issuperset(self.by_unit.get(unit, ()))
 
     def _advance(self) -> None:
         if self._order is None:
@@ -82,6 +93,7 @@ class Reducer:
             unit.release()
         self._order, self._next = None, 0
         self._complete.clear()
+        self._collected.clear()
         self.used.clear()
 
     def finish(self) -> None:
