@@ -39,8 +39,9 @@ demo: $(STAMP) ## train a small Llama on two processes with ZeRO, save, resume; 
 	@rm -rf $(DEMO_OUT)
 	@echo "== A small Llama from scratch, two processes, ZeRO stage 2 =="
 	@$(DEMO)
-	@echo "== The same command again, resuming from the checkpoint =="
+	@echo; echo "== The same command again, resuming from the checkpoint =="
 	@$(DEMO) --max_steps 200 --resume_from_checkpoint $(DEMO_OUT)/checkpoint-160
+	@echo; echo "Model, tokenizer and checkpoints are in $(DEMO_OUT)/"
 
 test: lint ## lint, types, layers, and all tests but the slow ones and those for a GPU
 	@$(BIN)/pytest -q -n 2 -m "not slow and not gpu"

@@ -56,7 +56,7 @@ class DataArguments:
 
     block_size: int = field(default=128, metadata={"help": "Tokens in one training sequence."})
     max_eval_blocks: int = field(default=128, metadata={"help": "Held-out sequences used for each evaluation."})
-    prompt: str = field(default="import os\n\n\ndef ", metadata={"help": "What the trained model continues."})
+    prompt: str = field(default="    def __init__(self", metadata={"help": "What the trained model continues."})
 
 
 class TableCallback(TrainerCallback):
@@ -80,7 +80,10 @@ class TableCallback(TrainerCallback):
         where = f"step {state.global_step:>4}/{state.max_steps}"
         if "loss" in logs:
             took = f"{self.seconds / max(self.steps, 1):.2f} s/step"
-            print(f"{where}   loss {float(logs['loss']):7.4f}   lr {float(logs['learning_rate']):.1e}   {took}", flush=True)
+            print(
+                f"{where}   loss {float(logs['loss']):7.4f}   lr {float(logs['learning_rate']):.1e}   {took}",
+                flush=True,
+            )
         elif "eval_loss" in logs:
             print(f"{where}   held-out loss {float(logs['eval_loss']):7.4f}", flush=True)
 
@@ -160,10 +163,14 @@ def continue_prompt(trainer: Trainer, tokenizer: Any, prompt: str) -> str:
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
+def held_out_losses(trainer: Trainer) -> dict[int, float]:
+    """Step and loss of every evaluation, those before a resume included."""
+    return {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+
+
 def print_report(trainer: Trainer, timer: TableCallback, tokens_per_step: int, resumed_at: int) -> None:
-    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     print("\n  step   held-out loss   perplexity")
-    for step, loss in sorted(losses.items()):
+    for step, loss in sorted(held_out_losses(trainer).items()):
         note = "   (before training)" if step == 0 else "   (resumed here)" if step == resumed_at else ""
         print(f"  {step:>4}   {loss:13.4f}   {math.exp(min(loss, 50.0)):10.1f}{note}")
     tokens = timer.steps * tokens_per_step
@@ -223,7 +230,7 @@ def main() -> None:
         print(f"model: {numel / 1e6:.2f} M parameters; text: {len(train) * data_args.block_size:,} tokens", flush=True)
 
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    if trainer.state.global_step % training_args.eval_steps:
+    if trainer.state.global_step not in held_out_losses(trainer):
         trainer.evaluate()
     trainer.save_model()
     sample = continue_prompt(trainer, tokenizer, data_args.prompt)

@@ -33,7 +33,15 @@ from typing import Any, Literal
 
 __all__ = ["DistributedFailure", "RankSpec", "free_port", "run_distributed", "run_torchrun"]
 
-PRELOAD = ["ds_hf.engine.builder", "torch", "torch.distributed", "torch._dynamo", "transformers", "accelerate", "tests.helpers.distributed"]
+PRELOAD = [
+    "ds_hf.engine.builder",
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "transformers",
+    "accelerate",
+    "tests.helpers.distributed",
+]
 TAIL_CHARS = 6000
 GRACE_S = 1.0
 MARK = "DS_HF_TEST_RUN"

@@ -1,0 +1,209 @@
+"""What pip makes of the project: the name deepspeed, found in every kind of install, yielding to the real one."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ["pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "ds_hf"]
+VERSION = "0.19.8+ds.hf"
+Install = Callable[[str], Path]
+PROBE = """
+import importlib.metadata as metadata, importlib.util as util, json, sys
+early = sorted(name for name in sys.modules if name.split(".")[0] in ("ds_hf", "deepspeed", "torch"))
+spec = util.find_spec("deepspeed")
+names = {d.metadata["Name"]: d.version for d in reversed(list(metadata.distributions()))}
+print(json.dumps({
+    "early": early, "origin": spec and spec.origin, "version": names.get("deepspeed"), "ds-hf": names.get("ds-hf"),
+    "last": sys.path[-1], "ds_hf": (util.find_spec("ds_hf") or spec) and util.find_spec("ds_hf").origin,
+}))
+"""
+
+
+def _run(*command: str | Path, cwd: Path = Path("/")) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@dataclass
+class Environment:
+    """A virtual environment with nothing in it, driven by this environment's pip."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        (path,) = self.folder.glob("lib/python*/site-packages")
+        return path
+
+    def pip(self, *args: str | Path) -> str:
+        # -I and no PYTHONPATH: only what is installed there counts.
+        pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", self.python, "--disable-pip-version-check"]
+        return _run("env", "-u", "PYTHONPATH", *pip, *args)
+
+    def probe(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(_run(self.python, "-I", "-c", PROBE))
+        return found
+
+    def add_real_deepspeed(self) -> None:
+        """The least that importlib and pip take for an installed DeepSpeed 0.19.8."""
+        (self.site_packages / "deepspeed").mkdir()
+        (self.site_packages / "deepspeed" / "__init__.py").write_text("__version__ = '0.19.8'\n")
+        info = self.site_packages / "deepspeed-0.19.8.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
+        (info / "INSTALLER").write_text("pip\n")
+        names = ["deepspeed/__init__.py", *(f"{info.name}/{name}" for name in ("METADATA", "INSTALLER", "RECORD"))]
+        (info / "RECORD").write_text("".join(f"{name},,\n" for name in names))
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    _run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    environment = Environment(tmp_path / "venv")
+    (environment.site_packages / "other.py").touch()  # pip removes folders that it leaves empty
+    return environment
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that no install or uninstall can touch the real ones."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, checkout]
+    _run(sys.executable, *build)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def editable_wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install -e` makes and installs; made here because the environments have no build backend."""
+    folder = tmp_path_factory.mktemp("editable")
+    build = "import sys, hatchling.build; hatchling.build.build_editable(sys.argv[1])"
+    _run(sys.executable, "-c", build, folder, cwd=checkout)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture
+def install(environment: Environment, checkout: Path, wheel: Path, editable_wheel: Path) -> Install:
+    """Install ds-hf, as a wheel or editable, and return the compat folder it is served from."""
+
+    def run(mode: str) -> Path:
+        environment.pip("install", "-q", "--no-deps", "--no-compile", wheel if mode == "wheel" else editable_wheel)
+        return (environment.site_packages if mode == "wheel" else checkout) / "ds_hf" / "compat"
+
+    return run
+
+
+modes = pytest.mark.parametrize("mode", ["wheel", "editable"])
+
+
+def test_versions_agree() -> None:
+    (info,) = (ROOT / "ds_hf" / "compat").glob("*.dist-info")
+    assert info.name == f"deepspeed-{VERSION}.dist-info"
+    assert f"\nVersion: {VERSION}\n" in (info / "METADATA").read_text()
+    assert (info / "INSTALLER").read_text() == "ds-hf\n"
+    tree = ast.parse((ROOT / "ds_hf" / "compat" / "deepspeed" / "__init__.py").read_text())
+    values = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
+    assert ast.literal_eval(values["__version__"]) == VERSION
+
+
+def test_sources_have_no_record() -> None:
+    """With one, `pip uninstall deepspeed` would delete sources of an editable install."""
+    assert not list((ROOT / "ds_hf" / "compat").glob("*.dist-info/RECORD"))
+
+
+def test_wheel_holds_all_files_and_the_record_of_the_stand_in(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        assert archive.read("zz_ds_hf.pth").decode() == "ds_hf/compat\n"
+        record = archive.read(f"ds_hf/compat/deepspeed-{VERSION}.dist-info/RECORD").decode()
+    for path in (ROOT / "ds_hf").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            assert path.relative_to(ROOT).as_posix() in names
+    recorded = {f"ds_hf/compat/{row[0]}" for row in csv.reader(io.StringIO(record))}
+    assert recorded == {name for name in names if name.startswith("ds_hf/compat/deepspeed")}
+    assert {name.split("/")[0] for name in names} == {"ds_hf", "ds_hf-0.1.0.dist-info", "zz_ds_hf.pth"}
+
+
+@modes
+def test_the_name_is_found_and_nothing_runs_at_start_up(mode: str, environment: Environment, install: Install) -> None:
+    compat = install(mode)
+    found = environment.probe()
+    assert found["origin"] == str(compat / "deepspeed" / "__init__.py")
+    assert found["ds_hf"] == str(compat.parent / "__init__.py")
+    assert found["version"] == VERSION
+    assert found["last"] == str(compat)
+    assert found["early"] == []
+    installed = environment.pip("install", "--no-deps", "--no-index", "deepspeed==0.19.8")
+    assert "Requirement already satisfied" in installed
+
+
+@modes
+def test_a_real_deepspeed_wins_while_it_is_there(mode: str, environment: Environment, install: Install) -> None:
+    compat = install(mode)
+    environment.add_real_deepspeed()
+    found = environment.probe()
+    assert found["origin"] == str(environment.site_packages / "deepspeed" / "__init__.py")
+    assert found["version"] == "0.19.8"
+    environment.pip("uninstall", "-y", "deepspeed")
+    assert environment.probe()["origin"] == str(compat / "deepspeed" / "__init__.py")
+
+
+@modes
+def test_uninstalling_leaves_nothing(mode: str, environment: Environment, checkout: Path, install: Install) -> None:
+    before = sorted(environment.site_packages.rglob("*"))
+    install(mode)
+    environment.pip("uninstall", "-y", "ds-hf")
+    assert sorted(environment.site_packages.rglob("*")) == before
+    assert (checkout / "ds_hf" / "compat" / "deepspeed" / "__init__.py").exists()
+
+
+def test_uninstalling_the_name_keeps_ds_hf(environment: Environment, install: Install) -> None:
+    compat = install("wheel")
+    environment.pip("uninstall", "-y", "deepspeed")
+    found = environment.probe()
+    assert (found["origin"], found["version"]) == (None, None)
+    assert found["ds-hf"] == "0.1.0"
+    assert not (compat / "deepspeed").exists()
+    environment.pip("uninstall", "-y", "ds-hf")
+    assert not (compat.parent).exists()
+
+
+def test_uninstalling_the_name_never_deletes_sources(environment: Environment, install: Install) -> None:
+    compat = install("editable")
+    before = sorted(compat.rglob("*.py"))
+    output = environment.pip("uninstall", "-y", "deepspeed")
+    assert "outside environment" in output
+    assert sorted(compat.rglob("*.py")) == before
+    assert environment.probe()["version"] == VERSION
