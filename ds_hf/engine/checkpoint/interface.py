@@ -6,7 +6,7 @@ wrappers that torch.compile puts around blocks later (``_orig_mod``) are no part
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "dtype_name",
     "extra_states",
     "flat_buffers",
+    "is_left_out",
     "loose_parameters",
     "module_buffers",
     "names_of",
@@ -73,6 +74,11 @@ def flat_buffers(engine: Checkpointable) -> list[FlatBuffer]:
 def names_of(engine: Checkpointable, buffer: FlatBuffer) -> Sequence[str]:
     """Names of the buffer's parameters, in layout order."""
     return [parameter_name(engine, param) for param in buffer.params]
+
+
+def is_left_out(params: Iterable[Tensor], exclude_frozen: bool) -> bool:
+    """Whether a checkpoint without frozen parameters has nothing of ``params``, which are stored together."""
+    return exclude_frozen and not any(param.requires_grad for param in params)
 
 
 def loose_parameters(engine: Checkpointable) -> dict[str, nn.Parameter]:

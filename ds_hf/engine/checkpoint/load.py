@@ -26,7 +26,7 @@ from ds_hf.engine.checkpoint.interface import (
     names_of,
 )
 from ds_hf.engine.checkpoint.restore import check_pieces, restore_groups, restore_states
-from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, TensorFiles, find_folder, read_manifest
+from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder, read_manifest
 from ds_hf.engine.zero.buffer import FlatBuffer, unshard
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
@@ -104,7 +104,7 @@ def load_checkpoint(
 
 def _find(root: Path, tag: str | None) -> Path | None:
     """The checkpoint's folder; ``None``, with a warning, where there is none to load."""
-    if tag is None and not (root / "latest").is_file():
+    if tag is None and not (root / "latest").is_file() and not (root / MANIFEST).is_file():
         logger.warning("no checkpoint loaded: %s does not exist; give load_checkpoint() a tag", root / "latest")
         return None
     folder = find_folder(root, None if tag is None else str(tag))

@@ -19,6 +19,7 @@ from ds_hf.engine.checkpoint.interface import (
     aliases,
     dtype_name,
     flat_buffers,
+    is_left_out,
     loose_parameters,
     module_buffers,
     names_of,
@@ -70,18 +71,18 @@ def build_manifest(
     parameters: dict[str, Any] = {}
     excluded: list[str] = []
     for index, buffer in enumerate(flat_buffers(engine)):
-        if buffer.frozen and exclude_frozen:
+        if is_left_out(buffer.params, exclude_frozen):
             excluded += names_of(engine, buffer)
         else:
             parameters.update(_flat_entries(engine, index, buffer, reports))
     for name, param in loose_parameters(engine).items():
-        if exclude_frozen and not param.requires_grad:
+        if is_left_out([param], exclude_frozen):
             excluded.append(name)
             continue
         parameters[name] = {
             "shape": list(param.shape),
             "dtype": dtype_name(param.dtype),
-            "trainable": False,
+            "trainable": param.requires_grad,
             "states": {"weight": loose_key(name)},
             "fragments": [[tensors_name(0), 0, 0, param.numel()]] if param.numel() else [],
         }
@@ -130,12 +131,12 @@ def _flat_entries(
     has_master = engine.optimizer is not None and engine.optimizer.master(buffer) is not None
     value = "master" if has_master else "weight"
     entries: dict[str, dict[str, Any]] = {}
-    for name, slot in zip(names, buffer.layout.slots, strict=True):
+    for name, slot, param in zip(names, buffer.layout.slots, buffer.params, strict=True):
         moments = list(dict.fromkeys(state for report in reports for state in report.states.get(name, ())))
         entries[name] = {
             "shape": list(slot.shape),
             "dtype": dtype_name(buffer.dtype),
-            "trainable": not buffer.frozen,
+            "trainable": param.requires_grad,
             "states": {state: flat_key(index, state) for state in (value, *moments)},
             "fragments": [],
         }

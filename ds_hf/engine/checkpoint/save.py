@@ -38,6 +38,7 @@ from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     extra_states,
     flat_buffers,
+    is_left_out,
     loose_parameters,
     module_buffers,
 )
@@ -122,7 +123,7 @@ def _write_rank(
     entries: dict[str, TensorEntry] = {}
     irregular: list[dict[str, Any]] = []
     for index, buffer in enumerate(flat_buffers(engine)):
-        if buffer.frozen and exclude_frozen:
+        if is_left_out(buffer.params, exclude_frozen):
             continue
         entries.update(_value_entry(engine, index, buffer))
         if engine.optimizer is not None and engine.optimizer.master(buffer) is not None:
@@ -198,7 +199,7 @@ def _whole_entries(engine: Checkpointable, exclude_frozen: bool) -> dict[str, Te
     entries = {
         loose_key(name): TensorEntry.of(param.detach().reshape(-1))
         for name, param in loose_parameters(engine).items()
-        if param.requires_grad or not exclude_frozen
+        if not is_left_out([param], exclude_frozen)
     }
     buffers, _ = module_buffers(engine.module)
     entries.update({buffer_key(name): TensorEntry.of(value) for name, value in buffers.items()})

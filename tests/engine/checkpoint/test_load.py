@@ -42,6 +42,7 @@ def warnings() -> Any:
 def test_path_and_client_state_come_back(saved: Path) -> None:
     with engine_of(config(3), seed=3) as engine:
         path, client_state = engine.load_checkpoint(saved)
+        assert engine.load_checkpoint(saved / "global_step3")[0] == path
     assert path == str(saved / "global_step3")
     assert client_state["epoch"] == 4
     assert client_state["seen"] == [1, (2, 3)]

@@ -1,0 +1,118 @@
+"""Whole weights of a live engine, and clones that keep ties and drop what views drag along."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+
+from ds_hf.engine.checkpoint.consolidate import clone_tensors_for_torch_save
+from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
+from tests.helpers.distributed import run_distributed
+
+NAMES = list(Model().state_dict())
+
+
+def _consolidated(folder: Path, stage: int) -> tuple[Any, dict[str, Any], bool]:
+    with engine_of(config(stage, "bf16")) as engine:
+        train(engine, 2)
+        expected = states(engine)
+        found = engine._zero3_consolidated_16bit_state_dict()
+        tied = found is not None and found["head.weight"] is found["embedding.weight"]
+        assert engine.save_16bit_model(folder) is True
+        assert engine.save_16bit_model(folder, "other.safetensors", exclude_frozen_parameters=True) is True
+        released = not engine.plan.shards_parameters or engine.module.scale.ds_status != 1
+        again = train(engine, 1, 2)  # it left a working engine
+        assert again[0] > 0
+        return found, expected, tied and released
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("consolidated")
+    calls = [(_consolidated, (root / str(stage), stage)) for stage in (1, 3)]
+    first, second = run_distributed(on_both, 2, calls, timeout=60)
+    return {stage: (root / str(stage), first[i], second[i]) for i, stage in enumerate((1, 3))}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_rank_0_has_everything_and_others_nothing(runs: Any, stage: int) -> None:
+    _, (found, expected, fine), (other, _, _) = runs[stage]
+    assert other is None
+    assert fine
+    assert list(found) == NAMES
+    for name, value in found.items():
+        assert value.device.type == "cpu"
+        if not name.endswith("calls"):
+            assert value.dtype is torch.bfloat16
+        assert torch.equal(value.float(), expected.get(name, value).float())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_saved_models_load(runs: Any, stage: int) -> None:
+    folder, (found, _, _), _ = runs[stage]
+    content = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    assert list(content) == NAMES
+    assert content["head.weight"].data_ptr() == content["embedding.weight"].data_ptr()
+    assert all(torch.equal(content[name], found[name]) for name in NAMES)
+    stored = load_file(folder / "other.safetensors")
+    assert set(NAMES) - set(stored) == {"head.weight", "frozen"}
+    missing, unexpected = load_model(Model().bfloat16(), str(folder / "other.safetensors"), strict=False)
+    assert (set(missing), list(unexpected)) == ({"frozen"}, [])
+    assert sorted(path.name for path in folder.iterdir()) == ["other.safetensors", "pytorch_model.bin"]
+
+
+def test_gathering_has_to_be_allowed(tmp_path: Path) -> None:
+    with engine_of(config(3, zero_optimization={"stage": 3})) as engine:
+        assert engine.save_16bit_model(tmp_path) is False
+        assert list(tmp_path.iterdir()) == []
+        with pytest.raises(ValueError, match="stage3_gather_16bit_weights_on_model_save"):
+            engine._zero3_consolidated_16bit_state_dict()
+    with engine_of(config(2, zero_optimization={"stage": 2})) as engine:
+        assert engine.save_16bit_model(tmp_path) is True
+
+
+def test_frozen_parameters_can_be_left_out() -> None:
+    with engine_of(config(3)) as engine:
+        found = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    assert set(NAMES) - set(found) == {"frozen"}
+
+
+def test_clones_keep_ties() -> None:
+    base = torch.arange(6.0)
+    state = {"a": base, "b": base, "view": base.view(6), "rows": base.view(2, 3), "other": base.clone()}
+    cloned = clone_tensors_for_torch_save(state)
+    assert cloned["a"] is cloned["b"] is cloned["view"]
+    assert cloned["a"] is not base
+    assert cloned["other"] is not cloned["a"]
+    assert torch.equal(cloned["rows"], base.view(2, 3))
+
+
+def test_clones_do_not_drag_their_base_along(tmp_path: Path) -> None:
+    base = torch.zeros(100_000)
+    cloned = clone_tensors_for_torch_save({"slice": base[10:20], "step": base[::1000], "wide": base[:1].expand(50)})
+    assert [value.untyped_storage().nbytes() for value in cloned.values()] == [40, 400, 200]
+    torch.save(cloned, tmp_path / "file")
+    assert (tmp_path / "file").stat().st_size < 10_000
+
+
+def test_clones_of_nested_things() -> None:
+    Point = namedtuple("Point", "x y")
+    module = torch.nn.Linear(2, 2)
+    item = [1, "text", (torch.ones(2), {"deep": torch.ones(1, requires_grad=True)}), Point(torch.ones(3), None)]
+    number, text, (first, nested), point = clone_tensors_for_torch_save(item)
+    assert (number, text) == (1, "text")
+    assert first.tolist() == [1.0, 1.0]
+    assert nested["deep"].requires_grad is False
+    assert isinstance(point, Point)
+    assert point.x.tolist() == [1.0] * 3
+    state = clone_tensors_for_torch_save(module.state_dict())
+    assert isinstance(state, OrderedDict)
+    assert state._metadata == module.state_dict()._metadata
+    assert state["weight"].data_ptr() != module.weight.data_ptr()
+    empty = clone_tensors_for_torch_save([torch.empty(0), torch.empty(0, 3)])
+    assert [tuple(value.shape) for value in empty] == [(0,), (0, 3)]
