@@ -85,6 +85,8 @@ class Engine(EngineFacade, nn.Module):
 
         Raises:
             ValueError: ``loss`` is not one number with a graph behind it.
+
+        When it fails (out of memory), the gradients of the unfinished step are dropped; training may go on.
         """
         self._require_alive()
         _check_loss(loss)
@@ -102,6 +104,9 @@ class Engine(EngineFacade, nn.Module):
             scaled = loss.float() * scale if scale != 1.0 else loss
             scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             self.hooks.flush()
+        except BaseException:
+            self.hooks.abandon()
+            raise
         finally:
             self.hooks.driven = False
         return loss

@@ -70,17 +70,20 @@ class GradientBuffer:
         for index in sorted(self.ready):
             param = self.buffer.params[index]
             grad = param.grad
-            assert grad is not None
+            if grad is None:  # cleared by the user meanwhile
+                continue
             grads.append(grad.to_dense() if grad.is_sparse else grad)
             slots.append(self.buffer.layout.slots[index])
             param.grad = None
+        self.ready.clear()
+        if not grads:
+            return
         if self.partial is None:
-            self.partial = self._empty(missing=len(self.ready) < len(self.buffer.params))
+            self.partial = self._empty(missing=len(grads) < len(self.buffer.params))
             torch._foreach_copy_([self.partial[s.offset : s.end].view(s.shape) for s in slots], grads)
         else:
             self.partial = self.partial.to(self.policy.accumulation_dtype)
             torch._foreach_add_([self.partial[s.offset : s.end].view(s.shape) for s in slots], grads)
-        self.ready.clear()
 
     def _empty(self, *, missing: bool) -> Tensor:
         """A flat gradient whose gaps are zero: they enter the norm and the sums."""

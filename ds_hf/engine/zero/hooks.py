@@ -106,13 +106,20 @@ class UnitHooks:
         self._external_modules.clear()
 
     def reset(self) -> None:
-        """Forget calls that ended in an exception."""
+        """Forget calls, and a backward, that ended in an exception."""
+        if self._flush_queued:
+            self.abandon()
         for unit in self.units:
             unit.depth = 0
-            unit.open_calls.clear()
         self._calls.clear()
+
+    def abandon(self) -> None:
+        """Backward ended in an exception."""
+        for unit in self.units:
+            unit.open_calls.clear()
         self._begun.clear()
         self._flush_queued = False
+        self.reducer.abandon()
 
     def _scope(self, module: nn.Module, unit: Unit) -> None:
         pre = partial(self._pre_forward, unit)

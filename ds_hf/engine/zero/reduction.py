@@ -3,14 +3,18 @@
 Invariants
 - In a backward that reduces, every gradient buffer is reduced exactly once, or once more at the end for what a
   reentrant checkpoint added after that: ranks always issue the same collectives in the same order.
-- The order is the reverse of the order in which forward first used the units. A buffer that completes early waits
-  for its predecessors; one that never completes (unused parameters) is flushed at the end of backward.
+- The order never depends on what a rank computes: the reverse of the grouping order in the first backward, then the
+  reverse of the order in which rank 0's forward first used the units. A buffer that completes early waits for its
+  predecessors; one that never completes (unused parameters) is flushed at the end of backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from ds_hf.engine.dist import collectives
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.unit import Unit
 
@@ -33,7 +37,8 @@ class Reducer:
         self.boundary = True
         self.suspended = False  # inside no_sync()
         self.used: dict[Unit, None] = {}
-        self._order: list[GradientBuffer] | None = None
+        self._order = self._reversed(self.units)
+        self._agreed = False
         self._next = 0
         self._complete: set[GradientBuffer] = set()
         self._collected: set[GradientBuffer] = set()  # every gradient of the present backward is in; any call reopens
@@ -72,12 +77,21 @@ class Reducer:
         return self._collected.issuperset(self.by_unit.get(unit, ()))
 
     def _advance(self) -> None:
-        if self._order is None:
-            forward = [*self.used, *(unit for unit in self.units if unit not in self.used)]
-            self._order = [buffer for unit in reversed(forward) for buffer in self.by_unit.get(unit, ())]
         while self._next < len(self._order) and self._order[self._next] in self._complete:
             self._order[self._next].reduce()
             self._next += 1
+
+    def _reversed(self, units: Sequence[Unit]) -> list[GradientBuffer]:
+        return [buffer for unit in reversed(units) for buffer in self.by_unit.get(unit, ())]
+
+    def _agree(self) -> None:
+        """Fix the order for the rest of the run. Ranks may have used different units, or in another order."""
+        used = [*self.used, *(unit for unit in self.units if unit not in self.used)]
+        first = self._order[0].buffer
+        indices = torch.tensor([self.units.index(unit) for unit in used], device=first.device)
+        collectives.broadcast(indices, first.axis)
+        self._order = self._reversed([self.units[index] for index in indices.tolist()])
+        self._agreed = True
 
     def flush(self) -> None:
         """End of backward: reduce what has not been reduced, release what is still gathered."""
@@ -89,12 +103,22 @@ class Reducer:
             for buffer in self.buffers:  # what arrived after the buffer's turn
                 if buffer.partial is not None:
                     buffer.reduce()
+            if self._order and not self._agreed:
+                self._agree()
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         for unit in self.units:
             unit.release()
-        self._order, self._next = None, 0
+        self._next = 0
         self._complete.clear()
         self._collected.clear()
         self.used.clear()
+
+    def abandon(self) -> None:
+        """Backward ended in an exception: the gradients of the unfinished step cannot be told apart and are dropped."""
+        self.clear()
+        self._end_backward()
 
     def finish(self) -> None:
         """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left."""
