@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+import ds_hf
+
 ROOT = Path(__file__).parents[1]
 SOURCES = ["pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "ds_hf"]
 VERSION = "0.19.8+ds.hf"
@@ -136,6 +138,7 @@ def test_versions_agree() -> None:
     tree = ast.parse((ROOT / "ds_hf" / "compat" / "deepspeed" / "__init__.py").read_text())
     values = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
     assert ast.literal_eval(values["__version__"]) == VERSION
+    assert f'\nversion = "{ds_hf.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_sources_have_no_record() -> None:
