@@ -240,8 +240,8 @@ def _read_rest(
     wanted: _Wanted,
 ) -> None:
     """Optimizer, scheduler, counters and random state; local to this rank."""
-    own = _rank_states(engine, manifest)
     if wanted.optimizer and engine.optimizer is not None:
+        own = _rank_states(engine, manifest)
         irregular = [entry for state in own for entry in state.get("irregular", ())]
         restore_states(engine, fit, files, irregular)
         restore_groups(engine.optimizer, common["param_groups"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_hf
+from ds_hf.engine.checkpoint import zero_to_fp32
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, config, differences, engine_of, states, train
@@ -232,6 +233,28 @@ def test_engine_without_optimizer(saved: Path, tmp_path: Path, stage: int) -> No
         with pytest.raises(CheckpointError, match="saved without an optimizer"):
             trained.load_checkpoint(tmp_path)
         trained.load_checkpoint(tmp_path, load_optimizer_states=False)
+
+
+def _rank_1_cannot_read(folder: Path) -> str:
+    with engine_of(config(2)) as engine:
+        engine.save_checkpoint(folder)
+        if engine.axis.rank == 1:
+
+            def fails(*_: Any, **__: Any) -> None:
+                raise OSError(5, "Input/output error")
+
+            zero_to_fp32.TensorFiles.fill = fails  # type: ignore[method-assign]  # this process is the test's alone
+        try:
+            engine.load_checkpoint(folder)
+        except CheckpointError as error:
+            return str(error)
+        return "loaded"
+
+
+def test_one_rank_that_cannot_read_fails_all(tmp_path: Path) -> None:
+    first, second = run_distributed(_rank_1_cannot_read, 2, tmp_path, timeout=40)
+    assert "failed on rank 1: OSError: [Errno 5] Input/output error" in first
+    assert "Input/output error" in second
 
 
 def test_extra_state_of_modules(tmp_path: Path) -> None:
