@@ -67,7 +67,7 @@ def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -
             claims.setdefault(key, set()).add(name)
     outside = _used_outside(model, set(inner))
     root = Unit("", model, [])
-    units = {name: Unit(name, module, []) for name, module in [*blocks, *leaves]}
+    units = {name: Unit(name, module, [], leaf=is_leaf(module)) for name, module in [*blocks, *leaves]}
     for param in dict.fromkeys(p for p in model.parameters() if id(p) in wanted):
         owners = claims.get(id(param), set())
         home = units[next(iter(owners))] if len(owners) == 1 and id(param) not in outside else root

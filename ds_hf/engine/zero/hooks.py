@@ -244,6 +244,7 @@ class _Call:
         self.pending.discard(key)
         if not self.pending:
             self.unit.open_calls.discard(self)
+            self.hooks.reducer.end_call(self.unit)
             self.hooks.release_if_over(self.unit)
 
 

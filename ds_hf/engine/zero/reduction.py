@@ -6,6 +6,8 @@ Invariants
 - The order never depends on what a rank computes: the reverse of the grouping order in the first backward, then the
   reverse of the order in which rank 0's forward first used the units. A buffer that completes early waits for its
   predecessors; one that never completes (unused parameters) is flushed at the end of backward.
+- Between gathers (sharded parameters) only an event that all ranks see may reduce. For units of leaf modules, of which
+  ranks may use different parameters, that is the end of a call's backward and not the completion of gradients.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ class Reducer:
         self.boundary = True
         self.suspended = False  # inside no_sync()
         self.used: dict[Unit, None] = {}
+        self._by_call = {buffer for unit, bs in buffers.items() if unit.leaf and unit.sharded for buffer in bs}
         self._order = self._reversed(self.units)
         self._agreed = False
         self._next = 0
         self._complete: set[GradientBuffer] = set()
+        self._reduced: set[GradientBuffer] = set()  # by the end of a call of a leaf
         self._collected: set[GradientBuffer] = set()  # every gradient of the present backward is in; any call reopens
 
     @property
@@ -63,10 +67,20 @@ class Reducer:
             return False
         buffer.collect()
         self._collected.add(buffer)
-        if self.reduces:
+        if self.reduces and buffer not in self._by_call:
             self._complete.add(buffer)
             self._advance()
         return True
+
+    def end_call(self, unit: Unit) -> None:
+        """Backward of a call of ``unit`` is over, on all ranks at the same place."""
+        for buffer in self.by_unit.get(unit, ()):
+            if buffer in self._by_call:
+                buffer.collect()
+                self._collected.add(buffer)  # as far as this rank goes
+                if self.reduces:
+                    buffer.reduce()
+                    self._reduced.add(buffer)
 
     def reopen(self, unit: Unit) -> None:
         """Backward reached another call of ``unit``: more gradients will come."""
@@ -78,11 +92,13 @@ class Reducer:
 
     def _advance(self) -> None:
         while self._next < len(self._order) and self._order[self._next] in self._complete:
-            self._order[self._next].reduce()
+            if self._order[self._next] not in self._reduced:
+                self._order[self._next].reduce()
             self._next += 1
 
     def _reversed(self, units: Sequence[Unit]) -> list[GradientBuffer]:
-        return [buffer for unit in reversed(units) for buffer in self.by_unit.get(unit, ())]
+        ordered = [buffer for unit in reversed(units) for buffer in self.by_unit.get(unit, ())]
+        return sorted(ordered, key=lambda buffer: buffer in self._by_call)
 
     def _agree(self) -> None:
         """Fix the order for the rest of the run. Ranks may have used different units, or in another order."""
@@ -112,6 +128,7 @@ class Reducer:
             unit.release()
         self._next = 0
         self._complete.clear()
+        self._reduced.clear()
         self._collected.clear()
         self.used.clear()
 

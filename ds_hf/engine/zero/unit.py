@@ -27,6 +27,7 @@ class Unit:
         params: distinct parameters, in layout order.
         owners: further modules that hold some of the parameters directly and may be called on their own.
         buffers: trainable and frozen flat buffers.
+        leaf: the user marked the module as a leaf: ranks may use different parameters of it.
         depth: nested calls now in progress among ``module`` and ``owners``.
         open_calls: calls whose backward has begun and not ended.
     """
@@ -36,6 +37,7 @@ class Unit:
     params: list[nn.Parameter]
     owners: list[nn.Module] = field(default_factory=list)
     buffers: list[FlatBuffer] = field(default_factory=list)
+    leaf: bool = False
     depth: int = 0
     open_calls: set[Any] = field(default_factory=set)
 

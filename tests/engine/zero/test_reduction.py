@@ -1,0 +1,207 @@
+"""How many collectives a step issues, and that ranks which compute different things still reduce the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hf.engine.builder import initialize
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.engine import Engine
+from ds_hf.errors import DsHfError
+from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
+from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import base_config, sgd, train_both
+
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+UNITS = 4  # Stack: the root and three blocks, one flat buffer each
+
+
+class Counting:
+    """Counts the collectives of model states while it is active."""
+
+    NAMES = ("all_gather", "reduce_gradient", "all_reduce_sum", "broadcast")
+
+    def __enter__(self) -> Counter[str]:
+        self.counts: Counter[str] = Counter()
+        self.before = {name: getattr(collectives, name) for name in self.NAMES}
+        for name, function in self.before.items():
+            setattr(collectives, name, self._counted(name, function))
+        return self.counts
+
+    def _counted(self, name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def __exit__(self, *error: object) -> None:
+        for name, function in self.before.items():
+            setattr(collectives, name, function)
+
+
+def _micro(engine: Engine, x: Tensor) -> None:
+    engine.backward(mean_square(engine(x)))
+    engine.step()
+
+
+def _engine(stage: int, gas: int, model: nn.Module | None = None) -> Engine:
+    torch.manual_seed(11)
+    config = base_config(stage, optimizer=SGD, gradient_accumulation_steps=gas)
+    return initialize(model=model or Stack(), config=config)[0]
+
+
+def count_step(stage: int, gas: int) -> dict[str, int]:
+    """Collectives of the second accumulation (the first agrees on an order)."""
+    engine = _engine(stage, gas)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(gas):
+        _micro(engine, x)
+    with Counting() as counts:
+        for _ in range(gas):
+            _micro(engine, x)
+    return dict(counts)
+
+
+def count_all() -> dict[tuple[int, int], dict[str, int]]:
+    return {(stage, gas): count_step(stage, gas) for stage in range(4) for gas in (1, 3)}
+
+
+def test_collectives_of_a_step() -> None:
+    for counts in run_distributed(count_all, 2, timeout=60):
+        for gas in (1, 3):
+            assert counts[0, gas] == {"reduce_gradient": UNITS}  # at the boundary only; no gather, no norm to sum
+            assert counts[1, gas] == {"reduce_gradient": UNITS, "all_reduce_sum": 1, "all_gather": UNITS}
+            assert counts[2, gas] == {"reduce_gradient": UNITS * gas, "all_reduce_sum": 1, "all_gather": UNITS}
+            # forward gathers all; backward gathers the blocks again, the root stayed
+            assert counts[3, gas] == {
+                "reduce_gradient": UNITS * gas,
+                "all_reduce_sum": 1,
+                "all_gather": (2 * UNITS - 1) * gas,
+            }
+
+
+def count_no_sync(stage: int) -> tuple[dict[str, int], dict[str, int], float]:
+    """Collectives inside no_sync(), then of the synchronized micro-batch, and the distance from no no_sync()."""
+    x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    plain, engine = _engine(stage, 3), _engine(stage, 3)
+    for micro in x:
+        _micro(plain, micro)
+    _weights(engine)
+    with Counting() as inside:
+        for micro in x[:2]:
+            with engine.no_sync():
+                engine.backward(mean_square(engine(micro)))
+    engine.set_gradient_accumulation_boundary(True)
+    with Counting() as outside:
+        _micro(engine, x[2])
+    return dict(inside), dict(outside), float((_weights(engine) - _weights(plain)).abs().max())
+
+
+def _weights(engine: Engine) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_sync_reduces_once(stage: int) -> None:
+    for inside, outside, distance in run_distributed(count_no_sync, 2, stage, timeout=60):
+        assert inside == {}
+        assert outside["reduce_gradient"] == UNITS
+        assert distance < 1e-7
+
+
+def refused() -> list[str]:
+    messages = []
+    for stage in (2, 3):
+        engine = _engine(stage, 1)
+        with pytest.raises(DsHfError) as error, engine.no_sync():
+            pass
+        messages.append(str(error.value))
+    engine = _engine(1, 1)
+    with engine.no_sync():
+        engine.backward(mean_square(engine(torch.randn(2, WIDTH))))
+        with pytest.raises(DsHfError, match="no_sync"):
+            engine.step()
+        with pytest.raises(DsHfError, match="inside"), engine.no_sync():
+            pass
+    return messages
+
+
+def test_no_sync_is_refused_where_gradients_are_sharded() -> None:
+    for message in run_distributed(refused, 1, timeout=60)[0]:
+        assert "stage 0 or 1" in message
+
+
+# -- ranks that compute different things ---------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Which blocks run, and in which order, depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(4))
+        self.outlet = nn.Linear(WIDTH, 3)
+        self.sometimes = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = bool(x[0, 0] > 0)
+        for index in (0, 2) if positive else (1, 0):
+            x = self.blocks[index](x)
+        return self.outlet(x * self.sometimes if positive else x)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sign of the first sample decides whether all experts run or one."""
+        chosen = self.experts if x[0, 0] > 0 else self.experts[1:2]
+        return self.router(x) + sum(expert(x) for expert in chosen)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(torch.cat([x[:1].detach(), x[1:]]))
+        return x
+
+
+def branching(make: type[nn.Module], stage: int, leaf: bool) -> float:
+    """Every step another rank takes another way. All take part in what they do not use."""
+    data = torch.randn(4, 2, dist.get_world_size(), 4, WIDTH, generator=torch.Generator().manual_seed(3))
+    for step, micro, rank in [(s, m, r) for s in range(4) for m in range(2) for r in range(dist.get_world_size())]:
+        data[step, micro, rank, 0, 0] = 1.0 if (step + micro + rank) % 2 else -1.0
+    torch.manual_seed(11)
+    config = base_config(stage, optimizer=SGD)
+    if leaf:
+        config["zero_optimization"]["leaf_module"] = {"classes": ["Experts"]}
+    return train_both(make(), lambda m, x: mean_square(m(x)), data, config, reference_optimizer=sgd).worst
+
+
+def branching_at_stages(make: type[nn.Module], stages: tuple[int, ...], leaf: bool) -> list[float]:
+    return [branching(make, stage, leaf) for stage in stages]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_may_use_different_blocks(world: int) -> None:
+    for errors in run_distributed(branching_at_stages, world, Branches, (0, 1, 2), False, timeout=60):
+        assert max(errors) < 1e-5
+
+
+def test_ranks_may_use_different_experts_of_a_leaf() -> None:
+    for errors in run_distributed(branching_at_stages, 2, Mixture, (0, 1, 2, 3), True, timeout=60):
+        assert max(errors) < 1e-5
