@@ -1,4 +1,4 @@
-"""The unmodified Trainer script on CUDA devices under NCCL, against the Trainer without DeepSpeed on the same devices."""
+"""The unmodified Trainer script on CUDA devices under NCCL, against the Trainer without DeepSpeed on the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def config(folder: Path, stage: int, **more: Any) -> str:
-    return f"--deepspeed={write_json(folder / 'ds.json', {**AUTO_BATCH, 'zero_optimization': zero_section(stage), **more})}"
+    content = {**AUTO_BATCH, "zero_optimization": zero_section(stage), **more}
+    return f"--deepspeed={write_json(folder / 'ds.json', content)}"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

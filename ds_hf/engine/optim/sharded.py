@@ -136,6 +136,12 @@ class ShardedOptimizer(Optimizer):
         before, self.optimizer.state = self.optimizer.state, defaultdict(dict)
         if not before:
             return
+        elementwise = {
+            key
+            for param, state in before.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.shape == param.shape and key != "step"
+        }
         for gradient, segments in self.segments.items():
             buffer = gradient.buffer
             fragments = list(buffer.layout.fragments(buffer.axis.rank, whole=self.policy.whole))
@@ -143,7 +149,7 @@ class ShardedOptimizer(Optimizer):
                 inside = [f for f in fragments if segment.start <= f.shard_start < segment.end]
                 states = [before.get(buffer.params[f.slot.index], {}) for f in inside]
                 for key, value in states[0].items():
-                    if isinstance(value, Tensor) and value.numel() == inside[0].slot.numel and value.dim() > 0:
+                    if key in elementwise:
                         value = torch.zeros_like(segment.param, dtype=value.dtype)
                         for fragment, state in zip(inside, states, strict=True):
                             start, length = fragment.shard_start - segment.start, fragment.numel
