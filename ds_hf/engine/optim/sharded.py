@@ -23,7 +23,7 @@ from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.streaming import streamed_update
-from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.buffer import FlatBuffer, logical_shape
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.reduction import Reducer
 
@@ -140,7 +140,7 @@ class ShardedOptimizer(Optimizer):
             key
             for param, state in before.items()
             for key, value in state.items()
-            if isinstance(value, Tensor) and value.shape == param.shape and key != "step"
+            if isinstance(value, Tensor) and value.shape == logical_shape(param) and key != "step"
         }
         for gradient, segments in self.segments.items():
             buffer = gradient.buffer
