@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.checkpoint import save as checkpoint_save
+from ds_hf.engine.dist.process_group import get_local_rank
 from ds_hf.engine.zero.buffer import unshard
 
 if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
     from ds_hf.config.types import Config
-    from ds_hf.engine.accumulation import Accumulation, BatchSizes
+    from ds_hf.engine.accumulation import Accumulation
+    from ds_hf.engine.dist.mesh import Axis
     from ds_hf.engine.optim.sharded import ShardedOptimizer
     from ds_hf.engine.zero.unit import Unit
 
@@ -33,6 +37,7 @@ class EngineFacade:
         plan: StatePlan
         optimizer: ShardedOptimizer | None
         accumulation: Accumulation
+        axis: Axis
         batch: BatchSizes
         units: list[Unit]
         compute_dtype: torch.dtype | None
@@ -87,6 +92,53 @@ class EngineFacade:
 
     def steps_per_print(self) -> float | None:
         return self.settings.steps_per_print
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Global batch, micro-batch of a process, accumulation steps."""
+        return self.batch.train, self.batch.micro, self.accumulation.steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch from the next step on, by accumulating more or fewer micro-batches.
+
+        Raises:
+            ValueError: it is no multiple of micro-batch x processes.
+        """
+        per_micro_batch = self.batch.micro * self.axis.world_size
+        if train_batch_size < 1 or train_batch_size % per_micro_batch:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is no multiple of {per_micro_batch} "
+                f"(micro-batch {self.batch.micro} x {self.axis.world_size} processes)"
+            )
+        steps = train_batch_size // per_micro_batch
+        self.batch = BatchSizes(train_batch_size, self.batch.micro, steps)
+        self.accumulation.steps = steps
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that the caller's micro-batches have another size now; accumulation stays."""
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is at least 1, not {micro_batch_size}")
+        steps = self.accumulation.steps
+        self.batch = BatchSizes(micro_batch_size * steps * self.axis.world_size, micro_batch_size, steps)
+
+    @property
+    def global_rank(self) -> int:
+        """Rank among all processes."""
+        return dist.get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this machine (``LOCAL_RANK``)."""
+        return get_local_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of all processes."""
+        return dist.get_world_size()
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of processes along the data-parallel axis."""
+        return self.axis.world_size
 
     def optimizer_name(self) -> str | None:
         return None if self.settings.optimizer is None else self.settings.optimizer.type
