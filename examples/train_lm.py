@@ -239,7 +239,8 @@ def main() -> None:
         resumed_at = trainer.state.global_step - timer.steps
         print_report(trainer, timer, per_step * data_args.block_size, resumed_at)
         print("\n  The model continues:\n")
-        print("\n".join(f"    {line}" for line in sample.splitlines()))
+        print("\n".join(f"    {line}" for line in sample.splitlines()), flush=True)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
