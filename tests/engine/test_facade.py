@@ -1,0 +1,86 @@
+"""The names by which DeepSpeed users ask an engine about itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_hf.engine.builder import initialize
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import TinyLM, token_batches
+
+
+def batch_sizes() -> dict[str, object]:
+    engine, *_ = initialize(
+        model=TinyLM(),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": [0.8, 0.9]}},
+            "zero_optimization": {"stage": 2},
+        },
+    )
+    found: dict[str, object] = {
+        "info": engine.get_batch_info(),
+        "ranks": (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size),
+        "lr": engine.get_lr(),
+        "mom": engine.get_mom(),
+        "stage": engine.zero_optimization_stage(),
+        "clipping": engine.gradient_clipping(),
+        "names": (engine.optimizer_name(), engine.scheduler_name()),
+        "dtype": engine.dtype,
+    }
+    engine.set_train_batch_size(4)
+    found["smaller"] = engine.get_batch_info()
+    engine.backward(engine(token_batches(2, 8)))
+    engine.step()
+    found["steps"] = engine.global_steps
+    engine.set_train_micro_batch_size(5)
+    found["micro"] = engine.get_batch_info()
+    with pytest.raises(ValueError, match=r"no multiple of 10 \(micro-batch 5 x 2 processes\)"):
+        engine.set_train_batch_size(12)
+    with pytest.raises(ValueError, match="at least 1"):
+        engine.set_train_micro_batch_size(0)
+    with pytest.raises(AttributeError, match="neither the engine nor TinyLM"):
+        _ = engine.no_such_thing
+    found["through"] = engine.embedding is engine.module.embedding
+    engine.destroy()
+    return found
+
+
+def test_answers() -> None:
+    for rank, found in enumerate(run_distributed(batch_sizes, 2)):
+        assert found == {
+            "info": (12, 2, 3),
+            "ranks": (rank, rank, 2, 2),
+            "lr": [0.25],
+            "mom": [(0.8, 0.9)],
+            "stage": 2,
+            "clipping": 0.5,
+            "names": ("AdamW", None),
+            "dtype": torch.float32,
+            "smaller": (4, 2, 1),
+            "steps": 1,
+            "micro": (10, 5, 1),
+            "through": True,
+        }
+
+
+def printed_lines() -> None:
+    engine, *_ = initialize(
+        model=TinyLM(),
+        config={"train_batch_size": 2, "steps_per_print": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}},
+    )
+    for _ in range(4):
+        engine.backward(engine(token_batches(2, 8)))
+        engine.step()
+    engine.destroy()
+
+
+def test_steps_per_print(capfd: pytest.CaptureFixture[str]) -> None:
+    printed_lines()
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
+    assert "lr [0.5], grad norm " in lines[0]
+    assert lines[0].endswith("skipped 0, loss scale 1")
