@@ -81,7 +81,7 @@ class UnitHooks:
             for module in [unit.module, *unit.owners]:
                 self._scope(module, unit)
         for module in model.modules():
-            module.__dict__["_ds_attach_external"] = self._attach_external
+            module.__dict__["_ds_attach_external"] = _Hook(self._attach_external)
             self._external_modules.append(module)
             for param in external_parameters(module):
                 self._attach_external(module, param)
@@ -122,8 +122,8 @@ class UnitHooks:
         self.reducer.abandon()
 
     def _scope(self, module: nn.Module, unit: Unit) -> None:
-        pre = partial(self._pre_forward, unit)
-        post = partial(self._post_forward, unit)
+        pre = _Hook(partial(self._pre_forward, unit))
+        post = _Hook(partial(self._post_forward, unit))
         self.handles.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
         self.handles.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
 
@@ -201,6 +201,25 @@ class UnitHooks:
         """Release a unit whose backward needs its weights no more; of the root only the end of backward can tell."""
         if unit.name and unit.sharded and not unit.open_calls and self.reducer.is_complete(unit):
             unit.release()
+
+
+class _Hook:
+    """A live engine's function on a module. A copy of the module (deepcopy, pickle) has one that does nothing."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 class _Call:
