@@ -159,12 +159,13 @@ def test_accelerator_answers_for_this_machine() -> None:
 
 def test_optimizers_take_what_accelerate_gives_them() -> None:
     weights = torch.nn.Parameter(torch.ones(3))
-    groups = torch.optim.AdamW([weights], lr=0.1).param_groups
+    groups = torch.optim.AdamW([weights], lr=0.1, weight_decay=0.5).param_groups
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.1, weight_decay=0.0, adamw_mode=True)
     assert isinstance(optimizer, torch.optim.Optimizer)
     weights.grad = torch.ones(3)
     optimizer.step()
-    assert weights.tolist() == pytest.approx([0.9, 0.9, 0.9], abs=1e-6)
+    # decoupled decay of the group (0.1 x 0.5), then Adam's first step (the learning rate itself)
+    assert weights.tolist() == pytest.approx([0.85, 0.85, 0.85], abs=1e-6)
 
 
 def test_nvme_is_reported_as_absent() -> None:

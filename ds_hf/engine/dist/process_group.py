@@ -8,7 +8,9 @@ below are torch's own.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -152,8 +154,21 @@ def init_distributed(
     if "nccl" in backend:
         torch.cuda.set_device(_local_device(env))
     _create_group(backend, where, init_method, timeout)
+    if "gloo" in backend:
+        atexit.register(_destroy_at_exit)
     if verbose and where.rank == 0:
         logger.info("process group: backend %s, world size %d", backend, where.world_size)
+
+
+def _destroy_at_exit() -> None:
+    """End gloo's worker threads while Python still runs.
+
+    One that holds the last reference to a tensor needs the interpreter to free it, and aborts the process when that is
+    gone ("terminate called without an active exception", one run in ten on a busy machine). After an exception the
+    peers are gone too, and waiting for them could take the whole timeout.
+    """
+    if is_initialized() and not hasattr(sys, "last_value"):
+        destroy_process_group()
 
 
 def default_backend() -> str:

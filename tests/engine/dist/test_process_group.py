@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -140,3 +142,19 @@ def not_there() -> str:
 
 def test_group_that_was_promised_and_is_not_there() -> None:
     assert "init_distributed()" in run_distributed(not_there, 1, backend=None)[0]
+
+
+@pytest.mark.parametrize(("ending", "alive"), [("", "False"), ("raise ValueError('gone wrong')", "True")])
+def test_worker_threads_end_before_the_interpreter(ending: str, alive: str) -> None:
+    code = (
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print(dist.is_initialized()))\n"
+        "from ds_hf.engine.dist import process_group\n"
+        f"process_group.init_distributed('gloo')\n{ending}"
+    )
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCH}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=False
+    )
+    assert done.stdout.strip() == alive, done.stderr
+    assert (done.returncode == 0) == (not ending)
