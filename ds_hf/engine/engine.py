@@ -61,6 +61,7 @@ class Engine(EngineFacade, nn.Module):
         self.step_hooks: list[Callable[[Engine], None]] = []
         self._applied = False
         self._destroyed = False
+        self.hooks.scaled = settings.fp16.enabled
         self.hooks.install(module)
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -191,25 +192,35 @@ class Engine(EngineFacade, nn.Module):
     def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        client_sd: dict[str, Any] | None = None,
     ) -> bool:
         """Write everything that training needs to go on, into ``save_dir/tag``. All ranks call it.
 
+        Args:
+            tag: name of the checkpoint; default ``global_step`` and the number of steps.
+            client_state: what ``load_checkpoint`` gives back; ``client_sd`` is the same, as the first tutorial had it.
+            save_latest: make it the one that ``load_checkpoint`` takes by default.
+            exclude_frozen_parameters: leave out what does not train.
+
         Raises:
             CheckpointError: it could not be written whole; what was there before is left as it was.
+            ValueError: ``client_state`` and ``client_sd`` are both given.
         """
         self._require_alive()
-        return checkpoint_save.save_checkpoint(
-            self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
-        )
+        if client_state is not None and client_sd is not None:
+            raise ValueError("client_state and client_sd are the same argument: give one")
+        state = client_sd if client_state is None else client_state
+        name = None if tag is None else str(tag)  # scripts use losses and step numbers as tags
+        return checkpoint_save.save_checkpoint(self, save_dir, name, state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None = None,
+        tag: str | float | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -228,7 +239,7 @@ class Engine(EngineFacade, nn.Module):
         return checkpoint_load.load_checkpoint(
             self,
             load_dir,
-            tag,
+            None if tag is None else str(tag),
             load_module_strict,
             load_optimizer_states,
             load_lr_scheduler_states,
