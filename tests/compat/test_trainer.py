@@ -135,8 +135,12 @@ def test_resumed_run_continues_exactly(runs: Runs, stage: int, tiny_model: Path,
 def test_optimizer_of_the_json_file(reference: Run, tiny_model: Path, tmp_path: Path) -> None:
     params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
     content = {**AUTO_BATCH, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}}
-    ours = run(tiny_model, tmp_path, f"--deepspeed={write_json(tmp_path / 'ds.json', content)}")
-    assert largest_difference(steps(ours.report), steps(reference.report)) <= TOLERANCE
+    run_ = run(tiny_model, tmp_path, f"--deepspeed={write_json(tmp_path / 'ds.json', content)}")
+    ours, theirs = steps(run_.report), steps(reference.report)
+    # The engine steps this schedule itself, before the Trainer logs: the rate shown is the next step's.
+    our_rates, their_rates = ([row.pop("learning_rate") for row in rows if "loss" in row] for rows in (ours, theirs))
+    assert largest_difference(ours, theirs) <= TOLERANCE
+    assert our_rates[:-1] == their_rates[1:]
 
 
 def test_one_process_without_launcher_takes_a_preset(tiny_model: Path, reference: Run, tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""The backend on a machine without an accelerator, and configurations given to accelerate itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import DeepSpeedPlugin
+from accelerate.state import PartialState
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
+
+from ds_hf.errors import ConfigError
+from tests.helpers.distributed import run_distributed
+
+CPU_ONLY = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
+
+
+def state(launched: bool, deepspeed: bool) -> tuple[str | None, int, int]:
+    import os
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(deepspeed).lower()
+    if not launched:
+        for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+    found = PartialState()
+    return found.backend, found.num_processes, found.process_index
+
+
+@CPU_ONLY
+def test_every_process_knows_the_others() -> None:
+    assert run_distributed(state, 2, True, True, backend=None) == [("gloo", 2, 0), ("gloo", 2, 1)]
+
+
+@CPU_ONLY
+def test_the_backend_is_only_named_for_deepspeed_under_a_launcher() -> None:
+    assert run_distributed(state, 1, False, True, backend=None) == [(None, 1, 0)]
+    assert run_distributed(state, 1, True, False, backend=None) == [(None, 1, 0)]
+
+
+@pytest.mark.parametrize("config_class", [HfDeepSpeedConfig, TransformersConfig])
+def test_presets_and_checks(config_class: type[HfDeepSpeedConfig]) -> None:
+    config = config_class("zero3")
+    assert config.is_zero3()
+    assert config.get_value("train_batch_size") == "auto"
+    assert config_class(config_file_or_dict='{"zero_optimization": {"stage": 2} /* two */}').is_zero2()
+    with pytest.raises(ConfigError, match="stge"):
+        config_class({"zero_optimization": {"stge": 3}})
+
+
+def test_what_accelerate_writes_itself_is_accepted() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="none", gradient_accumulation_steps=2)
+    assert plugin.deepspeed_config["zero_optimization"]["offload_param"] == {"device": "none", "nvme_path": None}
+    plugin.set_mixed_precision("bf16")
+    assert HfDeepSpeedConfig(plugin.deepspeed_config).get_value("bf16.enabled") is True
+    plugin.set_deepspeed_weakref()
+
+
+def test_keys_with_dots_are_ignored_as_trl_expects() -> None:
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "zero_optimization.reduce_bucket_size": 1024})
+    assert config.is_zero3()
