@@ -12,7 +12,7 @@ from dataclasses import dataclass
 __all__ = ["CheckpointError", "ConfigError", "DsHfError", "Fault", "LossScaleError"]
 
 
-class DsHfError(Exception):
+class DsHfError(RuntimeError):
     """Base of all errors raised on purpose by ds_hf."""
 
 
@@ -55,7 +55,7 @@ class ConfigError(DsHfError, ValueError):
         super().__init__("\n".join([head, *(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))]))
 
 
-class CheckpointError(DsHfError, RuntimeError):
+class CheckpointError(DsHfError):
     """A checkpoint is missing, incomplete, damaged or does not fit the model."""
 
 

@@ -27,6 +27,8 @@ from ds_hf.log import logger
 
 __all__ = ["Engine"]
 
+_NO_OPTIMIZER = "this engine has no optimizer: give initialize() one, or name one in the configuration"
+
 
 class Engine(EngineFacade, nn.Module):
     """Trains ``module`` as the configuration says.
@@ -61,7 +63,9 @@ class Engine(EngineFacade, nn.Module):
         self.step_hooks: list[Callable[[Engine], None]] = []
         self._applied = False
         self._destroyed = False
-        self.hooks.scaled = settings.fp16.enabled
+        self.hooks.needs_scale = settings.fp16.enabled
+        self.reducer.raw_factor = 1 / self.batch.accumulation_steps
+        self.reducer.at_boundary = self.is_gradient_accumulation_boundary
         self.hooks.install(module)
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -97,20 +101,29 @@ class Engine(EngineFacade, nn.Module):
             loss.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             self._release_units()
             return loss
-        scale = self.optimizer.loss_scaler.scale
-        self.reducer.boundary = self.accumulation.at_boundary
-        self.hooks.driven = True
-        try:
-            # fp32 before scaling: an fp16 loss times 2**16 would overflow
-            scaled = loss.float() * scale if scale != 1.0 else loss
-            scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
-            self.hooks.flush()
-        except BaseException:
-            self.hooks.abandon()
-            raise
-        finally:
-            self.hooks.driven = False
+        with self.hooks.driving():
+            self._scaled(loss).backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times the loss scale, for a ``.backward()`` of one's own: ``engine.scale(loss).backward()``.
+
+        A ``.backward()`` that is not the engine's divides by ``gradient_accumulation_steps`` by itself.
+
+        Raises:
+            DsHfError: the engine has no optimizer.
+            ValueError: ``loss`` is not one number with a graph behind it.
+        """
+        self._require_alive()
+        _check_loss(loss)
+        self.hooks.scaled = True
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        if self.optimizer is None:
+            raise DsHfError(_NO_OPTIMIZER)
+        scale = self.optimizer.loss_scaler.scale
+        return loss.float() * scale if scale != 1.0 else loss  # fp32: an fp16 loss times 2**16 would overflow
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the boundary update the weights, unless a gradient overflowed.
@@ -119,7 +132,7 @@ class Engine(EngineFacade, nn.Module):
         """
         self._require_alive()
         if self.optimizer is None:
-            raise DsHfError("this engine has no optimizer: give initialize() one, or name one in the configuration")
+            raise DsHfError(_NO_OPTIMIZER)
         if self.reducer.suspended:
             raise DsHfError("step() inside no_sync(): the gradients of this step were never reduced")
         boundary = self.accumulation.at_boundary

@@ -78,7 +78,7 @@ def _register(target: str, hook: Hook) -> None:
 
 def _when_initialized(module: ModuleType, spec: ModuleSpec, hook: Hook) -> None:
     """Call ``hook`` when the import that is under way ends: the import system then sets ``spec._initializing``."""
-    plain = type(spec)
+    plain: type[ModuleSpec] = type(spec)
 
     class WatchedSpec(plain):  # type: ignore[valid-type, misc]
         @property
@@ -89,7 +89,7 @@ def _when_initialized(module: ModuleType, spec: ModuleSpec, hook: Hook) -> None:
         def _initializing(self, value: bool) -> None:
             self.__dict__["_initializing"] = value
             if not value:
-                self.__class__ = plain
+                self.__class__ = plain  # type: ignore[assignment]
                 hook(module)
 
     spec.__class__ = WatchedSpec

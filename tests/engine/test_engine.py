@@ -335,6 +335,36 @@ def test_bad_input_is_refused_with_the_reason() -> None:
     run_distributed(bad_calls, 1, timeout=60)
 
 
+def moved_away() -> None:
+    """A model that was cast after initialize() would train without a word into buffers that nobody reads."""
+    for stage in (0, 1, 2):
+        engine = make(stage)
+        engine.module.double()
+        engine.module.float()
+        engine.backward(mean_square(engine(batch())))
+        with pytest.raises(DsHfError, match="after initialize"):
+            engine.step()
+
+
+def hooked() -> list[int]:
+    """Calls of step hooks registered after initialize()."""
+    calls = []
+    for stage in STAGES:
+        engine = make(stage)
+        assert engine.optimizer is not None
+        seen: list[Any] = []
+        engine.optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append(1))
+        engine.optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(2))
+        train(engine, 2)
+        calls.append(seen)
+    return calls
+
+
+def test_moved_models_and_step_hooks() -> None:
+    run_distributed(moved_away, 2, timeout=60)
+    assert run_distributed(hooked, 1, timeout=60)[0] == [[1, 2, 1, 2]] * 4
+
+
 # -- what users read -----------------------------------------------------------------------------------------------
 
 

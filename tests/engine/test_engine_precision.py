@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.zero.gather import GatheredParameters
-from ds_hf.errors import LossScaleError
+from ds_hf.errors import DsHfError, LossScaleError
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config
 
@@ -203,3 +203,26 @@ def test_dtypes() -> None:
     assert run_distributed(inputs_and_buffers, 1, timeout=60) == [
         [bf16, torch.int64, bf16, bf16, torch.float32, torch.int64, {torch.float32}]
     ]
+
+
+def unscaled_backward() -> None:
+    """``loss.backward()`` would leave the loss scale out: gradients 2**16 times too small, without a word."""
+    for stage in STAGES:
+        engine = make(stage, fp16={"enabled": True})
+        before = states(engine)
+        with pytest.raises(DsHfError, match=r"engine\.backward"):
+            engine(torch.ones(2, 5)).backward()
+        x = torch.ones(2, 5, requires_grad=True)
+        (gradient,) = torch.autograd.grad(engine(x), x)  # asks nothing of the parameters
+        assert gradient.shape == x.shape
+        step(engine)
+        assert not same(before, states(engine))
+        mine, theirs = make(stage, fp16={"enabled": True}), make(stage, fp16={"enabled": True})
+        step(mine)
+        theirs.scale(theirs(torch.linspace(-1, 1, 20).view(4, 5) + dist.get_rank())).backward()
+        theirs.step()
+        assert same(states(mine), states(theirs))
+
+
+def test_fp16_refuses_raw_backwards() -> None:
+    run_distributed(unscaled_backward, 2, timeout=60)

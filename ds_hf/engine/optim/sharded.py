@@ -246,7 +246,7 @@ class ShardedOptimizer(Optimizer):
 
     def _apply(self, coefficient: Tensor, scale: float) -> None:
         untouched = scale == 1.0 and self.policy.max_norm <= 0
-        if self._update is not None:
+        if self._update is not None and not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks):
             for gradient, segments in self.segments.items():
                 grads = self._scaled(gradient, coefficient, untouched)
                 if grads is not None:

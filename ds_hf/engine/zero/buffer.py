@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.zero.layout import FlatLayout, Slot
+from ds_hf.errors import DsHfError
 
 __all__ = [
     "BufferState",
@@ -218,7 +219,15 @@ class FlatBuffer:
             self.release(force=True)  # whatever is gathered is stale
             if self.holds:
                 self.gather()
-        elif not whole:
+            return
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                raise DsHfError(
+                    f"a parameter of shape {tuple(view.shape)} no longer lives where the engine keeps it: the model "
+                    "was cast or moved, or param.data replaced, after initialize(). Do that before it, or write in "
+                    "place (param.data.copy_(...))"
+                )
+        if not whole:
             collectives.all_gather(self.full, self.shard, self.axis)
 
     @torch.no_grad()

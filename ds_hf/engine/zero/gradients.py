@@ -62,8 +62,8 @@ class GradientBuffer:
         return self.partial is None and self.owned is None and not self.ready
 
     @torch.no_grad()
-    def collect(self) -> None:
-        """Move the waiting ``.grad`` into ``partial``; parameters without one count as zero."""
+    def collect(self, factor: float = 1.0) -> None:
+        """Move the waiting ``.grad``, times ``factor``, into ``partial``; parameters without one count as zero."""
         if not self.ready:
             return
         grads, slots = [], []
@@ -78,6 +78,8 @@ class GradientBuffer:
         self.ready.clear()
         if not grads:
             return
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
         if self.partial is None:
             self.partial = self._empty(missing=len(grads) < len(self.buffer.params))
             torch._foreach_copy_([self.partial[s.offset : s.end].view(s.shape) for s in slots], grads)

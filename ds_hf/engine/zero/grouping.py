@@ -76,7 +76,8 @@ def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -
     root.owners = [m for m in model.modules() if m is not model and any(id(p) in rest for p in m._parameters.values())]
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     ordered = sorted(units.values(), key=lambda unit: order[unit.name])
-    return [unit for unit in [root, *ordered] if unit.params]
+    # the root also without parameters: its outputs are where a backward begins
+    return [root, *(unit for unit in ordered if unit.params)]
 
 
 def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from ds_hf.engine.zero.external import external_parameters
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
+from ds_hf.errors import DsHfError
 
 __all__ = ["UnitHooks", "in_backward", "tensors_in"]
 
@@ -73,6 +75,8 @@ class UnitHooks:
         self._begun: set[_Call] = set()  # calls that the present backward has reached
         self._flush_queued = False
         self.driven = False  # Engine.backward runs: it flushes by itself
+        self.needs_scale = False  # gradients carry a loss scale
+        self.scaled = False  # Engine.scale applied it to the coming backward, which is not driven
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
 
     def install(self, model: nn.Module) -> None:
@@ -104,6 +108,19 @@ class UnitHooks:
         for module in self._external_modules:
             module.__dict__.pop("_ds_attach_external", None)
         self._external_modules.clear()
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """A whole backward by the engine; what an exception leaves of it is dropped."""
+        self.driven = self.reducer.driven = True
+        try:
+            yield
+            self.flush()
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.driven = self.reducer.driven = False
 
     def reset(self) -> None:
         """Forget calls, and a backward, that ended in an exception."""
@@ -184,6 +201,12 @@ class UnitHooks:
     def _flush_callback(self) -> None:
         self._flush_queued = False
         if not self.driven:
+            if self.needs_scale and not self.scaled and self.reducer.has_new:
+                raise DsHfError(
+                    "fp16 needs the loss scale: call engine.backward(loss) or engine.scale(loss).backward(), "
+                    "not loss.backward()"
+                )
+            self.scaled = False
             self.flush()
 
     def flush(self) -> None:

@@ -12,7 +12,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,7 +36,9 @@ class Reducer:
         self.units = list(units)
         self.by_unit = buffers
         self.every_micro_batch = every_micro_batch
-        self.boundary = True
+        self.at_boundary: Callable[[], bool] = lambda: True  # whether the present backward is the last before a step
+        self.driven = False  # the engine runs the backward, and has divided the loss by the accumulation steps
+        self.raw_factor = 1.0  # that division, for the gradients of other backwards
         self.suspended = False  # inside no_sync()
         self.used: dict[Unit, None] = {}
         self._by_call = {buffer for unit, bs in buffers.items() if unit.leaf and unit.sharded for buffer in bs}
@@ -54,7 +56,17 @@ class Reducer:
     @property
     def reduces(self) -> bool:
         """Whether the present backward reduces."""
-        return not self.suspended and (self.every_micro_batch or self.boundary)
+        return not self.suspended and (self.every_micro_batch or self.at_boundary())
+
+    @property
+    def factor(self) -> float:
+        """What gradients of the present backward are multiplied by."""
+        return 1.0 if self.driven else self.raw_factor
+
+    @property
+    def has_new(self) -> bool:
+        """The present backward gave trained parameters gradients."""
+        return bool(self._collected) or any(buffer.ready for buffer in self.buffers)
 
     def record_use(self, unit: Unit) -> None:
         """Forward reached ``unit``."""
@@ -65,7 +77,7 @@ class Reducer:
         buffer.ready.add(index)
         if not buffer.complete:
             return False
-        buffer.collect()
+        buffer.collect(self.factor)
         self._collected.add(buffer)
         if self.reduces and buffer not in self._by_call:
             self._complete.add(buffer)
@@ -76,7 +88,7 @@ class Reducer:
         """Backward of a call of ``unit`` is over, on all ranks at the same place."""
         for buffer in self.by_unit.get(unit, ()):
             if buffer in self._by_call:
-                buffer.collect()
+                buffer.collect(self.factor)
                 self._collected.add(buffer)  # as far as this rank goes
                 if self.reduces:
                     buffer.reduce()
@@ -112,7 +124,7 @@ class Reducer:
     def flush(self) -> None:
         """End of backward: reduce what has not been reduced, release what is still gathered."""
         for buffer in self.buffers:
-            buffer.collect()
+            buffer.collect(self.factor)
         if self.reduces:
             self._complete.update(self.buffers)
             self._advance()
@@ -140,7 +152,7 @@ class Reducer:
     def finish(self) -> None:
         """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left."""
         for buffer in self.buffers:
-            buffer.collect()
+            buffer.collect(self.factor)
             if buffer.partial is not None or (buffer.owned is None and buffer.buffer.axis.world_size > 1):
                 buffer.reduce()
 

@@ -71,13 +71,10 @@ def _fragments_make_the_whole(param: Tensor) -> None:
     """The local forms' pieces, one after another, are the full form (one of them where all own everything)."""
     home = home_of(param)
     assert home is not None
-    for local, full in (
-        (access.safe_get_local_fp32_param(param), access.safe_get_full_fp32_param(param)),
-        (
-            access.safe_get_local_optimizer_state(param, "exp_avg"),
-            access.safe_get_full_optimizer_state(param, "exp_avg"),
-        ),
-    ):
+    masters = (access.safe_get_local_fp32_param(param), access.safe_get_full_fp32_param(param))
+    key = "exp_avg"
+    moments = (access.safe_get_local_optimizer_state(param, key), access.safe_get_full_optimizer_state(param, key))
+    for local, full in (masters, moments):
         assert local is not None
         assert full is not None
         pieces: list[Any] = [None] * dist.get_world_size()
