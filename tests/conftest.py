@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -26,3 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    """Engines made in the test's own process join a process group: the next test begins without one."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -239,7 +240,7 @@ def freed() -> None:
 
 
 def cycles() -> None:
-    """Twenty lives of one model: the number and bytes of tensors stay the same."""
+    """Twenty lives of one model: the number and bytes of tensors do not grow."""
     model = Stack()
 
     def alive() -> tuple[int, int]:
@@ -254,8 +255,12 @@ def cycles() -> None:
         engine.destroy()
         del engine
         if index % 4 == 3:
-            counts.append(alive())
-    assert len(set(counts[1:])) == 1, counts
+            deadline = time.monotonic() + 5
+            while (count := alive()) > min(counts[1:], default=count):  # gloo's threads let go of tensors a little late
+                assert time.monotonic() < deadline, (counts, count)
+                time.sleep(0.05)
+            counts.append(count)
+    assert counts[-1] <= counts[1], counts
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -202,6 +202,7 @@ class UnitHooks:
         self._flush_queued = False
         if not self.driven:
             if self.needs_scale and not self.scaled and self.reducer.has_new:
+                self.abandon()
                 raise DsHfError(
                     "fp16 needs the loss scale: call engine.backward(loss) or engine.scale(loss).backward(), "
                     "not loss.backward()"
