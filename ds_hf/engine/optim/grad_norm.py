@@ -17,13 +17,16 @@ from ds_hf.engine.dist.mesh import Axis
 __all__ = ["clip_coefficient", "global_norm"]
 
 
-def global_norm(owned: Sequence[Tensor], axis: Axis, *, whole: bool, device: torch.device) -> Tensor:
+def global_norm(
+    owned: Sequence[Tensor], axis: Axis, *, whole: bool, device: torch.device, axis_device: torch.device | None = None
+) -> Tensor:
     """0-dim fp32 norm of all gradients; inf or nan if any gradient on any rank is.
 
     Args:
         owned: what this rank owns, any floating dtypes.
         whole: every rank owns everything, so there is nothing to sum over ranks.
         device: where the result lies.
+        axis_device: where the processes of ``axis`` meet, default ``device``: NCCL takes no offloaded tensor.
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if owned:
@@ -33,7 +36,7 @@ def global_norm(owned: Sequence[Tensor], axis: Axis, *, whole: bool, device: tor
         norms += torch._foreach_norm(wide, 2) if wide else []
         squares = torch.stack([n.to(device, torch.float32) for n in norms]).square().sum()
     if not whole:
-        collectives.all_reduce_sum(squares, axis)
+        squares = collectives.all_reduce_sum(squares.to(axis_device or device), axis).to(device)
     return squares.sqrt()
 
 

@@ -107,6 +107,7 @@ class ShardedOptimizer(Optimizer):
         self._norm: Tensor | None = None
         self._norm_scale = 1.0
         self._gradients = {gradient.buffer: gradient for gradient in groups}
+        self._axis_device = next((buffer.device for buffer in masters), policy.device)
         for buffer in masters:
             buffer.states = self
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -236,7 +237,9 @@ class ShardedOptimizer(Optimizer):
         scale = self.loss_scaler.scale
         owned = [g.owned for g in self.segments if g.owned is not None]
         device = next((t.device for t in owned), self.policy.device)
-        self._norm = global_norm(owned, self.axis, whole=self.policy.whole, device=device)
+        self._norm = global_norm(
+            owned, self.axis, whole=self.policy.whole, device=device, axis_device=self._axis_device
+        )
         self._norm_scale = scale
         self.overflow = self.policy.check_overflow and not bool(torch.isfinite(self._norm))
         if not self.overflow:
