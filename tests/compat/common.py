@@ -6,13 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.helpers.distributed import run_distributed
+
+# How the Trainer without DeepSpeed is told to run where the tests run.
+PLAIN = () if torch.cuda.is_available() else ("--use_cpu", "--ddp_backend=gloo")
 SCRIPTS = Path(__file__).parent / "scripts"
+# Processes of a test: two gloo processes where there is no accelerator, else one for each of at most two devices.
+WORLD = min(torch.cuda.device_count(), 2) if torch.cuda.is_available() else 2
 HISTORY_KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
 AUTO_BATCH = {
@@ -65,6 +71,14 @@ def largest_difference(ours: Sequence[Mapping[str, Any]], reference: Sequence[Ma
     pairs = [(a[key], b[key]) for a, b in zip(ours, reference, strict=True) for key in b]
     assert all((a is None) == (b is None) for a, b in pairs)
     return max(abs(a - b) for a, b in pairs if a is not None)
+
+
+def run_user_code(fn: Callable[..., Any], *args: Any, world_size: int = WORLD, timeout: float = 100.0) -> list[Any]:
+    """Call ``fn`` on every rank as torchrun would start a script: environment set, no process group made.
+
+    Much faster than a script (the libraries are imported already); what each rank returned, by rank.
+    """
+    return run_distributed(fn, world_size, *args, timeout=timeout, backend=None)
 
 
 def run_python(script: Path, *args: str, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> str:

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.compat.common import (
     AUTO_BATCH,
+    PLAIN,
     SCRIPTS,
+    WORLD,
     ScriptFailure,
     largest_difference,
     read_json,
@@ -50,7 +52,7 @@ class Run:
         return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def run(model: Path, folder: Path, *more: str, world_size: int = 2) -> Run:
+def run(model: Path, folder: Path, *more: str, world_size: int = WORLD) -> Run:
     """Run the script; with ``world_size`` 0 without any launcher."""
     output, report = folder / "out", folder / "report.json"
     arguments = [f"--model_name_or_path={model}", f"--output_dir={output}", f"--report={report}", *ARGUMENTS, *more]
@@ -63,8 +65,8 @@ def run(model: Path, folder: Path, *more: str, world_size: int = 2) -> Run:
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same script without DeepSpeed: DistributedDataParallel on gloo."""
-    return run(tiny_model, tmp_path_factory.mktemp("reference"), "--use_cpu", "--ddp_backend=gloo")
+    """The same script without DeepSpeed: DistributedDataParallel."""
+    return run(tiny_model, tmp_path_factory.mktemp("reference"), *PLAIN)
 
 
 class Runs:
@@ -100,14 +102,16 @@ def zero_section(stage: int) -> dict[str, Any]:
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
+@pytest.mark.feature("Trainer", "every logged number as without DeepSpeed", pain="P30")
 @STAGES
 def test_every_logged_number_equals_the_trainer_without_deepspeed(runs: Runs, stage: int, reference: Run) -> None:
     ours, theirs = steps(runs[stage].report), steps(reference.report)
     assert len([row for row in ours if "grad_norm" in row]) == MAX_STEPS
     assert largest_difference(ours, theirs) <= TOLERANCE
-    assert runs[stage].report["world_size"] == 2
+    assert runs[stage].report["world_size"] == WORLD
 
 
+@pytest.mark.feature("Trainer", "`load_best_model_at_end`", pain="P20")
 @STAGES
 def test_best_model_is_loaded_at_the_end(runs: Runs, stage: int) -> None:
     report = runs[stage].report
@@ -116,6 +120,7 @@ def test_best_model_is_loaded_at_the_end(runs: Runs, stage: int) -> None:
     assert report["final"]["eval_loss"] == at_best != at_end
 
 
+@pytest.mark.feature("Trainer", "`save_model`, then `from_pretrained`", pain="P19")
 @STAGES
 def test_saved_model_loads_and_has_the_reference_weights(runs: Runs, stage: int, reference: Run) -> None:
     ours, theirs = runs[stage].weights(), reference.weights()
@@ -123,6 +128,7 @@ def test_saved_model_loads_and_has_the_reference_weights(runs: Runs, stage: int,
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= TOLERANCE
 
 
+@pytest.mark.feature("Trainer", "resumes exactly", pain="P22")
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
 )
@@ -132,6 +138,7 @@ def test_resumed_run_continues_exactly(runs: Runs, stage: int, tiny_model: Path,
     assert steps(run(tiny_model, tmp_path, *more).report) == steps(runs[stage].report)
 
 
+@pytest.mark.feature("Trainer", "optimizer named in the JSON file")
 def test_optimizer_of_the_json_file(reference: Run, tiny_model: Path, tmp_path: Path) -> None:
     params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
     content = {**AUTO_BATCH, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}}
@@ -143,6 +150,7 @@ def test_optimizer_of_the_json_file(reference: Run, tiny_model: Path, tmp_path: 
     assert our_rates[:-1] == their_rates[1:]
 
 
+@pytest.mark.feature("Trainer", "one process without launcher, `--deepspeed zero2`")
 def test_one_process_without_launcher_takes_a_preset(tiny_model: Path, reference: Run, tmp_path: Path) -> None:
     more = (
         "--deepspeed=zero3",
@@ -158,6 +166,7 @@ def test_one_process_without_launcher_takes_a_preset(tiny_model: Path, reference
     assert steps(ours.report)[-1]["eval_loss"] < steps(ours.report)[0]["loss"]
 
 
+@pytest.mark.feature("Trainer", "`--deepspeed auto`")
 def test_auto_chooses_prints_and_trains(tiny_model: Path, reference: Run, tmp_path: Path) -> None:
     ours = run(tiny_model, tmp_path, "--deepspeed=auto")
     assert ours.printed.count("--deepspeed auto takes zero0: the smallest that fits") == 1
