@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.compat.common import SCRIPTS, largest_difference, read_json, write_json
+from tests.compat.common import SCRIPTS, WORLD, largest_difference, read_json, write_json
 from tests.helpers.distributed import free_port, run_torchrun
 
 SCRIPT = SCRIPTS / "accelerate_script.py"
 TOLERANCE = 1e-5
 ACCUMULATION = 2
-PASS = 8  # micro-batches of each of two processes in one pass over the data
+PASS = 16 // WORLD  # micro-batches of each process in one pass over the data
 
 BASE = {
     "train_batch_size": "auto",
@@ -44,8 +44,8 @@ def arguments(model: Path, folder: Path) -> list[str]:
 
 
 def launch(model: Path, folder: Path, *options: str) -> dict[str, Any]:
-    """``accelerate launch`` on two processes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes=2"]
+    """``accelerate launch``."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", f"--num_processes={WORLD}"]
     command += [f"--main_process_port={free_port()}", "--mixed_precision=no", *options, str(SCRIPT)]
     command += arguments(model, folder)
     done = subprocess.run(
@@ -59,10 +59,11 @@ def launch(model: Path, folder: Path, *options: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("reference")
-    run_torchrun(SCRIPT, "--cpu", *arguments(tiny_model, folder), world_size=2, timeout=100)
+    run_torchrun(SCRIPT, "--cpu", *arguments(tiny_model, folder), world_size=WORLD, timeout=100)
     return read_json(folder / "report.json"), folder / "out" / "final"
 
 
+@pytest.mark.feature("accelerate", "accelerate launch --deepspeed_config_file")
 @pytest.mark.parametrize(
     ("zero", "more"),
     [
@@ -80,7 +81,7 @@ def test_script_with_a_config_file(
     config = write_json(tmp_path / "ds.json", {**BASE, **more, "zero_optimization": zero})
     ours = launch(tiny_model, tmp_path, f"--deepspeed_config_file={config}")
     theirs, weights = reference
-    assert ours["processes"] == 2
+    assert ours["processes"] == WORLD
     assert ours["type"] == "DistributedType.DEEPSPEED"
     assert len(ours["history"]) == 2 * PASS
     assert largest_difference(ours["history"], theirs["history"]) <= TOLERANCE
@@ -90,6 +91,7 @@ def test_script_with_a_config_file(
 
 
 @pytest.mark.slow
+@pytest.mark.feature("accelerate", "accelerate launch with flags alone")
 def test_script_with_launch_flags_alone(
     reference: tuple[dict[str, Any], Path], tiny_model: Path, tmp_path: Path
 ) -> None:

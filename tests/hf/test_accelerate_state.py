@@ -55,6 +55,15 @@ def test_what_accelerate_writes_itself_is_accepted() -> None:
     plugin.set_deepspeed_weakref()
 
 
+def test_parameter_offload_without_effect_is_dropped_from_what_accelerate_asked_and_from_nothing_else() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu", offload_param_device="cpu")
+    zero = plugin.deepspeed_config["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "nvme_path": None}
+    assert "offload_param" not in zero
+    with pytest.raises(ConfigError, match="offload_param needs stage 3"):
+        HfDeepSpeedConfig({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
+
+
 def test_keys_with_dots_are_ignored_as_trl_expects() -> None:
     config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "zero_optimization.reduce_bucket_size": 1024})
     assert config.is_zero3()
