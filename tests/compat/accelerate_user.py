@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the reference: it computes where the engine does
 LR = 1e-2
 MICRO = 2
 
@@ -74,6 +75,11 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, 
     return rows
 
 
+def plain_batches(world: int, count: int) -> list[list[Tensor]]:
+    """What ``world`` processes see together, batch by batch."""
+    return [[part.to(DEVICE) for part in batch] for batch in DataLoader(dataset(count), batch_size=MICRO * world)]
+
+
 def plain_training(
     world: int, count: int, *, accumulation: int = 1, clip: float = 1.0, lrs: Sequence[float] | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -81,9 +87,9 @@ def plain_training(
 
     The last group of micro-batches may be short; like accelerate it is divided by ``accumulation`` all the same.
     """
-    model = Regressor()
+    model = Regressor().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    batches = list(DataLoader(dataset(count), batch_size=MICRO * world))
+    batches = plain_batches(world, count)
     rows = []
     for index, batch in enumerate(batches):
         loss = loss_of(model, batch)
@@ -96,4 +102,4 @@ def plain_training(
             optimizer.step()
             optimizer.zero_grad()
         rows.append({"loss": loss.item(), "norm": norm, "lr": optimizer.param_groups[0]["lr"]})
-    return rows, {name: value.detach() for name, value in model.state_dict().items()}
+    return rows, {name: value.detach().cpu() for name, value in model.state_dict().items()}

@@ -10,10 +10,19 @@ from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import DummyOptim
 from accelerate.utils.deepspeed import get_active_deepspeed_plugin
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
-from tests.compat.accelerate_user import LR, MICRO, Regressor, dataset, fresh_start, loader, loss_of
+from tests.compat.accelerate_user import (
+    DEVICE,
+    LR,
+    MICRO,
+    Regressor,
+    fresh_start,
+    loader,
+    loss_of,
+    plain_batches,
+    plain_training,
+)
 from tests.compat.common import WORLD, run_user_code
 from tests.compat.test_accelerate_prepare import OPTIMIZER, STAGES, config
 
@@ -101,10 +110,10 @@ def distil(dummy: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("dummy", [False, True], ids=["torch-AdamW", "DummyOptim"])
 def test_a_student_learns_from_a_sharded_teacher(dummy: bool) -> None:
     found = run_user_code(distil, dummy)[0]
-    student, teacher = Regressor(seed=0), Regressor(seed=1)
+    student, teacher = Regressor(seed=0).to(DEVICE), Regressor(seed=1).to(DEVICE)
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
     expected = []
-    for x, _ in DataLoader(dataset(STEPS * MICRO * WORLD), MICRO * WORLD):
+    for x, _ in plain_batches(WORLD, STEPS * MICRO * WORLD):
         loss = nn.functional.mse_loss(student(x), teacher(x).detach())
         loss.backward()
         nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -114,7 +123,7 @@ def test_a_student_learns_from_a_sharded_teacher(dummy: bool) -> None:
     assert found["losses"] == pytest.approx(expected, rel=1e-5)
     assert found["asleep"] == [0] * STEPS  # between the steps each rank holds its shard of the teacher only
     for name, value in teacher.state_dict().items():
-        assert torch.equal(found["teacher"][name], value), name
+        assert torch.equal(found["teacher"][name], value.cpu()), name
 
 
 def two_in_training(first: int, second: int) -> dict[str, Any]:
@@ -161,10 +170,10 @@ def two_in_training(first: int, second: int) -> dict[str, Any]:
 def test_two_models_train_side_by_side(first: int, second: int) -> None:
     found = run_user_code(two_in_training, first, second)[0]
     for index, seed in enumerate((0, 1)):
-        model = Regressor(seed)
+        model = Regressor(seed).to(DEVICE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
         expected = []
-        for batch in DataLoader(dataset(STEPS * MICRO * WORLD), MICRO * WORLD):
+        for batch in plain_batches(WORLD, STEPS * MICRO * WORLD):
             loss = loss_of(model, batch)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -208,8 +217,6 @@ def plugin_options() -> dict[str, Any]:
 
 @pytest.mark.feature("accelerate", "DeepSpeedPlugin(zero_stage=, offload_*=, gradient_*=) without a file")
 def test_a_plugin_without_a_file() -> None:
-    from tests.compat.accelerate_user import plain_training
-
     found = run_user_code(plugin_options)[0]
     rows, _ = plain_training(WORLD, 4 * MICRO * WORLD, accumulation=2, clip=0.5)
     for stage in STAGES:

@@ -10,9 +10,19 @@ import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, skip_first_batches
 from accelerate.utils import DummyOptim, DummyScheduler, ProjectConfiguration, load_checkpoint_in_model
-from torch import nn
 
-from tests.compat.accelerate_user import LR, MICRO, Regressor, fresh_start, loader, loss_of, train
+from tests.compat.accelerate_user import (
+    DEVICE,
+    LR,
+    MICRO,
+    Regressor,
+    dataset,
+    fresh_start,
+    loader,
+    loss_of,
+    plain_batches,
+    train,
+)
 from tests.compat.common import WORLD, run_user_code
 from tests.compat.test_accelerate_prepare import OPTIMIZER, STAGES, WARMUP, config, decay
 
@@ -267,8 +277,6 @@ def test_the_smaller_things_of_a_loop() -> None:
         assert norm > 0
         assert moved == len(Regressor().state_dict())
         assert skipped is False
-    from tests.compat.accelerate_user import dataset
-
     assert found["targets"] == pytest.approx(dataset(5).tensors[1].tolist(), rel=1e-6)
 
 
@@ -292,14 +300,10 @@ def evaluation_only() -> dict[int, Any]:
 
 @pytest.mark.feature("accelerate", "prepare() of a model alone, to evaluate, at every stage", pain="P36")
 def test_evaluation_without_an_optimizer() -> None:
-    from torch.utils.data import DataLoader
-
-    from tests.compat.accelerate_user import dataset
-
     found = run_user_code(evaluation_only)[0]
-    model: nn.Module = Regressor()
+    model = Regressor().to(DEVICE)
     with torch.no_grad():
-        expected = [loss_of(model, batch).item() for batch in DataLoader(dataset(4 * MICRO * WORLD), MICRO * WORLD)]
+        expected = [loss_of(model, batch).item() for batch in plain_batches(WORLD, 4 * MICRO * WORLD)]
     whole = sum(parameter.numel() for parameter in model.parameters())
     for stage in STAGES:
         losses, held_here, no_optimizer = found[stage]
