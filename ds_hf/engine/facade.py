@@ -205,16 +205,23 @@ class EngineFacade:
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """Whole weights on rank 0's CPU, ``None`` elsewhere. Collective.
 
+        Adapters on a frozen model are small and are gathered whatever the configuration says: transformers would write
+        an empty adapter otherwise.
+
         Raises:
             ValueError: ``stage3_gather_16bit_weights_on_model_save`` is off.
         """
-        if self.plan.shards_parameters and not self.zero_gather_16bit_weights_on_model_save():
+        adapters = exclude_frozen_parameters and any(not param.requires_grad for param in self.module.parameters())
+        if self.plan.shards_parameters and not adapters and not self.zero_gather_16bit_weights_on_model_save():
             raise ValueError(
                 "the whole weights are not gathered on save: set "
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to true, or use save_checkpoint() and "
                 "zero_to_fp32.py"
             )
-        return checkpoint_save.consolidated_state_dict(self, exclude_frozen_parameters)
+        state = checkpoint_save.consolidated_state_dict(self, exclude_frozen_parameters)
+        if adapters:
+            self.hooks.keep_root()
+        return state
 
     def save_16bit_model(
         self,

@@ -17,11 +17,13 @@ from torch import Tensor
 from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
+    adapter_names,
     aliases,
     extra_states,
+    flat_buffers,
     loose_parameters,
     module_buffers,
-    parameter_name,
+    names_of,
 )
 from ds_hf.engine.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -44,20 +46,26 @@ __all__ = [
 def consolidated_state_dict(
     engine: Checkpointable, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
-    """Whole weights in the model's dtype and persistent buffers on rank 0's CPU, ``None`` elsewhere. Collective."""
+    """Whole weights in the model's dtype and persistent buffers on rank 0's CPU, ``None`` elsewhere. Collective.
+
+    Args:
+        exclude_frozen_parameters: leave out what does not train; adapters stay, also those that are switched off.
+    """
     first = engine.axis.rank == 0
+    adapters = adapter_names(engine.module)
     state: dict[str, Tensor] = {}
-    for unit in engine.units:
-        if exclude_frozen_parameters and not any(param.requires_grad for param in unit.params):
-            continue
-        with torch.no_grad(), unshard([buffer for buffer in unit.buffers if buffer.sharded]):
-            for param in unit.params if first else ():
-                if param.requires_grad or not exclude_frozen_parameters:
-                    state[parameter_name(engine, param)] = param.detach().to("cpu", copy=True)
+
+    def wanted(name: str, param: Tensor) -> bool:
+        return not exclude_frozen_parameters or param.requires_grad or not adapters.isdisjoint(name.split("."))
+
+    for buffer in flat_buffers(engine):
+        named = [(n, p) for n, p in zip(names_of(engine, buffer), buffer.params, strict=True) if wanted(n, p)]
+        with torch.no_grad(), unshard([buffer] if buffer.sharded and named else []):
+            state.update({name: param.detach().to("cpu", copy=True) for name, param in named if first})
     if not first:
         return None
     for name, param in loose_parameters(engine).items():
-        if param.requires_grad or not exclude_frozen_parameters:
+        if wanted(name, param):
             state[name] = param.detach().to("cpu", copy=True)
     buffers, tied = module_buffers(engine.module)
     state.update({name: value.detach().to("cpu", copy=True) for name, value in buffers.items()})

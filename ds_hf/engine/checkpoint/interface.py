@@ -20,6 +20,7 @@ from ds_hf.engine.zero.unit import Unit
 
 __all__ = [
     "Checkpointable",
+    "adapter_names",
     "aliases",
     "dtype_name",
     "extra_states",
@@ -79,6 +80,13 @@ def names_of(engine: Checkpointable, buffer: FlatBuffer) -> Sequence[str]:
 def is_left_out(params: Iterable[Tensor], exclude_frozen: bool) -> bool:
     """Whether a checkpoint without frozen parameters has nothing of ``params``, which are stored together."""
     return exclude_frozen and not any(param.requires_grad for param in params)
+
+
+def adapter_names(module: nn.Module) -> frozenset[str]:
+    """Names of the PEFT adapters on ``module``, also of those that do not train now; they are parts of their
+    parameters' names."""
+    configs = getattr(module, "peft_config", None)
+    return frozenset(configs) if isinstance(configs, dict) else frozenset()
 
 
 def loose_parameters(engine: Checkpointable) -> dict[str, nn.Parameter]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.external import external_parameters
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.reduction import Reducer
@@ -73,6 +74,7 @@ class UnitHooks:
         self._external_modules: list[nn.Module] = []
         self._calls: dict[Unit, _Call] = {}
         self._begun: set[_Call] = set()  # calls that the present backward has reached
+        self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
         self._flush_queued = False
         self.driven = False  # Engine.backward runs: it flushes by itself
         self.needs_scale = False  # gradients carry a loss scale
@@ -105,9 +107,25 @@ class UnitHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self._let_root_go()
         for module in self._external_modules:
             module.__dict__.pop("_ds_attach_external", None)
         self._external_modules.clear()
+
+    def keep_root(self) -> None:
+        """Gather the root until the model is called next. Collective.
+
+        After adapters were gathered to be saved: of prompt encoders PEFT saves what they compute, on one rank alone.
+        """
+        for buffer in self.units[0].buffers if not self._kept else ():
+            if buffer.sharded:
+                buffer.gather()
+                buffer.holds += 1
+                self._kept.append(buffer)
+
+    def _let_root_go(self) -> None:
+        while self._kept:
+            self._kept.pop().holds -= 1
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -152,6 +170,8 @@ class UnitHooks:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._kept and module is self.units[0].module:
+            self._let_root_go()
         unit.gather()
         if not in_backward():
             unit.depth += 1

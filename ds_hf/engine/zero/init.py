@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
@@ -109,7 +110,8 @@ class Init:
         shard_device = remote_device
         if source is not None:
             row = plan_states(load_config(source, allow_auto=True, check_batch=False)).parameters
-            dtype = dtype or (getattr(torch, row.dtype) if row.dtype else torch.float32)
+            # Neither fp16 nor bf16: as the model is written, or from_pretrained(dtype=...) asks, like at other stages.
+            dtype = dtype or (getattr(torch, row.dtype) if row.dtype else None)
             shard_device = shard_device or (row.device if row.device != "device" else None)
         init_distributed()
         self.dtype = dtype
@@ -193,15 +195,22 @@ class Init:
             if param is None or not param.is_floating_point():
                 continue
             home = home_of(param)
-            if home is None or not home.buffer.sharded:
-                FlatBuffer(
-                    [param],
-                    self.axis,
-                    dtype=self.dtype or param.dtype,
-                    device=self.device,
-                    sharded=True,
-                    shard_device=self.shard_device,
-                ).adopt()
+            if home is not None and home.buffer.sharded:
+                continue
+            buffer = FlatBuffer(
+                [param],
+                self.axis,
+                dtype=self.dtype or param.dtype,
+                device=self.device,
+                sharded=True,
+                shard_device=self.shard_device,
+            )
+            buffer.adopt()
+            if isinstance(module, ParametrizationList):
+                # What it computes (weight norm) is an attribute that model code reads at any time, also on one rank
+                # alone: these few parameters stay gathered until initialize() puts them into units.
+                buffer.gather()
+                buffer.holds += 1
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:

@@ -84,6 +84,7 @@ def dtypes_and_bytes() -> None:
         ({"config": {**AUTO, "fp16": {"enabled": True}}}, torch.float16),
         ({"dtype": torch.float16}, torch.float16),
         ({}, torch.float32),
+        ({"config": AUTO}, torch.float32),
     ]:
         model = built(**kwargs)
         width = 4 if dtype is torch.float32 else 2
