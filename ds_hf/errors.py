@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CheckpointError", "ConfigError", "DsHfError", "Fault", "LossScaleError"]
+__all__ = ["CheckpointError", "ConfigError", "DivergenceError", "DsHfError", "Fault", "LossScaleError"]
 
 
 class DsHfError(RuntimeError):
@@ -61,3 +61,7 @@ class CheckpointError(DsHfError):
 
 class LossScaleError(DsHfError, RuntimeError):
     """The fp16 loss scale is at its minimum and gradients still overflow (DeepSpeed key ``fp16.min_loss_scale``)."""
+
+
+class DivergenceError(DsHfError):
+    """Ranks do not issue the same collectives; the text says where they parted and where each of them is."""

@@ -18,7 +18,7 @@ from ds_hf.config.types import Config
 from ds_hf.engine import progress
 from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
-from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis
+from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
 from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.lr_schedules import build_scheduler
@@ -86,6 +86,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     axis = data_parallel_axis(mpu)
     settings = load_config(source, world_size=axis.world_size)
+    watch_for_hangs(axis, settings.ds_hf.hang_timeout)
     plan = plan_states(settings)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
     parts = _make_parts(settings, plan, axis, model, inner)
@@ -188,6 +189,7 @@ def _make_parts(
     for unit in units:
         for params in _by_layout(unit, group_of, dtype):
             buffer = _make_buffer(params, plan, axis, dtype, device)
+            buffer.name_for_logs(unit.name or "the model's root")
             staged = buffer.adopt()
             unit.buffers.append(buffer)
             if group_of.get(id(params[0]), _FROZEN) != _FROZEN:

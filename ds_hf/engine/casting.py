@@ -45,5 +45,5 @@ def place_buffers(model: nn.Module, axis: Axis, device: torch.device, dtype: tor
             if not placed.is_contiguous():
                 placed = placed.contiguous()
             if placed.numel():
-                collectives.broadcast(placed, axis)
+                collectives.broadcast(placed, axis, what="a buffer of the model")
             module._buffers[name] = placed

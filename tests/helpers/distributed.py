@@ -42,7 +42,7 @@ PRELOAD = [
     "accelerate",
     "tests.helpers.distributed",
 ]
-TAIL_CHARS = 6000
+TAIL_CHARS = 12000
 GRACE_S = 1.0
 MARK = "DS_HF_TEST_RUN"
 

@@ -147,6 +147,7 @@ class DsHfSection:
 
     compat_schedules: Literal["deepspeed", "strict"] = "deepspeed"
     compile: Literal["blocks"] | Literal[False] = False
+    hang_timeout: float | None = None
 
 
 @dataclass(frozen=True)

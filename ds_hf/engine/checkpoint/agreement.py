@@ -25,7 +25,8 @@ def collect(axis: Axis, value: T) -> list[T]:
     if axis.world_size == 1:
         return [value]
     values: list[T | None] = [None] * axis.world_size
-    dist.all_gather_object(values, value, group=axis.group)
+    with axis.log("all-gather", "what each rank has to say about a checkpoint"):
+        dist.all_gather_object(values, value, group=axis.group)
     return values  # type: ignore[return-value]
 
 
@@ -34,7 +35,8 @@ def share(axis: Axis, value: T) -> T:
     if axis.world_size == 1:
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, axis.global_rank(0), group=axis.group)
+    with axis.log("broadcast", "what rank 0 has to say about a checkpoint"):
+        dist.broadcast_object_list(holder, axis.global_rank(0), group=axis.group)
     return holder[0]
 
 

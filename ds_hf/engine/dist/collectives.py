@@ -1,7 +1,8 @@
 """Every collective the engine issues on model states, all in one file.
 
 Shapes: ``full`` is ``[world_size * n]``, ``shard`` is ``[n]``; both flat, contiguous and of one dtype. With one
-process nothing is communicated and ``full`` may be the very tensor ``shard``.
+process nothing is communicated and ``full`` may be the very tensor ``shard``. ``what`` says in the log of the axis, by
+which hangs are explained, whose values they are.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(full: Tensor, shard: Tensor, axis: Axis) -> None:
+def all_gather(full: Tensor, shard: Tensor, axis: Axis, what: str = "") -> None:
     """Fill ``full`` with every rank's ``shard``; ``shard`` may be this rank's slice of ``full``."""
     if axis.world_size == 1:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return
-    _all_gather(full, shard, group=axis.group)
+    with axis.log("all-gather", what, shard):
+        _all_gather(full, shard, group=axis.group)
 
 
-def reduce_gradient(full: Tensor, axis: Axis, *, scatter: bool, scale_before: float, scale_after: float) -> Tensor:
+def reduce_gradient(
+    full: Tensor, axis: Axis, *, scatter: bool, scale_before: float, scale_after: float, what: str = ""
+) -> Tensor:
     """Sum ``full`` over the axis and return this rank's shard of it (``scatter``) or all of it.
 
     ``scale_before`` multiplies before the sum: fp16 sums overflow otherwise. ``full`` is consumed.
@@ -41,36 +45,42 @@ def reduce_gradient(full: Tensor, axis: Axis, *, scatter: bool, scale_before: fl
     if axis.world_size > 1:
         if scatter:
             result = full.new_empty(full.numel() // axis.world_size)
-            _reduce_scatter(result, full, group=axis.group)
+            with axis.log("reduce-scatter", what, full):
+                _reduce_scatter(result, full, group=axis.group)
         else:
-            dist.all_reduce(full, group=axis.group)
+            with axis.log("all-reduce", what, full):
+                dist.all_reduce(full, group=axis.group)
     return result.mul_(scale_after) if scale_after != 1.0 else result
 
 
-def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
+def all_reduce_sum(tensor: Tensor, axis: Axis, what: str = "") -> Tensor:
     """Sum a small tensor over the axis, in place."""
     if axis.world_size > 1:
-        dist.all_reduce(tensor, group=axis.group)
+        with axis.log("all-reduce", what, tensor):
+            dist.all_reduce(tensor, group=axis.group)
     return tensor
 
 
-def all_reduce_max(tensor: Tensor, axis: Axis) -> Tensor:
+def all_reduce_max(tensor: Tensor, axis: Axis, what: str = "") -> Tensor:
     """Maximum of a small tensor over the axis, in place."""
     if axis.world_size > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+        with axis.log("all-reduce (max)", what, tensor):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
     return tensor
 
 
-def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> None:
+def broadcast(tensor: Tensor, axis: Axis, source: int = 0, what: str = "") -> None:
     """Copy ``tensor`` of the rank ``source`` of the axis to all, in place."""
     if axis.world_size > 1:
-        dist.broadcast(tensor, axis.global_rank(source), group=axis.group)
+        with axis.log("broadcast", what, tensor):
+            dist.broadcast(tensor, axis.global_rank(source), group=axis.group)
 
 
 def barrier(axis: Axis) -> None:
     """Wait for every process of the axis."""
     if axis.world_size > 1:
-        if torch.cuda.is_available() and dist.get_backend(axis.group) == "nccl":
-            dist.barrier(group=axis.group, device_ids=[torch.cuda.current_device()])
-        else:
-            dist.barrier(group=axis.group)
+        with axis.log("barrier", "the processes"):
+            if torch.cuda.is_available() and dist.get_backend(axis.group) == "nccl":
+                dist.barrier(group=axis.group, device_ids=[torch.cuda.current_device()])
+            else:
+                dist.barrier(group=axis.group)

@@ -5,14 +5,27 @@ Invariant: an ``Axis`` is only made once the process group exists; its ``rank`` 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["Axis", "compute_device", "data_parallel_axis"]
+from ds_hf.engine.dist.board import open_board
+from ds_hf.engine.dist.log import CollectiveLog
+from ds_hf.engine.dist.watch import Watch
+
+__all__ = ["Axis", "compute_device", "data_parallel_axis", "watch_for_hangs"]
+
+# A log lives as long as its process group, whoever makes engines on it; the numbers keep their keys in the store apart.
+_logs: WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = WeakKeyDictionary()
+_log_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -23,11 +36,13 @@ class Axis:
         group: the process group, ``None`` for torch's default group.
         rank: this process's position along the axis.
         world_size: number of processes along the axis.
+        log: what this process issued on the axis; one for all engines on the same group.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     world_size: int
+    log: CollectiveLog = field(default_factory=CollectiveLog, compare=False, repr=False)
 
     def global_rank(self, rank: int) -> int:
         """Global rank of the process at position ``rank`` of this axis."""
@@ -46,7 +61,47 @@ def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) 
     """The data-parallel axis: ``group``, or that of a Megatron-style ``mpu``, or all processes."""
     if group is None and mpu is not None:
         group = mpu.get_data_parallel_group()
-    return Axis(group, dist.get_rank(group), dist.get_world_size(group))
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    key = dist.group.WORLD if group is None else group
+    assert key is not None
+    if key not in _logs:
+        number = next(_log_numbers)
+        _logs[key] = CollectiveLog()
+        if world_size > 1:
+            _logs[key].store = store = PrefixStore(
+                f"ds_hf/{number}/{key.group_name}/{dist.get_global_rank(key, 0)}", _get_default_store()
+            )
+            with contextlib.suppress(RuntimeError):  # a store that cannot do it: no board then
+                _logs[key].board = open_board(store, rank, world_size)
+    return Axis(group, rank, world_size, _logs[key])
+
+
+def watch_for_hangs(axis: Axis, timeout: float | None) -> None:
+    """Have a thread report when ranks diverge, see ``watch``. All ranks call it; a second call sets the time.
+
+    Args:
+        timeout: seconds without progress after which a rank that others wait for is said to hang; ``None`` for nine
+            tenths of the group's own timeout, so that the report comes before torch's; 0 for no watch.
+    """
+    log = axis.log
+    if timeout is None:
+        timeout = 0.9 * _group_timeout(axis.group)
+    if log.watch is not None:
+        log.watch.timeout = timeout or float("inf")
+    elif timeout and log.store is not None:
+        with contextlib.suppress(RuntimeError):  # a store that has no second connection
+            connection: Any = log.store
+            log.watch = Watch(log, connection.clone(), axis.rank, axis.world_size, timeout)
+
+
+def _group_timeout(group: dist.ProcessGroup | None) -> float:
+    """Seconds that torch lets a collective of the group take."""
+    key = dist.group.WORLD if group is None else group
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    try:
+        return float(key._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # a backend of somebody else's
+        return dist.default_pg_timeout.total_seconds()
 
 
 def compute_device() -> torch.device:

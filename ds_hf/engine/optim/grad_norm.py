@@ -36,7 +36,7 @@ def global_norm(
         norms += torch._foreach_norm(wide, 2) if wide else []
         squares = torch.stack([n.to(device, torch.float32) for n in norms]).square().sum()
     if not whole:
-        squares = collectives.all_reduce_sum(squares.to(axis_device or device), axis).to(device)
+        squares = collectives.all_reduce_sum(squares.to(axis_device or device), axis, "the gradient norm").to(device)
     return squares.sqrt()
 
 

@@ -55,14 +55,14 @@ def _full(home: ParamHome, states: _States, owned: Tensor | None) -> Tensor | No
     buffer, slot = home.buffer, home.slot
     if not states.whole and buffer.axis.world_size > 1:
         present = torch.tensor(float(owned is not None), device=buffer.device)
-        if collectives.all_reduce_max(present, buffer.axis) and owned is None:
+        if collectives.all_reduce_max(present, buffer.axis, "the presence of a state") and owned is None:
             owned = torch.zeros(buffer.layout.shard_numel, device=buffer.device)
     if owned is None:
         return None
     whole = owned
     if not states.whole and buffer.axis.world_size > 1:
         whole = torch.empty(buffer.layout.numel, dtype=owned.dtype, device=buffer.device)
-        collectives.all_gather(whole, owned.to(buffer.device), buffer.axis)
+        collectives.all_gather(whole, owned.to(buffer.device), buffer.axis, buffer.states_label)
     return whole[slot.offset : slot.end].view(slot.shape).to(buffer.device, copy=True)
 
 

@@ -118,6 +118,7 @@ class FlatBuffer:
     ) -> None:
         self.params = tuple(params)
         self.axis = axis
+        self.name_for_logs(f"parameters of shape {', '.join(str(tuple(logical_shape(p))) for p in self.params[:3])}")
         self.dtype = dtype
         self.device = device
         self.sharded = sharded
@@ -129,6 +130,12 @@ class FlatBuffer:
         self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
         self.frozen = not any(p.requires_grad for p in params)
         self.placeholder = torch.empty(0, dtype=dtype, device=device)
+
+    def name_for_logs(self, name: str) -> None:
+        """What the log of collectives calls this buffer: the path of its module."""
+        self.weights_label = f"the weights of {name}"
+        self.gradients_label = f"the gradients of {name}"
+        self.states_label = f"an optimizer state of {name}"
 
     # -- taking values over -------------------------------------------------------------------------------------
 
@@ -151,7 +158,7 @@ class FlatBuffer:
                 staged[slot.offset : slot.end].view(slot.shape).copy_(param.data)
                 param.data = self.placeholder  # free the source at once: the peak is one parameter
         if synchronize:
-            collectives.broadcast(staged, self.axis)
+            collectives.broadcast(staged, self.axis, what=self.weights_label)
         self._place(staged.to(self.dtype) if wide != self.dtype else staged)
         return staged
 
@@ -165,12 +172,20 @@ class FlatBuffer:
             self.full = full
             self.shard = full[low:high]
         self.aliased = not self.sharded or self.shard.data_ptr() == self.full.data_ptr()
-        self.views = tuple(self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots)
+        self._make_views()
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             _mark(param, self, slot)
         self._attach()
         if self.sharded:
             self.release(force=True)
+
+    def _make_views(self) -> None:
+        self.views = tuple(self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots)
+        self._own_users = self._storage_users()
+
+    def _storage_users(self) -> int:
+        """How many tensors share the storage of ``full``."""
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
 
     # -- gather and release -------------------------------------------------------------------------------------
 
@@ -181,11 +196,19 @@ class FlatBuffer:
         if not self.aliased:
             self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
             with torch.no_grad():
-                collectives.all_gather(self.full, self.shard.to(self.device, non_blocking=True), self.axis)
+                collectives.all_gather(
+                    self.full, self.shard.to(self.device, non_blocking=True), self.axis, self.weights_label
+                )
         self._attach()
 
-    def release(self, *, force: bool = False) -> None:
-        """Give the whole parameters' memory back; nothing happens while a ``GatheredParameters`` holds it."""
+    def release(self, *, force: bool = False, spare_users: bool = False) -> None:
+        """Give the whole parameters' memory back; nothing happens while a ``GatheredParameters`` holds it.
+
+        Args:
+            force: also while it is held, or released already.
+            spare_users: other tensors may still use the storage (``state_dict()`` taken inside a
+                ``GatheredParameters``): then they keep it, and the buffer starts another one.
+        """
         if not self.sharded or (self.state is BufferState.RELEASED and not force):
             return
         if self.holds and not force:
@@ -196,6 +219,9 @@ class FlatBuffer:
             param.data = self.placeholder
             param.ds_status = ParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
         if not self.aliased:
+            if spare_users and self._storage_users() > self._own_users:
+                self.full = torch.empty_like(self.full)
+                self._make_views()
             self.full.untyped_storage().resize_(0)
         self.state = BufferState.RELEASED
 
@@ -228,7 +254,7 @@ class FlatBuffer:
                     "place (param.data.copy_(...))"
                 )
         if not whole:
-            collectives.all_gather(self.full, self.shard, self.axis)
+            collectives.all_gather(self.full, self.shard, self.axis, self.weights_label)
 
     @torch.no_grad()
     def write_back(self, source_rank: int | None = None) -> None:
@@ -242,7 +268,7 @@ class FlatBuffer:
                 view.copy_(param.data)
                 param.data = view
         if source_rank is not None:
-            collectives.broadcast(self.full, self.axis, source_rank)
+            collectives.broadcast(self.full, self.axis, source_rank, self.weights_label)
         if not self.aliased:
             low, high = self.layout.shard_range(self.axis.rank)
             self.shard.copy_(self.full[low:high])
@@ -308,4 +334,4 @@ def unshard(buffers: Sequence[FlatBuffer]) -> Iterator[None]:
         for buffer in buffers:
             buffer.holds -= 1
             if buffer.release_wanted and not buffer.holds:
-                buffer.release()
+                buffer.release(spare_users=True)

@@ -110,6 +110,7 @@ class GradientBuffer:
             scatter=not self.policy.whole,
             scale_before=self.policy.scale_before,
             scale_after=self.policy.scale_after,
+            what=self.buffer.gradients_label,
         ).to(self.policy.device)
         self.partial = None
         if self.owned is None:

@@ -117,7 +117,7 @@ class Reducer:
         used = [*self.used, *(unit for unit in self.units if unit not in self.used)]
         first = self._order[0].buffer
         indices = torch.tensor([self.units.index(unit) for unit in used], device=first.device)
-        collectives.broadcast(indices, first.axis)
+        collectives.broadcast(indices, first.axis, what="the order of the units")
         self._order = self._reversed([self.units[index] for index in indices.tolist()])
         self._agreed = True
 

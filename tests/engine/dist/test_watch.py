@@ -1,0 +1,158 @@
+"""Ranks that diverge end with the first collective that differs, its module, and where each of them is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hf.engine.builder import initialize
+from ds_hf.engine.dist.watch import Watch
+from ds_hf.engine.engine import Engine
+from tests.helpers.distributed import DistributedFailure, run_distributed, run_torchrun
+from tests.helpers.parity import base_config
+
+SGD = {"type": "SGD", "params": {"lr": 0.05}}
+SCRIPT = Path(__file__).parent / "diverging_script.py"
+
+
+class Branches(nn.Module):
+    """Calls the branch that it is told to."""
+
+    def __init__(self, widths: tuple[int, int]) -> None:
+        super().__init__()
+        self.common = nn.Linear(4, 4)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4)) for width in widths)
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](self.common(x)).square().mean()
+
+
+def make(widths: tuple[int, int] = (4, 4), stage: int = 3, hang_timeout: float = 2.0) -> Engine:
+    torch.manual_seed(1)
+    config = {**base_config(stage, optimizer=SGD), "ds_hf": {"hang_timeout": hang_timeout}}
+    return initialize(model=Branches(widths), config=config)[0]
+
+
+def step(engine: Engine, branch: int) -> None:
+    engine.backward(engine(torch.ones(2, 4), branch))
+    engine.step()
+
+
+def other_branch_on_rank_1(widths: tuple[int, int]) -> None:
+    engine = make(widths)
+    for _ in range(3):
+        step(engine, 0)
+    step(engine, dist.get_rank())
+
+
+def one_rank_computes_for_ever() -> None:
+    engine = make()
+    step(engine, 0)
+    if dist.get_rank() == 1:
+        wait_for_ever()
+    step(engine, 0)
+
+
+def wait_for_ever() -> None:
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("widths", [(4, 4), (4, 300)], ids=["same size", "other size"])
+def test_other_layers_on_one_rank(widths: tuple[int, int]) -> None:
+    """Of the same size the weights would be mixed up without a word; of another size gloo would abort."""
+    with pytest.raises(DistributedFailure) as failure:
+        run_distributed(other_branch_on_rank_1, 2, widths, timeout=50)
+    text = str(failure.value)
+    assert "DivergenceError: the ranks of this run issue different collectives" in text
+    assert "First difference: collective" in text
+    assert "rank 0: all-gather of the weights of branches.0" in text
+    assert "rank 1: all-gather of the weights of branches.1" in text
+    assert text.count("in other_branch_on_rank_1") >= 2, "the stacks of both ranks"
+
+
+def test_a_rank_that_does_not_come() -> None:
+    start = time.monotonic()
+    with pytest.raises(DistributedFailure) as failure:
+        run_distributed(one_rank_computes_for_ever, 2, timeout=50)
+    text = str(failure.value)
+    assert time.monotonic() - start < 30
+    assert "waits for rank 1, which has issued nothing for" in text
+    assert "rank 0: all-gather of the weights of the model's root" in text
+    assert "rank 1: nothing, for" in text
+    assert "in wait_for_ever" in text
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("return", "rank 1: ended before it"),
+        ("evaluate", "rank 1: all-gather of the weights of 0"),
+        ("raise", "ValueError: the data of rank 1 are bad"),  # its own traceback; no hang of the other
+    ],
+)
+def test_scripts(how: str, expected: str) -> None:
+    """Under torchrun: a rank raises, has fewer batches than the other, or alone evaluates."""
+    with pytest.raises(DistributedFailure) as failure:
+        run_torchrun(SCRIPT, how, world_size=2, timeout=60)
+    assert expected in str(failure.value)
+
+
+def healthy(stage: int) -> tuple[int, int, bool]:
+    engine = make(stage=stage, hang_timeout=0.5)
+    for _ in range(3):
+        step(engine, 0)
+    time.sleep(1.5)  # longer than the time limit: all ranks are equally far
+    step(engine, 1)
+    watch = engine.axis.log.watch
+    assert watch is not None
+    return engine.axis.log.count, engine.axis.log.digest, watch.store.check(["alarm"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_healthy_ranks_have_the_same_log_and_are_left_alone(stage: int) -> None:
+    first, second = run_distributed(healthy, 2, stage, timeout=60)
+    assert first == second
+    assert first[0] > 10
+    assert not first[2]
+
+
+def several_engines() -> list[bool]:
+    """Engines of one process share the log and the thread; none is left without."""
+    engines = [make(), make(stage=1, hang_timeout=7.0), make(hang_timeout=0)]
+    step(engines[0], 0)
+    logs = {id(engine.axis.log) for engine in engines}
+    watch = engines[0].axis.log.watch
+    assert isinstance(watch, Watch)
+    return [len(logs) == 1, watch.timeout == float("inf")]
+
+
+def test_engines_share_a_watch() -> None:
+    assert run_distributed(several_engines, 2, timeout=60) == [[True, True]] * 2
+
+
+def hosts_apart(widths: tuple[int, int]) -> None:
+    """Without shared memory, as on two hosts, equal sizes do not hang: digests tell."""
+    engine = make(widths, hang_timeout=4.0)
+    engine.axis.log.board = None
+    for _ in range(2000):
+        step(engine, dist.get_rank())
+
+
+def test_ranks_on_other_hosts() -> None:
+    with pytest.raises(DistributedFailure) as failure:
+        run_distributed(hosts_apart, 2, (4, 4), timeout=60)
+    assert "issue different collectives" in str(failure.value)
+
+
+def alone() -> Any:
+    return make().axis.log.watch
+
+
+def test_one_process_has_no_watch() -> None:
+    assert run_distributed(alone, 1, timeout=60) == [None]
