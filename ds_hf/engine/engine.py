@@ -278,6 +278,11 @@ class Engine(EngineFacade, nn.Module):
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
         self.step_hooks.clear()
 
+    @property
+    def destroyed(self) -> bool:
+        """Whether ``destroy`` was called."""
+        return self._destroyed
+
     def _release_units(self) -> None:
         for unit in self.units:
             unit.release()

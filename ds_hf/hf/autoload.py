@@ -30,7 +30,9 @@ HOOKS = {
     "accelerate.state": ("ds_hf.hf.accelerate_state", "wrap_state"),
     "accelerate.utils.deepspeed": ("ds_hf.hf.accelerate_state", "wrap_config"),
     "transformers.training_args": ("ds_hf.hf.training_args", "wrap_training_args"),
-    "transformers.integrations.deepspeed": ("ds_hf.hf.auto", "wrap_integration"),
+    "transformers.integrations.deepspeed": ("ds_hf.hf.integration", "wrap_integration"),
+    "transformers.modeling_utils": ("ds_hf.hf.modeling", "wrap_modeling"),
+    "transformers.trainer": ("ds_hf.hf.trainer", "wrap_trainer"),
 }
 
 

@@ -101,6 +101,7 @@ class ShardedOptimizer(Optimizer):
             gradient: list(self._make_segments(gradient, indices)) for gradient, indices in groups.items()
         }
         self._take_over_state()
+        self._given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
         self._update: Callable[..., None] | None = streamed_update(inner)
@@ -292,10 +293,10 @@ class ShardedOptimizer(Optimizer):
         return None if self._norm is None else float(self._norm) / self._norm_scale
 
     def free(self) -> None:
-        """Drop masters, moments and gradients (``engine.destroy``)."""
+        """Drop masters, moments and gradients (``engine.destroy``); the inner optimizer has the model's own again."""
         self.reducer.clear()
-        for group in self.optimizer.param_groups:
-            group["params"] = []
+        for group, params in zip(self.optimizer.param_groups, self._given, strict=True):
+            group["params"] = params
         self.optimizer.state.clear()
         self.masters.clear()
         self.segments.clear()

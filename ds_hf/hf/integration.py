@@ -1,0 +1,75 @@
+"""Hooks on ``transformers.integrations.deepspeed``: what ``deepspeed_init`` forgets or refuses.
+
+- The optimizer and scheduler that were given to the Trainer: transformers drops them without a word and makes AdamW.
+- Evaluation without training: transformers takes stage 3 alone for it, and throws the optimizer out of the
+  configuration for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import wrapt
+from torch.optim import Optimizer
+
+from ds_hf.hf import auto
+from ds_hf.log import warn_once
+
+__all__ = ["wrap_integration"]
+
+SECTION = "_ds_hf_optimizer"  # where the configuration keeps its optimizer section while there is none
+GIVEN = "_ds_hf_given"  # where the Trainer keeps the optimizer and scheduler that it was given
+
+
+def wrap_integration(module: ModuleType) -> None:
+    """Hook of ``transformers.integrations.deepspeed``."""
+    auto.wrap_integration(module)
+    wrapt.wrap_function_wrapper(module, "deepspeed_init", _init)
+
+
+def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    trainer = args[0] if args else kwargs["trainer"]
+    hf_config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    if kwargs.get("inference", len(args) > 2 and args[2]):
+        return _init_inference(lambda: wrapped(*args, **kwargs), hf_config)
+    if hasattr(hf_config, SECTION):
+        hf_config.config["optimizer"] = hf_config.__dict__.pop(SECTION)
+    given, given_scheduler = _given(trainer)
+    optimizer, scheduler = wrapped(*args, **kwargs)
+    if given is None:
+        return optimizer, scheduler
+    if not isinstance(optimizer, Optimizer):  # a placeholder: the configuration names one
+        warn_once(f"the {type(given).__name__} given to the Trainer is not used: the configuration has an optimizer")
+        return optimizer, scheduler
+    trainer.optimizer = given
+    return given, scheduler if scheduler is not None else given_scheduler
+
+
+def _given(trainer: Any) -> tuple[Any, Any]:
+    """``optimizers=`` of the Trainer; what it holds in their place after a first ``train()`` are wrappers."""
+    if trainer.optimizer is None:  # none given, or model_init made a new model
+        return None, None
+    if GIVEN not in trainer.__dict__:
+        trainer.__dict__[GIVEN] = (
+            (trainer.optimizer, trainer.lr_scheduler) if not _is_wrapper(trainer) else (None, None)
+        )
+    found: tuple[Any, Any] = trainer.__dict__[GIVEN]
+    return found
+
+
+def _is_wrapper(trainer: Any) -> bool:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    return isinstance(trainer.optimizer, AcceleratedOptimizer)
+
+
+def _init_inference(init: Callable[[], Any], hf_config: Any) -> Any:
+    if "optimizer" in hf_config.config:
+        hf_config.__dict__[SECTION] = hf_config.config["optimizer"]
+    hf_config.is_zero3 = lambda: True  # what transformers asks before it refuses
+    try:
+        return init()
+    finally:
+        del hf_config.is_zero3

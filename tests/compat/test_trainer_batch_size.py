@@ -1,0 +1,83 @@
+"""``auto_find_batch_size``: real allocations that cannot succeed, at every stage, on all ranks or on one alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from tests.compat.common import WORLD, largest_difference, run_user_code
+from tests.compat.trainer_code import STAGES, TOLERANCE, config, fit, history, make_trainer
+
+FITS = 2  # samples of a micro-batch
+HUGE = 1 << 60  # bytes that no machine has
+
+
+class Hungry(Trainer):
+    """Asks for too much memory in the midst of the last block when a batch is larger than ``FITS``."""
+
+    where = "forward"
+    only_rank: int | None = None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        block = self.model.model.layers[-1].mlp
+        hooks = {"forward": block.register_forward_hook, "backward": block.register_full_backward_hook}
+        handle = None
+        if len(inputs["input_ids"]) > FITS and self.only_rank in (None, self.args.process_index):
+            handle = hooks[self.where](lambda *_: void(torch.empty(HUGE, dtype=torch.uint8, device=self.args.device)))
+        try:
+            return super().training_step(model, inputs, *args, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+
+def void(_: Any) -> None:
+    """A hook that returns nothing."""
+
+
+def find(folder: Path, stage: int, only_rank: int | None) -> Any:
+    """Batch sizes that were found, and what was logged beside what the size that fits logs."""
+    results = []
+    for where in ("forward", "backward"):
+        Hungry.where, Hungry.only_rank = where, only_rank
+        more = {"auto_find_batch_size": True, "gradient_accumulation_steps": 2, "trainer_class": Hungry}
+        trainer = make_trainer(folder, config(stage), per_device_train_batch_size=FITS + 1, **more)
+        trainer.train()
+        results.append((trainer.deepspeed.get_batch_info(), history(trainer)))
+    return results, fit(folder, config(stage), per_device_train_batch_size=FITS, gradient_accumulation_steps=2)
+
+
+@pytest.mark.feature("Trainer", "`auto_find_batch_size`, out of memory on all ranks or on one", pain="P10")
+@pytest.mark.parametrize(
+    ("stage", "only_rank"),
+    [
+        pytest.param(stage, rank, marks=() if (stage, rank) in ((2, WORLD - 1), (3, WORLD - 1)) else pytest.mark.slow)
+        for stage in STAGES
+        for rank in (None, WORLD - 1)
+    ],
+)
+def test_batch_size_is_lowered_until_it_fits(stage: int, only_rank: int | None, tmp_path: Path) -> None:
+    """As without DeepSpeed the steps of accumulation stay as they were, so the global batch shrinks."""
+    for results, expected in run_user_code(find, tmp_path, stage, only_rank, timeout=60):
+        for batch, logged in results:
+            assert batch == (FITS * 2 * WORLD, FITS, 2)
+            assert largest_difference(logged, expected) <= TOLERANCE
+
+
+def never(folder: Path) -> str:
+    Hungry.where, Hungry.only_rank = "forward", None
+    trainer = make_trainer(folder, config(2), per_device_train_batch_size=4, trainer_class=Hungry)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+def test_out_of_memory_is_an_error_where_nobody_asked(tmp_path: Path) -> None:
+    messages = run_user_code(never, tmp_path)
+    assert all("allocate" in message for message in messages)

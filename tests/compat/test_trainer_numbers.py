@@ -1,0 +1,328 @@
+"""How a Trainer is told to train: every logged loss, gradient norm and learning rate as without DeepSpeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from tests.compat.common import WORLD, largest_difference, run_user_code
+from tests.compat.trainer_code import (
+    STAGES,
+    TOLERANCE,
+    assert_equal_histories,
+    config,
+    fit,
+    histories,
+    history,
+    make_trainer,
+    tiny_llama,
+)
+
+SHARDED = (2, 3)
+
+
+def compare(folder: Path, *stages: int, **more: Any) -> list[dict[str, float]]:
+    """Run on all ranks, without DeepSpeed and at each stage; returns rank 0's history without DeepSpeed."""
+    results = run_user_code(histories, folder, stages or STAGES, more)
+    for result in results:
+        assert_equal_histories(result)
+    return results[0][0]  # type: ignore[no-any-return]
+
+
+# -- accumulation (P27) -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("Trainer", "gradient accumulation, `num_items_in_batch`, last group shorter, epochs", pain="P27")
+def test_accumulation_over_epochs_whose_last_group_is_shorter(tmp_path: Path) -> None:
+    # 11 batches of 2 a rank (WORLD 2) in groups of 4: the third group of each epoch has 3 of them.
+    samples = 22 * WORLD
+    logged = compare(tmp_path, samples=samples, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2)
+    assert len(logged) == 6
+
+
+def accumulated_and_at_once(folder: Path, stage: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    more = {"samples": 4 * 8 * WORLD, "train_sampling_strategy": "sequential"}
+    together = fit(folder, config(stage), per_device_train_batch_size=8, **more)
+    apart = fit(folder, config(stage), per_device_train_batch_size=1, gradient_accumulation_steps=8, **more)
+    return together, apart
+
+
+@pytest.mark.feature("Trainer", "k accumulated batches equal one of k times the size", pain="P27")
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulated_batches_equal_one_large_batch(stage: int, tmp_path: Path) -> None:
+    """Though sequences differ in their numbers of labels: the Trainer weights by tokens."""
+    for together, apart in run_user_code(accumulated_and_at_once, tmp_path, stage):
+        assert len(apart) == 4
+        assert largest_difference(apart, together) <= TOLERANCE
+
+
+@pytest.mark.feature("Trainer", "`average_tokens_across_devices=False`", pain="P27")
+def test_tokens_averaged_by_rank(tmp_path: Path) -> None:
+    compare(tmp_path, *SHARDED, gradient_accumulation_steps=4, average_tokens_across_devices=False)
+
+
+class OwnLoss(Trainer):
+    """A loss of the user's, which knows nothing of tokens: the Trainer divides it by the accumulated batches."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = outputs.logits.float().logsumexp(-1).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.feature("Trainer", "`compute_loss` of one's own", pain="P27")
+def test_own_loss_divided_by_the_accumulated_batches(tmp_path: Path) -> None:
+    compare(tmp_path, *SHARDED, gradient_accumulation_steps=3, trainer_class=OwnLoss, samples=20)
+
+
+@pytest.mark.feature("Trainer", "label smoothing", pain="P27")
+def test_label_smoothing(tmp_path: Path) -> None:
+    compare(tmp_path, *SHARDED, label_smoothing_factor=0.1, gradient_accumulation_steps=2)
+
+
+@pytest.mark.feature("Trainer", "`group_by_length`, `dataloader_drop_last`")
+def test_batches_of_one_length_and_the_last_dropped(tmp_path: Path) -> None:
+    more = {"train_sampling_strategy": "group_by_length", "dataloader_drop_last": True}
+    logged = compare(tmp_path, *SHARDED, samples=13, max_steps=-1, num_train_epochs=2, **more)
+    assert len(logged) == 2 * (13 // (2 * WORLD))
+
+
+# -- forward and backward (P29) -----------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("Trainer", "`gradient_checkpointing`, reentrant and not", pain="P29")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    kwargs = {"use_reentrant": reentrant}
+    compare(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs, gradient_accumulation_steps=2)
+
+
+def tied_twice() -> PreTrainedModel:
+    """Embedding and head are one tensor, and so are the two blocks' first projections."""
+    model = tiny_llama(tie_word_embeddings=True)
+    blocks: Any = model.model.layers
+    blocks[1].mlp.gate_proj.weight = blocks[0].mlp.gate_proj.weight
+    return model
+
+
+def histories_of_shared_weights(folder: Path) -> Any:
+    def run(deepspeed: dict[str, Any] | None) -> list[dict[str, float]]:
+        checkpointing = {"use_reentrant": True}
+        return fit(
+            folder,
+            deepspeed,
+            trainer_arguments={"model": tied_twice()},
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs=checkpointing,
+            **({} if deepspeed else {"ddp_find_unused_parameters": False, "ddp_static_graph": True}),
+        )
+
+    return run(None), {stage: run(config(stage)) for stage in STAGES}
+
+
+@pytest.mark.feature("Trainer", "weights used twice, under reentrant checkpointing", pain="P29")
+def test_weights_used_twice_are_reduced_once(tmp_path: Path) -> None:
+    for result in run_user_code(histories_of_shared_weights, tmp_path):
+        assert_equal_histories(result)
+
+
+@pytest.mark.feature("Trainer", "NEFTune")
+def test_neftune(tmp_path: Path) -> None:
+    compare(tmp_path, *SHARDED, neftune_noise_alpha=5.0)
+
+
+# -- gradient norm (P30) ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("Trainer", "`grad_norm` is the global norm before clipping, at every stage", pain="P30")
+def test_logged_norm_is_the_one_before_clipping(tmp_path: Path) -> None:
+    clipped = compare(tmp_path, max_grad_norm=0.1)
+    assert all(row["grad_norm"] > 0.5 for row in clipped)
+
+
+@pytest.mark.feature("Trainer", "`max_grad_norm=0`: no clipping, the norm is logged all the same", pain="P30")
+def test_norm_is_logged_without_clipping(tmp_path: Path) -> None:
+    free = compare(tmp_path, max_grad_norm=0.0)
+    assert all(row["grad_norm"] > 0.5 for row in free)
+
+
+# -- optimizers (P31) and schedules -------------------------------------------------------------------------------
+
+
+@pytest.mark.feature("Trainer", "`--optim` adamw_torch, sgd, rmsprop, adagrad", pain="P31")
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "rmsprop", "adagrad"])
+def test_optimizers_of_torch(optim: str, tmp_path: Path) -> None:
+    compare(tmp_path, *SHARDED, optim=optim, weight_decay=0.1)
+
+
+@pytest.mark.feature("Trainer", "`--optim adafactor` with whole states (stage 0)", pain="P31")
+def test_adafactor_on_whole_states(tmp_path: Path) -> None:
+    compare(tmp_path, 0, optim="adafactor", learning_rate=1e-3)
+
+
+class Sign(torch.optim.Optimizer):
+    """Lion without its second rate: an optimizer that nobody has heard of."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    momentum = state.setdefault("momentum", torch.zeros_like(param))
+                    momentum.lerp_(param.grad, 1 - group["beta"])
+                    param.add_(momentum.sign(), alpha=-group["lr"])
+
+
+class Smoothed(torch.optim.Adamax):
+    """A subclass of a known rule."""
+
+
+def histories_of_given_optimizers(folder: Path) -> Any:
+    def run(deepspeed: dict[str, Any] | None) -> list[dict[str, float]]:
+        logged = []
+        for make in (lambda params: Sign(params, lr=1e-3), lambda params: Smoothed(params, lr=2e-3, betas=(0.8, 0.9))):
+            model = tiny_llama()
+            optimizer = make(model.parameters())
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+            logged += fit(folder, deepspeed, trainer_arguments={"model": model, "optimizers": (optimizer, schedule)})
+        return logged
+
+    return run(None), {stage: run(config(stage)) for stage in (0, 1, 2)}
+
+
+@pytest.mark.feature("Trainer", "`optimizers=(optimizer, scheduler)` of one's own", pain="P31")
+def test_given_optimizer_and_scheduler(tmp_path: Path) -> None:
+    for plain, ours in run_user_code(histories_of_given_optimizers, tmp_path):
+        assert_equal_histories((plain, ours))
+        assert [row["learning_rate"] for row in plain[:4]] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+
+
+class OwnOptimizer(Trainer):
+    """As the documentation of transformers has it: ``create_optimizer`` overridden."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            decayed = [p for p in self.model.parameters() if p.dim() > 1]
+            rest = [p for p in self.model.parameters() if p.dim() <= 1]
+            groups = [{"params": decayed, "weight_decay": 0.2}, {"params": rest, "lr": 1e-2}]
+            self.optimizer = torch.optim.NAdam(groups, lr=self.args.learning_rate)
+        return self.optimizer
+
+
+@pytest.mark.feature("Trainer", "`create_optimizer` overridden, with parameter groups", pain="P31")
+def test_overridden_create_optimizer(tmp_path: Path) -> None:
+    compare(tmp_path, trainer_class=OwnOptimizer)
+
+
+def offloaded(folder: Path) -> Any:
+    plain = fit(folder, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9)
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    ours = {
+        (stage, force): fit(
+            folder,
+            config(stage, zero=zero, zero_force_ds_cpu_optimizer=force),
+            weight_decay=0.1,
+            adam_beta1=0.8,
+            adam_beta2=0.9,
+        )
+        for stage in SHARDED
+        for force in (True, False)
+    }
+    return plain, ours
+
+
+@pytest.mark.feature("Trainer", "CPU offload, `zero_force_ds_cpu_optimizer` both ways", pain="P31")
+def test_offloaded_optimizer_keeps_its_settings(tmp_path: Path) -> None:
+    """accelerate passes only the learning rate and the weight decay on; the groups carry betas and eps."""
+    for result in run_user_code(offloaded, tmp_path):
+        assert_equal_histories(result)
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "cosine": {"warmup_steps": 1},
+    "cosine_with_min_lr": {"warmup_steps": 1, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+    "reduce_lr_on_plateau": {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0},
+    },
+}
+
+
+@pytest.mark.feature("Trainer", "`--lr_scheduler_type` cosine, cosine_with_min_lr, reduce_lr_on_plateau", pain="P32")
+@pytest.mark.parametrize("kind", list(SCHEDULES))
+def test_schedules_of_transformers(kind: str, tmp_path: Path) -> None:
+    logged = compare(tmp_path, *SHARDED, lr_scheduler_type=kind, **SCHEDULES[kind])
+    rates = [row["learning_rate"] for row in logged if "loss" in row]
+    assert rates[-1] < max(rates)
+
+
+def rates_of_the_json(folder: Path, stage: int) -> tuple[list[float], list[float]]:
+    """A linear schedule of the JSON with everything "auto", and the Trainer's own."""
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    scheduler = {"type": "WarmupDecayLR", "params": {**params, "warmup_type": "linear"}}
+    optimizer = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+    deepspeed = config(stage, scheduler=scheduler, optimizer=optimizer)
+    ours = fit(folder, deepspeed, warmup_steps=2, max_steps=6)
+    plain = fit(folder, lr_scheduler_type="linear", warmup_steps=2, max_steps=6)
+    return [row["learning_rate"] for row in ours], [row["learning_rate"] for row in plain]
+
+
+@pytest.mark.feature("Trainer", "schedule of the JSON file with everything `auto`", pain="P32")
+def test_schedule_of_the_json_is_filled_from_the_arguments(tmp_path: Path) -> None:
+    """The engine steps it before the Trainer logs, and DeepSpeed's own begins with two steps at the least rate."""
+    for ours, plain in run_user_code(rates_of_the_json, tmp_path, 2):
+        assert ours == pytest.approx(plain)
+
+
+# -- callbacks ----------------------------------------------------------------------------------------------------
+
+
+class Notes(TrainerCallback):
+    """What happened, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("begin")
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("substep")
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("before")
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self.events.append("after")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append("end")
+        if state.global_step == 3:
+            control.should_training_stop = True
+
+
+def noted(folder: Path) -> Any:
+    results = []
+    for deepspeed in (None, config(3)):
+        notes = Notes()
+        callbacks = {"callbacks": [notes]}
+        trainer = make_trainer(folder, deepspeed, gradient_accumulation_steps=2, trainer_arguments=callbacks)
+        trainer.train()
+        results.append((notes.events, len(history(trainer))))
+    return results
+
+
+@pytest.mark.feature("Trainer", "callbacks, and stopping by one")
+def test_callbacks_come_in_the_same_order(tmp_path: Path) -> None:
+    for plain, ours in run_user_code(noted, tmp_path):
+        assert ours == plain
+        assert plain == (["begin", "substep", "before", "after", "end"] * 3, 3)
