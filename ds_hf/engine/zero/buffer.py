@@ -117,19 +117,23 @@ class FlatBuffer:
         shard_device: torch.device | None = None,
     ) -> None:
         self.params = tuple(params)
+        self.owners = self.params  # the model's parameters whose values lie here
         self.axis = axis
         self.name_for_logs(f"parameters of shape {', '.join(str(tuple(logical_shape(p))) for p in self.params[:3])}")
         self.dtype = dtype
         self.device = device
         self.sharded = sharded
         self.shard_device = shard_device if sharded and shard_device is not None else device
-        self.layout = FlatLayout([logical_shape(p) for p in params], axis.world_size)
+        self.layout = FlatLayout(self._stored_shapes(), axis.world_size)
         self.state = BufferState.GATHERED
         self.holds = 0  # contexts that want it to stay gathered
         self.release_wanted = False  # a release came while it was held
         self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
         self.frozen = not any(p.requires_grad for p in params)
-        self.placeholder = torch.empty(0, dtype=dtype, device=device)
+        self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
+
+    def _stored_shapes(self) -> list[torch.Size]:
+        return [logical_shape(p) for p in self.params]
 
     def name_for_logs(self, name: str) -> None:
         """What the log of collectives calls this buffer: the path of its module."""
@@ -154,9 +158,9 @@ class FlatBuffer:
             wide = torch.float64
         staged = torch.zeros(self.layout.numel, dtype=wide, device=self.device)
         with torch.no_grad(), unshard(buffers_of(self.params)):
-            for param, slot in zip(self.params, self.layout.slots, strict=True):
+            for param, slot, empty in zip(self.params, self.layout.slots, self.placeholders, strict=True):
                 staged[slot.offset : slot.end].view(slot.shape).copy_(param.data)
-                param.data = self.placeholder  # free the source at once: the peak is one parameter
+                param.data = empty  # free the source at once: the peak is one parameter
         if synchronize:
             collectives.broadcast(staged, self.axis, what=self.weights_label)
         self._place(staged.to(self.dtype) if wide != self.dtype else staged)
@@ -173,11 +177,14 @@ class FlatBuffer:
             self.shard = full[low:high]
         self.aliased = not self.sharded or self.shard.data_ptr() == self.full.data_ptr()
         self._make_views()
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            _mark(param, self, slot)
+        self._mark_params()
         self._attach()
         if self.sharded:
             self.release(force=True)
+
+    def _mark_params(self) -> None:
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            _mark(param, self, slot)
 
     def _make_views(self) -> None:
         self.views = tuple(self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots)
@@ -215,8 +222,9 @@ class FlatBuffer:
             self.release_wanted = True
             return
         self.release_wanted = False
-        for param in self.params:
-            param.data = self.placeholder
+        for param, empty in zip(self.params, self.placeholders, strict=True):
+            param.data = empty
+        for param in self.owners:
             param.ds_status = ParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
         if not self.aliased:
             if spare_users and self._storage_users() > self._own_users:
@@ -229,7 +237,7 @@ class FlatBuffer:
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
         if self.sharded:
-            for param in self.params:
+            for param in self.owners:
                 param.ds_status = ParamStatus.AVAILABLE  # type: ignore[attr-defined]
         self.state = BufferState.GATHERED
 
@@ -286,6 +294,7 @@ class FlatBuffer:
         self.gather()
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view.clone()
+        for param in self.owners:
             for name in ("_ds_home", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
                 if hasattr(param, name):
                     delattr(param, name)

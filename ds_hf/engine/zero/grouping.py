@@ -1,6 +1,7 @@
 """Which parameters are communicated together: repeated blocks, large leaves alone, the rest with the root.
 
-A pure function of the module tree: every rank gets the same units in the same order.
+Invariant: inside a module of which ranks may call different children (experts) there is no unit, for a gather that
+some ranks do not join never ends. A pure function of the module tree: every rank gets the same units in the same order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.experts import find_choices, is_container
 from ds_hf.engine.zero.leaf import is_leaf
 from ds_hf.engine.zero.unit import Unit
 
@@ -28,14 +30,18 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if isinstance(class_name, str)
     }
     chosen = {name for name, module in named.items() if type(module).__name__ in declared or is_leaf(module)}
+    choices = find_choices(model)
+    chosen |= {choice.holder for choice in choices}
     chosen |= {
         f"{name}.{child}" if name else child
         for name, module in named.items()
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1 and _alike(module.children())
         for child, item in module.named_children()
-        if not _is_container(item)
+        if not is_container(item)
     }
-    outermost = [name for name in chosen if name and not any(parent in chosen for parent in _ancestors(name))]
+    # where the model itself chooses, its experts travel with the root
+    inside = chosen | {choice.container for choice in choices}
+    outermost = [name for name in chosen if name and not any(parent in inside for parent in _ancestors(name))]
     order = {name: position for position, name in enumerate(named)}
     return [
         (name, named[name])
@@ -45,19 +51,21 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -> list[Unit]:
-    """Split the floating-point parameters of ``model`` (or the given ones of them) into units, the root first.
+    """Split the floating-point parameters of ``model`` (or the given ones) into units, the root first.
 
     A parameter reached from several units (tied weights) is stored once, with their lowest common ancestor: the root.
     """
-    wanted = {id(p) for p in (model.parameters() if params is None else params) if p.is_floating_point()}
+    wanted = {id(p) for p in params or model.parameters() if params is not None or p.is_floating_point()}
     claims: dict[int, set[str]] = {}
     blocks = find_blocks(model)
     inner = {name: {id(p) for p in block.parameters()} for name, block in blocks}
+    choices = find_choices(model)
+    closed = {name for name, _ in blocks} | {choice.container for choice in choices}
     leaves = [
         (name, module)
         for name, module in model.named_modules()
         if name
-        and not any(name == block or name.startswith(block + ".") for block, _ in blocks)
+        and not any(part in closed for part in (name, *_ancestors(name)))
         and sum(logical_shape(p).numel() for p in module.parameters(recurse=False)) >= LARGE_LEAF_NUMEL
         and not any(True for _ in module.children())
     ]
@@ -67,7 +75,10 @@ def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -
             claims.setdefault(key, set()).add(name)
     outside = _used_outside(model, set(inner))
     root = Unit("", model, [])
-    units = {name: Unit(name, module, [], leaf=is_leaf(module)) for name, module in [*blocks, *leaves]}
+    chooses = {parent for choice in choices for parent in (choice.holder, *_ancestors(choice.holder))}
+    units = {
+        name: Unit(name, module, [], leaf=is_leaf(module) or name in chooses) for name, module in [*blocks, *leaves]
+    }
     for param in dict.fromkeys(p for p in model.parameters() if id(p) in wanted):
         owners = claims.get(id(param), set())
         home = units[next(iter(owners))] if len(owners) == 1 and id(param) not in outside else root
@@ -93,11 +104,6 @@ def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:
 def _ancestors(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _is_container(module: nn.Module) -> bool:
-    """It has no forward to hook (a list in a list): what it holds is called instead."""
-    return type(module).forward is nn.Module.forward
 
 
 def _alike(children: Iterable[nn.Module]) -> bool:

@@ -12,6 +12,7 @@ Hooks sit on the modules, not on the engine, so ``model.generate()`` works at ev
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -94,7 +95,7 @@ class UnitHooks:
         for unit, buffers in self.reducer.by_unit.items():
             for buffer in buffers:
                 for index, param in enumerate(buffer.buffer.params):
-                    hook = partial(self._on_gradient, unit, buffer, index)
+                    hook = _GradientHook(self, unit, buffer, index)
                     self.handles.append(_on_accumulated(param, hook))
         managed = {id(p) for bs in self.reducer.by_unit.values() for b in bs for p in b.buffer.params}
         for unit in self.units:
@@ -196,6 +197,8 @@ class UnitHooks:
             watched = [t for t in tensors_in(output) if t.requires_grad and not _is_input(t, call)]
             for tensor in watched:
                 _on_gradient(tensor, partial(self._pre_backward, unit, call))
+            if watched and call is not None and call.inputs and not recomputing:
+                unit.awaited += 1
             if unit.name == "" and module is unit.module and watched:
                 return  # backward starts with the root: keep it
         if not recomputing:
@@ -260,6 +263,22 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return _Hook, (_do_nothing,)
+
+
+class _GradientHook:
+    """Tells a live engine of a parameter's gradient. torch keeps such hooks where the garbage collector does not see
+    them: strong references to what holds the parameter would keep a forgotten engine for ever."""
+
+    __slots__ = ("buffer", "hooks", "index", "unit")
+
+    def __init__(self, hooks: UnitHooks, unit: Unit, buffer: GradientBuffer, index: int) -> None:
+        self.hooks, self.unit, self.buffer = weakref.ref(hooks), weakref.ref(unit), weakref.ref(buffer)
+        self.index = index
+
+    def __call__(self, param: Tensor) -> None:
+        hooks, unit, buffer = self.hooks(), self.unit(), self.buffer()
+        if hooks is not None and unit is not None and buffer is not None:
+            hooks._on_gradient(unit, buffer, self.index, param)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

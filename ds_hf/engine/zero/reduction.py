@@ -6,8 +6,8 @@ Invariants
 - The order never depends on what a rank computes: the reverse of the grouping order in the first backward, then the
   reverse of the order in which rank 0's forward first used the units. A buffer that completes early waits for its
   predecessors; one that never completes (unused parameters) is flushed at the end of backward.
-- Between gathers (sharded parameters) only an event that all ranks see may reduce. For units of leaf modules, of which
-  ranks may use different parameters, that is the end of a call's backward and not the completion of gradients.
+- Between gathers (sharded parameters) only an event that all ranks see may reduce: the end of the backward of a unit's
+  last call, and not the completion of its gradients, for ranks may use different parameters of it (experts).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Reducer:
         self.raw_factor = 1.0  # that division, for the gradients of other backwards
         self.suspended = False  # inside no_sync()
         self.used: dict[Unit, None] = {}
-        self._by_call = {buffer for unit, bs in buffers.items() if unit.leaf and unit.sharded for buffer in bs}
+        self._by_call = {buffer for unit, bs in buffers.items() if unit.sharded for buffer in bs}
         self._order = self._reversed(self.units)
         self._agreed = False
         self._next = 0
         self._complete: set[GradientBuffer] = set()
-        self._reduced: set[GradientBuffer] = set()  # by the end of a call of a leaf
+        self._reduced: set[GradientBuffer] = set()  # by the end of a call
         self._collected: set[GradientBuffer] = set()  # every gradient of the present backward is in; any call reopens
 
     @property
@@ -86,11 +86,13 @@ class Reducer:
 
     def end_call(self, unit: Unit) -> None:
         """Backward of a call of ``unit`` is over, on all ranks at the same place."""
+        unit.awaited -= 1
         for buffer in self.by_unit.get(unit, ()):
             if buffer in self._by_call:
                 buffer.collect(self.factor)
-                self._collected.add(buffer)  # as far as this rank goes
-                if self.reduces:
+                if unit.leaf:
+                    self._collected.add(buffer)  # as far as this rank goes
+                if self.reduces and unit.awaited <= 0:
                     buffer.reduce()
                     self._reduced.add(buffer)
 
@@ -137,6 +139,7 @@ class Reducer:
 
     def _end_backward(self) -> None:
         for unit in self.units:
+            unit.awaited = 0
             unit.release()
         self._next = 0
         self._complete.clear()

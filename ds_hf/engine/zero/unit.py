@@ -27,8 +27,9 @@ class Unit:
         params: distinct parameters, in layout order.
         owners: further modules that hold some of the parameters directly and may be called on their own.
         buffers: trainable and frozen flat buffers.
-        leaf: the user marked the module as a leaf: ranks may use different parameters of it.
+        leaf: ranks may use different parameters of it: it holds experts, or the user marked it as a leaf.
         depth: nested calls now in progress among ``module`` and ``owners``.
+        awaited: calls since the last backward whose own backward will end; less than 0 when forwards ran inside it.
         open_calls: calls whose backward has begun and not ended.
     """
 
@@ -39,6 +40,7 @@ class Unit:
     buffers: list[FlatBuffer] = field(default_factory=list)
     leaf: bool = False
     depth: int = 0
+    awaited: int = 0
     open_calls: set[Any] = field(default_factory=set)
 
     @property
