@@ -252,7 +252,6 @@ def test_the_questionnaire_itself_and_a_launch_of_what_it_wrote(tmp_path: Path) 
         ("enable `deepspeed.zero.Init`", "yes\n"),
         ("enable Mixture-of-Experts", "no\n"),
         ("How many GPU(s) should be used", f"{WORLD}\n"),
-        ("numa efficiency?", "\n"),
         ("mixed precision?", "2\r"),
     )
     written = yaml.safe_load(file.read_text())
@@ -290,7 +289,6 @@ def test_the_questionnaire_with_a_deepspeed_file(tmp_path: Path) -> None:
         ("enable `deepspeed.zero.Init`", "no\n"),
         ("enable Mixture-of-Experts", "no\n"),
         ("How many GPU(s) should be used", f"{WORLD}\n"),
-        ("numa efficiency?", "\n"),
     )
     report = launch(tmp_path, f"--config_file={file}")
     assert (report["processes"], report["stage"], report["batch"]) == (WORLD, 2, [2 * WORLD, 2, 1])

@@ -17,33 +17,68 @@ from packaging.version import Version
 
 NAMES = """
 deepspeed: initialize init_distributed add_config_arguments DeepSpeedEngine zero comm ops runtime utils accelerator
+deepspeed: DeepSpeedConfig DeepSpeedConfigError OnDevice checkpointing profiling dist get_accelerator logger log_dist
+deepspeed: __version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__ version
 deepspeed.comm: init_distributed is_initialized get_rank get_world_size get_local_rank barrier broadcast all_reduce
-deepspeed.comm.comm: is_initialized init_distributed
-deepspeed.accelerator: get_accelerator
-deepspeed.zero: Init GatheredParameters register_external_parameter
-deepspeed.runtime.zero: Init GatheredParameters register_external_parameter partition_parameters
+deepspeed.comm: all_gather all_gather_into_tensor all_gather_object all_to_all all_to_all_single reduce reduce_scatter
+deepspeed.comm: reduce_scatter_tensor gather scatter send recv isend irecv new_group get_world_group get_global_rank
+deepspeed.comm: broadcast_object_list monitored_barrier ReduceOp ProcessGroup destroy_process_group is_available
+deepspeed.comm: all_gather_coalesced all_reduce_coalesced batch_isend_irecv P2POp get_all_ranks_from_group
+deepspeed.comm: inference_all_reduce initialize_mesh_device allgather_fn reduce_scatter_fn has_reduce_scatter_tensor
+deepspeed.comm: get_world_size_from_launcher get_world_rank_from_launcher get_local_rank_from_launcher
+deepspeed.comm.comm: is_initialized init_distributed all_reduce
+deepspeed.accelerator: get_accelerator DeepSpeedAccelerator
+deepspeed.accelerator.abstract_accelerator: DeepSpeedAccelerator
+deepspeed.accelerator.real_accelerator: get_accelerator
+deepspeed.checkpointing: configure is_configured checkpoint reset model_parallel_cuda_manual_seed get_cuda_rng_tracker
+deepspeed.checkpointing: partition_activations_in_checkpoint set_num_layers non_reentrant_checkpoint
+deepspeed.zero: Init GatheredParameters register_external_parameter unregister_external_parameter TiledLinear
+deepspeed.runtime: ZeROOptimizer DeepSpeedOptimizer
+deepspeed.runtime.activation_checkpointing.checkpointing: checkpoint CudaRNGStatesTracker
+deepspeed.runtime.base_optimizer: ZeROOptimizer DeepSpeedOptimizer
+deepspeed.runtime.config: DeepSpeedConfig DeepSpeedConfigError
+deepspeed.runtime.utils: see_memory_usage memory_status clip_grad_norm_ get_global_norm CheckOverflow set_random_seed
+deepspeed.runtime.utils: partition_uniform partition_balanced get_weight_norm has_inf_or_nan noop_decorator empty_cache
+deepspeed.runtime.zero: Init GatheredParameters register_external_parameter partition_parameters ZeroParamStatus
 deepspeed.runtime.zero.partition_parameters: zero_wrapper_for_fp_tensor_constructor _orig_torch_arange get_accelerator
 deepspeed.runtime.zero.partition_parameters: Init GatheredParameters register_external_parameter ZeroParamStatus
-deepspeed.runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_live
-deepspeed.runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_live
+deepspeed.runtime.zero.config: DeepSpeedZeroConfig ZeroStageEnum OffloadDeviceEnum
+deepspeed.runtime.zero.offload_config: OffloadDeviceEnum
+deepspeed.runtime.zero.utils: is_zero_param is_zero_supported_optimizer ZeRORuntimeException
+deepspeed.runtime.zero.tiling: TiledLinear TiledLinearReturnBias
+deepspeed.runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_live DeepSpeedZeroOptimizer_Stage3
+deepspeed.runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_cold
+deepspeed.runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_live DeepSpeedZeroOptimizer
 deepspeed.runtime.lr_schedules: VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest
 deepspeed.runtime.engine: DeepSpeedEngine
-deepspeed.runtime.dataloader: RepeatingLoader
-deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler
+deepspeed.runtime.dataloader: RepeatingLoader DeepSpeedDataLoader
+deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler LossScaler
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME
-deepspeed.ops: adam adagrad lion aio __compatible_ops__
+deepspeed.ops: adam adagrad lion aio op_builder __compatible_ops__
 deepspeed.ops.adam: DeepSpeedCPUAdam FusedAdam
+deepspeed.ops.adam.cpu_adam: DeepSpeedCPUAdam
+deepspeed.ops.adam.fused_adam: FusedAdam
 deepspeed.ops.adagrad: DeepSpeedCPUAdagrad
 deepspeed.ops.lion: DeepSpeedCPULion FusedLion
 deepspeed.ops.aio: AsyncIOBuilder
+deepspeed.ops.op_builder: CPUAdamBuilder FusedAdamBuilder FusedLambBuilder AsyncIOBuilder UtilsBuilder InferenceBuilder
+deepspeed.ops.op_builder.all_ops: ALL_OPS
+deepspeed.ops.op_builder.builder: OpBuilder
+deepspeed.profiling.flops_profiler: get_model_profile FlopsProfiler
+deepspeed.profiling.flops_profiler.profiler: get_model_profile FlopsProfiler number_to_string
 deepspeed.checkpoint.utils: clone_tensors_for_torch_save
-deepspeed.utils: logger log_dist groups zero_to_fp32 RepeatingLoader is_initialized
+deepspeed.utils: logger log_dist groups zero_to_fp32 RepeatingLoader is_initialized OnDevice instrument_w_nvtx
 deepspeed.utils: set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter
 deepspeed.utils: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
 deepspeed.utils: safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
 deepspeed.utils: safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
 deepspeed.utils: safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
 deepspeed.utils.groups: _get_sequence_parallel_world_size _get_sequence_parallel_rank _get_data_parallel_group
+deepspeed.utils.groups: get_data_parallel_world_size get_data_parallel_rank get_model_parallel_world_size
+deepspeed.utils.logging: logger log_dist print_json_dist set_log_level_from_string
+deepspeed.utils.nvtx: instrument_w_nvtx
+deepspeed.utils.init_on_device: OnDevice
+deepspeed.utils.timer: SynchronizedWallClockTimer ThroughputTimer
 deepspeed.utils.zero_to_fp32: load_state_dict_from_zero_checkpoint get_fp32_state_dict_from_zero_checkpoint
 """
 ROWS = [(line.split(":")[0], name) for line in NAMES.strip().splitlines() for name in line.split(":")[1].split()]
@@ -55,10 +90,12 @@ def in_new_process(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.feature("deepspeed names", "the names that scripts import, under DeepSpeed's modules")
 @pytest.mark.parametrize(("module", "name"), ROWS, ids=[f"{module}.{name}" for module, name in ROWS])
 def test_name_exists(module: str, name: str) -> None:
     parent, _, child = module.rpartition(".")
-    found = deepspeed.zero if module == "deepspeed.zero" else importlib.import_module(module)
+    shortcuts = {"deepspeed.zero": deepspeed.zero, "deepspeed.checkpointing": deepspeed.checkpointing}
+    found = shortcuts.get(module) or importlib.import_module(module)
     assert getattr(found, name) is not None
     if parent:
         assert getattr(importlib.import_module(parent), child) is found
@@ -105,26 +142,59 @@ def test_same_objects_under_all_names() -> None:
     assert deepspeed.utils.logger is logging.getLogger("ds_hf")
 
 
+@pytest.mark.feature("deepspeed names", "a name that ds_hf lacks says so, and what to take instead")
 def test_absent_attribute_says_so_and_stays_absent() -> None:
     assert not hasattr(deepspeed, "init_inference")
-    with pytest.raises(AttributeError, match=r"ds_hf does not provide deepspeed\.init_inference \(yet\)"):
+    with pytest.raises(
+        AttributeError, match=r"ds_hf does not provide deepspeed\.init_inference \(yet\), which DeepSpeed"
+    ):
         _ = deepspeed.init_inference
-    with pytest.raises(AttributeError, match=r"ds_hf does not provide deepspeed\.utils\.OnDevice"):
-        _ = deepspeed.utils.OnDevice
-    with pytest.raises(AttributeError, match=r"deepspeed\.runtime\.zero\.partition_parameters\.AllGatherHandle"):
+    with pytest.raises(AttributeError, match=r"partition_parameters\.AllGatherHandle \(yet\), which DeepSpeed has"):
         _ = deepspeed.runtime.zero.partition_parameters.AllGatherHandle
+    with pytest.raises(
+        AttributeError, match=r"there is no deepspeed\.initialise, neither .* mean deepspeed\.initialize\?"
+    ):
+        _ = deepspeed.initialise  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"there is no deepspeed\.runtime\.utils\.set_randm_seed"):
+        _ = deepspeed.runtime.utils.set_randm_seed
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("statement", "said"),
     [
-        "from deepspeed import PipelineModule",
-        "import deepspeed.moe.layer",
-        "from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF",
+        ("from deepspeed import PipelineModule", r"Take an ordinary nn\.Module with ZeRO instead"),
+        ("from deepspeed import init_inference", r"Take deepspeed\.initialize without an optimizer"),
+        ("from deepspeed import tp_model_init", r"Take the tp_plan of transformers"),
+        ("from deepspeed import DeepSpeedTransformerLayer", r"Take the model of transformers"),
+        ("import deepspeed.moe.layer", r"Take a mixture-of-experts model of transformers"),
+        ("from deepspeed.pipe import PipelineModule, LayerSpec", r"Take an ordinary nn\.Module"),
+        ("from deepspeed.ops.lamb import FusedLamb", r"Take deepspeed\.ops\.adam\.FusedAdam"),
+        ("from deepspeed.runtime.zero import MiCS_Init", r"Take deepspeed\.zero\.Init"),
+        ("from deepspeed.runtime.zero.mics import MiCS_Init", r"Take deepspeed\.zero\.Init"),
+        ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", r"which DeepSpeed has"),
+        ("from deepspeed.runtime.engine import see_memory_usage", r"here is deepspeed\.\S*see_memory_usage"),
+        ("from deepspeed.monitor.monitor import MonitorMaster", r"report_to argument of the Trainer"),
+        ("from deepspeed.comm import log_summary", r"Take torch\.profiler"),
     ],
 )
-def test_absent_import_says_so(statement: str) -> None:
-    with pytest.raises(ImportError, match=r"ds_hf does not provide deepspeed\.\S+ \(yet\)"):
+def test_absent_import_says_so(statement: str, said: str) -> None:
+    with pytest.raises(ImportError, match=rf"ds_hf does not provide deepspeed\.\S+ \(yet\).*{said}"):
+        exec(statement, {})
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        (
+            "from deepspeed.runtime.engine import DeepSpeedEngin",
+            r"did you mean deepspeed\.runtime\.engine\.DeepSpeedEngine",
+        ),
+        ("from deepspeed.utils.logging import loger", r"did you mean deepspeed\.utils\.logging\.logger"),
+        ("import deepspeed.util", r"did you mean deepspeed\.utils"),
+    ],
+)
+def test_a_misspelt_import_names_the_nearest(statement: str, said: str) -> None:
+    with pytest.raises(ImportError, match=rf"there is no deepspeed\.\S+, neither in DeepSpeed nor in ds_hf.*{said}"):
         exec(statement, {})
 
 
@@ -168,5 +238,17 @@ def test_optimizers_take_what_accelerate_gives_them() -> None:
     assert weights.tolist() == pytest.approx([0.85, 0.85, 0.85], abs=1e-6)
 
 
-def test_nvme_is_reported_as_absent() -> None:
-    assert deepspeed.ops.__compatible_ops__[deepspeed.ops.aio.AsyncIOBuilder.NAME] is False
+@pytest.mark.feature("deepspeed names", "deepspeed.ops: builders and __compatible_ops__ answer what is here")
+def test_builders_answer_what_is_here() -> None:
+    ops = deepspeed.ops
+    assert ops.__compatible_ops__[ops.aio.AsyncIOBuilder.NAME] is False
+    builder = ops.op_builder.CPUAdamBuilder()
+    assert builder.is_compatible()
+    assert builder.NAME == "cpu_adam"
+    assert builder.load().DeepSpeedCPUAdam is ops.adam.DeepSpeedCPUAdam
+    lamb = ops.op_builder.all_ops.ALL_OPS["fused_lamb"]
+    assert isinstance(lamb, ops.op_builder.OpBuilder)
+    assert not lamb.is_compatible()
+    with pytest.raises(RuntimeError, match="fused_lamb of DeepSpeed is not in ds_hf"):
+        lamb.load()
+    assert {name: one.is_compatible() for name, one in ops.op_builder.all_ops.ALL_OPS.items()} == ops.__compatible_ops__

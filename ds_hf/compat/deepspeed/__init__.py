@@ -10,29 +10,49 @@ from ds_hf.hf.autoload import install as _install_hooks
 
 from ds_hf import Engine as DeepSpeedEngine
 from ds_hf import add_config_arguments, initialize
+from ds_hf.config.deepspeed_view import DeepSpeedConfig
 from ds_hf.engine.dist.accelerator import get_accelerator
 from ds_hf.engine.dist.process_group import init_distributed
+from ds_hf.engine.optim.kinds import DeepSpeedOptimizer
+from ds_hf.engine.zero.on_device import OnDevice
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
-from . import _missing, accelerator, checkpoint, comm, ops, runtime, utils
+from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, ops, profiling, runtime
+from . import utils
+from .git_version_info import git_branch as __git_branch__
+from .git_version_info import git_hash as __git_hash__
+from .git_version_info import version
 from .runtime import zero
+from .runtime.activation_checkpointing import checkpointing
+from .runtime.dataloader import DeepSpeedDataLoader
 from .utils import log_dist, logger
 
-__version__ = "0.19.8+ds.hf"
-version = __version__
+__version__ = version
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+dist = comm
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
     "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "OnDevice",
     "accelerator",
     "add_config_arguments",
     "checkpoint",
+    "checkpointing",
     "comm",
+    "constants",
+    "dist",
     "get_accelerator",
+    "git_version_info",
     "init_distributed",
     "initialize",
+    "launcher",
     "log_dist",
     "logger",
     "ops",
+    "profiling",
     "runtime",
     "utils",
     "zero",

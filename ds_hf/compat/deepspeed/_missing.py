@@ -1,15 +1,19 @@
 """What ds_hf lacks says so: sentences for the names and modules of DeepSpeed that are not here.
 
-``missing(module)`` is the ``__getattr__`` of a module; ``AbsentModules`` answers for whole modules. Neither makes a
-name exist: ``hasattr`` stays False and the import still fails, only with a sentence that helps.
+``missing(module)`` is the ``__getattr__`` of a module; ``AbsentModules`` answers for whole modules, and for names in
+``from ... import``. Neither makes a name exist: ``hasattr`` stays False and the import still fails, only with a
+sentence that tells whether DeepSpeed has the name and what to take here. ``_names.txt`` lists DeepSpeed's names.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -18,16 +22,102 @@ HELP = (
     "the name over"
 )
 
+# What to take here instead, by the longest name that fits.
+INSTEAD = {
+    "deepspeed.DeepSpeedHybridEngine": "deepspeed.initialize, whose engine.module.generate() gathers by itself",
+    "deepspeed.DeepSpeedTransformerConfig": "the model of transformers as it is",
+    "deepspeed.DeepSpeedTransformerLayer": "the model of transformers as it is",
+    "deepspeed.InferenceEngine": "deepspeed.initialize without an optimizer (ZeRO stage 3 shards what infers)",
+    "deepspeed.PipelineEngine": "deepspeed.initialize with ZeRO",
+    "deepspeed.PipelineModule": "an ordinary nn.Module with ZeRO",
+    "deepspeed.autotuning": "the command `ds-hf autotune`",
+    "deepspeed.comm.log_summary": "torch.profiler, which times every collective",
+    "deepspeed.comm.configure": "torch.profiler, which times every collective",
+    "deepspeed.inference": "deepspeed.initialize without an optimizer (ZeRO stage 3 shards what infers)",
+    "deepspeed.init_inference": "deepspeed.initialize without an optimizer (ZeRO stage 3 shards what infers)",
+    "deepspeed.launcher": "torchrun or accelerate launch",
+    "deepspeed.linear": "LoRA of peft",
+    "deepspeed.moe": "a mixture-of-experts model of transformers",
+    "deepspeed.monitor": "the report_to argument of the Trainer, or the trackers of accelerate",
+    "deepspeed.ops.lamb": "deepspeed.ops.adam.FusedAdam",
+    "deepspeed.ops.sparse_attention": "torch.nn.attention.flex_attention",
+    "deepspeed.pipe": "an ordinary nn.Module with ZeRO",
+    "deepspeed.runtime.pipe": "an ordinary nn.Module with ZeRO",
+    "deepspeed.runtime.zero.MiCS_Init": "deepspeed.zero.Init",
+    "deepspeed.runtime.zero.mics": "deepspeed.zero.Init",
+    "deepspeed.tp_model_init": "the tp_plan of transformers, or ZeRO stage 3",
+    "deepspeed.zero.MiCS_Init": "deepspeed.zero.Init",
+}
+
 
 def missing(module: str) -> Callable[[str], NoReturn]:
     """A ``__getattr__`` for ``module`` that explains which name ds_hf does not have."""
+    # A module that calls itself a package makes ``from module import name`` ask the finder below, whose sentence
+    # reaches the user; otherwise Python puts its own in place of it.
+    vars(sys.modules[module]).setdefault("__path__", [])
 
     def __getattr__(name: str) -> NoReturn:
-        raise AttributeError(
-            f"ds_hf does not provide {module}.{name} (yet); {HELP}", name=name, obj=sys.modules.get(module)
-        )
+        raise AttributeError(_sentence(module, name), name=name, obj=sys.modules.get(module))
 
     return __getattr__
+
+
+def explain(module: str, name: str) -> str:
+    """Why there is no ``module.name``, and what there is."""
+    full = f"{module}.{name}"
+    here = _nearest(module, name)
+    if not _deepspeed_has(module, name):
+        near = f"; did you mean {here}?" if here else ""
+        return f"there is no {full}, neither in DeepSpeed nor in ds_hf, which serves the name deepspeed here{near}"
+    instead = _instead(full)
+    hint = f" Take {instead} instead." if instead else f" The nearest thing here is {here}." if here else ""
+    return f"ds_hf does not provide {full} (yet), which DeepSpeed has.{hint} Note: {HELP}"
+
+
+def _sentence(module: str, name: str) -> str:
+    if name.startswith("__"):  # asked for by Python's own machinery, often, and shown to nobody
+        return f"module {module!r} has no attribute {name!r}"
+    return explain(module, name)
+
+
+@functools.cache
+def _names() -> dict[str, frozenset[str]]:
+    """DeepSpeed's public names by module."""
+    lines = Path(__file__).with_name("_names.txt").read_text(encoding="utf-8").splitlines()
+    return {module: frozenset(names.split()) for module, _, names in (line.partition(":") for line in lines)}
+
+
+def _deepspeed_has(module: str, name: str) -> bool:
+    """Now, or in an earlier version whose scripts are still about (``INSTEAD``)."""
+    full, known = f"{module}.{name}", _names()
+    return full in INSTEAD or full in known or name in known.get(module, ())
+
+
+def _instead(full: str) -> str | None:
+    while full != "deepspeed":
+        if full in INSTEAD:
+            return INSTEAD[full]
+        full = full.rpartition(".")[0]
+    return None
+
+
+def _nearest(module: str, name: str) -> str | None:
+    """The same name elsewhere, else one much like it: here first, then anywhere."""
+    offered = {
+        key: [entry for entry in vars(found) if not entry.startswith("_")]
+        for key, found in sorted(sys.modules.items())
+        if found is not None and (key == "deepspeed" or key.startswith("deepspeed."))
+    }
+    for key, names in offered.items():
+        if name in names:
+            thing = vars(sys.modules[key])[name]
+            return thing.__name__ if isinstance(thing, ModuleType) else f"{key}.{name}"
+    for keys in ([module] if module in offered else [], list(offered)):
+        homes = {entry: key for key in reversed(keys) for entry in offered[key]}
+        close = difflib.get_close_matches(name, homes, n=1, cutoff=0.75)
+        if close:
+            return f"{homes[close[0]]}.{close[0]}"
+    return None
 
 
 class AbsentModules(MetaPathFinder):
@@ -38,8 +128,9 @@ class AbsentModules(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Raise the sentence for what lies below ``deepspeed``, and leave everything else alone."""
         if fullname.startswith("deepspeed.") and not fullname.endswith(".__main__"):
+            module, _, name = fullname.rpartition(".")
             # With name=None the import system lets the message through; with the module's name it would replace it.
-            raise ModuleNotFoundError(f"ds_hf does not provide {fullname} (yet); {HELP}")
+            raise ModuleNotFoundError(explain(module, name))
         return None
 
 

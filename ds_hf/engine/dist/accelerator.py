@@ -11,12 +11,15 @@ import functools
 import platform
 import resource
 import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import psutil
 import torch
 from typing_extensions import Self
+
+from ds_hf.engine.dist.native_ops import BUILDERS
 
 __all__ = ["Accelerator", "CpuAccelerator", "CudaAccelerator", "get_accelerator"]
 
@@ -140,6 +143,94 @@ class Accelerator:
         """Whether fp64 runs here."""
         return True
 
+    def is_triton_supported(self) -> bool:
+        """Whether triton generates code for this device."""
+        return self.kind == "cuda" and torch.cuda.get_device_capability() >= (7, 0)
+
+    def use_host_timers(self) -> bool:
+        """Whether the host's clock suffices to time operations."""
+        return self.is_synchronized_device()
+
+    def resolves_data_dependency(self) -> bool:
+        """Whether the device orders operations by itself."""
+        return self.is_synchronized_device()
+
+    def handles_memory_backpressure(self) -> bool:
+        """Whether queueing too much work waits by itself."""
+        return self.is_synchronized_device()
+
+    def communication_backend_version(self) -> Any:
+        """The version of NCCL; None on the CPU."""
+        return torch.cuda.nccl.version() if self.kind == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def amp(self) -> Any:
+        """torch's module of automatic mixed precision for this device."""
+        return torch.cuda.amp if self.kind == "cuda" else torch.cpu.amp
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call now, or when CUDA is initialized."""
+        return torch.cuda._lazy_call(callback) if self.kind == "cuda" else callback()  # type: ignore[no-untyped-call]
+
+    def pin_empty(self, *shape: Any, **options: Any) -> torch.Tensor:
+        """A new host tensor, page-locked where that means something."""
+        return torch.empty(*shape, **options, pin_memory=self.kind != "cpu")
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator of the device."""
+        return torch.cuda.default_generators[device_index] if self.kind == "cuda" else torch.default_generator
+
+    def export_envs(self) -> list[str]:
+        """Prefixes of the environment variables that every process of a run needs."""
+        return ["NCCL", "LD_LIBRARY", "PATH"] if self.kind == "cuda" else []
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Sequence[int]) -> None:
+        """Write into ``current_env`` which devices a process may see."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def visible_devices_envs(self) -> list[str]:
+        """Environment variables that choose the devices."""
+        return []
+
+    def get_compile_backend(self) -> str:
+        """The backend that torch.compile takes here."""
+        return "inductor"
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """A builder of DeepSpeed by its class name; None for an unknown one."""
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """The class of a builder of DeepSpeed; None for an unknown one."""
+        return BUILDERS.get(class_name)
+
+    def __getattr__(self, name: str) -> Any:
+        dtype = _TENSOR_TYPES.get(name)
+        if dtype is None:
+            raise AttributeError(
+                f"get_accelerator() of ds_hf has no {name!r}; torch.{self.kind or 'accelerator'} may have what you need"
+            )
+        return functools.partial(_typed_tensor, dtype=dtype, device=self.kind)
+
+
+def _typed_tensor(content: Any = (), *more: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """What the old constructors ``torch.cuda.FloatTensor(...)`` make: of values, or of a shape."""
+    if isinstance(content, int):
+        return torch.empty(content, *more, dtype=dtype, device=device)
+    return torch.tensor(content, dtype=dtype, device=device)
+
+
+_TENSOR_TYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
 
 class CudaAccelerator(Accelerator):
     """The CUDA device of this process; method by method torch.cuda."""
@@ -234,6 +325,8 @@ class CudaAccelerator(Accelerator):
         """Peak of bytes held by the allocator."""
         return torch.cuda.max_memory_reserved(device_index)
 
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """The allocator's own figures."""
         return torch.cuda.memory_stats(device_index)
@@ -245,6 +338,24 @@ class CudaAccelerator(Accelerator):
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
         """Start the peaks anew."""
         torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_cached = reset_max_memory_allocated
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def create_graph(self) -> Any:
+        """An empty graph."""
+        return torch.cuda.CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        """Context manager that records into ``graph``."""
+        return torch.cuda.graph(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        """Run what was recorded."""
+        graph.replay()
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device."""
@@ -355,6 +466,8 @@ class CpuAccelerator(Accelerator):
         """Peak of resident bytes since the process started."""
         return self.max_memory_allocated()
 
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """The two figures there are."""
         return {
@@ -367,6 +480,12 @@ class CpuAccelerator(Accelerator):
 
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
         """The system keeps the peak of a process for good."""
+
+    reset_max_memory_cached = reset_max_memory_allocated
+
+    def is_current_stream_capturing(self) -> bool:
+        """The processor captures no graphs."""
+        return False
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the machine."""
@@ -381,10 +500,6 @@ class CpuAccelerator(Accelerator):
 
     def range_pop(self) -> None:
         """No profiler listens on the processor."""
-
-    def visible_devices_envs(self) -> list[str]:
-        """Nothing chooses among processors."""
-        return []
 
 
 @functools.cache

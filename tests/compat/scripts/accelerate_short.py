@@ -1,5 +1,6 @@
 """A few steps with everything that ``accelerate launch`` decides taken from its environment; prints what it was."""
 
+import functools
 import json
 import sys
 
@@ -18,7 +19,8 @@ def main():
     loader = DataLoader(TensorDataset(torch.randn(32, 8), torch.randn(32, 1)), batch_size=2)
     if "optimizer" in config:
         optimizer = DummyOptim(model.parameters(), lr=1e-2)
-        scheduler = DummyScheduler(optimizer, total_num_steps=64, warmup_num_steps=2)
+        make = functools.partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
+        scheduler = DummyScheduler(optimizer, lr_scheduler_callable=make)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from .._missing import missing
-from . import adagrad, adam, aio, lion
+from ds_hf.engine.dist.native_ops import compatible_ops
 
-__all__ = ["adagrad", "adam", "aio", "lion"]
-__compatible_ops__ = {aio.AsyncIOBuilder.NAME: aio.AsyncIOBuilder().is_compatible()}
+from .._missing import missing
+from . import adagrad, adam, aio, lion, op_builder
+
+__all__ = ["adagrad", "adam", "aio", "lion", "op_builder"]
+__compatible_ops__ = compatible_ops()
 __getattr__ = missing(__name__)

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from .._missing import missing
-from . import dataloader, engine, lr_schedules, zero
+from ds_hf.engine.optim.kinds import DeepSpeedOptimizer, ZeROOptimizer
 
-__all__ = ["dataloader", "engine", "lr_schedules", "zero"]
+from .._missing import missing
+from . import activation_checkpointing, base_optimizer, config, dataloader, engine, fp16, lr_schedules, utils, zero
+
+__all__ = [
+    "DeepSpeedOptimizer",
+    "ZeROOptimizer",
+    "activation_checkpointing",
+    "base_optimizer",
+    "config",
+    "dataloader",
+    "engine",
+    "fp16",
+    "lr_schedules",
+    "utils",
+    "zero",
+]
 __getattr__ = missing(__name__)

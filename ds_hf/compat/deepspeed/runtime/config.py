@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ds_hf.config.deepspeed_view import DeepSpeedConfig
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
 from .._missing import missing
 
-__all__ = ["DeepSpeedConfigError"]
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
 __getattr__ = missing(__name__)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ds_hf.engine.data import RepeatingLoader
+from ds_hf.engine.data import ShardedLoader as DeepSpeedDataLoader
 
 from .._missing import missing
 
-__all__ = ["RepeatingLoader"]
+__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 __getattr__ = missing(__name__)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from ds_hf.engine.data import RepeatingLoader
-
+from ds_hf.engine.dist.messages import instrument_w_nvtx, log_dist, set_log_level_from_string
 from ds_hf.engine.dist.process_group import is_initialized
-
-from .._missing import missing
-from . import groups, zero_to_fp32
-from .logging import log_dist, logger
-from .tensor_fragment import (
+from ds_hf.engine.runtime_utils import see_memory_usage
+from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -23,21 +20,31 @@ from .tensor_fragment import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
-from .z3_leaf_module import (
+from ds_hf.engine.zero.leaf import (
     get_z3_leaf_modules,
+    set_z3_leaf_module,
     set_z3_leaf_modules,
     unset_z3_leaf_modules,
     z3_leaf_module,
     z3_leaf_parameter,
 )
+from ds_hf.engine.zero.on_device import OnDevice
+from ds_hf.log import logger
+
+from .._missing import missing
+from . import groups, init_on_device, nvtx, tensor_fragment, timer, zero_to_fp32
 
 __all__ = [
+    "OnDevice",
     "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",
+    "init_on_device",
+    "instrument_w_nvtx",
     "is_initialized",
     "log_dist",
     "logger",
+    "nvtx",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -50,7 +57,12 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "see_memory_usage",
+    "set_log_level_from_string",
+    "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "tensor_fragment",
+    "timer",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "z3_leaf_parameter",

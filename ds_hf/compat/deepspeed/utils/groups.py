@@ -31,4 +31,10 @@ def _get_sequence_parallel_rank() -> int:
     return 0
 
 
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_rank = _get_data_parallel_rank
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+
 __getattr__ = missing(__name__)

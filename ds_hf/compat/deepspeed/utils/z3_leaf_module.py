@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_hf.engine.zero.leaf import (
     get_z3_leaf_modules,
+    set_z3_leaf_module,
     set_z3_leaf_modules,
     unset_z3_leaf_modules,
     z3_leaf_module,
@@ -12,5 +13,12 @@ from ds_hf.engine.zero.leaf import (
 
 from .._missing import missing
 
-__all__ = ["get_z3_leaf_modules", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module", "z3_leaf_parameter"]
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]
 __getattr__ = missing(__name__)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+from ds_hf.engine.dist.native_ops import BUILDERS
+
 from ..._missing import missing
 
+__all__ = ["AsyncIOBuilder"]
 
-class AsyncIOBuilder:
-    """Answers for asynchronous file access as DeepSpeed's builder does."""
-
-    NAME = "async_io"
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """False: ds_hf has no NVMe offload yet."""
-        return False
-
-
+AsyncIOBuilder = BUILDERS["AsyncIOBuilder"]
 __getattr__ = missing(__name__)

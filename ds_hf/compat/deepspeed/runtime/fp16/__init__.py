@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from ..._missing import missing
 
+from ..._missing import missing
+from . import loss_scaler
+
+__all__ = ["loss_scaler"]
 __getattr__ = missing(__name__)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.zero.external import register_external_parameter
+from ds_hf.engine.zero.init import ZeroParamStatus
+from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
+from ds_hf.engine.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 from ..._missing import missing
-from . import partition_parameters
+from . import config, offload_config, partition_parameters, stage3, stage_1_and_2, tiling, utils
 
-__all__ = ["GatheredParameters", "Init", "partition_parameters", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "config",
+    "offload_config",
+    "partition_parameters",
+    "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
+    "tiling",
+    "unregister_external_parameter",
+    "utils",
+]
 __getattr__ = missing(__name__)

@@ -1,0 +1,10 @@
+"""``deepspeed.ops.op_builder.builder``."""
+
+from __future__ import annotations
+
+from ds_hf.engine.dist.native_ops import OpBuilder
+
+from ..._missing import missing
+
+__all__ = ["OpBuilder"]
+__getattr__ = missing(__name__)

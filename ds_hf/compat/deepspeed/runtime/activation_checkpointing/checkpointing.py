@@ -1,0 +1,36 @@
+"""``deepspeed.checkpointing``: checkpointed functions and tracked random states."""
+
+from __future__ import annotations
+
+from ds_hf.engine.activation import activation_checkpointing
+from ds_hf.engine.activation import RngTracker as CudaRNGStatesTracker
+
+from ..._missing import missing
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
+
+_state = activation_checkpointing()
+checkpoint = _state.checkpoint
+configure = _state.configure
+get_cuda_rng_tracker = _state.get_cuda_rng_tracker
+is_configured = _state.is_configured
+model_parallel_cuda_manual_seed = _state.model_parallel_cuda_manual_seed
+model_parallel_reconfigure_tp_seed = _state.model_parallel_reconfigure_tp_seed
+non_reentrant_checkpoint = _state.checkpoint
+partition_activations_in_checkpoint = _state.partition_activations_in_checkpoint
+reset = _state.reset
+set_num_layers = _state.set_num_layers
+
+__getattr__ = missing(__name__)

@@ -1,0 +1,10 @@
+"""``deepspeed.runtime.zero.tiling``."""
+
+from __future__ import annotations
+
+from ds_hf.engine.zero.tiling import TiledLinear, TiledLinearReturnBias
+
+from ..._missing import missing
+
+__all__ = ["TiledLinear", "TiledLinearReturnBias"]
+__getattr__ = missing(__name__)

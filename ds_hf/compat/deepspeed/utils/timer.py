@@ -1,0 +1,10 @@
+"""``deepspeed.utils.timer``."""
+
+from __future__ import annotations
+
+from ds_hf.engine.timers import SynchronizedWallClockTimer, ThroughputTimer
+
+from .._missing import missing
+
+__all__ = ["SynchronizedWallClockTimer", "ThroughputTimer"]
+__getattr__ = missing(__name__)

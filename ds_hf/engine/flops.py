@@ -1,0 +1,212 @@
+"""Operations, parameters and time of a model: DeepSpeed's flops profiler on torch's ``FlopCounterMode``.
+
+torch counts what the matrix products, convolutions and attention of forward (and backward, when it runs while
+profiling) really do, whatever module asked for them. A multiply-accumulate counts as two operations.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf.engine.zero.buffer import home_of, logical_shape
+
+__all__ = [
+    "FlopsProfiler",
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+]
+
+_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+class FlopsProfiler:
+    """Counts between ``start_profile`` and ``stop_profile``.
+
+    Args:
+        model: the model, or an engine's ``module``.
+        ds_engine: the engine around it, if there is one.
+        recompute_fwd_factor: 1 where activations are checkpointed; torch counts recomputation by itself.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model = model
+        self.ds_engine = ds_engine
+        self.started = False
+        self._counter: FlopCounterMode | None = None
+        self._flops: dict[str, int] = {}
+        self._since = self._duration = 0.0
+
+    def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
+        """Begin to count; what was counted before is forgotten."""
+        self.reset_profile()
+        self._counter = FlopCounterMode(display=False)
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
+        get_accelerator().synchronize()
+        self._since, self.started = time.perf_counter(), True
+
+    def stop_profile(self) -> None:
+        """Stop counting; what was counted stays until ``end_profile``."""
+        if self._counter is None:
+            return
+        get_accelerator().synchronize()
+        self._duration = time.perf_counter() - self._since
+        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._flops = {name: sum(found.values()) for name, found in self._counter.get_flop_counts().items()}
+        self._counter = None
+
+    def reset_profile(self) -> None:
+        """Forget what was counted."""
+        if self._counter is not None:
+            self.stop_profile()
+        self._flops, self._duration = {}, 0.0
+
+    def end_profile(self) -> None:
+        """Forget what was counted, and end."""
+        self.reset_profile()
+        self.started = False
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Floating-point operations."""
+        found = self._flops.get("Global", 0)
+        return number_to_string(found) if as_string else found
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiply-accumulates: half the operations."""
+        found = self._flops.get("Global", 0) // 2
+        return macs_to_string(found) if as_string else found
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Parameters, those of other ranks' shards too."""
+        found = sum(_numel(param) for param in self.model.parameters())
+        return params_to_string(found) if as_string else found
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds."""
+        return duration_to_string(self._duration) if as_string else self._duration
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print the totals and (``detailed``) each module's operations, or write them to ``output_file``."""
+        lines = [
+            f"flops profile of step {profile_step}",
+            f"  params:  {self.get_total_params(as_string=True)}",
+            f"  MACs:    {self.get_total_macs(as_string=True)}",
+            f"  flops:   {self.get_total_flops(as_string=True)}",
+            f"  latency: {self.get_total_duration(as_string=True)}",
+        ]
+        if detailed:
+            lines += self._modules(module_depth)
+        text = "\n".join(lines) + "\n"
+        if output_file is None:
+            sys.stdout.write(text)
+        else:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
+            Path(output_file).write_text(text)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print the modules with the most operations."""
+        ranked = sorted(((v, k) for k, v in self._flops.items() if "." in k), reverse=True)[:top_modules]
+        sys.stdout.writelines(f"  {name}: {flops_to_string(count)}\n" for count, name in ranked)
+
+    def _modules(self, depth: int) -> list[str]:
+        rows = [(name.count("."), name, count) for name, count in self._flops.items() if "." in name]
+        return [
+            f"  {'  ' * level}{name.rpartition('.')[2]}: {flops_to_string(count)}"
+            for level, name, count in rows
+            if depth < 0 or level <= depth
+        ]
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Operations, multiply-accumulates and parameters of one call of ``model``.
+
+    Args:
+        input_shape: give the model ones of this shape, instead of ``args`` and ``kwargs``.
+        warm_up: calls before the one that counts.
+        as_string: ``"1.5 GMACs"`` and not a number.
+        mode: ``"forward"``, or ``"generate"`` to call ``model.generate``.
+    """
+    call = model if mode == "forward" else model.generate
+    positional = list(args)
+    if input_shape is not None:
+        first = next(model.parameters())
+        positional = [torch.ones(tuple(input_shape), dtype=first.dtype, device=first.device)]
+    profiler = FlopsProfiler(model)
+    for _ in range(warm_up):
+        call(*positional, **(kwargs or {}))  # type: ignore[operator]
+    profiler.start_profile(ignore_modules)
+    call(*positional, **(kwargs or {}))  # type: ignore[operator]
+    profiler.stop_profile()
+    found = (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+    if print_profile:
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    profiler.end_profile()
+    return found
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """``1500`` as ``"1.5 K"``, or in the given unit."""
+    if units is None:
+        units = next((unit for unit, size in _UNITS.items() if abs(num) >= size), "u" if num else "")
+    return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """With the unit FLOPS."""
+    return f"{number_to_string(flops, units and units.removesuffix('FLOPS'), precision)}FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """With the unit MACs."""
+    return f"{number_to_string(macs, units and units.removesuffix('MACs'), precision)}MACs"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """``7000000`` as ``"7 M"``."""
+    return number_to_string(params_num, units and units.replace("B", "G"), precision).replace("G", "B")
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """With the unit s."""
+    return f"{number_to_string(duration, units and units.removesuffix('s'), precision)}s"
+
+
+def _numel(param: Tensor) -> int:
+    return logical_shape(param).numel() if home_of(param) is not None else param.numel()

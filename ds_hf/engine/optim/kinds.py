@@ -1,0 +1,68 @@
+"""DeepSpeed's optimizer classes as questions about ours: ``isinstance(engine.optimizer, DeepSpeedZeroOptimizer)``.
+
+DeepSpeed has a class for each way of keeping states, and scripts ask which one they hold. ds_hf has one class;
+these answer from where it keeps what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_hf.engine.optim.sharded import ShardedOptimizer
+
+__all__ = [
+    "DeepSpeedOptimizer",
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "ZeROOptimizer",
+]
+
+
+class _Kind(type):
+    """A class whose instances are found by looking at them."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ShardedOptimizer) and bool(cls.fits(instance))  # type: ignore[attr-defined]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{cls.__name__} is made by deepspeed.initialize(), not by its constructor")
+
+
+class DeepSpeedOptimizer(metaclass=_Kind):
+    """Any optimizer that an engine made."""
+
+    @staticmethod
+    def fits(optimizer: ShardedOptimizer) -> bool:
+        """Always."""
+        return True
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """One that keeps a shard of the optimizer states on each rank."""
+
+    @staticmethod
+    def fits(optimizer: ShardedOptimizer) -> bool:
+        """Whether masters are sharded."""
+        return not optimizer.whole
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """One that shards optimizer states, or gradients too, and leaves parameters whole."""
+
+    @staticmethod
+    def fits(optimizer: ShardedOptimizer) -> bool:
+        """Whether masters are sharded and parameters are not."""
+        return not optimizer.whole and not _shards_parameters(optimizer)
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801  DeepSpeed's spelling
+    """One that shards parameters too."""
+
+    @staticmethod
+    def fits(optimizer: ShardedOptimizer) -> bool:
+        """Whether parameters are sharded."""
+        return not optimizer.whole and _shards_parameters(optimizer)
+
+
+def _shards_parameters(optimizer: ShardedOptimizer) -> bool:
+    return any(buffer.sharded for buffer in optimizer.masters)
