@@ -1,4 +1,4 @@
-"""What an engine says of itself: one line when it is built, and those that ``steps_per_print`` asks for.
+"""What an engine says of itself: two lines when it is built, and those that ``steps_per_print`` asks for.
 
 Rank 0 speaks. The first goes to the log, as information; what the user asked for goes to standard output.
 """
@@ -8,15 +8,20 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from ds_hf.log import logger
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
 
-__all__ = ["attach"]
+__all__ = ["attach", "precisions"]
+
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def attach(engine: Engine) -> None:
@@ -46,6 +51,26 @@ def _announce(engine: Engine) -> None:
         plan.optimizer.placement.value,
         where,
     )
+    logger.info("precision: %s", ", ".join(f"{row} {dtypes}" for row, dtypes in precisions(engine).items()))
+
+
+def precisions(engine: Engine) -> dict[str, str]:
+    """In which dtype each row of the model states is kept, sent and summed; rows that there are not are left out."""
+    buffers = [buffer for unit in engine.units for buffer in unit.buffers]
+    reduced = engine.reducer.buffers
+    masters = [] if engine.optimizer is None else engine.optimizer.single_partition_of_fp32_groups
+    table: dict[str, Iterable[torch.dtype]] = {
+        "parameters": (buffer.dtype for buffer in buffers if not buffer.frozen),
+        "frozen parameters": (buffer.dtype for buffer in buffers if buffer.frozen),
+        "gradients": (gradient.buffer.dtype for gradient in reduced),
+        "reduced in": (gradient.dtype for gradient in reduced),
+        "accumulated in": (gradient.policy.accumulation_dtype for gradient in reduced),
+        "master weights": (master.dtype for master in masters),
+        "moments": () if engine.optimizer is None else engine.optimizer.moment_dtypes,
+        "buffers": (buffer.dtype for buffer in engine.module.buffers() if buffer.is_floating_point()),
+    }
+    named = {row: sorted({_SHORT.get(dtype, str(dtype)) for dtype in dtypes}) for row, dtypes in table.items()}
+    return {row: " and ".join(dtypes) for row, dtypes in named.items() if dtypes}
 
 
 def _print_progress(engine: Engine, every: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def void(_: Any) -> None:
 
 def find(folder: Path, stage: int, only_rank: int | None) -> Any:
     """Batch sizes that were found, and what was logged beside what the size that fits logs."""
+    gc.freeze()  # what was imported before: the Trainer collects garbage at every attempt
     results = []
     for where in ("forward", "backward"):
         Hungry.where, Hungry.only_rank = where, only_rank

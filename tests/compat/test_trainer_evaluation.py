@@ -139,7 +139,7 @@ def sequence_to_sequence(folder: Path) -> Any:
         place = PLAIN_ARGUMENTS if deepspeed is None else {"deepspeed": deepspeed}
         generation = {
             "predict_with_generate": True,
-            "generation_config": GenerationConfig(max_new_tokens=6, num_beams=2),
+            "generation_config": GenerationConfig(max_new_tokens=6, num_beams=2, decoder_start_token_id=0),
         }
         evaluation = {"eval_strategy": "steps", "eval_steps": 2}
         args = Seq2SeqTrainingArguments(output_dir=str(folder), **{**ARGUMENTS, **place, **generation, **evaluation})

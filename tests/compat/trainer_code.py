@@ -42,7 +42,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     return {**AUTO_BATCH, "zero_optimization": zero, **more}
 
 
-def tiny_llama(trial: Any = None, **changes: Any) -> PreTrainedModel:
+def tiny_llama(**changes: Any) -> PreTrainedModel:
     """32 x 2 layers, a vocabulary of 128, the same weights on every call."""
     settings: dict[str, Any] = {
         "hidden_size": 32,

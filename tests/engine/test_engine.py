@@ -239,6 +239,17 @@ def freed() -> None:
         assert [type(ref()) for ref in watched] == [type(None)] * len(watched), stage
 
 
+def forgotten() -> None:
+    """An engine and a model that nobody holds any more are gone, without destroy()."""
+    for stage in STAGES:
+        engine = make(stage)
+        train(engine, 1)
+        watched = [weakref.ref(engine), *(weakref.ref(param) for param in engine.module.parameters())]
+        del engine
+        gc.collect()
+        assert [ref() for ref in watched] == [None] * len(watched), stage
+
+
 def cycles() -> None:
     """Twenty lives of one model: the number and bytes of tensors do not grow."""
     model = Stack()
@@ -272,6 +283,7 @@ def lives() -> None:
     gc.freeze()  # what was imported before: it makes the walks slow
     one_after_the_other()
     freed()
+    forgotten()
     cycles()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.optim.base import StreamingOptimizer
 from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.streaming import streamed_update
@@ -350,6 +351,13 @@ class ShardedOptimizer(Optimizer):
                     if isinstance(value, Tensor) and value.numel() == segment.param.numel() and value.dim() > 0:
                         names.setdefault(key)
         return list(names)
+
+    @property
+    def moment_dtypes(self) -> set[torch.dtype]:
+        """Dtypes that moments have, or will have when the first step makes them."""
+        made = {v.dtype for s in self.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() > 0}
+        wide = isinstance(self.optimizer, StreamingOptimizer) and self.optimizer.fp32_optimizer_states
+        return made or {torch.float32 if wide else master.dtype for master in self.masters.values()}
 
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
         """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""
