@@ -27,8 +27,10 @@ from .runtime.activation_checkpointing import checkpointing
 from .runtime.dataloader import DeepSpeedDataLoader
 from .utils import log_dist, logger
 
-__version__ = version
-__version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+__version__ = "0.19.8+ds.hf"
+__version_major__ = 0
+__version_minor__ = 19
+__version_patch__ = 8
 dist = comm
 __all__ = [
     "DeepSpeedConfig",

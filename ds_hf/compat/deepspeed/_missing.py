@@ -2,7 +2,7 @@
 
 ``missing(module)`` is the ``__getattr__`` of a module; ``AbsentModules`` answers for whole modules, and for names in
 ``from ... import``. Neither makes a name exist: ``hasattr`` stays False and the import still fails, only with a
-sentence that tells whether DeepSpeed has the name and what to take here. ``_names.txt`` lists DeepSpeed's names.
+sentence that tells whether DeepSpeed has the name and what to take here. ``_names`` lists DeepSpeed's names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -83,8 +82,10 @@ def _sentence(module: str, name: str) -> str:
 @functools.cache
 def _names() -> dict[str, frozenset[str]]:
     """DeepSpeed's public names by module."""
-    lines = Path(__file__).with_name("_names.txt").read_text(encoding="utf-8").splitlines()
-    return {module: frozenset(names.split()) for module, _, names in (line.partition(":") for line in lines)}
+    from ._names import NAMES  # only when something is missing
+
+    lines = (line.partition(":") for line in NAMES.strip().splitlines())
+    return {module: frozenset(names.split()) for module, _, names in lines}
 
 
 def _deepspeed_has(module: str, name: str) -> bool:
