@@ -6,7 +6,7 @@ Order: configuration -> process group -> axis -> plan -> units and masters -> op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,14 @@ from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.grouping import make_units
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.leaf import mark_leaves
+from ds_hf.engine.zero.opaque import (
+    OpaqueBuffer,
+    check_opaque,
+    is_opaque,
+    move_opaque,
+    opaque_parts,
+    shards_opaque,
+)
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import ConfigError
@@ -80,6 +88,9 @@ def initialize(
     """
     if model is None or not isinstance(model, nn.Module):
         raise ConfigError(f"initialize() needs model=, an nn.Module; got {type(model).__name__}")
+    compiled = type(model).__name__ == "OptimizedModule"
+    if compiled:  # torch.compile(model): its graphs would have the hooks inside
+        model = cast(nn.Module, model._orig_mod)
     if mesh_param is not None:
         raise ConfigError("initialize(mesh_param=...) is for sequence parallelism, which ds_hf does not have yet")
     source = _config_source(args, config, config_params)
@@ -102,6 +113,8 @@ def initialize(
             world_size=axis.world_size,
         )
     progress.attach(engine)
+    if compiled or settings.ds_hf.compile:
+        engine.compile()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -181,7 +194,9 @@ def _make_parts(
     _refuse_meta(model)
     dtype = getattr(torch, plan.parameters.dtype) if plan.parameters.dtype else None
     group_of = _groups_by_parameter(model, inner)
-    units = make_units(model)
+    check_opaque(model, sharded=plan.shards_parameters)
+    move_opaque(model, device)
+    units = make_units(model, _managed(model, plan))
     masters: dict[FlatBuffer, Tensor] = {}
     gradients: dict[Unit, list[GradientBuffer]] = {}
     groups: dict[GradientBuffer, list[int]] = {}
@@ -204,7 +219,7 @@ def _make_parts(
                 buffer.frozen = True
             del staged
     for param in model.parameters():
-        if home_of(param) is None:
+        if home_of(param) is None and not is_opaque(param):
             param.data = param.data.to(device)
     place_buffers(model, axis, device, dtype)
     reducer = Reducer(units, gradients, plan.reduces_every_micro_batch)
@@ -214,8 +229,16 @@ def _make_parts(
         sharded = ShardedOptimizer(inner, groups, reducer, build_loss_scaler(settings), axis, policy, masters)
     names: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
+        for path, part in opaque_parts(param):
+            names.setdefault(id(part), f"{name}.{path}" if path else name)
         names.setdefault(id(param), name)
     return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer), sharded, names)
+
+
+def _managed(model: nn.Module, plan: StatePlan) -> list[nn.Parameter]:
+    """The parameters that lie in flat buffers: opaque ones only where that shards them."""
+    params = model.parameters()
+    return [p for p in params if not is_opaque(p) or (plan.shards_parameters and shards_opaque(p))]
 
 
 def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int, int]:
@@ -237,10 +260,10 @@ def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int,
 
 
 def _by_layout(unit: Unit, group_of: dict[int, int], dtype: torch.dtype | None) -> list[list[nn.Parameter]]:
-    """Split a unit's parameters by (dtype, trained); within each, groups lie one after another."""
-    found: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    """Split a unit's parameters by (dtype or opaque, trained); within each, groups lie one after another."""
+    found: dict[tuple[Any, bool], list[nn.Parameter]] = {}
     for param in unit.params:
-        key = (dtype or _own_dtype(param), group_of.get(id(param), _FROZEN) != _FROZEN)
+        key = ("bytes" if is_opaque(param) else dtype or _own_dtype(param), group_of.get(id(param), _FROZEN) != _FROZEN)
         found.setdefault(key, []).append(param)
     return [sorted(params, key=lambda p: group_of.get(id(p), _FROZEN)) for params in found.values()]
 
@@ -253,13 +276,16 @@ def _own_dtype(param: Tensor) -> torch.dtype:
 def _make_buffer(
     params: list[nn.Parameter], plan: StatePlan, axis: Axis, dtype: torch.dtype | None, device: torch.device
 ) -> FlatBuffer:
+    shard_device = _device(plan.parameters.device, device)
+    if is_opaque(params[0]):
+        return OpaqueBuffer(params, axis, device=device, shard_device=shard_device)
     return FlatBuffer(
         params,
         axis,
         dtype=dtype or _own_dtype(params[0]),
         device=device,
         sharded=plan.shards_parameters,
-        shard_device=_device(plan.parameters.device, device),
+        shard_device=shard_device,
     )
 
 

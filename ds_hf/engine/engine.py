@@ -19,6 +19,7 @@ from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.casting import cast_floats
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
+from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
 from ds_hf.engine.facade import EngineFacade
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
@@ -67,6 +68,8 @@ class Engine(EngineFacade, nn.Module):
         self.reducer.raw_factor = 1 / self.batch.accumulation_steps
         self.reducer.at_boundary = self.is_gradient_accumulation_boundary
         self.hooks.install(module)
+        self.compiler = ModuleCompiler(m for unit in parts.units for m in (unit.module, *unit.owners))
+        self.step_hooks.append(tell_of_compilation)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -268,6 +271,7 @@ class Engine(EngineFacade, nn.Module):
             return
         self._destroyed = True
         self.hooks.remove()
+        self.compiler.remove()
         self._release_units()
         self.reducer.clear()
         for unit in self.units:

@@ -16,11 +16,13 @@ from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.dist.process_group import get_local_rank
 from ds_hf.engine.zero.buffer import unshard
+from ds_hf.log import warn_once
 
 if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
     from ds_hf.config.types import Config
     from ds_hf.engine.accumulation import Accumulation
+    from ds_hf.engine.compiling import CompileReport, ModuleCompiler
     from ds_hf.engine.dist.mesh import Axis
     from ds_hf.engine.optim.sharded import ShardedOptimizer
     from ds_hf.engine.zero.unit import Unit
@@ -38,6 +40,7 @@ class EngineFacade:
         optimizer: ShardedOptimizer | None
         accumulation: Accumulation
         axis: Axis
+        compiler: ModuleCompiler
         batch: BatchSizes
         units: list[Unit]
         compute_dtype: torch.dtype | None
@@ -234,9 +237,34 @@ class EngineFacade:
 
     save_fp16_model = save_16bit_model
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Compile the forward of each repeated block; the hooks stay outside of the compiled code."""
-        options = {**(compile_kwargs or {}), **kwargs}
-        for unit in self.units:
-            if unit.name:
-                unit.module.forward = torch.compile(unit.module.forward, backend=backend, **options)
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Compile the forward of each repeated block with ``torch.compile``; what ZeRO does stays outside.
+
+        After two steps the log tells how many graphs and graph breaks there are, see ``compile_report``.
+
+        Raises:
+            ValueError: ``schedule`` (of DeepCompile's passes) or compiled autograd is asked for.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError("engine.compile() compiles blocks: it takes no schedule and no compiled autograd")
+        blocks = [unit.module for unit in self.units if unit.name and any(unit.module.children())]
+        for block in blocks:
+            self.compiler.compile(block, backend=backend, **(compile_kwargs or {}), **kwargs)
+        if not blocks:
+            warn_once("engine.compile(): the model has no repeated blocks, so nothing is compiled")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether modules of the model are compiled."""
+        return bool(self.compiler.compiled)
+
+    def compile_report(self) -> CompileReport:
+        """Compiled modules, graphs and graph breaks so far."""
+        return self.compiler.report()

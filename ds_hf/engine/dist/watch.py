@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -66,6 +67,8 @@ class Watch:
         self._wake = threading.Event()
         self._speaks = False  # this rank raised the alarm, outside the thread
         self._seen, self._since = -1, time.monotonic()
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # gloo aborts where somebody else's collective meets one of ours: show who that was
         atexit.register(self._leave)
         self._thread = threading.Thread(target=self._run, name="ds_hf watch", daemon=True)
         self._thread.start()
@@ -230,7 +233,7 @@ def _stack(thread: int) -> str:
 def _format(frame: FrameType | None) -> str:
     frames = traceback.extract_stack(frame) if frame else []
     told = [f for f in frames if not any(noise in f.filename for noise in _NOISE)]
-    return "".join(traceback.format_list((told or frames)[-24:]))
+    return "".join(traceback.format_list((told or frames)[-60:]))
 
 
 def _record_for_torchrun(text: str) -> None:

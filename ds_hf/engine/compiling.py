@@ -1,0 +1,147 @@
+"""torch.compile, block by block: what ZeRO does around a block stays outside of the compiled code.
+
+A block's compiled ``forward`` runs between its eager hooks, so nothing of ds_hf breaks a graph, and alike blocks share
+their compiled code. ``Module.compile()`` of a module that has hooks - accelerate's regional compilation calls it - does
+the same; torch's own would trace the hooks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_hf.log import logger
+
+__all__ = ["CompileReport", "ModuleCompiler", "tell_of_compilation"]
+
+_ENOUGH_CALLS = 2  # optimizer steps after which everything that recurs has been compiled
+
+
+class CompileReport(NamedTuple):
+    """What became of the compiled modules so far, in this process.
+
+    Attributes:
+        modules: how many modules are compiled.
+        graphs: compiled graphs.
+        breaks: graph breaks, by torch's reason.
+    """
+
+    modules: int
+    graphs: int
+    breaks: dict[str, int]
+
+    def __str__(self) -> str:
+        total = sum(self.breaks.values())
+        text = f"torch.compile: {self.modules} modules, {self.graphs} graphs, {total} graph break{'s' * (total != 1)}"
+        reasons = sorted(self.breaks.items(), key=lambda item: -item[1])[:5]
+        return "\n".join([text, *(f"  {count} x {reason.splitlines()[0]}" for reason, count in reasons)])
+
+
+class ModuleCompiler:
+    """Compiles modules of one engine and takes everything back.
+
+    Args:
+        hooked: the modules that have hooks; their ``compile()`` leads here.
+    """
+
+    def __init__(self, hooked: Iterable[nn.Module]) -> None:
+        self.hooked = list(dict.fromkeys(hooked))
+        self.compiled: dict[nn.Module, _StandIn] = {}
+        self.steps = 0
+        self._before: tuple[int, dict[str, int]] | None = None
+        for module in self.hooked:
+            again = module.__dict__.pop("_compiled_call_impl", None) is not None
+            module.__dict__["compile"] = _StandIn(module, "compile", _Compile(self, module))
+            if again:  # compiled before it had hooks
+                self.compile(module)
+
+    def compile(self, module: nn.Module, *args: Any, **options: Any) -> None:
+        """Compile ``module.forward``, or those of the modules with hooks inside of it if there are any.
+
+        ``args`` and ``options`` are those of ``torch.compile``.
+        """
+        if self._before is None:
+            self._before = _counters()
+        inside = set(module.modules()).intersection(self.hooked) - {module}
+        if inside:
+            for inner in (m for m in self.hooked if m in inside):
+                self.compile(inner, *args, **options)
+            return
+        if module not in self.compiled:
+            forward = torch.compile(module.forward, *args, **options)
+            self.compiled[module] = module.__dict__["forward"] = _StandIn(module, "forward", forward)
+
+    def report(self) -> CompileReport:
+        """Graphs and graph breaks since the first module was compiled."""
+        graphs, breaks = _counters() if self._before is not None else (0, {})
+        before_graphs, before = self._before or (0, {})
+        new = {reason: count - before.get(reason, 0) for reason, count in breaks.items()}
+        return CompileReport(len(self.compiled), graphs - before_graphs, {r: n for r, n in new.items() if n > 0})
+
+    def on_step(self) -> CompileReport | None:
+        """Note an optimizer step; the report when it is worth telling."""
+        if not self.compiled:
+            return None
+        self.steps += 1
+        return self.report() if self.steps == _ENOUGH_CALLS else None
+
+    def remove(self) -> None:
+        """Give the modules their own methods back."""
+        for module in self.hooked:
+            module.__dict__.pop("compile", None)
+        for module, forward in self.compiled.items():
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
+        self.hooked.clear()
+        self.compiled.clear()
+
+
+def tell_of_compilation(engine: Any) -> None:
+    """After a step: what was compiled, once, in the log of rank 0."""
+    report = engine.compiler.on_step()
+    if report is not None and engine.axis.rank == 0:
+        logger.log(logging.WARNING if report.breaks else logging.INFO, "%s", report)
+
+
+class _Compile:
+    """``module.compile()``."""
+
+    def __init__(self, compiler: ModuleCompiler, module: nn.Module) -> None:
+        self.compiler, self.module = compiler, module
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        self.compiler.compile(self.module, *args, **options)
+
+
+class _StandIn:
+    """Stands in for a method of one module; a copy of the module has its class's method again."""
+
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
+        self.module, self.name, self.call = module, name, call
+        self.__name__ = name
+        self.__wrapped__ = getattr(type(module), name).__get__(module)  # inspect.signature() looks there
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _own_method(memo.get(id(self.module), self.module), self.name)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _own_method, (self.module, self.name)
+
+
+def _own_method(module: nn.Module, name: str) -> MethodType:
+    return MethodType(getattr(type(module), name), module)
+
+
+def _counters() -> tuple[int, dict[str, int]]:
+    """Dynamo's count of graphs, and of graph breaks by reason."""
+    from torch._dynamo.utils import counters  # a second of imports: only where something is compiled
+
+    return int(counters["stats"]["unique_graphs"]), dict(counters["graph_break"])
