@@ -24,12 +24,14 @@ from peft import (
     PromptEncoderConfig,
     PromptTuningConfig,
     get_peft_model,
+    prepare_model_for_kbit_training,
 )
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig, Trainer
 
+from ds_hf.engine.zero.opaque import is_opaque, opaque_parts
 from tests.compat.common import largest_difference
 from tests.compat.scripts.trainer_script import Sentences
 from tests.compat.trainer_code import TOLERANCE, arguments, config, history, start_afresh
@@ -235,3 +237,40 @@ def save_and_load_state(model: str, folder: str, stage: int) -> list[list[float]
             if step == 1:
                 accelerator.save_state(folder, exclude_frozen_parameters=True)
     return losses
+
+
+def quantization(kind: str) -> Any:
+    """What a user gives ``from_pretrained`` to load the base quantized."""
+    if kind == "torchao int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    if kind == "bitsandbytes 8 bits":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    storage = torch.bfloat16 if kind.endswith("bf16 storage") else torch.uint8
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_quant_storage=storage,
+    )
+
+
+def fit_quantized(model: str, folder: str, kind: str) -> dict[int | None, Any]:
+    """QLoRA: what was logged, without DeepSpeed and at each stage, and the base's bytes on this process at rest."""
+    found: dict[int | None, Any] = {}
+    for stage in (None, *STAGES):
+        if stage is None and kind.startswith("torchao"):
+            continue  # DistributedDataParallel does not take these tensors
+        args = arguments(place(folder, stage), None if stage is None else config(stage), learning_rate=1e-2)
+        base = AutoModelForCausalLM.from_pretrained(model, quantization_config=quantization(kind))
+        net = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+        torch.manual_seed(5)
+        trainer = Trainer(model=get_peft_model(net, adapter("lora")), args=args, train_dataset=Sentences(60, seed=1))
+        trainer.train()
+        trainer.save_model()
+        parts = [part for param in net.parameters() if is_opaque(param) for _, part in opaque_parts(param)]
+        found[stage] = (history(trainer), sum(part.untyped_storage().nbytes() for part in parts))
+        gc.collect()
+    return found

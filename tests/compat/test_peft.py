@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.compat.common import run_user_code
+from tests.compat.common import WORLD, largest_difference, run_user_code
 from tests.compat.peft_code import (
     STAGES,
     assert_as_without_deepspeed,
     fit_and_resume,
     fit_everywhere,
+    fit_quantized,
     load_adapter,
     merge_live,
     mixed_dtypes_everywhere,
@@ -145,3 +146,27 @@ def test_the_adapter_that_does_not_train_is_saved_too(tiny_model: Path, tmp_path
     both = load_adapter(tiny_model, place(tmp_path, 3))
     both.load_adapter(str(place(tmp_path, 3) / "second"), "second")
     assert set(both.peft_config) == {"default", "second"}
+
+
+@feature("4- and 8-bit bases (bitsandbytes, torchao) at every stage; stage 3 shards 4-bit and torchao weights", "P38")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bitsandbytes 4 bits",
+        pytest.param("bitsandbytes 4 bits, bf16 storage", marks=SLOW),
+        pytest.param("bitsandbytes 8 bits", marks=SLOW),
+        "torchao int8",
+    ],
+)
+def test_quantized_bases_train_as_without_deepspeed(tiny_model: Path, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip(kind.split()[0])  # neither is among the development tools: tests/engine/zero/test_opaque.py is
+    for found in run_user_code(fit_quantized, str(tiny_model), str(tmp_path), kind):
+        plain, _ = found.get(None, found[0])
+        adapter = saved_adapter(place(tmp_path, 0))
+        assert plain[-1]["loss"] != plain[0]["loss"]
+        for stage in STAGES:
+            ours, held = found[stage]
+            assert largest_difference(ours, plain) <= 1e-5, f"stage {stage}"
+            saved = saved_adapter(place(tmp_path, stage))
+            assert max(float((saved[name] - value).abs().max()) for name, value in adapter.items()) <= 1e-4
+            assert (held == 0) == (stage == 3 and WORLD > 1 and kind != "bitsandbytes 8 bits")

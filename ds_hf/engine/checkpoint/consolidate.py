@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.interface import (
@@ -21,9 +22,8 @@ from ds_hf.engine.checkpoint.interface import (
     aliases,
     extra_states,
     flat_buffers,
-    loose_parameters,
     module_buffers,
-    names_of,
+    parameter_name,
 )
 from ds_hf.engine.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -59,13 +59,16 @@ def consolidated_state_dict(
         return not exclude_frozen_parameters or param.requires_grad or not adapters.isdisjoint(name.split("."))
 
     for buffer in flat_buffers(engine):
-        named = [(n, p) for n, p in zip(names_of(engine, buffer), buffer.params, strict=True) if wanted(n, p)]
+        named = [(parameter_name(engine, param), param) for param in buffer.owners]
+        named = [(name, param) for name, param in named if wanted(name, param)]
         with torch.no_grad(), unshard([buffer] if buffer.sharded and named else []):
             state.update({name: param.detach().to("cpu", copy=True) for name, param in named if first})
     if not first:
         return None
-    for name, param in loose_parameters(engine).items():
-        if wanted(name, param):
+    placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.owners}
+    for name, param in engine.module.named_parameters():
+        name = parameter_name(engine, param, name)
+        if id(param) not in placed and wanted(name, param):
             state[name] = param.detach().to("cpu", copy=True)
     buffers, tied = module_buffers(engine.module)
     state.update({name: value.detach().to("cpu", copy=True) for name, value in buffers.items()})
@@ -151,8 +154,10 @@ def _clone(item: Any, device: torch.device, made: dict[Any, Tensor]) -> Any:
 def _clone_tensor(tensor: Tensor, device: torch.device, made: dict[Any, Tensor]) -> Tensor:
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.numel() == 0:
         return tensor.detach().clone().to(device)
-    storage = (tensor.device, tensor.untyped_storage().data_ptr())
-    key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    key: Any = id(tensor)  # of a tensor that wraps others (torchao): it has no storage of its own
+    if not is_traceable_wrapper_subclass(tensor):
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
     if key not in made:
         made[key] = tensor.detach().to(device, copy=True)
     return made[key]

@@ -16,6 +16,7 @@ from ds_hf.config.plan import StatePlan
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.opaque import opaque_parts
 from ds_hf.engine.zero.unit import Unit
 
 __all__ = [
@@ -89,13 +90,17 @@ def adapter_names(module: nn.Module) -> frozenset[str]:
     return frozenset(configs) if isinstance(configs, dict) else frozenset()
 
 
-def loose_parameters(engine: Checkpointable) -> dict[str, nn.Parameter]:
-    """Parameters that live in no unit: integer (quantized) ones, and those added later. Whole on every rank."""
-    placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.params}
+def loose_parameters(engine: Checkpointable) -> dict[str, Tensor]:
+    """Parameters that live in no unit: quantized ones - the plain tensors behind them - and those added later.
+
+    Whole on every rank.
+    """
+    placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.owners}
     return {
-        parameter_name(engine, param, name): param
+        parameter_name(engine, part, f"{name}.{path}" if path else name): part
         for name, param in engine.module.named_parameters()
         if id(param) not in placed
+        for path, part in opaque_parts(param)
     }
 
 

@@ -227,7 +227,8 @@ class FlatBuffer:
         for param in self.owners:
             param.ds_status = ParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
         if not self.aliased:
-            if spare_users and self._storage_users() > self._own_users:
+            in_use = spare_users and self._storage_users() > self._own_users
+            if in_use or not self.full.untyped_storage().resizable():  # .numpy() of a parameter pins it
                 self.full = torch.empty_like(self.full)
                 self._make_views()
             self.full.untyped_storage().resize_(0)

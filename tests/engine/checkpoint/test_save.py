@@ -282,10 +282,10 @@ def test_tag_validation(tmp_path: Path, mode: str) -> None:
 
 
 def test_values_that_no_unit_holds_are_saved(tmp_path: Path) -> None:
-    """Integer parameters (quantized weights) lie outside of the flat buffers."""
+    """Integer parameters (quantized weights) lie outside of the flat buffers where parameters are replicated."""
     model = Model()
     model.codes = torch.nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
-    with engine_of(config(3), model) as engine:
+    with engine_of(config(2), model) as engine:
         engine.save_checkpoint(tmp_path)
         model.codes.data.zero_()
         engine.load_checkpoint(tmp_path)
