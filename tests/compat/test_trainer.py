@@ -26,9 +26,9 @@ from tests.compat.common import (
 from tests.helpers.distributed import run_torchrun
 
 SCRIPT = SCRIPTS / "trainer_script.py"
-TOLERANCE = 1e-5
+TOLERANCE = 5e-5 if torch.cuda.is_available() else 1e-5  # of losses near 5; sums on a GPU have no fixed order
 MAX_STEPS, SAVE_STEPS = 8, 4
-# 60 samples in steps of 8: the last accumulation of the epoch is shorter. The best checkpoint is made the *first* one
+# 60 samples, 4 a rank and step: on two ranks the last accumulation of the epoch is shorter. The best checkpoint is made the *first* one
 # (highest loss wins), so that load_best_model_at_end has something to undo.
 ARGUMENTS = (
     "--per_device_train_batch_size=2 --gradient_accumulation_steps=2 --learning_rate=5e-3 --warmup_steps=2 "
@@ -170,7 +170,8 @@ def test_one_process_without_launcher_takes_a_preset(tiny_model: Path, reference
 def test_auto_chooses_prints_and_trains(tiny_model: Path, reference: Run, tmp_path: Path) -> None:
     ours = run(tiny_model, tmp_path, "--deepspeed=auto")
     assert ours.printed.count("--deepspeed auto takes zero0: the smallest that fits") == 1
-    assert "0.0 M parameters (0.0 M trainable), float32, 2 processes" in ours.printed
+    processes = f"{WORLD} process{'es' if WORLD > 1 else ''}"
+    assert f"0.0 M parameters (0.0 M trainable), float32, {processes}" in ours.printed
     assert largest_difference(steps(ours.report), steps(reference.report)) <= TOLERANCE
 
 
@@ -188,7 +189,7 @@ def test_a_wrong_config_stops_before_the_model_is_touched(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_bf16_on_the_cpu_follows_fp32(tiny_model: Path, reference: Run, tmp_path: Path) -> None:
+def test_bf16_follows_fp32(tiny_model: Path, reference: Run, tmp_path: Path) -> None:
     content = {**AUTO_BATCH, "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
     ours = run(tiny_model, tmp_path, f"--deepspeed={write_json(tmp_path / 'ds.json', content)}", "--bf16")
     for mine, theirs in zip(steps(ours.report), steps(reference.report), strict=True):
@@ -210,7 +211,7 @@ def test_model_built_from_its_config_under_stage_3(tiny_model: Path, tmp_path: P
 @pytest.mark.slow
 def test_evaluation_without_training_under_stage_3(tiny_model: Path, tmp_path: Path) -> None:
     config = write_json(tmp_path / "ds.json", {**AUTO_BATCH, "zero_optimization": zero_section(3)})
-    plain = run(tiny_model, tmp_path / "plain", "--use_cpu", "--ddp_backend=gloo", "--evaluate_only")
+    plain = run(tiny_model, tmp_path / "plain", *PLAIN, "--evaluate_only")
     ours = run(tiny_model, tmp_path, f"--deepspeed={config}", "--evaluate_only")
     assert ours.report["final"]["eval_loss"] == pytest.approx(plain.report["final"]["eval_loss"], abs=TOLERANCE)
 

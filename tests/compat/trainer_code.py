@@ -19,7 +19,7 @@ from tests.compat.common import AUTO_BATCH, largest_difference, steps
 from tests.compat.scripts.trainer_script import Sentences
 
 STAGES = (0, 1, 2, 3)
-TOLERANCE = 1e-5
+TOLERANCE = 5e-5 if torch.cuda.is_available() else 1e-5  # of losses near 5; sums on a GPU have no fixed order
 # The Trainer without DeepSpeed, where the tests run.
 PLAIN_ARGUMENTS: dict[str, Any] = {} if torch.cuda.is_available() else {"use_cpu": True, "ddp_backend": "gloo"}
 ARGUMENTS: dict[str, Any] = {
