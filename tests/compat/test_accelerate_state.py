@@ -310,3 +310,34 @@ def test_evaluation_without_an_optimizer() -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
         assert held_here == (0 if stage == 3 else whole)
         assert no_optimizer
+
+
+def skipped_step() -> list[tuple[bool, float, bool]]:
+    """fp16: an infinite gradient, then ordinary ones."""
+    fresh_start()
+    settings = config(2)
+    settings["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    accelerator = Accelerator(mixed_precision="fp16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings))
+    raw = Regressor()
+    adam: Any = torch.optim.AdamW(raw.parameters(), lr=LR)
+    model, optimizer, batches = accelerator.prepare(raw, adam, loader(3 * MICRO * accelerator.num_processes))
+    rows = []
+    for index, batch in enumerate(batches):
+        before = model.module.head.weight.detach().clone()
+        accelerator.backward(loss_of(model, batch) * (float("inf") if index == 0 else 1.0))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        moved = not torch.equal(before, model.module.head.weight)
+        rows.append((accelerator.optimizer_step_was_skipped, norm, moved))
+    fresh_start()
+    return rows
+
+
+@pytest.mark.feature("accelerate", "optimizer_step_was_skipped and the norm of a skipped fp16 step", pain="P24 P30")
+def test_a_skipped_step_is_reported() -> None:
+    first, second, third = run_user_code(skipped_step)[0]
+    assert first == (True, float("inf"), False)
+    for skipped, norm, moved in (second, third):
+        assert not skipped
+        assert 0 < norm < 100
+        assert moved

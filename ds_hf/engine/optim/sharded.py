@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class ShardedOptimizer(Optimizer):
         policy: OptimizerPolicy,
         masters: dict[FlatBuffer, Tensor],
     ) -> None:
+        self.parameter_offload: Any  # where parameters are sharded, for other libraries
         # Not Optimizer.__init__: groups and state are the inner optimizer's, by property.
         self.optimizer = inner
         self.reducer = reducer
@@ -290,8 +292,14 @@ class ShardedOptimizer(Optimizer):
         buffer.publish(whole=self.policy.whole)
 
     def grad_norm(self) -> float | None:
-        """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Synchronizes."""
-        return None if self._norm is None else float(self._norm) / self._norm_scale
+        """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Synchronizes.
+
+        Infinite when a gradient was inf or nan: accelerate's users compare it with numbers.
+        """
+        if self._norm is None:
+            return None
+        norm = float(self._norm) / self._norm_scale
+        return norm if math.isfinite(norm) else math.inf
 
     def free(self) -> None:
         """Drop masters, moments and gradients (``engine.destroy``); the inner optimizer has the model's own again."""
