@@ -1,0 +1,136 @@
+"""The life of a transformers model at stage 3: loaded under ``zero.Init``, changed, trained, saved, loaded again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.compat import stage3_code as code
+from tests.compat.common import WORLD, run_user_code
+
+STAGE3 = "Stage 3 models"
+TOLERANCE = 2e-5
+# those with gradients that differ between ranks, with weight norm, with two towers, ...: every family trains
+FAMILIES = tuple(code.FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a model of each family, in several files."""
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        path = code.save_family(family, folder)
+        assert family == "resnet" or len(list(path.glob("*.safetensors"))) > 1
+    return folder
+
+
+# -- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_all(folder: Path, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Every family loaded under stage 3 and without."""
+    found = {}
+    for family in FAMILIES:
+        model_class = code.classes(family)[1]
+        plain = model_class.from_pretrained(folder / family, dtype=dtype)
+        more = {"bf16": {"enabled": True}} if dtype == torch.bfloat16 else {}
+        with code.under_stage3(**more):
+            model = model_class.from_pretrained(folder / family, dtype=dtype)
+        buffers = {id(p._ds_home.buffer): p._ds_home.buffer for p in model.parameters()}
+        found[family] = {
+            "different": code.different(code.whole(model), plain.state_dict()),
+            "not persistent": code.different(dict(_on_cpu(model)), dict(_on_cpu(plain))),
+            "held": sum(buffer.nbytes for buffer in buffers.values()),
+            "bytes": sum(p.numel() * p.element_size() for p in plain.parameters()),
+            "ties": ties(model) == ties(plain),
+        }
+    return found
+
+
+def _on_cpu(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, buffer.cpu()) for name, buffer in model.named_buffers()]
+
+
+def ties(model: torch.nn.Module) -> set[tuple[str, ...]]:
+    """Names that mean one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {tuple(same) for same in names.values() if len(same) > 1}
+
+
+@pytest.fixture(scope="module")
+def loaded(saved: Path) -> list[dict[str, dict[str, Any]]]:
+    return run_user_code(load_all, saved, torch.float32)
+
+
+@pytest.mark.feature(STAGE3, "`from_pretrained` under `zero.Init`: every weight and buffer to the bit", pain="P14 P15")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loaded_weights_equal_those_of_plain_from_pretrained(
+    loaded: list[dict[str, dict[str, Any]]], family: str
+) -> None:
+    for found in loaded:
+        assert found[family]["different"] == found[family]["not persistent"] == []
+        assert found[family]["ties"]
+
+
+@pytest.mark.feature(STAGE3, "each rank holds its shard", pain="P15")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_rank_holds_its_shard(loaded: list[dict[str, dict[str, Any]]], family: str) -> None:
+    for found in loaded:
+        weight_norm = (
+            8000 if family in ("wav2vec2", "hubert", "sew") else 0
+        )  # its parameters stay whole until initialize
+        padding = 200 * 64  # bytes: every parameter alone is padded to 16 elements a rank
+        assert found[family]["held"] <= found[family]["bytes"] / WORLD + weight_norm + padding
+
+
+@pytest.mark.slow
+@pytest.mark.feature(STAGE3, "`from_pretrained(dtype=torch.bfloat16)`", pain="P15")
+def test_loaded_bf16_weights_equal_those_of_plain_from_pretrained(saved: Path) -> None:
+    for found in run_user_code(load_all, saved, torch.bfloat16):
+        for family in FAMILIES:
+            assert found[family]["different"] == found[family]["not persistent"] == [], family
+
+
+# -- training -------------------------------------------------------------------------------------------------------
+
+
+def train_all(folder: Path, families: tuple[str, ...]) -> dict[str, float]:
+    """Each family trained at stage 3 and without DeepSpeed, other data on each rank."""
+    worst = {}
+    for family in families:
+        model_class = code.classes(family)[1]
+        ranks = [1] * code.world() if family == "resnet" else list(range(code.world()))  # batch norm sees its rank only
+        batches = [[code.batch_of(family, 10 * step + r) for r in ranks] for step in range(3)]
+        plain = model_class.from_pretrained(folder / family)
+        reference = code.train_plain(plain, batches, code.hf_loss)
+        with code.under_stage3() as settings:
+            model = model_class.from_pretrained(folder / family)
+            engine = code.initialize(model, settings)
+            losses = code.train_engine(engine, batches, code.hf_loss)
+        worst[family] = code.largest(losses, reference)
+        assert reference[0] != reference[-1]
+        engine.destroy()
+    return worst
+
+
+def prepare(folder: Path) -> None:
+    """Make the process group, as any script's first call does."""
+    import deepspeed
+
+    deepspeed.init_distributed()
+
+
+def train_first(folder: Path, families: tuple[str, ...]) -> dict[str, float]:
+    prepare(folder)
+    return train_all(folder, families)
+
+
+@pytest.mark.feature(STAGE3, "every family trains as without DeepSpeed", pain="P13 P14 P16")
+def test_every_family_trains_as_without_deepspeed(saved: Path) -> None:
+    for worst in run_user_code(train_first, saved, FAMILIES):
+        assert {family: error for family, error in worst.items() if not error < TOLERANCE} == {}
