@@ -28,8 +28,8 @@ from tests.helpers.distributed import run_torchrun
 SCRIPT = SCRIPTS / "trainer_script.py"
 TOLERANCE = 5e-5 if torch.cuda.is_available() else 1e-5  # of losses near 5; sums on a GPU have no fixed order
 MAX_STEPS, SAVE_STEPS = 8, 4
-# 60 samples, 4 a rank and step: on two ranks the last accumulation of the epoch is shorter. The best checkpoint is made the *first* one
-# (highest loss wins), so that load_best_model_at_end has something to undo.
+# 60 samples, 4 a rank and step: on two ranks the last accumulation of the epoch is shorter. The best checkpoint is made
+# the *first* one (highest loss wins), so that load_best_model_at_end has something to undo.
 ARGUMENTS = (
     "--per_device_train_batch_size=2 --gradient_accumulation_steps=2 --learning_rate=5e-3 --warmup_steps=2 "
     f"--max_steps={MAX_STEPS} --max_grad_norm=0.5 --seed=3 --logging_steps=1 --disable_tqdm=True --report_to=none "

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from tests.compat.common import WORLD, largest_difference, run_user_code
+from tests.compat.common import WORLD, run_user_code
 from tests.compat.trainer_code import (
     STAGES,
-    TOLERANCE,
     assert_equal_histories,
     config,
     fit,
@@ -33,6 +32,21 @@ def compare(folder: Path, *stages: int, **more: Any) -> list[dict[str, float]]:
     return results[0][0]  # type: ignore[no-any-return]
 
 
+def compare_each(folder: Path, variants: dict[str, dict[str, Any]], *stages: int) -> dict[str, list[dict[str, float]]]:
+    """The same for several sets of arguments in one launch."""
+    logged = {}
+    for results in run_user_code(histories_of_each, folder, stages or STAGES, variants):
+        for name, result in results.items():
+            print(name)
+            assert_equal_histories(result)
+            logged[name] = result[0]
+    return logged
+
+
+def histories_of_each(folder: Path, stages: tuple[int, ...], variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: histories(folder, stages, more) for name, more in variants.items()}
+
+
 # -- accumulation (P27) -------------------------------------------------------------------------------------------
 
 
@@ -44,25 +58,19 @@ def test_accumulation_over_epochs_whose_last_group_is_shorter(tmp_path: Path) ->
     assert len(logged) == 6
 
 
-def accumulated_and_at_once(folder: Path, stage: int) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+def accumulated_and_at_once(folder: Path) -> Any:
     more = {"samples": 4 * 8 * WORLD, "train_sampling_strategy": "sequential"}
-    together = fit(folder, config(stage), per_device_train_batch_size=8, **more)
-    apart = fit(folder, config(stage), per_device_train_batch_size=1, gradient_accumulation_steps=8, **more)
-    return together, apart
+    together = fit(folder, per_device_train_batch_size=8, **more)
+    more |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    return together, {stage: fit(folder, config(stage), **more) for stage in STAGES}
 
 
 @pytest.mark.feature("Trainer", "k accumulated batches equal one of k times the size", pain="P27")
-@pytest.mark.parametrize("stage", STAGES)
-def test_accumulated_batches_equal_one_large_batch(stage: int, tmp_path: Path) -> None:
+def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
     """Though sequences differ in their numbers of labels: the Trainer weights by tokens."""
-    for together, apart in run_user_code(accumulated_and_at_once, tmp_path, stage):
-        assert len(apart) == 4
-        assert largest_difference(apart, together) <= TOLERANCE
-
-
-@pytest.mark.feature("Trainer", "`average_tokens_across_devices=False`", pain="P27")
-def test_tokens_averaged_by_rank(tmp_path: Path) -> None:
-    compare(tmp_path, *SHARDED, gradient_accumulation_steps=4, average_tokens_across_devices=False)
+    for result in run_user_code(accumulated_and_at_once, tmp_path):
+        assert_equal_histories(result)
+        assert len(result[0]) == 4
 
 
 class OwnLoss(Trainer):
@@ -79,9 +87,16 @@ def test_own_loss_divided_by_the_accumulated_batches(tmp_path: Path) -> None:
     compare(tmp_path, *SHARDED, gradient_accumulation_steps=3, trainer_class=OwnLoss, samples=20)
 
 
+@pytest.mark.feature("Trainer", "`average_tokens_across_devices=False`", pain="P27")
 @pytest.mark.feature("Trainer", "label smoothing", pain="P27")
-def test_label_smoothing(tmp_path: Path) -> None:
-    compare(tmp_path, *SHARDED, label_smoothing_factor=0.1, gradient_accumulation_steps=2)
+@pytest.mark.feature("Trainer", "NEFTune")
+def test_tokens_averaged_by_rank_smoothed_labels_and_noise(tmp_path: Path) -> None:
+    variants: dict[str, dict[str, Any]] = {
+        "by rank": {"gradient_accumulation_steps": 4, "average_tokens_across_devices": False},
+        "smoothed": {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
+        "noise": {"neftune_noise_alpha": 5.0},
+    }
+    compare_each(tmp_path, variants, *SHARDED)
 
 
 @pytest.mark.feature("Trainer", "`group_by_length`, `dataloader_drop_last`")
@@ -95,10 +110,13 @@ def test_batches_of_one_length_and_the_last_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.feature("Trainer", "`gradient_checkpointing`, reentrant and not", pain="P29")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool, tmp_path: Path) -> None:
-    kwargs = {"use_reentrant": reentrant}
-    compare(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs, gradient_accumulation_steps=2)
+def test_gradient_checkpointing(tmp_path: Path) -> None:
+    more = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
+    variants = {
+        str(reentrant): {**more, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        for reentrant in (True, False)
+    }
+    compare_each(tmp_path, variants)
 
 
 def tied_twice() -> PreTrainedModel:
@@ -130,33 +148,24 @@ def test_weights_used_twice_are_reduced_once(tmp_path: Path) -> None:
         assert_equal_histories(result)
 
 
-@pytest.mark.feature("Trainer", "NEFTune")
-def test_neftune(tmp_path: Path) -> None:
-    compare(tmp_path, *SHARDED, neftune_noise_alpha=5.0)
-
-
 # -- gradient norm (P30) ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("Trainer", "`grad_norm` is the global norm before clipping, at every stage", pain="P30")
-def test_logged_norm_is_the_one_before_clipping(tmp_path: Path) -> None:
-    clipped = compare(tmp_path, max_grad_norm=0.1)
-    assert all(row["grad_norm"] > 0.5 for row in clipped)
-
-
 @pytest.mark.feature("Trainer", "`max_grad_norm=0`: no clipping, the norm is logged all the same", pain="P30")
-def test_norm_is_logged_without_clipping(tmp_path: Path) -> None:
-    free = compare(tmp_path, max_grad_norm=0.0)
-    assert all(row["grad_norm"] > 0.5 for row in free)
+def test_logged_norm_is_the_one_before_clipping(tmp_path: Path) -> None:
+    logged = compare_each(tmp_path, {"clipped": {"max_grad_norm": 0.1}, "free": {"max_grad_norm": 0.0}})
+    assert all(row["grad_norm"] > 0.5 for rows in logged.values() for row in rows)
+    assert logged["clipped"][-1]["loss"] != logged["free"][-1]["loss"]
 
 
 # -- optimizers (P31) and schedules -------------------------------------------------------------------------------
 
 
 @pytest.mark.feature("Trainer", "`--optim` adamw_torch, sgd, rmsprop, adagrad", pain="P31")
-@pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "rmsprop", "adagrad"])
-def test_optimizers_of_torch(optim: str, tmp_path: Path) -> None:
-    compare(tmp_path, *SHARDED, optim=optim, weight_decay=0.1)
+def test_optimizers_of_torch(tmp_path: Path) -> None:
+    names = ("adamw_torch", "sgd", "rmsprop", "adagrad")
+    compare_each(tmp_path, {name: {"optim": name, "weight_decay": 0.1} for name in names}, *SHARDED)
 
 
 @pytest.mark.feature("Trainer", "`--optim adafactor` with whole states (stage 0)", pain="P31")
@@ -258,11 +267,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.feature("Trainer", "`--lr_scheduler_type` cosine, cosine_with_min_lr, reduce_lr_on_plateau", pain="P32")
-@pytest.mark.parametrize("kind", list(SCHEDULES))
-def test_schedules_of_transformers(kind: str, tmp_path: Path) -> None:
-    logged = compare(tmp_path, *SHARDED, lr_scheduler_type=kind, **SCHEDULES[kind])
-    rates = [row["learning_rate"] for row in logged if "loss" in row]
-    assert rates[-1] < max(rates)
+def test_schedules_of_transformers(tmp_path: Path) -> None:
+    variants = {kind: {"lr_scheduler_type": kind, **more} for kind, more in SCHEDULES.items()}
+    for logged in compare_each(tmp_path, variants, *SHARDED).values():
+        rates = [row["learning_rate"] for row in logged if "loss" in row]
+        assert rates[-1] < max(rates)
 
 
 def rates_of_the_json(folder: Path, stage: int) -> tuple[list[float], list[float]]:

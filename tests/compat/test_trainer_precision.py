@@ -45,7 +45,15 @@ def overflow(folder: Path, kind: str, stage: int) -> Any:
 @pytest.mark.feature(
     "Trainer", "skipped steps are in the logs (`skipped_steps`), no schedule advances on them", pain="P24"
 )
-@pytest.mark.parametrize(("kind", "stage"), [("bf16", 2), ("fp16", 3), ("bf16", 3), ("fp16", 0)])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("bf16", 2),
+        ("fp16", 3),
+        pytest.param("bf16", 3, marks=pytest.mark.slow),
+        pytest.param("fp16", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_skipped_steps_are_logged_and_schedules_wait(kind: str, stage: int, tmp_path: Path) -> None:
     for of_trainer, of_json in run_user_code(overflow, tmp_path, kind, stage):
         for logged in (of_trainer, of_json):
@@ -70,41 +78,53 @@ def test_logs_say_nothing_of_skips_where_there_are_none(tmp_path: Path) -> None:
         assert all("skipped_steps" not in row for row in logged)
 
 
-def followed(folder: Path, kind: str) -> Any:
-    plain = fit(folder)
-    ours = {stage: fit(folder, config(stage, **{kind: {"enabled": "auto"}}), **{kind: True}) for stage in STAGES}
-    return plain, ours
+def followed(folder: Path) -> Any:
+    def run(kind: str, stage: int) -> list[dict[str, float]]:
+        return fit(folder, config(stage, **{kind: {"enabled": "auto"}}), **{kind: True})
+
+    return fit(folder), [run(kind, stage) for kind in ("bf16", "fp16") for stage in STAGES]
 
 
 @pytest.mark.feature("Trainer", "`--bf16`, `--fp16`")
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_sixteen_bits_follow_fp32(kind: str, tmp_path: Path) -> None:
-    for plain, ours in run_user_code(followed, tmp_path, kind):
-        for logged in ours.values():
+def test_sixteen_bits_follow_fp32(tmp_path: Path) -> None:
+    for plain, ours in run_user_code(followed, tmp_path):
+        for logged in ours:
             for mine, reference in zip(logged, plain, strict=True):
                 assert mine["loss"] == pytest.approx(reference["loss"], rel=0.01)
                 assert mine["grad_norm"] == pytest.approx(reference["grad_norm"], rel=0.03)
                 assert mine["loss"] != reference["loss"]
 
 
-def told(folder: Path, kind: str | None) -> str:
-    """What the engine says of itself when it is built."""
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logging.getLogger("ds_hf").addHandler(handler)
-    precision = {kind: {"enabled": "auto"}} if kind else {}
-    more = {kind: True} if kind else {}
-    trainer = make_trainer(folder, config(3, **precision), log_level="info", max_steps=1, **more)
-    embedding: torch.Tensor = trainer.model.get_input_embeddings().weight
-    embedding.requires_grad_(False)
-    trainer.train()
-    return said.getvalue()
+def told(folder: Path) -> list[str]:
+    """What engines say of themselves when they are built: fp32, bf16, fp16, and bf16 summed in fp32."""
+    texts = []
+    variants: list[tuple[str | None, dict[str, Any]]] = [(None, {}), ("bf16", {}), ("fp16", {})]
+    variants += [("bf16", {"communication_data_type": "fp32"})]
+    for kind, more in variants:
+        said = io.StringIO()
+        handler = logging.StreamHandler(said)
+        logging.getLogger("ds_hf").addHandler(handler)
+        precision = {kind: {"enabled": "auto"}, **more} if kind else {}
+        trainer = make_trainer(
+            folder, config(3, **precision), log_level="info", max_steps=1, **({kind: True} if kind else {})
+        )
+        embedding: torch.Tensor = trainer.model.get_input_embeddings().weight
+        embedding.requires_grad_(False)
+        trainer.train()
+        logging.getLogger("ds_hf").removeHandler(handler)
+        texts.append(said.getvalue())
+    return texts
 
 
 @pytest.mark.feature("Trainer", "dtypes of parameters, gradients, masters, moments are told at the start", pain="P26")
-@pytest.mark.parametrize(("kind", "short"), [(None, "fp32"), ("bf16", "bf16"), ("fp16", "fp16")])
-def test_precisions_are_told_once(kind: str | None, short: str, tmp_path: Path) -> None:
-    first, *others = run_user_code(told, tmp_path, kind)
-    expected = f"parameters {short}, gradients {short}, reduced in {short}, accumulated in fp32, master weights fp32, "
-    assert first.count(expected + "moments fp32") == 1
-    assert all("master weights" not in other for other in others)
+def test_precisions_are_told_once(tmp_path: Path) -> None:
+    first, *others = run_user_code(told, tmp_path)
+    for text, short, reduced in zip(
+        first, ("fp32", "bf16", "fp16", "bf16"), ("fp32", "bf16", "fp16", "fp32"), strict=True
+    ):
+        expected = (
+            f"precision: parameters {short}, frozen parameters {short}, gradients {short}, reduced in {reduced}, "
+            "accumulated in fp32, master weights fp32, moments fp32"
+        )
+        assert text.count(expected) == 1
+    assert all("precision" not in text for texts in others for text in texts)

@@ -1,4 +1,4 @@
-"""What a Trainer writes and reads: limits, weights alone, the best model, and resuming with other processes or stages."""
+"""What a Trainer writes and reads: limits, weights alone, the best model, resuming with other processes or stages."""
 
 from __future__ import annotations
 
