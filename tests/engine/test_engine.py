@@ -239,6 +239,20 @@ def freed() -> None:
         assert [type(ref()) for ref in watched] == [type(None)] * len(watched), stage
 
 
+def given_back() -> None:
+    """After destroy() the user's optimizer holds the model's parameters again, and makes another engine."""
+    for stage in STAGES:
+        model = Stack()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(2):
+            engine, *_ = initialize(model=model, optimizer=optimizer, config=base_config(stage))
+            before = weights(engine)
+            train(engine, 1)
+            assert not torch.equal(weights(engine), before)
+            engine.destroy()
+            assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
 def forgotten() -> None:
     """An engine and a model that nobody holds any more are gone, without destroy()."""
     for stage in STAGES:
@@ -283,6 +297,7 @@ def lives() -> None:
     gc.freeze()  # what was imported before: it makes the walks slow
     one_after_the_other()
     freed()
+    given_back()
     forgotten()
     cycles()
 
