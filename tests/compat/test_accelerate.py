@@ -69,7 +69,7 @@ def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 @pytest.mark.parametrize(
     ("zero", "more"),
     [
-        pytest.param({"stage": 2}, FROM_JSON, id="stage2-DummyOptim-DummyScheduler"),
+        pytest.param({"stage": 2}, FROM_JSON, id="stage2-DummyOptim-DummyScheduler", marks=pytest.mark.slow),
         pytest.param({"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}, {}, id="stage3-torch-AdamW"),
     ],
 )
