@@ -27,6 +27,7 @@ from ds_hf.engine.optim.loss_scaler import build_loss_scaler
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.streaming import is_elementwise
 from ds_hf.engine.parts import EngineParts
+from ds_hf.engine.zero.advice import whole_model_advice
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.grouping import make_units
@@ -192,6 +193,8 @@ def _make_parts(
     leaf = settings.zero_optimization.leaf_module
     mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
     _refuse_meta(model)
+    if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), axis.world_size)):
+        warn_once(advice)
     dtype = getattr(torch, plan.parameters.dtype) if plan.parameters.dtype else None
     group_of = _groups_by_parameter(model, inner)
     check_opaque(model, sharded=plan.shards_parameters)

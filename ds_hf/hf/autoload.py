@@ -31,6 +31,7 @@ HOOKS = {
     "accelerate.utils.deepspeed": ("ds_hf.hf.accelerate_state", "wrap_config"),
     "transformers.training_args": ("ds_hf.hf.training_args", "wrap_training_args"),
     "transformers.integrations.deepspeed": ("ds_hf.hf.integration", "wrap_integration"),
+    "transformers.generation.utils": ("ds_hf.hf.generation", "wrap_generation"),
     "transformers.modeling_utils": ("ds_hf.hf.modeling", "wrap_modeling"),
     "transformers.trainer": ("ds_hf.hf.trainer", "wrap_trainer"),
 }
