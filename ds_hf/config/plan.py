@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ds_hf.config.types.root import OriginKind
+
 if TYPE_CHECKING:
     from ds_hf.config.types import Config
 
@@ -66,12 +68,16 @@ class StatePlan:
     Attributes:
         parameters, gradients, optimizer: the three rows; ``optimizer`` covers master weights and moments.
         communication_dtype: dtype name in which gradients are reduced, ``None`` for the parameters' dtype.
+        whole_below: where parameters are sharded, those of fewer elements stay whole, 0 for none ...
+        whole_in_all: ... as long as they are not more elements than this together.
     """
 
     parameters: StateSpec
     gradients: StateSpec
     optimizer: StateSpec
     communication_dtype: str | None = None
+    whole_below: int = 0
+    whole_in_all: int = 0
 
     @property
     def shards_parameters(self) -> bool:
@@ -87,6 +93,7 @@ class StatePlan:
         return self.gradients.placement is Placement.SHARDED
 
 
+_PERSISTENCE = "/zero_optimization/stage3_param_persistence_threshold"
 _PLACEMENTS = {
     0: (Placement.REPLICATED, Placement.PARTIAL, Placement.REPLICATED),
     1: (Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED),
@@ -113,12 +120,20 @@ def plan_states(config: Config) -> StatePlan:
         gradients=StateSpec(gradients, optimizer_device, dtype_name(config.data_types.grad_accum_dtype)),
         optimizer=StateSpec(optimizer, optimizer_device, "float32"),
         communication_dtype=dtype_name(config.communication_data_type),
+        whole_below=zero.stage3_param_persistence_threshold if _is_set(config, _PERSISTENCE) else 0,
+        whole_in_all=zero.stage3_model_persistence_threshold,
     )
 
 
 def is_parameter_sharded(config: Config) -> bool:
     """Whether parameters are sharded, for code that runs before an engine exists (``zero.Init``)."""
     return plan_states(config).shards_parameters
+
+
+def _is_set(config: Config, pointer: str) -> bool:
+    """Somebody gave the value: DeepSpeed's default would keep the whole of a small model on every rank."""
+    origin = config.provenance.get(pointer)
+    return origin is not None and origin.kind not in (OriginKind.DEFAULT, OriginKind.AUTO)
 
 
 def _device(name: str | None) -> str:

@@ -30,7 +30,7 @@ from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.zero.advice import whole_model_advice
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
-from ds_hf.engine.zero.grouping import make_units
+from ds_hf.engine.zero.grouping import keep_small_whole, make_units
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.engine.zero.opaque import (
@@ -200,13 +200,17 @@ def _make_parts(
     check_opaque(model, sharded=plan.shards_parameters)
     move_opaque(model, device)
     units = make_units(model, _managed(model, plan))
+    if plan.shards_parameters:
+        units = keep_small_whole(units, plan.whole_below, plan.whole_in_all)
     masters: dict[FlatBuffer, Tensor] = {}
     gradients: dict[Unit, list[GradientBuffer]] = {}
     groups: dict[GradientBuffer, list[int]] = {}
     gradient_policy = _gradient_policy(settings, plan, axis, device)
     for unit in units:
-        for params in _by_layout(unit, group_of, dtype):
-            buffer = _make_buffer(params, plan, axis, dtype, device)
+        layouts = [*_by_layout(unit.params, group_of, dtype), *_by_layout(unit.whole, group_of, dtype)]
+        for params in layouts:
+            sharded = plan.shards_parameters and not any(params[0] is p for p in unit.whole)
+            buffer = _make_buffer(params, plan, axis, dtype, device, sharded)
             buffer.name_for_logs(unit.name or "the model's root")
             staged = buffer.adopt()
             unit.buffers.append(buffer)
@@ -226,16 +230,16 @@ def _make_parts(
             param.data = param.data.to(device)
     place_buffers(model, axis, device, dtype)
     reducer = Reducer(units, gradients, plan.reduces_every_micro_batch)
-    sharded = None
+    optimizer = None
     if inner is not None:
         policy = _policy(settings, plan, axis, device, inner)
-        sharded = ShardedOptimizer(inner, groups, reducer, build_loss_scaler(settings), axis, policy, masters)
+        optimizer = ShardedOptimizer(inner, groups, reducer, build_loss_scaler(settings), axis, policy, masters)
     names: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         for path, part in opaque_parts(param):
             names.setdefault(id(part), f"{name}.{path}" if path else name)
         names.setdefault(id(param), name)
-    return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer), sharded, names)
+    return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer), optimizer, names)
 
 
 def _managed(model: nn.Module, plan: StatePlan) -> list[nn.Parameter]:
@@ -262,10 +266,12 @@ def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int,
     return found
 
 
-def _by_layout(unit: Unit, group_of: dict[int, int], dtype: torch.dtype | None) -> list[list[nn.Parameter]]:
+def _by_layout(
+    unit_params: list[nn.Parameter], group_of: dict[int, int], dtype: torch.dtype | None
+) -> list[list[nn.Parameter]]:
     """Split a unit's parameters by (dtype or opaque, trained); within each, groups lie one after another."""
     found: dict[tuple[Any, bool], list[nn.Parameter]] = {}
-    for param in unit.params:
+    for param in unit_params:
         key = ("bytes" if is_opaque(param) else dtype or _own_dtype(param), group_of.get(id(param), _FROZEN) != _FROZEN)
         found.setdefault(key, []).append(param)
     return [sorted(params, key=lambda p: group_of.get(id(p), _FROZEN)) for params in found.values()]
@@ -277,7 +283,12 @@ def _own_dtype(param: Tensor) -> torch.dtype:
 
 
 def _make_buffer(
-    params: list[nn.Parameter], plan: StatePlan, axis: Axis, dtype: torch.dtype | None, device: torch.device
+    params: list[nn.Parameter],
+    plan: StatePlan,
+    axis: Axis,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    sharded: bool,
 ) -> FlatBuffer:
     shard_device = _device(plan.parameters.device, device)
     if is_opaque(params[0]):
@@ -287,7 +298,7 @@ def _make_buffer(
         axis,
         dtype=dtype or _own_dtype(params[0]),
         device=device,
-        sharded=plan.shards_parameters,
+        sharded=sharded,
         shard_device=shard_device,
     )
 

@@ -216,7 +216,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/data_types", {"param_dtype": "bf16"}, "not supported", "/data_types/param_dtype"),
     ("/fp16/fp16_master_weights_and_grads", True, "not supported"),
     ("/bf16/bf16_master_weights_and_grads", True, "not supported"),
-    ("/ds_hf", {"compile": "blocks"}, "not supported", "/ds_hf/compile"),
+    ("/ds_hf", {"compile": "everything"}, "blocks", "/ds_hf/compile"),
     ("/optimizer", {"type": "Lamb", "params": {}}, "LAMB", "/optimizer/type"),
     ("/optimizer", {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "1-bit", "/optimizer/type"),
     ("/optimizer", {"type": "Muon"}, "Muon", "/optimizer/type"),

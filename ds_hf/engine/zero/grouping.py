@@ -15,7 +15,7 @@ from ds_hf.engine.zero.experts import find_choices, is_container
 from ds_hf.engine.zero.leaf import is_leaf
 from ds_hf.engine.zero.unit import Unit
 
-__all__ = ["LARGE_LEAF_NUMEL", "find_blocks", "make_units"]
+__all__ = ["LARGE_LEAF_NUMEL", "find_blocks", "keep_small_whole", "make_units"]
 
 LARGE_LEAF_NUMEL = 1 << 20  # elements; smaller leaves travel with the root, where their latency is shared
 
@@ -89,6 +89,24 @@ def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -
     ordered = sorted(units.values(), key=lambda unit: order[unit.name])
     # the root also without parameters: its outputs are where a backward begins
     return [root, *(unit for unit in ordered if unit.params)]
+
+
+def keep_small_whole(units: list[Unit], below: int, in_all: int) -> list[Unit]:
+    """Move parameters of fewer than ``below`` elements to the root's ``whole``, at most ``in_all`` elements together.
+
+    DeepSpeed: ``stage3_param_persistence_threshold``, ``stage3_model_persistence_threshold``. All of them are one
+    buffer of the root: one more reduction a backward and one more gather a step, however many there are.
+    """
+    room = in_all
+    for unit in units if below else ():
+        kept: list[nn.Parameter] = []
+        for param in unit.params:
+            numel = logical_shape(param).numel()
+            small = numel < below and numel <= room and param.is_floating_point()
+            room -= numel if small else 0
+            (units[0].whole if small else kept).append(param)
+        unit.params = kept
+    return [units[0], *(unit for unit in units[1:] if unit.params)]
 
 
 def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:

@@ -25,6 +25,7 @@ class Unit:
         name: path of the module in the model, ``""`` for the root.
         module: the module whose forward needs the unit.
         params: distinct parameters, in layout order.
+        whole: small parameters of the whole model that stay gathered; only the root has some.
         owners: further modules that hold some of the parameters directly and may be called on their own.
         buffers: trainable and frozen flat buffers.
         leaf: ranks may use different parameters of it: it holds experts, or the user marked it as a leaf.
@@ -36,6 +37,7 @@ class Unit:
     name: str
     module: nn.Module
     params: list[nn.Parameter]
+    whole: list[nn.Parameter] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
     buffers: list[FlatBuffer] = field(default_factory=list)
     leaf: bool = False

@@ -1,0 +1,90 @@
+"""``stage3_param_persistence_threshold``, where it is set: small parameters stay whole, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hf.engine.builder import initialize
+from ds_hf.engine.zero.init import Init
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import TinyLM, token_batches
+from tests.helpers.parity import base_config, full_weights
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-2}}
+
+
+def trained(threshold: int | None, in_all: int | None = None, *, under_init: bool = False) -> tuple[Any, list[float]]:
+    zero: dict[str, Any] = {"stage": 3}
+    if threshold is not None:
+        zero["stage3_param_persistence_threshold"] = threshold
+    if in_all is not None:
+        zero["stage3_model_persistence_threshold"] = in_all
+    config = {**base_config(3, optimizer=ADAM, gradient_clipping=1.0), "zero_optimization": zero}
+    torch.manual_seed(1)
+    if under_init:
+        with Init(config_dict_or_path=config):
+            model = TinyLM(vocab=32, width=16, depth=2)
+    else:
+        model = TinyLM(vocab=32, width=16, depth=2)
+    engine, *_ = initialize(model=model, config=config)
+    losses = []
+    for step in range(3):
+        loss = engine(token_batches(2, 4, vocab=32) + 0 * step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return engine, losses
+
+
+def readable(engine: Any) -> dict[str, Tensor]:
+    """Parameters that can be used between calls."""
+    return {name: param for name, param in engine.module.named_parameters() if param.numel()}
+
+
+def small_ones_stay() -> None:
+    plain, expected = trained(None)
+    assert not readable(plain), "by default every parameter is sharded"
+    weights = full_weights(plain.module)
+    for under_init in (False, True):
+        engine, losses = trained(100, under_init=under_init)
+        if not under_init:
+            assert losses == pytest.approx(expected, rel=1e-6)
+            for name, value in full_weights(engine.module).items():
+                torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-7)
+        whole = readable(engine)
+        assert set(whole) == {name for name, value in weights.items() if value.numel() < 100}
+        assert whole
+        for name, value in whole.items():
+            assert torch.equal(value, full_weights(engine.module)[name]), "the values after the step, on every rank"
+        engine.destroy()
+    engine, losses = trained(100, in_all=40)
+    assert sum(p.numel() for p in readable(engine).values()) <= 40
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_small_parameters_stay_whole(world: int) -> None:
+    run_distributed(small_ones_stay, world, timeout=90)
+
+
+def checkpoints(folder: Path) -> None:
+    """A checkpoint fits with and without, as at another stage."""
+    engine, _ = trained(100)
+    engine.save_checkpoint(str(folder))
+    expected = full_weights(engine.module)
+    other, _ = trained(None)
+    assert other.load_checkpoint(str(folder))[0] is not None
+    again, _ = trained(50)
+    again.load_checkpoint(str(folder))
+    for loaded in (other, again):
+        for name, value in full_weights(loaded.module).items():
+            assert torch.equal(value, expected[name]), name
+
+
+def test_checkpoints_with_and_without(tmp_path: Path) -> None:
+    run_distributed(checkpoints, 2, tmp_path, timeout=90)
