@@ -13,9 +13,11 @@ from typing import Any
 import wrapt
 from torch import nn
 
-from ds_hf.engine.zero.buffer import buffers_of
+from ds_hf.engine.zero.buffer import BufferState, buffers_of
 
 __all__ = ["wrap_generation"]
+
+_SYNCED_GPUS = 5  # position of the argument, after self
 
 
 def wrap_generation(module: ModuleType) -> None:
@@ -24,10 +26,16 @@ def wrap_generation(module: ModuleType) -> None:
 
 
 def _in_step(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    position = 5  # of synced_gpus
-    given = args[position] if len(args) > position else kwargs.get("synced_gpus")
-    if given is None and len(args) <= position:
-        buffers = buffers_of(model.parameters())
-        if buffers and buffers[0].axis.world_size > 1:
-            kwargs = {**kwargs, "synced_gpus": True}
+    # Also where it is False: Whisper's own generate() says so without having been told. Weights that somebody gathered
+    # around the call need nothing, and there may be one rank that generates.
+    if len(args) <= _SYNCED_GPUS and not kwargs.get("synced_gpus") and _communicates(model):
+        kwargs = {**kwargs, "synced_gpus": True}
     return wrapped(*args, **kwargs)
+
+
+def _communicates(model: nn.Module) -> bool:
+    """Whether a forward of ``model`` gathers anything."""
+    return any(
+        buffer.axis.world_size > 1 and buffer.state is BufferState.RELEASED
+        for buffer in buffers_of(model.parameters())
+    )
