@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.compat.common import SCRIPTS, read_json, run_python, write_json
+from tests.compat.common import SCRIPTS, WORLD, read_json, run_python, write_json
 from tests.compat.scripts import getting_started
 from tests.helpers.distributed import run_torchrun
 
@@ -56,6 +56,8 @@ def test_one_process_as_written_then_resumed(tmp_path: Path) -> None:
     assert read_json(report)["losses"] == whole["losses"][2:]
 
 
+@pytest.mark.feature("deepspeed names", "the loop of DeepSpeed's getting-started page, as written")
+@pytest.mark.skipif(WORLD < 2, reason="needs two devices")
 def test_two_processes_as_written_then_resumed(tmp_path: Path) -> None:
     config, report, saved = write_json(tmp_path / "ds.json", PAGE), tmp_path / "report.json", tmp_path / "saved"
     run_torchrun(SCRIPT, *arguments(config, report, f"--save_dir={saved}"), world_size=2, timeout=100)

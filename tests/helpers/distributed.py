@@ -101,7 +101,7 @@ def run_distributed(
         try:
             return _run_once(payload, world_size, timeout, backend, dict(env or {}), start_method)
         except DistributedFailure as failure:  # somebody else may take the free port before rank 0 does
-            if attempt == 2 or os.strerror(errno.EADDRINUSE).lower() not in str(failure).lower():
+            if attempt == 2 or not _port_was_taken(failure):
                 raise
     raise AssertionError("unreachable")
 
@@ -280,6 +280,28 @@ def run_torchrun(
     Raises:
         DistributedFailure: with the end of the output, if it fails or takes longer than ``timeout`` seconds.
     """
+    for attempt in range(3):
+        try:
+            return _run_torchrun_once(script, args, world_size, timeout, env, cwd)
+        except DistributedFailure as failure:  # somebody else may take the free port before torchrun does
+            if attempt == 2 or not _port_was_taken(failure):
+                raise
+    raise AssertionError("unreachable")
+
+
+def _port_was_taken(failure: DistributedFailure) -> bool:
+    text = str(failure).lower()
+    return os.strerror(errno.EADDRINUSE).lower() in text or "eaddrinuse" in text
+
+
+def _run_torchrun_once(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    world_size: int,
+    timeout: float,
+    env: Mapping[str, str] | None,
+    cwd: str | os.PathLike[str] | None,
+) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world_size}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", os.fspath(script), *args]
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
