@@ -23,6 +23,7 @@ from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
 from ds_hf.engine.facade import EngineFacade
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
+from ds_hf.engine.zero.offload_view import ParameterOffload
 from ds_hf.errors import DsHfError
 from ds_hf.log import logger
 
@@ -57,6 +58,8 @@ class Engine(EngineFacade, nn.Module):
         self.compute_dtype = parts.compute_dtype
         self.param_names = parts.param_names
         self.optimizer: ShardedOptimizer | None = parts.optimizer
+        if self.optimizer is not None and self.plan.shards_parameters:
+            self.optimizer.parameter_offload = ParameterOffload(module)
         self.lr_scheduler = lr_scheduler
         self.accumulation = Accumulation(self.batch.accumulation_steps)
         self.training_dataloader: Any = None

@@ -128,9 +128,11 @@ class FlatBuffer:
         self.state = BufferState.GATHERED
         self.holds = 0  # contexts that want it to stay gathered
         self.release_wanted = False  # a release came while it was held
+        self.writers: list[int] = []  # ranks whose changes an open ``GatheredParameters`` will keep
         self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
         self.frozen = not any(p.requires_grad for p in params)
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
+        self._gone: set[int] = set()  # parameters that another buffer took over
 
     def _stored_shapes(self) -> list[torch.Size]:
         return [logical_shape(p) for p in self.params]
@@ -222,10 +224,7 @@ class FlatBuffer:
             self.release_wanted = True
             return
         self.release_wanted = False
-        for param, empty in zip(self.params, self.placeholders, strict=True):
-            param.data = empty
-        for param in self.owners:
-            param.ds_status = ParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+        self._point(self.placeholders, ParamStatus.NOT_AVAILABLE)
         if not self.aliased:
             in_use = spare_users and self._storage_users() > self._own_users
             if in_use or not self.full.untyped_storage().resizable():  # .numpy() of a parameter pins it
@@ -235,12 +234,20 @@ class FlatBuffer:
         self.state = BufferState.RELEASED
 
     def _attach(self) -> None:
-        for param, view in zip(self.params, self.views, strict=True):
-            param.data = view
-        if self.sharded:
-            for param in self.owners:
-                param.ds_status = ParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        self._point(self.views, ParamStatus.AVAILABLE)
         self.state = BufferState.GATHERED
+
+    def _point(self, values: Sequence[Tensor], status: ParamStatus) -> None:
+        for param, value in zip(self.params, values, strict=True):
+            if id(param) not in self._gone:
+                param.data = value
+        for param in self.owners if self.sharded else ():
+            if id(param) not in self._gone:
+                param.ds_status = status  # type: ignore[attr-defined]
+
+    def give_up(self, param: Tensor) -> None:
+        """Another buffer took ``param`` over (a second ``initialize``): this one does not touch it any more."""
+        self._gone.add(id(param))
 
     # -- values -------------------------------------------------------------------------------------------------
 
@@ -307,6 +314,9 @@ def _source_dtype(param: Tensor) -> torch.dtype:
 
 
 def _mark(param: nn.Parameter, buffer: FlatBuffer, slot: Slot) -> None:
+    former = home_of(param)
+    if former is not None and former.buffer is not buffer:
+        former.buffer.give_up(param)
     param._ds_home = ParamHome(buffer, slot)  # type: ignore[attr-defined]
     if buffer.sharded:  # the names by which transformers, accelerate and PEFT know a stage-3 parameter
         if not hasattr(param, "ds_id"):

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.external import external_parameters
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.offload_view import ExternalParameters
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
@@ -83,11 +84,20 @@ class UnitHooks:
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
 
     def install(self, model: nn.Module) -> None:
-        """Register everything. Call once."""
+        """Register everything. Call once.
+
+        An engine that was made for the model, or for a part of it, before has its hooks taken away: the weights are
+        this one's now (TRL computes reference probabilities with an engine of its own before it trains).
+        """
+        for leave in {module.__dict__["_ds_leave"] for module in model.modules() if "_ds_leave" in module.__dict__}:
+            leave()
         for unit in self.units:
             for module in [unit.module, *unit.owners]:
                 self._scope(module, unit)
+        leave = _Hook(self.remove)
+        model.__dict__["ds_external_parameters"] = ExternalParameters(model)
         for module in model.modules():
+            module.__dict__["_ds_leave"] = leave
             module.__dict__["_ds_attach_external"] = _Hook(self._attach_external)
             self._external_modules.append(module)
             for param in external_parameters(module):
@@ -110,7 +120,9 @@ class UnitHooks:
         self.handles.clear()
         self._let_root_go()
         for module in self._external_modules:
+            module.__dict__.pop("_ds_leave", None)
             module.__dict__.pop("_ds_attach_external", None)
+            module.__dict__.pop("ds_external_parameters", None)
         self._external_modules.clear()
 
     def keep_root(self) -> None:

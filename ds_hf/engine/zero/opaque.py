@@ -137,6 +137,10 @@ class OpaqueBuffer(FlatBuffer):
         self.views = tuple(self._views_of(self.full))
         self._own_users = self._storage_users()
 
+    def give_up(self, param: Tensor) -> None:
+        self._gone.update(id(part) for _, part in opaque_parts(param))
+        super().give_up(param)
+
     def _mark_params(self) -> None:
         for owner, shape in zip(self.owners, self._owner_shapes, strict=True):
             _mark(owner, self, Slot(-1, shape, 0, shape.numel()))

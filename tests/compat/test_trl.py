@@ -1,0 +1,138 @@
+"""TRL: its trainers and its own ``sft`` script train at stages 2 and 3 as without DeepSpeed, whole models and LoRA."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.compat.common import (
+    AUTO_BATCH,
+    PLAIN,
+    WORLD,
+    largest_difference,
+    run_user_code,
+    save_tiny_model,
+    write_json,
+)
+from tests.compat.trl_code import fit_everywhere, prepare, run_sft
+from tests.helpers.distributed import run_torchrun
+
+SLOW = pytest.mark.slow
+TOLERANCE = 1e-5
+
+
+def feature(name: str, pain: str = "") -> Any:
+    return pytest.mark.feature("TRL", name, pain=pain)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a tokenizer and data."""
+    return prepare(save_tiny_model(tmp_path_factory.mktemp("trl_model")))
+
+
+FULL_AND_LORA = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+
+
+def check(logged: dict[int | None, list[dict[str, float]]], folder: Path, lora: bool) -> None:
+    """The numbers of every stage are those without DeepSpeed, and the saved tensors too."""
+    plain = logged.pop(None)
+    assert len(plain) == 2
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    expected = load_file(folder / "None" / file)
+    for stage, ours in logged.items():
+        assert largest_difference(ours, plain) <= TOLERANCE, f"stage {stage}: {ours} instead of {plain}"
+        saved = load_file(folder / str(stage) / file)
+        assert {name: value.shape for name, value in saved.items()} == {n: v.shape for n, v in expected.items()}
+        worst = max(float((saved[name] - value).abs().max()) for name, value in expected.items())
+        assert worst <= 10 * TOLERANCE, f"stage {stage}"
+
+
+@feature("`SFTTrainer` at stages 2 and 3, full and LoRA")
+@FULL_AND_LORA
+def test_sft_trainer(model: Path, tmp_path: Path, lora: bool) -> None:
+    check(run_user_code(fit_everywhere, "sft", str(model), str(tmp_path), (2, 3), lora)[0], tmp_path, lora)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        pytest.param("dpo", {}, marks=feature("`DPOTrainer` with its reference model")),
+        pytest.param(
+            "dpo", {"precompute_ref_log_probs": True}, marks=feature("`DPOTrainer(precompute_ref_log_probs=True)`")
+        ),
+        pytest.param("reward", {}, marks=feature("`RewardTrainer`")),
+        pytest.param("grpo", {}, marks=feature("`GRPOTrainer`: generation, reference model", pain="P11")),
+        pytest.param(
+            "grpo",
+            {"ds3_gather_for_generation": False},
+            marks=feature("`GRPOTrainer(ds3_gather_for_generation=False)`", pain="P11"),
+        ),
+    ],
+    ids=["dpo", "dpo-precomputed", "reward", "grpo", "grpo-layerwise"],
+)
+@FULL_AND_LORA
+@SLOW
+def test_other_trainers(model: Path, tmp_path: Path, kind: str, more: dict[str, Any], lora: bool) -> None:
+    logged = run_user_code(fit_everywhere, kind, str(model), str(tmp_path), (2, 3), lora, more)[0]
+    check(logged, tmp_path, lora)
+
+
+def sft_arguments(model: Path, folder: Path, *more: str) -> list[str]:
+    """Arguments of the script."""
+    arguments = (
+        f"--model_name_or_path={model} --dataset_name={model / 'sft'} --output_dir={folder} "
+        "--per_device_train_batch_size=2 --gradient_accumulation_steps=2 --max_steps=3 --learning_rate=1e-2 "
+        "--logging_steps=1 --report_to=none --disable_tqdm=True --save_steps=3 --bf16=False --dtype=float32 --seed=3"
+    ).split()
+    return [*arguments, *more]
+
+
+def sft_logged(folder: Path) -> list[dict[str, float]]:
+    """What the script logged."""
+    history = json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    rows = [{key: row[key] for key in ("loss", "grad_norm", "learning_rate") if key in row} for row in history]
+    return [row for row in rows if "loss" in row]
+
+
+@SLOW
+@pytest.mark.timeout(300)
+@feature("TRL's own `sft` script under torchrun, full and `--use_peft`")
+@pytest.mark.parametrize(
+    ("stage", "lora"),
+    [
+        (2, False),
+        (2, True),
+        (3, False),
+        (3, True),
+    ],
+)
+def test_sft_script(model: Path, tmp_path: Path, stage: int, lora: bool) -> None:
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    ds = write_json(tmp_path / "ds.json", {**AUTO_BATCH, "zero_optimization": zero})
+    peft = ("--use_peft", "--lora_r=4", "--lora_target_modules", "q_proj", "v_proj") if lora else ()
+    package = importlib.util.find_spec("trl")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    script = Path(package.submodule_search_locations[0]) / "scripts" / "sft.py"
+    arguments = sft_arguments(model, tmp_path / "ours", f"--deepspeed={ds}", *peft)
+    run_torchrun(script, *arguments, world_size=WORLD, timeout=110)
+    run_user_code(run_sft, sft_arguments(model, tmp_path / "plain", *PLAIN, *peft))
+    ours, plain = sft_logged(tmp_path / "ours"), sft_logged(tmp_path / "plain")
+    assert len(ours) == 3
+    assert largest_difference(ours, plain) <= TOLERANCE
+    if lora:
+        saved = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+        assert len(saved) == 8
+        assert all("lora_" in name and value.numel() for name, value in saved.items())
+    else:
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+        for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict().items():
+            assert torch.allclose(value, theirs[name], atol=10 * TOLERANCE), name

@@ -1,0 +1,127 @@
+"""User code that the TRL tests share: trainers on a tiny Llama with a tokenizer of a hundred words.
+
+``fit`` is a user's script as a function; ``fit_everywhere`` runs it without DeepSpeed and at the given stages, one
+after another in the same processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trl
+from datasets import load_dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Trainer
+from trl.scripts import sft
+
+from tests.compat.trainer_code import PLAIN_ARGUMENTS, config, start_afresh
+
+WORDS = 100
+NUMBERS = ("loss", "grad_norm", "learning_rate", "reward", "rewards/margins", "kl", "entropy")
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Words w0 ... w99, with a template for conversations."""
+    words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(WORDS))]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    fast.save_pretrained(folder)
+
+
+def save_data(folder: Path, columns: Sequence[str], count: int = 32) -> Path:
+    """A folder with one JSON file of counting sentences, as ``load_dataset(folder)`` takes it."""
+    generator = random.Random(0)
+
+    def sentence() -> str:
+        start, length = generator.randrange(WORDS), generator.randrange(5, 9)
+        return " ".join(f"w{(start + index) % WORDS}" for index in range(length))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{column: sentence() for column in columns} for _ in range(count)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def distinct_words(completions: Sequence[str], **_: Any) -> list[float]:
+    """Reward of a completion."""
+    return [float(len(set(completion.split()))) for completion in completions]
+
+
+TRAINERS: dict[str, tuple[Any, Any, tuple[str, ...], dict[str, Any]]] = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig, ("text",), {}),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig, ("prompt", "chosen", "rejected"), {}),
+    "reward": (trl.RewardTrainer, trl.RewardConfig, ("chosen", "rejected"), {}),
+    "grpo": (
+        trl.GRPOTrainer,
+        trl.GRPOConfig,
+        ("prompt",),
+        {"num_generations": 2, "max_completion_length": 6, "beta": 0.1},
+    ),
+}
+
+
+def fit(
+    kind: str, model: str, folder: str, deepspeed: Mapping[str, Any] | None, lora: bool, more: Mapping[str, Any]
+) -> list[dict[str, float]]:
+    """Train with TRL, save, and return what was logged."""
+    start_afresh()
+    trainer_class, config_class, _, own = TRAINERS[kind]
+    place: dict[str, Any] = PLAIN_ARGUMENTS if deepspeed is None else {"deepspeed": dict(deepspeed)}
+    args = config_class(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        max_steps=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        bf16=False,
+        seed=3,
+        **{**place, **own, **more},
+    )
+    data = load_dataset("json", data_files=str(Path(model) / kind / "train.jsonl"), split="train")
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if lora else None
+    rewards = {"reward_funcs": distinct_words} if kind == "grpo" else {}
+    trainer = trainer_class(model=model, args=args, train_dataset=data, peft_config=adapters, **rewards)
+    trainer.train()
+    trainer.save_model()
+    rows = [{key: row[key] for key in NUMBERS if key in row} for row in trainer.state.log_history]
+    return [row for row in rows if "loss" in row]
+
+
+def fit_everywhere(
+    kind: str, model: str, folder: str, stages: Sequence[int], lora: bool, more: Mapping[str, Any] | None = None
+) -> dict[int | None, list[dict[str, float]]]:
+    """What was logged without DeepSpeed, under ``None``, and at each stage; each run saves in a folder of its own."""
+    logged: dict[int | None, list[dict[str, float]]] = {}
+    for stage in (None, *stages):
+        deepspeed = None if stage is None else config(stage)
+        logged[stage] = fit(kind, model, f"{folder}/{stage}", deepspeed, lora, more or {})
+        gc.collect()  # the arguments of a run keep transformers building models under zero.Init
+    return logged
+
+
+def prepare(model: Path) -> Path:
+    """Give the folder of a model its tokenizer and the data of each trainer."""
+    save_tokenizer(model)
+    for kind, (_, _, columns, _) in TRAINERS.items():
+        save_data(model / kind, columns)
+    return model
+
+
+def run_sft(arguments: Sequence[str]) -> None:
+    """TRL's ``sft`` script in this process, as far as the saved model."""
+    # The group's end, which the script brings about, may hang in gloo's threads where DistributedDataParallel ran.
+    Trainer.end = lambda self: None  # type: ignore[method-assign]
+    parser = sft.make_parser()
+    sft.main(*parser.parse_args_and_config(list(arguments), fail_with_unknown_args=False))
