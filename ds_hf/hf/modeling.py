@@ -1,22 +1,33 @@
-"""Hook on ``transformers.modeling_utils``: initialising weights of a model whose loaded parameters are sharded.
+"""Hooks on ``transformers.modeling_utils``: what loading at stage 3 leaves out.
 
-After loading, transformers runs every module's ``_init_weights`` and relies on its ``init`` functions to pass over what
-was loaded. Several models look at the shape of a loaded parameter first (Whisper's and DistilBert's sinusoids, ResNet's
-fan-in), which at stage 3 would be that of a placeholder. So each module's parameters, and its children's, are gathered
-while it runs, as transformers itself does for models that are not loaded. Memory: one module.
+Weights whose shape is not the model's: transformers has them neither passed over (``ignore_mismatched_sizes``) nor
+refused on all ranks - the first raises, the others wait for ever. The shapes are compared before anything is loaded.
+
+Initialisation. After loading, transformers runs every ``_init_weights`` and relies on its ``init`` functions to
+pass over what was loaded. Several models look at the shape of a loaded parameter first (Whisper's and DistilBert's
+sinusoids, ResNet's fan-in), which at stage 3 would be that of a placeholder. So each module's parameters, and its
+children's, are gathered while it runs, as transformers itself does for models that are not loaded. Memory: one module.
+
+Weight norm in models from scratch: ``_init_weights`` writes to a weight that is computed, and only what the layer's
+constructor drew stays; at stage 3 that is switched off, so it is drawn afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import math
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
 import wrapt
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from ds_hf.engine.zero.buffer import buffers_of
+from ds_hf.engine.zero.buffer import buffers_of, logical_shape
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.log import warn_once
 
 __all__ = ["wrap_modeling"]
 
@@ -24,6 +35,9 @@ __all__ = ["wrap_modeling"]
 def wrap_modeling(module: ModuleType) -> None:
     """Hook of ``transformers.modeling_utils``."""
     wrapt.wrap_function_wrapper(module, "PreTrainedModel.initialize_weights", _gathered)
+    integration = importlib.import_module("transformers.integrations.deepspeed")  # imported by ``module`` already
+    wrapt.wrap_function_wrapper(integration, "initialize_weights_zero3", _with_parametrized)
+    wrapt.wrap_function_wrapper(module, "_load_state_dict_into_zero3_model", _without_mismatched)
 
 
 def _gathered(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,3 +60,51 @@ def _gathering(initialize: Any) -> Callable[..., Any]:
             return initialize(module, *args, **kwargs)
 
     return call
+
+
+def _without_mismatched(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def load(model_to_load: nn.Module, state_dict: dict[str, Tensor], load_config: Any = None) -> Any:
+        faults = dict(_mismatched(model_to_load, state_dict))
+        if getattr(load_config, "ignore_mismatched_sizes", False):
+            kept = {name: value for name, value in state_dict.items() if name not in faults}
+            _log_passed_over(faults)
+            return wrapped(model_to_load, kept, load_config)
+        errors, missing = wrapped(model_to_load, {**state_dict}, load_config)
+        return (errors or list(faults.values())), missing
+
+    return load(*args, **kwargs)
+
+
+def _mismatched(model: nn.Module, state_dict: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Names in ``state_dict`` whose shapes are not the model's, and what is wrong."""
+    prefix = getattr(model, "base_model_prefix", "")
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in state_dict.items():
+        param = own.get(f"{prefix}.{name}", own.get(name))
+        if param is not None and logical_shape(param) != value.shape:
+            found, expected = tuple(value.shape), tuple(logical_shape(param))
+            yield name, f"size mismatch for {name}: {found} in the checkpoint, {expected} in the model"
+
+
+def _log_passed_over(faults: dict[str, str]) -> None:
+    for fault in faults.values():
+        warn_once(f"{fault}; initialised anew")
+
+
+def _with_parametrized(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = wrapped(*args, **kwargs)
+    model: nn.Module = args[0] if args else kwargs["model"]
+    for module in model.modules():
+        if is_parametrized(module):
+            with torch.no_grad(), GatheredParameters(module.parameters(), modifier_rank=0):
+                _draw(module)
+    return result
+
+
+def _draw(module: nn.Module) -> None:
+    """Give the computed weights of a layer the values that torch's layers begin with."""
+    assert isinstance(module.parametrizations, nn.ModuleDict)
+    for name in module.parametrizations:
+        weight: Tensor = getattr(module, name)
+        if weight.dim() >= 2:
+            setattr(module, name, nn.init.kaiming_uniform_(torch.empty_like(weight), a=math.sqrt(5)))

@@ -24,7 +24,7 @@ class GatheredParameters:
     Args:
         params: a parameter, a module, or an iterable of parameters.
         modifier_rank: global rank whose changes are kept, on all ranks, when the block ends. ``None``: the values
-            are for reading, changes are lost.
+            are for reading, changes are lost. Inside a block with the same rank, the outer block keeps them.
         fwd_module: also register the parameters as external parameters of this module.
         enabled: ``False`` turns the block into nothing.
     """
@@ -39,6 +39,7 @@ class GatheredParameters:
         self.params = _as_list(params) if enabled else []
         self.modifier_rank = modifier_rank
         self.buffers: list[FlatBuffer] = []
+        self._written: list[FlatBuffer] = []
         self._held = ExitStack()
         if fwd_module is not None:
             for param in self.params:
@@ -47,13 +48,22 @@ class GatheredParameters:
     def __enter__(self) -> None:
         self.buffers = buffers_of(self.params)
         self._held.enter_context(unshard(self.buffers))
+        if self.modifier_rank is not None:
+            # What a block around this one writes back anyway is left to it: transformers enters inner blocks on the
+            # modifier's rank alone.
+            self._written = [buffer for buffer in self.buffers if self.modifier_rank not in buffer.writers]
+            for buffer in self._written:
+                buffer.writers.append(self.modifier_rank)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self.modifier_rank is not None:
-            for buffer in self.buffers:
+        for buffer in self._written:
+            assert self.modifier_rank is not None
+            buffer.writers.remove(self.modifier_rank)
+            if kind is None:
                 buffer.write_back(buffer.axis.axis_rank(self.modifier_rank))
+        self._written = []
         self._held.close()
 
 

@@ -1,0 +1,82 @@
+"""GatheredParameters: what may be kept from inside a block, blocks in blocks, parametrized layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_hf.engine.zero.buffer import home_of
+from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.init import Init
+from tests.helpers.distributed import run_distributed
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    with Init(config_dict_or_path=CONFIG):
+        return nn.Linear(64, 32)
+
+
+def keep_what_was_taken_inside() -> tuple[bool, int, int]:
+    """Tensors taken inside a block are valid after it; what nobody took is given back."""
+    torch.manual_seed(0)
+    expected = nn.Linear(64, 32).weight.detach()
+    model = layer()
+    home = home_of(model.weight)
+    assert home is not None
+    with GatheredParameters(model.weight):
+        taken, transposed = model.state_dict()["weight"], model.weight.detach().t()
+    held = home.buffer.full.untyped_storage().nbytes()
+    with GatheredParameters(model.weight, modifier_rank=0):
+        model.weight.data.add_(1.0)
+    same = torch.equal(taken, expected) and torch.equal(transposed, expected.t())
+    with GatheredParameters(model.weight):
+        same = same and torch.equal(model.weight.detach(), expected + 1)
+    return same, held, home.buffer.full.untyped_storage().nbytes()
+
+
+def test_tensors_taken_inside_a_block_stay_valid_after_it() -> None:
+    for same, held, held_at_the_end in run_distributed(keep_what_was_taken_inside, 2):
+        assert same
+        assert held == held_at_the_end == 0
+
+
+def write_in_an_inner_block_on_one_rank() -> float:
+    """As transformers does: the inner block exists on the writing rank alone."""
+    model = layer()
+    with GatheredParameters(list(model.parameters()), modifier_rank=1):
+        if dist.get_rank() == 1:
+            with GatheredParameters(model.weight, modifier_rank=1), torch.no_grad():
+                model.weight.fill_(7.0)
+    with GatheredParameters(model.weight):
+        return float(model.weight.sum())
+
+
+def test_inner_block_of_the_writing_rank_is_not_collective() -> None:
+    assert run_distributed(write_in_an_inner_block_on_one_rank, 2, timeout=30) == [7.0 * 64 * 32] * 2
+
+
+def weight_norm_under_init() -> tuple[bool, bool, list[int]]:
+    """The computed weight can be read on one rank; the shards hold its parameters."""
+    torch.manual_seed(0)
+    plain = nn.utils.parametrizations.weight_norm(nn.Linear(64, 32))
+    torch.manual_seed(0)
+    with Init(config_dict_or_path=CONFIG):
+        linear = nn.Linear(64, 32)
+        with GatheredParameters(linear.weight, modifier_rank=0):
+            linear = nn.utils.parametrizations.weight_norm(linear)
+    readable = dist.get_rank() == 1 or torch.equal(linear.weight, plain.weight)
+    originals = list(linear.parametrizations["weight"].parameters())  # type: ignore[index, union-attr]
+    with GatheredParameters(originals, modifier_rank=0), torch.no_grad():
+        originals[0].fill_(2.0 if dist.get_rank() == 0 else 3.0)
+    return readable, bool((originals[0] == 2.0).all()), [getattr(p, "ds_numel", 0) for p in originals]
+
+
+def test_weight_norm_under_init_can_be_read_at_any_time_and_is_the_same_everywhere() -> None:
+    for readable, same, numels in run_distributed(weight_norm_under_init, 2):
+        assert readable
+        assert same
+        assert numels == [32, 32 * 64]
