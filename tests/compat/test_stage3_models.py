@@ -63,30 +63,17 @@ def ties(model: torch.nn.Module) -> set[tuple[str, ...]]:
     return {tuple(same) for same in names.values() if len(same) > 1}
 
 
-@pytest.fixture(scope="module")
-def loaded(saved: Path) -> list[dict[str, dict[str, Any]]]:
-    return run_user_code(load_all, saved, torch.float32)
-
-
 @pytest.mark.feature(STAGE3, "`from_pretrained` under `zero.Init`: every weight and buffer to the bit", pain="P14 P15")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_loaded_weights_equal_those_of_plain_from_pretrained(
-    loaded: list[dict[str, dict[str, Any]]], family: str
-) -> None:
-    for found in loaded:
-        assert found[family]["different"] == found[family]["not persistent"] == []
-        assert found[family]["ties"]
-
-
 @pytest.mark.feature(STAGE3, "each rank holds its shard", pain="P15")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_rank_holds_its_shard(loaded: list[dict[str, dict[str, Any]]], family: str) -> None:
-    for found in loaded:
-        weight_norm = (
-            8000 if family in ("wav2vec2", "hubert", "sew") else 0
-        )  # its parameters stay whole until initialize
-        padding = 200 * 64  # bytes: every parameter alone is padded to 16 elements a rank
-        assert found[family]["held"] <= found[family]["bytes"] / WORLD + weight_norm + padding
+def test_loaded_weights_equal_those_of_plain_from_pretrained_and_are_sharded(saved: Path) -> None:
+    for found in run_user_code(load_all, saved, torch.float32):
+        assert set(found) == set(FAMILIES)
+        for family, facts in found.items():
+            assert facts["different"] == facts["not persistent"] == [], family
+            assert facts["ties"], family
+            weight_norm = 8000 if family in ("wav2vec2", "hubert", "sew") else 0  # whole until initialize()
+            padding = 200 * 64  # bytes: every parameter alone is padded to 16 elements a rank
+            assert facts["held"] <= facts["bytes"] / WORLD + weight_norm + padding, family
 
 
 @pytest.mark.slow
