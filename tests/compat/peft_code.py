@@ -16,6 +16,7 @@ import deepspeed
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from peft import (
+    AdaLoraConfig,
     IA3Config,
     LoraConfig,
     PeftConfig,
@@ -30,6 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig, Trainer
+from transformers.integrations import HfDeepSpeedConfig
 
 from ds_hf.engine.zero.opaque import is_opaque, opaque_parts
 from tests.compat.common import largest_difference
@@ -274,3 +276,59 @@ def fit_quantized(model: str, folder: str, kind: str) -> dict[int | None, Any]:
         found[stage] = (history(trainer), sum(part.untyped_storage().nbytes() for part in parts))
         gc.collect()
     return found
+
+
+def adalora(model: str, stage: int | None) -> list[float]:
+    """AdaLoRA in a loop of one's own: the budget shrinks by importance, which needs whole gradients. The losses."""
+    start_afresh()
+    section = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
+    }
+    known = None if stage is None else HfDeepSpeedConfig(section)  # alive as long as PEFT should know of DeepSpeed
+    base = AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(5)
+    settings = AdaLoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj", "v_proj"],
+        init_r=4,
+        target_r=2,
+        tinit=1,
+        tfinal=2,
+        deltaT=1,
+        total_step=8,
+    )
+    net = get_peft_model(base, settings)
+    trained = [param for param in net.parameters() if param.requires_grad]
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    data = Sentences(8 * world, seed=1)
+    losses = []
+    if known is None:  # one process sees all of the batch
+        device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+        net.to(device)
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+        for step in range(8):
+            rows = [data[step * world + index] for index in range(world)]
+            every = [net(**{key: value.unsqueeze(0).to(device) for key, value in row.items()}).loss for row in rows]
+            torch.stack(every).mean().backward()
+            net.base_model.update_and_allocate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(every[rank].item())
+        return losses
+    engine, *_ = deepspeed.initialize(model=net, config=section)
+    for step in range(8):
+        row = data[step * world + rank]
+        loss = engine(**{key: value.unsqueeze(0).to(engine.device) for key, value in row.items()}).loss
+        engine.backward(loss)
+        net.base_model.update_and_allocate(step)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adalora_everywhere(model: str, stages: Sequence[int]) -> dict[int | None, list[float]]:
+    """Losses without DeepSpeed, under ``None``, and at each stage."""
+    return {stage: adalora(model, stage) for stage in (None, *stages)}

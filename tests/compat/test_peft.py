@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tests.compat.common import WORLD, largest_difference, run_user_code
 from tests.compat.peft_code import (
     STAGES,
+    adalora_everywhere,
     assert_as_without_deepspeed,
     fit_and_resume,
     fit_everywhere,
@@ -88,7 +90,7 @@ def test_dtypes_of_base_and_adapters_may_differ(tiny_model: Path) -> None:
         assert all(ours == pytest.approx(plain, abs=1e-5) for ours in losses.values()), (plain, losses)
 
 
-@feature("checkpoints hold only what trains, whole", "P12 P17")
+@feature("checkpoints hold only what trains, whole; `zero_to_fp32` of them", "P12 P17 P19")
 @feature("a resumed run goes on exactly", "P12 P22")
 def test_checkpoints_hold_the_adapter_only_and_resume_exactly(tiny_model: Path, tmp_path: Path) -> None:
     logged = run_user_code(fit_and_resume, str(tiny_model), str(tmp_path))[0]
@@ -107,6 +109,9 @@ def test_checkpoints_hold_the_adapter_only_and_resume_exactly(tiny_model: Path, 
         manifest = json.loads((checkpoint / "global_step2" / "manifest.json").read_text())
         assert {name.replace(".default", "") for name in manifest["parameters"]} == set(adapter)
         assert not list(checkpoint.glob("model*.safetensors"))
+        consolidated = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+        assert {name.replace(".default", "") for name in consolidated} == set(adapter)
+        assert all(torch.equal(consolidated[n.replace(".weight", ".default.weight")], v) for n, v in adapter.items())
 
 
 @feature("the adapter loads on the base alone", "P12 P19")
@@ -170,3 +175,12 @@ def test_quantized_bases_train_as_without_deepspeed(tiny_model: Path, tmp_path: 
             saved = saved_adapter(place(tmp_path, stage))
             assert max(float((saved[name] - value).abs().max()) for name, value in adapter.items()) <= 1e-4
             assert (held == 0) == (stage == 3 and WORLD > 1 and kind != "bitsandbytes 8 bits")
+
+
+@SLOW
+@feature("AdaLoRA in a loop of one's own (`safe_get_full_grad`), stages 0 to 2")
+def test_adalora_allocates_as_without_deepspeed(tiny_model: Path) -> None:
+    for losses in run_user_code(adalora_everywhere, str(tiny_model), (0, 1, 2)):
+        plain = losses.pop(None)
+        assert len(set(plain)) == 8
+        assert all(ours == pytest.approx(plain, abs=1e-5) for ours in losses.values()), (plain, losses)
