@@ -23,6 +23,8 @@ def state(launched: bool, deepspeed: bool) -> tuple[str | None, int, int]:
         for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     found = PartialState()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # nobody goes while a peer is still connecting
     return found.backend, found.num_processes, found.process_index
 
 
