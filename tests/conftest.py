@@ -16,6 +16,8 @@ for name, value in {
     "HF_DATASETS_OFFLINE": "1",
 }.items():
     os.environ.setdefault(name, value)
+# Unbuffered, a line of one rank is several writes, and lines of ranks that share a pipe mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
