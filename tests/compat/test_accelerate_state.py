@@ -223,6 +223,7 @@ def ten_lives(stage: int) -> tuple[list[int], list[float], int]:
     return sizes, losses, hooks
 
 
+@pytest.mark.slow
 @pytest.mark.feature("accelerate", "free_memory() ends the engine: ten lives, flat memory", pain="P9")
 def test_ten_lives_in_one_process_take_no_more_memory() -> None:
     for stage in (2, 3):

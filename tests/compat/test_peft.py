@@ -38,7 +38,7 @@ def feature(name: str, pain: str = "") -> Any:
     "kind",
     [
         pytest.param("lora", marks=feature("LoRA at every stage, numbers as without DeepSpeed", "P12")),
-        pytest.param("modules_to_save", marks=feature("`modules_to_save`", "P12")),
+        pytest.param("modules_to_save", marks=[feature("`modules_to_save`", "P12"), SLOW]),
         pytest.param("dora", marks=[feature("DoRA"), SLOW]),
         pytest.param("lora on all linear layers, with dropout", marks=[feature('`"all-linear"`, dropout'), SLOW]),
         pytest.param("rslora", marks=[feature("rsLoRA"), SLOW]),

@@ -99,7 +99,8 @@ def zero_section(stage: int) -> dict[str, Any]:
     return {"stage": stage, **({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {})}
 
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SLOW = pytest.mark.slow
+STAGES = pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, 3])
 
 
 @pytest.mark.feature("Trainer", "every logged number as without DeepSpeed", pain="P30")
@@ -130,7 +131,7 @@ def test_saved_model_loads_and_has_the_reference_weights(runs: Runs, stage: int,
 
 @pytest.mark.feature("Trainer", "resumes exactly", pain="P22")
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2, 3]
+    "stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3]
 )
 def test_resumed_run_continues_exactly(runs: Runs, stage: int, tiny_model: Path, tmp_path: Path) -> None:
     checkpoint = runs[stage].output / f"checkpoint-{SAVE_STEPS}"

@@ -38,7 +38,7 @@ def compiled(
 @pytest.mark.parametrize(
     ("regional", "more"),
     [
-        pytest.param(False, {}, id="whole"),
+        pytest.param(False, {}, id="whole", marks=pytest.mark.slow),
         pytest.param(True, {}, id="regional", marks=pytest.mark.slow),
         pytest.param(False, CHECKPOINTED, id="checkpointing", marks=pytest.mark.slow),
     ],

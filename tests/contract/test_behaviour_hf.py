@@ -127,7 +127,7 @@ def train_all(names: list[str]) -> dict[tuple[str, int], float]:
     return errors
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_families(world: int) -> None:
     for errors in run_distributed(train_all, world, list(MODELS), timeout=110):
         assert not {case: error for case, error in errors.items() if not error < TOLERANCE}

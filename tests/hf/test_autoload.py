@@ -36,9 +36,12 @@ def python(code: str, env: Mapping[str, str] | None = None) -> str:
     "imports",
     [
         "from transformers import TrainingArguments; import torch",  # torch is imported from within training_args
-        "import torch; from transformers import TrainingArguments",
         "import accelerate; from transformers import Trainer, TrainingArguments; import torch",
-        "import transformers; transformers.Trainer; from transformers import TrainingArguments; import torch",
+        pytest.param("import torch; from transformers import TrainingArguments", marks=pytest.mark.slow),
+        pytest.param(
+            "import transformers; transformers.Trainer; from transformers import TrainingArguments; import torch",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_arguments_are_checked_whatever_is_imported_first(imports: str) -> None:
