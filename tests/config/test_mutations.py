@@ -217,7 +217,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/fp16/fp16_master_weights_and_grads", True, "not supported"),
     ("/bf16/bf16_master_weights_and_grads", True, "not supported"),
     ("/ds_hf", {"compile": "everything"}, "blocks", "/ds_hf/compile"),
-    ("/optimizer", {"type": "Lamb", "params": {}}, "LAMB", "/optimizer/type"),
+    ("/optimizer", {"type": "Lamb", "params": {"betta": 1}}, "Lamb takes no", PARAMS + "/betta"),
     ("/optimizer", {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "1-bit", "/optimizer/type"),
     ("/optimizer", {"type": "Muon"}, "Muon", "/optimizer/type"),
     ("/optimizer", {"type": "LBFGS"}, "closure", "/optimizer/type"),

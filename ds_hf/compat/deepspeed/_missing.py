@@ -38,7 +38,6 @@ INSTEAD = {
     "deepspeed.linear": "LoRA of peft",
     "deepspeed.moe": "a mixture-of-experts model of transformers",
     "deepspeed.monitor": "the report_to argument of the Trainer, or the trackers of accelerate",
-    "deepspeed.ops.lamb": "deepspeed.ops.adam.FusedAdam",
     "deepspeed.ops.sparse_attention": "torch.nn.attention.flex_attention",
     "deepspeed.pipe": "an ordinary nn.Module with ZeRO",
     "deepspeed.runtime.pipe": "an ordinary nn.Module with ZeRO",

@@ -34,7 +34,7 @@ OPS = (
     Op("EvoformerAttnBuilder", "evoformer_attn"),
     Op("FPQuantizerBuilder", "fp_quantizer"),
     Op("FusedAdamBuilder", "fused_adam", "ds_hf.engine.optim.adam"),
-    Op("FusedLambBuilder", "fused_lamb"),
+    Op("FusedLambBuilder", "fused_lamb", "ds_hf.engine.optim.lamb"),
     Op("FusedLionBuilder", "fused_lion", "ds_hf.engine.optim.lion"),
     Op("GDSBuilder", "gds"),
     Op("InferenceBuilder", "transformer_inference"),

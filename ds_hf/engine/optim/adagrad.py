@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ds_hf.engine.optim.base import StreamingOptimizer, in_state_dtype, write_back
+from ds_hf.engine.ops import library as ops
+from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, rate_of
 
-__all__ = ["DeepSpeedCPUAdagrad", "FusedAdagrad"]
+__all__ = ["DeepSpeedCPUAdagrad", "FusedAdagrad", "adagrad_update"]
 
 
 class FusedAdagrad(StreamingOptimizer):
@@ -42,19 +43,42 @@ class FusedAdagrad(StreamingOptimizer):
                 raise ValueError(f"{key} must not be negative, got {value}")
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        outs: list[Tensor],
+        control: Tensor | None,
+    ) -> None:
         states = [self._init_state(param, ("sum",), group["initial_accumulator_value"]) for param in params]
-        sums = [state["sum"] for state in states]
-        work = in_state_dtype(params, sums)
-        grads = in_state_dtype(grads, sums)
-        torch._foreach_add_([state["step"] for state in states], 1)
-        if group["weight_decay"]:
-            grads = list(torch._foreach_add(grads, work, alpha=group["weight_decay"]))
-        torch._foreach_addcmul_(sums, grads, grads, 1.0)
-        denominators = torch._foreach_sqrt(sums)
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_addcdiv_(work, grads, denominators, _rates(group, states))
-        write_back(params, work)
+        advance(states, control)
+        adagrad_update(group, params, grads, outs, states, control)
+
+
+def adagrad_update(
+    group: dict[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    control: Tensor | None,
+) -> None:
+    """Adagrad over torch's names of states and groups; the step is counted already."""
+    columns = [[state[key] for state in states] for key in ("sum", "step")]
+    for work, gradients, sums, steps, copies in alike([params, grads, *columns, outs]):
+        ops.adagrad_(
+            work,
+            gradients,
+            sums,
+            copies,
+            steps,
+            control,
+            lr=rate_of(group, work[0].device),
+            lr_decay=group["lr_decay"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
 
 
 class DeepSpeedCPUAdagrad(FusedAdagrad):
@@ -74,11 +98,3 @@ class DeepSpeedCPUAdagrad(FusedAdagrad):
         super().__init__(
             model_params, lr=lr, weight_decay=weight_decay, eps=eps, fp32_optimizer_states=fp32_optimizer_states
         )
-
-
-def _rates(group: dict[str, Any], states: list[dict[str, Any]]) -> list[float]:
-    """The (negated) rate of each param; reads ``step`` back from the device only when ``lr_decay`` needs it."""
-    lr, decay = float(group["lr"]), group["lr_decay"]
-    if not decay:
-        return [-lr] * len(states)
-    return [-lr / (1 + (float(state["step"]) - 1) * decay) for state in states]

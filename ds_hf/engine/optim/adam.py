@@ -1,22 +1,22 @@
-"""Adam and AdamW under DeepSpeed's two class names, over torch's fused kernels (CPU and CUDA).
+"""Adam and AdamW under DeepSpeed's two class names, over the kernels of ``engine.ops``.
 
-``FusedAdam`` and ``DeepSpeedCPUAdam`` are one rule with two signatures; both run wherever their params are, so
-neither needs a compiler. Weight decay is decoupled by default (``adam_w_mode``), as in DeepSpeed. State is
-torch.optim.AdamW's: ``step``, ``exp_avg``, ``exp_avg_sq``.
+``FusedAdam`` and ``DeepSpeedCPUAdam`` are one rule with two signatures; both run wherever their params are. Weight
+decay is decoupled by default (``adam_w_mode``), as in DeepSpeed. State is torch.optim.AdamW's: ``step``, ``exp_avg``,
+``exp_avg_sq``.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ds_hf.engine.optim.base import StreamingOptimizer, in_state_dtype, write_back
+from ds_hf.engine.ops import library as ops
+from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, rate_of
 
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "adam_update"]
 
 
 class _Adam(StreamingOptimizer):
@@ -33,70 +33,50 @@ class _Adam(StreamingOptimizer):
         self.adam_w_mode = bool(adam_w_mode)
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
-        states = [self._init_state(param, ("exp_avg", "exp_avg_sq")) for param in params]
-        exp_avgs = [state["exp_avg"] for state in states]
-        exp_avg_sqs = [state["exp_avg_sq"] for state in states]
-        steps = [state["step"] for state in states]
-        work = in_state_dtype(params, exp_avgs)
-        grads = in_state_dtype(grads, exp_avgs)
-        torch._foreach_add_(steps, 1)
-        rule = self._fused if group["bias_correction"] else self._uncorrected
-        # One kernel call takes tensors of one device and dtype only.
-        rows = sorted(zip(work, grads, exp_avgs, exp_avg_sqs, steps, strict=True), key=_kind)
-        for _, alike in groupby(rows, key=_kind):
-            columns = [list(column) for column in zip(*alike, strict=True)]
-            rule(group, *columns)
-        write_back(params, work)
-
-    def _fused(
+    def _update(
         self,
         group: dict[str, Any],
         params: list[Tensor],
         grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
+        outs: list[Tensor],
+        control: Tensor | None,
     ) -> None:
-        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        beta1, beta2 = group["betas"]
-        kernel(
-            params,
-            grads,
+        states = [self._init_state(param, ("exp_avg", "exp_avg_sq")) for param in params]
+        advance(states, control)
+        adam_update(group, params, grads, outs, states, control, decoupled=self.adam_w_mode)
+
+
+def adam_update(
+    group: dict[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    control: Tensor | None,
+    *,
+    decoupled: bool,
+) -> None:
+    """Adam over torch's names of states and groups; the step is counted already."""
+    columns = [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")]
+    beta1, beta2 = group["betas"]
+    for call in alike([params, grads, *columns, outs]):
+        work, gradients, exp_avgs, exp_avg_sqs, steps, copies = call
+        ops.adam_(
+            work,
+            gradients,
             exp_avgs,
             exp_avg_sqs,
-            [],
+            copies,
             steps,
-            lr=float(group["lr"]),
+            control,
+            lr=rate_of(group, work[0].device),
             beta1=beta1,
             beta2=beta2,
-            weight_decay=group["weight_decay"],
             eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
+            weight_decay=group["weight_decay"],
+            decoupled=decoupled,
+            bias_correction=group.get("bias_correction", True),
         )
-
-    def _uncorrected(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        steps: list[Tensor],
-    ) -> None:
-        """Without bias correction, which torch's kernels always apply."""
-        lr, decay, (beta1, beta2) = float(group["lr"]), group["weight_decay"], group["betas"]
-        if decay and self.adam_w_mode:
-            torch._foreach_mul_(params, 1 - lr * decay)
-        elif decay:
-            grads = list(torch._foreach_add(grads, params, alpha=decay))
-        torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
-        denominators = torch._foreach_sqrt(exp_avg_sqs)
-        torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_addcdiv_(params, exp_avgs, denominators, -lr)
 
 
 class FusedAdam(_Adam):
@@ -162,7 +142,3 @@ def _check_adam(defaults: dict[str, Any]) -> None:
     for key in ("lr", "eps", "weight_decay"):
         if not defaults[key] >= 0.0:
             raise ValueError(f"{key} must not be negative, got {defaults[key]}")
-
-
-def _kind(row: tuple[Tensor, ...]) -> tuple[str, str]:
-    return str(row[0].device), str(row[0].dtype)

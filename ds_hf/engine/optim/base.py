@@ -1,23 +1,31 @@
-"""The protocol that ds_hf's own optimizers share: update some tensors now, with the gradients given.
+"""The protocols that ds_hf's own optimizers share: update some tensors now, with the gradients given.
 
-The engine holds masters and gradients in shards and steps unit after unit, so that all fp32 gradients never
-exist at once. ``update(group, params, grads)`` is one step of exactly those params; ``step()`` is the usual
-torch interface, written as ``update`` over every param that has ``.grad``. Invariant: state lives in
-``self.state[param]`` under torch.optim's names and types (``step`` is a float32 scalar tensor), so checkpoints
-are interchangeable with torch.optim.
+The engine holds masters and gradients in shards and steps unit after unit, so that all fp32 gradients never exist at
+once. ``StreamingOptimizer.update`` is one step of exactly the params it is given, in one pass: it reads 16-bit
+gradients, unscales and clips them, and writes 16-bit copies of the params. ``step()`` is the usual torch interface,
+written as ``update`` over every param that has ``.grad``. Rules that look at whole tensors (LAMB, Muon) are told what
+part of each parameter the rank holds: ``TensorwiseOptimizer.update_pieces``.
+
+Invariant: state lives in ``self.state[param]`` under torch.optim's names and types (``step`` is a float32 scalar
+tensor), so checkpoints are interchangeable with torch.optim.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-__all__ = ["StreamingOptimizer", "in_state_dtype", "write_back"]
+from ds_hf.engine.dist.mesh import Axis
+
+__all__ = ["Piece", "StreamingOptimizer", "TensorwiseOptimizer", "UnitPieces", "advance", "alike", "rate_of"]
+
+_GRADS = 1
 
 
 class StreamingOptimizer(Optimizer):
@@ -65,22 +73,41 @@ class StreamingOptimizer(Optimizer):
         return loss
 
     @torch.no_grad()
-    def update(self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """One step of exactly ``params`` (members of ``group``) with ``grads``, ignoring ``param.grad``."""
+    def update(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        outs: Sequence[Tensor] = (),
+        control: Tensor | None = None,
+    ) -> None:
+        """One step of exactly ``params`` (members of ``group``) with ``grads``, ignoring ``param.grad``.
+
+        Args:
+            outs: 16-bit tensors of the params' sizes that take the new values as well; none by default.
+            control: fp32 ``[2]``: factor of the gradients (unscale × clip), and a flag that forbids the step.
+        """
         # torch's schedulers warn that step() was never called unless they see this mark.
         self._opt_called = True
         if params:
-            self._update(group, list(params), list(grads))
+            self._update(group, list(params), list(grads), list(outs), control)
 
     @abstractmethod
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        outs: list[Tensor],
+        control: Tensor | None,
+    ) -> None:
         """The rule itself; called without autograd and with at least one param."""
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self.fp32_optimizer_states else param.dtype
 
     def _init_state(self, param: Tensor, moments: tuple[str, ...], fill: float = 0.0) -> dict[str, Any]:
-        """The param's state, created as torch.optim would, ``step`` on the param's device as fused kernels want."""
+        """The param's state, created as torch.optim would, ``step`` on the param's device as kernels want it."""
         state: dict[str, Any] = self.state[param]
         for name in moments:
             if name not in state:
@@ -92,13 +119,96 @@ class StreamingOptimizer(Optimizer):
         return state
 
 
-def in_state_dtype(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """``tensors`` in the dtype of ``like``, the same objects where the dtype already fits."""
-    return [tensor.to(other.dtype) for tensor, other in zip(tensors, like, strict=True)]
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of one parameter, all flat.
+
+    Attributes:
+        group: parameter group.
+        param: master weights, ``[numel]``.
+        grad: gradient of the same elements, any floating dtype.
+        out: the 16-bit parameter, or None where ``param`` is the parameter itself.
+        shape: of the whole parameter.
+        start: first element, inside the whole parameter.
+        slot: number of the parameter within its unit.
+        offset: of the whole parameter, inside the unit.
+        shard_start: of the piece, inside what the rank holds of the unit.
+    """
+
+    group: dict[str, Any]
+    param: Tensor
+    grad: Tensor
+    out: Tensor | None
+    shape: torch.Size
+    start: int
+    slot: int
+    offset: int
+    shard_start: int
 
 
-def write_back(params: list[Tensor], work: list[Tensor]) -> None:
-    """Copy the updated working tensors into the params that were cast to make them."""
-    for param, updated in zip(params, work, strict=True):
-        if updated is not param:
-            param.copy_(updated)
+@dataclass(frozen=True)
+class UnitPieces:
+    """The pieces that one rank holds of a unit.
+
+    Attributes:
+        pieces: possibly none.
+        slots: parameters in the whole unit.
+        numel: elements of the whole unit.
+        shard_numel: elements that each rank holds.
+        axis: ranks that hold the other pieces; None when the pieces are whole parameters.
+        device: where the unit's states are.
+        axis_device: where the processes of ``axis`` meet: NCCL takes no tensor in host memory.
+    """
+
+    pieces: Sequence[Piece]
+    slots: int
+    numel: int
+    shard_numel: int
+    axis: Axis | None
+    device: torch.device
+    axis_device: torch.device
+
+
+class TensorwiseOptimizer(StreamingOptimizer):
+    """A rule that looks at whole parameters, and knows how to when each rank holds a piece of them."""
+
+    @abstractmethod
+    def update_pieces(self, units: Sequence[UnitPieces], control: Tensor | None) -> None:
+        """One step of everything. Collective where an axis is given."""
+
+
+def rate_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
+    """``group["lr"]``: a tensor stays on the device (CUDA graphs), everything else is a number."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device == device and device.type != "cpu":
+        return lr.to(torch.float32)
+    return float(lr)
+
+
+def advance(states: Sequence[dict[str, Any]], control: Tensor | None) -> None:
+    """Count a step, unless ``control`` forbids it."""
+    steps = [state["step"] for state in states]
+    if control is None:
+        torch._foreach_add_(steps, 1)
+    else:
+        torch._foreach_add_(steps, (control[1] == 0).float())
+
+
+def alike(lists: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """Split parallel lists, of which the second holds gradients, into calls of one device and one dtype a list.
+
+    Tensors that are not contiguous are replaced by contiguous copies, written back when the caller goes on. An empty
+    list stays empty.
+    """
+    calls: dict[tuple[Any, ...], list[int]] = {}
+    for index in range(len(lists[0])):
+        key = tuple((tensors[index].device, tensors[index].dtype) for tensors in lists if tensors)
+        calls.setdefault(key, []).append(index)
+    for indices in calls.values():
+        chosen = [[tensors[index] for index in indices] if tensors else [] for tensors in lists]
+        dense = [[tensor.contiguous() for tensor in tensors] for tensors in chosen]
+        yield dense
+        for place, (given, used) in enumerate(zip(chosen, dense, strict=True)):
+            for tensor, copy in zip(given, used, strict=True):
+                if copy is not tensor and place != _GRADS:
+                    tensor.copy_(copy)

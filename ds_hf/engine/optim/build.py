@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_hf.engine.optim.adagrad import FusedAdagrad
 from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from ds_hf.engine.optim.json_params import accepted_params, nearest, param_faults
+from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.lion import DeepSpeedCPULion, FusedLion
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
@@ -28,7 +29,6 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "onebitadam": ("1-bit Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
     "zerooneadam": ("0/1 Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
     "onebitlamb": ("1-bit LAMB is not implemented", "use AdamW; communication_data_type reduces its traffic"),
-    "lamb": ("LAMB is not implemented", "use AdamW, or Lion"),
     "muadam": ("mup's optimizers cannot come from JSON", "pass mup.MuAdam(...) to initialize(optimizer=...)"),
     "muadamw": ("mup's optimizers cannot come from JSON", "pass mup.MuAdamW(...) to initialize(optimizer=...)"),
     "musgd": ("mup's optimizers cannot come from JSON", "pass mup.MuSGD(...) to initialize(optimizer=...)"),
@@ -55,6 +55,8 @@ def build_optimizer(
         cls = _choose_adam(name, options)
     elif name == "lion":
         cls = DeepSpeedCPULion if "fp32_optimizer_states" in options else FusedLion
+    elif name == "lamb":
+        cls = FusedLamb
     elif name == "adagrad":
         # Not torch's class: it makes its state at construction, for whole parameters instead of shards.
         cls = FusedAdagrad
@@ -67,7 +69,7 @@ def build_optimizer(
 
 def optimizer_names() -> list[str]:
     """Every ``optimizer.type`` that ``build_optimizer`` takes, in torch's spelling."""
-    return sorted(["Lion", *(cls.__name__ for key, cls in _torch_classes().items() if key not in _REFUSED)])
+    return sorted(["Lamb", "Lion", *(cls.__name__ for key, cls in _torch_classes().items() if key not in _REFUSED)])
 
 
 def _choose_adam(name: str, options: dict[str, Any]) -> Callable[..., torch.optim.Optimizer]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ds_hf.engine.optim.base import StreamingOptimizer, in_state_dtype, write_back
+from ds_hf.engine.ops import library as ops
+from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, rate_of
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
@@ -34,20 +34,29 @@ class _Lion(StreamingOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        outs: list[Tensor],
+        control: Tensor | None,
+    ) -> None:
         states = [self._init_state(param, ("exp_avg",)) for param in params]
-        exp_avgs = [state["exp_avg"] for state in states]
-        work = in_state_dtype(params, exp_avgs)
-        grads = in_state_dtype(grads, exp_avgs)
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        torch._foreach_add_([state["step"] for state in states], 1)
-        directions = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
-        torch._foreach_sign_(directions)
-        if group["weight_decay"]:
-            torch._foreach_mul_(work, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(work, directions, alpha=-lr)
-        torch._foreach_lerp_(exp_avgs, grads, 1 - beta2)
-        write_back(params, work)
+        advance(states, control)
+        beta1, beta2 = group["betas"]
+        for work, gradients, exp_avgs, copies in alike([params, grads, [s["exp_avg"] for s in states], outs]):
+            ops.lion_(
+                work,
+                gradients,
+                exp_avgs,
+                copies,
+                control,
+                lr=rate_of(group, work[0].device),
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+            )
 
 
 class FusedLion(_Lion):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hf.engine.dist.mesh import Axis
-from ds_hf.engine.optim.base import StreamingOptimizer
+from ds_hf.engine.optim.base import Piece, StreamingOptimizer, TensorwiseOptimizer, UnitPieces
 from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
 from ds_hf.engine.optim.loss_scaler import LossScaler
-from ds_hf.engine.optim.streaming import streamed_update
+from ds_hf.engine.optim.streaming import UnitUpdate, streamed_update
 from ds_hf.engine.zero.buffer import FlatBuffer, logical_shape
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.layout import Fragment
 from ds_hf.engine.zero.reduction import Reducer
 
 __all__ = ["Segment", "ShardedOptimizer"]
@@ -42,6 +43,7 @@ class Segment:
         start, end: elements of the owned tensor.
         shape: the parameter's shape when the segment is exactly one whole parameter handled on its own, else flat.
         param: the master weights as the inner optimizer sees them.
+        fragment: the part of a parameter that it is, where the rule looks at whole parameters.
     """
 
     gradient: GradientBuffer
@@ -50,6 +52,7 @@ class Segment:
     end: int
     shape: torch.Size
     param: nn.Parameter
+    fragment: Fragment | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class ShardedOptimizer(Optimizer):
         self._given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
-        self._update: Callable[..., None] | None = streamed_update(inner)
+        self._update: UnitUpdate | None = streamed_update(inner)
         self._norm: Tensor | None = None
         self._norm_scale = 1.0
         self._gradients = {gradient.buffer: gradient for gradient in groups}
@@ -120,18 +123,18 @@ class ShardedOptimizer(Optimizer):
     def _make_segments(self, gradient: GradientBuffer, indices: Sequence[int]) -> Iterator[Segment]:
         """Stretches of the owned tensor: one a group where the rule is elementwise, else one a parameter."""
         master = self.masters[gradient.buffer]
-        runs: list[tuple[int, int, int, torch.Size | None]] = []
+        runs: list[tuple[int, int, int, Fragment | None]] = []
         for fragment in gradient.buffer.layout.fragments(gradient.buffer.axis.rank, whole=self.policy.whole):
             group, start = indices[fragment.slot.index], fragment.shard_start
             end = start + fragment.numel
             if self.policy.elementwise and runs and runs[-1][0] == group:
                 runs[-1] = (group, runs[-1][1], end, None)
             else:
-                runs.append((group, start, end, fragment.slot.shape if fragment.whole else None))
-        for group, start, end, shape in runs:
-            keep = shape if shape is not None and not self.policy.elementwise else torch.Size([end - start])
-            param = nn.Parameter(master[start:end].view(keep), requires_grad=True)
-            yield Segment(gradient, group, start, end, keep, param)
+                runs.append((group, start, end, None if self.policy.elementwise else fragment))
+        for group, start, end, piece in runs:
+            shape = piece.slot.shape if piece is not None and piece.whole else torch.Size([end - start])
+            param = nn.Parameter(master[start:end].view(shape), requires_grad=True)
+            yield Segment(gradient, group, start, end, shape, param, piece)
 
     def _take_over_state(self) -> None:
         """Cut state that the inner optimizer already has for the model's parameters into state of the segments.
@@ -247,26 +250,77 @@ class ShardedOptimizer(Optimizer):
         self._norm_scale = scale
         self.overflow = self.policy.check_overflow and not bool(torch.isfinite(self._norm))
         if not self.overflow:
-            self._apply(clip_coefficient(self._norm, scale, self.policy.max_norm), scale)
+            self._apply(None if scale == 1.0 and self.policy.max_norm <= 0 else self._control(self._norm, scale))
         self.reducer.clear()
         self.loss_scaler.update(self.overflow)
 
-    def _apply(self, coefficient: Tensor, scale: float) -> None:
-        untouched = scale == 1.0 and self.policy.max_norm <= 0
-        if self._update is not None and not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks):
-            for gradient, segments in self.segments.items():
-                grads = self._scaled(gradient, coefficient, untouched)
-                if grads is not None:
-                    for index, group in enumerate(self.param_groups):
-                        mine = [s for s in segments if s.group == index]
-                        if mine:
-                            self._update(group, [s.param for s in mine], [grads[s.start : s.end] for s in mine])
-                gradient.clear()
-                self._publish(gradient.buffer)
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
-            return
+    def _control(self, norm: Tensor, scale: float) -> Tensor:
+        """What the kernels read: the factor that unscales and clips, and a flag that is never set here."""
+        return torch.stack([clip_coefficient(norm, scale, self.policy.max_norm), torch.zeros_like(norm)])
+
+    def _apply(self, control: Tensor | None) -> None:
+        """Update and publish, unit after unit where the rule can."""
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            self._step_whole(control)
+        elif isinstance(self.optimizer, TensorwiseOptimizer):
+            self._step_pieces(self.optimizer, control)
+        elif self._update is not None:
+            self._step_units(self._update, control)
+        else:
+            self._step_whole(control)
+
+    def _step_units(self, update: UnitUpdate, control: Tensor | None) -> None:
         for gradient, segments in self.segments.items():
-            grads = self._scaled(gradient, coefficient, untouched)
+            grads = self._owned_gradient(gradient)
+            copies = self._copies(gradient.buffer)
+            if grads is not None:
+                for index, group in enumerate(self.param_groups):
+                    mine = [s for s in segments if s.group == index]
+                    if mine:
+                        update(
+                            group,
+                            [s.param for s in mine],
+                            [grads[s.start : s.end] for s in mine],
+                            [] if copies is None else [copies[s.start : s.end] for s in mine],
+                            _on(control, grads.device),
+                        )
+            gradient.clear()
+            self._publish(gradient.buffer, copies if grads is not None else None)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+
+    def _step_pieces(self, optimizer: TensorwiseOptimizer, control: Tensor | None) -> None:
+        units, copies_of = [], {}
+        for gradient, segments in self.segments.items():
+            grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
+            copies_of[gradient] = copies if grads is not None else None
+            layout = gradient.buffer.layout
+            pieces = [_piece(s, self.param_groups[s.group], grads, copies) for s in segments if grads is not None]
+            units.append(
+                UnitPieces(
+                    pieces,
+                    len(layout.slots),
+                    layout.numel,
+                    layout.numel if self.policy.whole else layout.shard_numel,
+                    None if self.policy.whole or self.axis.world_size == 1 else self.axis,
+                    self.masters[gradient.buffer].device,
+                    self._axis_device,
+                )
+            )
+        device = self.policy.device
+        optimizer.update_pieces(units, _on(control, device))
+        for gradient, copies in copies_of.items():
+            gradient.clear()
+            self._publish(gradient.buffer, copies)
+        optimizer._opt_called = True
+
+    def _step_whole(self, control: Tensor | None) -> None:
+        """``optimizer.step()`` itself, over gradients in ``param.grad``."""
+        for gradient, segments in self.segments.items():
+            grads = self._owned_gradient(gradient)
+            if grads is not None:
+                grads = grads.to(self.masters[gradient.buffer].dtype)
+                if control is not None:
+                    grads.mul_(control[0].to(grads.device))
             for s in segments:
                 s.param.grad = None if grads is None else grads[s.start : s.end].view(s.shape)
         self.optimizer.step()
@@ -275,20 +329,26 @@ class ShardedOptimizer(Optimizer):
                 s.param.grad = None
             self._publish(gradient.buffer)
 
-    def _scaled(self, gradient: GradientBuffer, coefficient: Tensor, untouched: bool) -> Tensor | None:
-        """The owned gradient in the master's dtype, unscaled and clipped."""
-        if gradient.owned is None:
-            return None
-        master = self.masters[gradient.buffer]
-        grads = gradient.owned.to(device=master.device, dtype=master.dtype)
-        return grads if untouched else grads.mul_(coefficient.to(grads.device))
+    def _owned_gradient(self, gradient: GradientBuffer) -> Tensor | None:
+        """The reduced gradient beside its master, as it was reduced."""
+        return None if gradient.owned is None else gradient.owned.to(self.masters[gradient.buffer].device)
 
-    def _publish(self, buffer: FlatBuffer) -> None:
-        """Give the parameters the masters' values."""
+    def _copies(self, buffer: FlatBuffer) -> Tensor | None:
+        """Where the kernel writes the parameters next to the masters; None where the masters are the parameters."""
+        owned, master = buffer.owned(whole=self.policy.whole), self.masters[buffer]
+        if owned.data_ptr() == master.data_ptr():
+            return None
+        if owned.device == master.device:
+            return owned
+        pin = master.is_pinned()
+        return torch.empty(owned.shape, dtype=owned.dtype, device=master.device, pin_memory=pin)
+
+    def _publish(self, buffer: FlatBuffer, copies: Tensor | None = None) -> None:
+        """Give the parameters the masters' values, from ``copies`` where they were written already."""
         owned = buffer.owned(whole=self.policy.whole)
-        master = self.masters[buffer]
-        if owned.data_ptr() != master.data_ptr():
-            owned.copy_(master)
+        source = self.masters[buffer] if copies is None else copies
+        if owned.data_ptr() != source.data_ptr():
+            owned.copy_(source)
         buffer.publish(whole=self.policy.whole)
 
     def grad_norm(self) -> float | None:
@@ -420,3 +480,23 @@ class ShardedOptimizer(Optimizer):
         return list(self.masters.values())
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
+
+
+def _on(control: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if control is None else control.to(device)
+
+
+def _piece(segment: Segment, group: dict[str, Any], grads: Tensor, copies: Tensor | None) -> Piece:
+    fragment = segment.fragment
+    assert fragment is not None
+    return Piece(
+        group,
+        segment.param,
+        grads[segment.start : segment.end],
+        None if copies is None else copies[segment.start : segment.end],
+        fragment.slot.shape,
+        fragment.start,
+        fragment.slot.index,
+        fragment.slot.offset,
+        fragment.shard_start,
+    )

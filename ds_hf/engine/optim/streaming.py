@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
 
-from ds_hf.engine.optim.base import StreamingOptimizer
+from ds_hf.engine.ops import library as ops
+from ds_hf.engine.optim.adagrad import adagrad_update
+from ds_hf.engine.optim.adam import adam_update
+from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer, advance, alike, rate_of
 
 __all__ = ["UnitUpdate", "is_elementwise", "streamed_update"]
 
-UnitUpdate = Callable[[dict[str, Any], Sequence[Tensor], Sequence[Tensor]], None]
+UnitUpdate = Callable[..., None]  # (group, params, grads, outs, control), as StreamingOptimizer.update
 
 _ELEMENTWISE = (
     torch.optim.SGD,
@@ -41,7 +42,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
     Exact torch classes and ds_hf's own; False for Adafactor, Muon, LBFGS, and everything unknown.
     """
-    return isinstance(optimizer, StreamingOptimizer) or type(optimizer) in _ELEMENTWISE
+    own = isinstance(optimizer, StreamingOptimizer) and not isinstance(optimizer, TensorwiseOptimizer)
+    return own or type(optimizer) in _ELEMENTWISE
 
 
 def streamed_update(optimizer: torch.optim.Optimizer) -> UnitUpdate | None:
@@ -56,6 +58,8 @@ def streamed_update(optimizer: torch.optim.Optimizer) -> UnitUpdate | None:
         return _torch_adam_update(optimizer)
     if type(optimizer) is torch.optim.Adagrad:
         return _torch_adagrad_update(optimizer)
+    if type(optimizer) is torch.optim.SGD:
+        return _torch_sgd_update(optimizer)
     return None
 
 
@@ -74,77 +78,111 @@ def _is_ordinary(group: dict[str, Any]) -> bool:
 
 def _torch_adam_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
     @torch.no_grad()
-    def update(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def update(
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        outs: Sequence[Tensor] = (),
+        control: Tensor | None = None,
+    ) -> None:
         # What torch's schedulers look at to know that a step was made.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if not params:
             return
-        states = [_torch_adam_state(optimizer, group, param) for param in params]
-        beta1, beta2 = group["betas"]
-        adam(
-            list(params),
-            list(grads),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=group["foreach"],
-            fused=group["fused"],
-            amsgrad=False,
-            maximize=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-        )
+        states = [_state(optimizer, param, {"exp_avg": 0.0, "exp_avg_sq": 0.0}) for param in params]
+        advance(states, control)
+        adam_update(group, params, grads, outs, states, control, decoupled=group["decoupled_weight_decay"])
 
     return update
-
-
-def _torch_adam_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    state: dict[str, Any] = optimizer.state[param]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(group, param))
-        state["exp_avg"] = torch.zeros_like(param)
-        state["exp_avg_sq"] = torch.zeros_like(param)
-    return state
 
 
 def _torch_adagrad_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
     @torch.no_grad()
-    def update(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def update(
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        outs: Sequence[Tensor] = (),
+        control: Tensor | None = None,
+    ) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if not params:
             return
-        states = [_torch_adagrad_state(optimizer, group, param) for param in params]
-        adagrad(
-            list(params),
-            list(grads),
-            [state["sum"] for state in states],
-            [state["step"] for state in states],
-            foreach=group["foreach"],
-            fused=group["fused"],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            lr_decay=group["lr_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        # torch makes this state in its constructor, where the params were not shards yet.
+        states = [_state(optimizer, param, {"sum": group["initial_accumulator_value"]}) for param in params]
+        advance(states, control)
+        adagrad_update(group, params, grads, outs, states, control)
 
     return update
 
 
-def _torch_adagrad_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-    """torch makes this state in its constructor, where the params were not shards yet."""
+def _state(optimizer: torch.optim.Optimizer, param: Tensor, moments: dict[str, float]) -> dict[str, Any]:
+    """The param's state under torch's names, with the counter beside the param, where kernels read it."""
     state: dict[str, Any] = optimizer.state[param]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(group, param))
-        state["sum"] = torch.full_like(param, group["initial_accumulator_value"])
+    for name, fill in moments.items():
+        if name not in state:
+            state[name] = torch.full_like(param, fill)
+    step = state.get("step", 0.0)
+    if not isinstance(step, Tensor) or step.device != param.device or step.dtype != torch.float32:
+        state["step"] = torch.full((), float(step), dtype=torch.float32, device=param.device)
     return state
 
 
-def _step_device(group: dict[str, Any], param: Tensor) -> torch.device:
-    """torch keeps the counter on the host unless its fused kernel needs it on the device."""
-    return param.device if group["fused"] else torch.device("cpu")
+def _torch_sgd_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
+    @torch.no_grad()
+    def update(
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        outs: Sequence[Tensor] = (),
+        control: Tensor | None = None,
+    ) -> None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        fresh = [optimizer.state[param].get("momentum_buffer") is None for param in params]
+        for first in (True, False):
+            chosen = [index for index, is_fresh in enumerate(fresh) if is_fresh is first]
+            if chosen:
+                sgd_update(
+                    optimizer,
+                    group,
+                    [params[i] for i in chosen],
+                    [grads[i] for i in chosen],
+                    [outs[i] for i in chosen] if outs else [],
+                    control,
+                    first=first,
+                )
+
+    return update
+
+
+def sgd_update(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    control: Tensor | None,
+    *,
+    first: bool,
+) -> None:
+    """SGD over torch's names of states and groups, for params that all have a momentum or (``first``) all have none."""
+    momenta: list[Tensor] = []
+    if group["momentum"]:
+        if first:
+            for param in params:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        momenta = [optimizer.state[param]["momentum_buffer"] for param in params]
+    for work, gradients, buffers, copies in alike([params, grads, momenta, outs]):
+        ops.sgd_(
+            work,
+            gradients,
+            buffers,
+            copies,
+            control,
+            lr=rate_of(group, work[0].device),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            first=first,
+        )

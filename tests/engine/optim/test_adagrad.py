@@ -45,7 +45,7 @@ def test_equals_torch(options: dict[str, Any]) -> None:
     for cls in classes:
         params, ours = train(cls, **options)
         for param, other in zip(params, reference, strict=True):
-            torch.testing.assert_close(param, other, rtol=0, atol=1e-7)
+            torch.testing.assert_close(param, other, rtol=3e-7, atol=1e-7)
             assert set(ours.state[param]) == set(theirs.state[other]) == {"step", "sum"}
             torch.testing.assert_close(ours.state[param]["sum"], theirs.state[other]["sum"])
             assert ours.state[param]["step"] == theirs.state[other]["step"] == 10.0
@@ -62,7 +62,7 @@ def test_continues_from_a_checkpoint_of_torch() -> None:
         param.grad = grad
     theirs.step()
     for param, other in zip(params, reference, strict=True):
-        torch.testing.assert_close(param, other, rtol=0, atol=1e-7)
+        torch.testing.assert_close(param, other, rtol=3e-7, atol=1e-7)
 
 
 def test_refusals() -> None:

@@ -80,7 +80,6 @@ def test_adam_by_name_decays_decoupled_and_adam_w_mode_false_does_not() -> None:
         ("OneBitAdam", "communication_data_type"),
         ("ZeroOneAdam", "AdamW"),
         ("OneBitLamb", "AdamW"),
-        ("Lamb", "AdamW"),
         ("MuAdam", "initialize(optimizer=...)"),
         ("MuAdamW", "mup.MuAdamW"),
         ("MuSGD", "mup.MuSGD"),

@@ -35,6 +35,9 @@ BUILDERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.5, 0.6), eps=1e-4),
     lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.2),
     lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    lambda p: torch.optim.SGD(p, lr=1e-2),
+    lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
     lambda p: FusedAdam(p, lr=1e-2),
     lambda p: DeepSpeedCPUAdam(p, lr=1e-2, adamw_mode=False),
     lambda p: FusedLion(p, lr=1e-2),
@@ -62,7 +65,7 @@ def test_streamed_steps_equal_whole_steps(build: Callable[[Any], torch.optim.Opt
         update(first, [], [])
     assert all(param.grad is None for param in params)
     for param, other in zip(params, reference, strict=True):
-        torch.testing.assert_close(param, other, rtol=0, atol=1e-7)
+        torch.testing.assert_close(param, other, rtol=3e-7, atol=1e-7)
         assert streamed.state[param].keys() == whole.state[other].keys()
         for key, value in streamed.state[param].items():
             assert value.dtype == whole.state[other][key].dtype
@@ -87,7 +90,7 @@ def test_streamed_state_saves_and_loads_as_torchs_own() -> None:
             param.grad = grad
         whole.step()
     for param, other in zip(params, reference, strict=True):
-        torch.testing.assert_close(param, other, rtol=0, atol=1e-7)
+        torch.testing.assert_close(param, other, rtol=3e-7, atol=1e-7)
 
 
 def test_torch_adagrad_over_params_that_its_constructor_did_not_see() -> None:
@@ -105,7 +108,7 @@ def test_torch_adagrad_over_params_that_its_constructor_did_not_see() -> None:
         whole.step()
         update(streamed.param_groups[0], params, draw(seed))
     for param, other in zip(params, reference, strict=True):
-        torch.testing.assert_close(param, other, rtol=0, atol=1e-7)
+        torch.testing.assert_close(param, other, rtol=3e-7, atol=1e-7)
 
 
 class OwnAdamW(torch.optim.AdamW):
@@ -120,7 +123,7 @@ class OwnAdamW(torch.optim.AdamW):
         lambda p: torch.optim.Adam(p, differentiable=True),
         lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
         lambda p: torch.optim.Adagrad(p, maximize=True),
-        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
         lambda p: torch.optim.Adafactor(p),
         lambda p: OwnAdamW(p),
     ],
@@ -181,4 +184,4 @@ def test_elementwise_means_that_cutting_does_not_matter(name: str) -> None:
             piece.grad = part.clone()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(torch.cat(list(pieces)), whole.flatten(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(torch.cat(list(pieces)), whole.flatten(), rtol=3e-7, atol=1e-7)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ds_hf.engine.dist.native_ops import compatible_ops
 
 from .._missing import missing
-from . import adagrad, adam, aio, lion, op_builder
+from . import adagrad, adam, aio, lamb, lion, op_builder
 
-__all__ = ["adagrad", "adam", "aio", "lion", "op_builder"]
+__all__ = ["adagrad", "adam", "aio", "lamb", "lion", "op_builder"]
 __compatible_ops__ = compatible_ops()
 __getattr__ = missing(__name__)

@@ -1,0 +1,304 @@
+"""The operators ``torch.ops.ds_hf.*``: schema, fake kernel, checks, and the choice of who computes.
+
+The functions here have the signatures of ``reference.py``. They check every argument before anything is written, then
+call the CUDA kernels, the CPU library or the reference, with one logged line naming why when it is the last.
+
+Eager calls go straight to the implementation, because torch's dispatch of a Python operator over lists costs 10 to 100
+times a kernel launch. Under ``torch.compile`` and with fake tensors they go through the registered operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.ops import reference
+from ds_hf.log import log_once
+
+__all__ = [
+    "OPS",
+    "adagrad_",
+    "adam_",
+    "choose",
+    "lamb_",
+    "lamb_apply_",
+    "lamb_moments_",
+    "lion_",
+    "sgd_",
+    "squared_norm",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MASTER = (torch.float32, torch.bfloat16)
+_GRADIENT = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATING = (*_GRADIENT, torch.float64)
+_MOMENTS = ("exp_avgs", "exp_avg_sqs", "sums", "momentum_buffers")
+_MAY_BE_EMPTY = ("outs", "momentum_buffers")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator.
+
+    Attributes:
+        name: as in ``torch.ops.ds_hf``.
+        lists: its arguments that are lists of tensors, one entry a parameter, in order.
+        schema: of the operator; ``lr`` is split into a number and an optional tensor, ``rate``.
+    """
+
+    name: str
+    lists: tuple[str, ...]
+    schema: str
+
+    @functools.cached_property
+    def written(self) -> tuple[str, ...]:
+        """The lists that it writes."""
+        return tuple(name for name in self.lists if f"!)[] {name}" in self.schema)
+
+    @functools.cached_property
+    def kernel(self) -> Callable[..., Any]:
+        """The registered operator."""
+        return cast("Callable[..., Any]", getattr(torch.ops.ds_hf, self.name))
+
+
+_ADAM = "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs"
+_LAMB = "float beta1, float beta2, float eps, bool eps_inside_sqrt, float weight_decay"
+_TRUST = "bool bias_correction, float min_coeff, float max_coeff"
+_END = "Tensor? control, Tensor? rate, *"
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        Op(
+            "adam_",
+            ("params", "grads", "exp_avgs", "exp_avg_sqs", "outs", "steps"),
+            f"({_ADAM}, Tensor(d!)[] outs, Tensor[] steps, {_END}, float lr, float beta1, float beta2, float eps, "
+            "float weight_decay, bool decoupled=True, bool bias_correction=True, int? seed=None) -> ()",
+        ),
+        Op(
+            "lion_",
+            ("params", "grads", "exp_avgs", "outs"),
+            f"(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] outs, {_END}, "
+            "float lr, float beta1, float beta2, float weight_decay, int? seed=None) -> ()",
+        ),
+        Op(
+            "adagrad_",
+            ("params", "grads", "sums", "outs", "steps"),
+            f"(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] sums, Tensor(c!)[] outs, Tensor[] steps, {_END}, "
+            "float lr, float lr_decay, float eps, float weight_decay, int? seed=None) -> ()",
+        ),
+        Op(
+            "sgd_",
+            ("params", "grads", "momentum_buffers", "outs"),
+            f"(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] outs, {_END}, "
+            "float lr, float momentum, float dampening, float weight_decay, bool nesterov, bool first, "
+            "int? seed=None) -> ()",
+        ),
+        Op(
+            "lamb_",
+            ("params", "grads", "exp_avgs", "exp_avg_sqs", "outs", "steps"),
+            f"({_ADAM}, Tensor(d!)[] outs, Tensor[] steps, {_END}, float lr, {_LAMB}, {_TRUST}) -> ()",
+        ),
+        Op(
+            "lamb_moments_",
+            ("params", "grads", "exp_avgs", "exp_avg_sqs"),
+            "(Tensor[] params, Tensor[] grads, Tensor(a!)[] exp_avgs, Tensor(b!)[] exp_avg_sqs, "
+            f"{_END}, {_LAMB}) -> Tensor",
+        ),
+        Op(
+            "lamb_apply_",
+            ("params", "exp_avgs", "exp_avg_sqs", "outs", "steps"),
+            "(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor(b!)[] outs, Tensor[] steps, "
+            f"Tensor norms, {_END}, float lr, {_LAMB}, {_TRUST}) -> ()",
+        ),
+        Op("squared_norm", ("tensors",), f"(Tensor[] tensors, {_END}) -> Tensor"),
+    )
+}
+
+
+def choose(device: torch.device, dtypes: Collection[torch.dtype] = (torch.float32,)) -> tuple[ModuleType, str | None]:
+    """The module that computes tensors of ``dtypes`` on ``device``, and why it is the reference if it is."""
+    if device.type not in ("cuda", "cpu"):
+        return reference, f"ds_hf has no kernels for the device {device.type}"
+    try:
+        backend = _backend(device.type)
+    except ModuleNotFoundError as error:
+        return reference, str(error)
+    reason = cast("str | None", backend.available())
+    if reason is None and (other := [dtype for dtype in dtypes if dtype not in _GRADIENT]):
+        reason = f"the kernels do not take {_short(other[0])}"
+    return (reference, reason) if reason else (backend, None)
+
+
+@functools.cache
+def _backend(device_type: str) -> ModuleType:
+    """``ops.cuda`` or ``ops.cpu``, imported when a tensor on such a device comes along."""
+    return importlib.import_module(f"ds_hf.engine.ops.{device_type}")
+
+
+# -- calls --------------------------------------------------------------------------------------------------------
+
+
+def _run(op: Op, args: Sequence[Any], scalars: dict[str, Any]) -> Any:
+    """Check, choose, compute. ``args`` are positional as in ``reference.py``: lists, perhaps norms, control."""
+    lists = args[: len(op.lists)]
+    control = args[-1] if len(args) > len(op.lists) else None
+    tensors = _check(op, lists, control, scalars.get("lr"))
+    if tensors == 0:
+        return getattr(reference, op.name)(*args, **scalars) if op.name != "squared_norm" else torch.zeros(())
+    first = lists[0][0]
+    backend, reason = choose(first.device, _dtypes(op, lists))
+    if reason:
+        log_once(f"ds_hf::{op.name} on {first.device.type} runs in plain torch: {reason}")
+    for name, tensors_of in zip(op.lists, lists, strict=True):
+        if name in op.written:
+            torch.autograd.graph.increment_version(tensors_of)
+    return getattr(backend, op.name)(*args, **scalars)
+
+
+def _dtypes(op: Op, lists: Sequence[Sequence[Tensor]]) -> set[torch.dtype]:
+    """All dtypes but those of step counters; masters in fp16 are the reference's, so they count as another."""
+    found = {t.dtype for name, tensors in zip(op.lists, lists, strict=True) if name != "steps" for t in tensors}
+    narrow = any(
+        t.dtype is torch.float16
+        for name, tensors in zip(op.lists, lists, strict=True)
+        if name == "params" or name in _MOMENTS
+        for t in tensors
+    )
+    return found | {torch.float64} if narrow else found
+
+
+def _check(op: Op, lists: Sequence[Sequence[Tensor]], control: Tensor | None, lr: Any) -> int:
+    """Refuse what a kernel would read or write wrongly; returns the number of entries.
+
+    Raises:
+        ValueError: lists of different lengths, tensors of other sizes, on other devices, not contiguous.
+        TypeError: dtypes that the operator does not take.
+    """
+    count = len(lists[0])
+    if count == 0 and all(len(tensors) == 0 for tensors in lists):
+        return 0
+    device = lists[0][0].device if count else None
+    for name, tensors in zip(op.lists, lists, strict=True):
+        if len(tensors) != count and not (name in _MAY_BE_EMPTY and not tensors):
+            raise ValueError(f"{op.name}: {name} has {len(tensors)} tensors and {op.lists[0]} has {count}")
+        if tensors:
+            _check_list(op, name, tensors, lists[0], device)
+    if control is not None:
+        _check_small(op, "control", control, 2, device)
+    if isinstance(lr, Tensor):
+        _check_small(op, "lr", lr, 1, device)
+    return count
+
+
+def _check_list(
+    op: Op, name: str, tensors: Sequence[Tensor], params: Sequence[Tensor], device: torch.device | None
+) -> None:
+    dtype = tensors[0].dtype
+    if dtype not in _FLOATING:
+        raise TypeError(f"{op.name}: {name} are {_short(dtype)}, not floating-point tensors")
+    for index, tensor in enumerate(tensors):
+        if tensor.device != device:
+            raise ValueError(f"{op.name}: {name}[{index}] is on {tensor.device} and {op.lists[0]}[0] on {device}")
+        if tensor.dtype != dtype:
+            raise TypeError(
+                f"{op.name}: {name}[{index}] is {_short(tensor.dtype)} and {name}[0] {_short(dtype)}; "
+                "one call takes one dtype a list"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{op.name}: {name}[{index}] is not contiguous; call .contiguous() or pass a flat view")
+        if name == "steps":
+            if tensor.numel() != 1 or dtype is not torch.float32:
+                raise ValueError(f"{op.name}: steps[{index}] must be one fp32 number, not {_describe(tensor)}")
+        elif tensor.numel() != params[index].numel():
+            raise ValueError(
+                f"{op.name}: {name}[{index}] has {tensor.numel()} elements and {op.lists[0]}[{index}] "
+                f"{params[index].numel()}"
+            )
+
+
+def _check_small(op: Op, name: str, tensor: Tensor, numel: int, device: torch.device | None) -> None:
+    if tensor.numel() != numel or tensor.dtype is not torch.float32 or tensor.device != device:
+        raise ValueError(f"{op.name}: {name} must be fp32 of {numel} elements on {device}, not {_describe(tensor)}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{_short(tensor.dtype)} {list(tensor.shape)} on {tensor.device}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- torch.library ------------------------------------------------------------------------------------------------
+
+
+def _registered(op: Op) -> Callable[..., Any]:
+    """The function behind ``torch.ops.ds_hf.<name>``, with ``lr`` and ``rate`` as the schema has them."""
+
+    def kernel(*args: Any, **scalars: Any) -> Any:
+        *rest, rate = args
+        if rate is not None:
+            scalars["lr"] = rate
+        return _run(op, rest, scalars)
+
+    return kernel
+
+
+def _fake(op: Op) -> Callable[..., Any]:
+    def result(*args: Any, **_: Any) -> Any:
+        if op.name == "squared_norm":
+            return torch.empty((), dtype=torch.float32, device=args[0][0].device)
+        if op.name == "lamb_moments_":
+            return torch.empty((len(args[0]), 2), dtype=torch.float32, device=args[0][0].device)
+        return None
+
+    return result
+
+
+def _define(op: Op) -> None:
+    custom = torch.library.custom_op(f"ds_hf::{op.name}", _registered(op), mutates_args=op.written, schema=op.schema)
+    custom.register_fake(_fake(op))
+
+
+for _op in OPS.values():
+    _define(_op)
+
+
+def _public(fn: F) -> F:
+    op = OPS[fn.__name__]
+
+    @functools.wraps(fn)
+    def call(*args: Any, **scalars: Any) -> Any:
+        if not torch.compiler.is_compiling() and all(
+            type(t) in (Tensor, nn.Parameter) for tensors in args[: len(op.lists)] for t in tensors[:1]
+        ):
+            return _run(op, args, scalars)
+        control = args[len(op.lists) :] or (None,)
+        rate = scalars.get("lr")
+        if isinstance(rate, Tensor):
+            scalars["lr"] = 0.0
+        else:
+            rate = None
+        lists = [list(tensors) for tensors in args[: len(op.lists)]]
+        return op.kernel(*lists, *control, rate, **scalars)
+
+    return cast(F, call)
+
+
+adam_ = _public(reference.adam_)
+lion_ = _public(reference.lion_)
+adagrad_ = _public(reference.adagrad_)
+sgd_ = _public(reference.sgd_)
+lamb_ = _public(reference.lamb_)
+lamb_moments_ = _public(reference.lamb_moments_)
+lamb_apply_ = _public(reference.lamb_apply_)
+squared_norm = _public(reference.squared_norm)

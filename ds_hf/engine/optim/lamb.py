@@ -1,0 +1,187 @@
+"""LAMB (You et al. 2020, https://arxiv.org/abs/1904.00962) under DeepSpeed's class name, with its numerics.
+
+Adam's update, scaled for each parameter by its trust ratio norm(p) / norm(update). Where a rank holds pieces of
+parameters, the squares of both norms are summed over the ranks: one small all-reduce a step. State: ``step``,
+``exp_avg``, ``exp_avg_sq``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.ops import library as ops
+from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces, advance, alike, rate_of
+
+__all__ = ["FusedLamb"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FusedLamb(TensorwiseOptimizer):
+    """LAMB wherever the params are.
+
+    Args:
+        eps_inside_sqrt: ``sqrt(v + eps)`` instead of ``sqrt(v) + eps``.
+        max_grad_norm: ``step()`` first clips the gradients of a parameter group to this norm; 0 for none. Under an
+            engine the configuration's ``gradient_clipping`` does that.
+        max_coeff, min_coeff: bounds of the trust ratio.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm}.items():
+            if not value >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if not (0.0 <= betas[0] < 1.0 and 0.0 <= betas[1] < 1.0):
+            raise ValueError(f"betas must both be in [0, 1), got {betas}")
+        if not 0.0 < min_coeff <= max_coeff:
+            raise ValueError(f"0 < min_coeff <= max_coeff must hold, got {min_coeff} and {max_coeff}")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "amsgrad": amsgrad,
+        }
+        self.eps_inside_sqrt = eps_inside_sqrt
+        super().__init__(params, defaults, fp32_optimizer_states=True)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        outs: list[Tensor],
+        control: Tensor | None,
+    ) -> None:
+        if group["max_grad_norm"] > 0:
+            control = _clipped(grads, control, group["max_grad_norm"])
+        states = [self._init_state(param, _MOMENTS) for param in params]
+        advance(states, control)
+        columns = [[state[key] for state in states] for key in (*_MOMENTS, "step")]
+        for work, gradients, exp_avgs, exp_avg_sqs, steps, copies in alike([params, grads, *columns, outs]):
+            ops.lamb_(
+                work,
+                gradients,
+                exp_avgs,
+                exp_avg_sqs,
+                copies,
+                steps,
+                control,
+                lr=rate_of(group, work[0].device),
+                **self._settings(group),
+                **_trust(group),
+            )
+
+    def _states(self, pieces: Sequence[Piece], key: str) -> list[Tensor]:
+        return [self.state[piece.param][key] for piece in pieces]
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        settings = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"]}
+        return {**settings, "eps_inside_sqrt": self.eps_inside_sqrt}
+
+    @torch.no_grad()
+    def update_pieces(self, units: Sequence[UnitPieces], control: Tensor | None) -> None:
+        """Whole parameters at once, or both passes with the norms summed over the ranks in between."""
+        for unit in units:
+            advance([self._init_state(piece.param, _MOMENTS) for piece in unit.pieces], control)
+        if all(unit.axis is None for unit in units):
+            for group, pieces in _by_group([piece for unit in units for piece in unit.pieces]):
+                self._whole(group, pieces, control)
+            return
+        tables = [self._moments(unit, control) for unit in units]
+        norms = torch.cat(tables)
+        axis = next(unit.axis for unit in units if unit.axis is not None)
+        shared = collectives.all_reduce_sum(norms.to(units[0].axis_device), axis, "LAMB's norms").to(norms.device)
+        for unit, table in zip(units, shared.split([unit.slots for unit in units]), strict=True):
+            for group, pieces in _by_group(unit.pieces):
+                self._apply(group, pieces, table, control)
+
+    def _whole(self, group: dict[str, Any], pieces: list[Piece], control: Tensor | None) -> None:
+        ops.lamb_(
+            [p.param for p in pieces],
+            [p.grad for p in pieces],
+            self._states(pieces, "exp_avg"),
+            self._states(pieces, "exp_avg_sq"),
+            _outs(pieces),
+            self._states(pieces, "step"),
+            control,
+            lr=rate_of(group, pieces[0].param.device),
+            **self._settings(group),
+            **_trust(group),
+        )
+
+    def _moments(self, unit: UnitPieces, control: Tensor | None) -> Tensor:
+        """First pass: squares of this rank's pieces, ``[slots, 2]`` with zeros for parameters it holds nothing of."""
+        table = torch.zeros(unit.slots, 2, dtype=torch.float32, device=unit.device)
+        for group, pieces in _by_group(unit.pieces):
+            table[[p.slot for p in pieces]] = ops.lamb_moments_(
+                [p.param for p in pieces],
+                [p.grad for p in pieces],
+                self._states(pieces, "exp_avg"),
+                self._states(pieces, "exp_avg_sq"),
+                control,
+                **self._settings(group),
+            )
+        return table
+
+    def _apply(self, group: dict[str, Any], pieces: list[Piece], table: Tensor, control: Tensor | None) -> None:
+        ops.lamb_apply_(
+            [p.param for p in pieces],
+            self._states(pieces, "exp_avg"),
+            self._states(pieces, "exp_avg_sq"),
+            _outs(pieces),
+            self._states(pieces, "step"),
+            table[[p.slot for p in pieces]],
+            control,
+            lr=rate_of(group, pieces[0].param.device),
+            **self._settings(group),
+            **_trust(group),
+        )
+
+
+def _trust(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in ("bias_correction", "min_coeff", "max_coeff")}
+
+
+def _outs(pieces: Sequence[Piece]) -> list[Tensor]:
+    return [p.out for p in pieces if p.out is not None]
+
+
+def _by_group(pieces: Sequence[Piece]) -> list[tuple[dict[str, Any], list[Piece]]]:
+    found: dict[int, tuple[dict[str, Any], list[Piece]]] = {}
+    for piece in pieces:
+        found.setdefault(id(piece.group), (piece.group, []))[1].append(piece)
+    return list(found.values())
+
+
+def _clipped(grads: Sequence[Tensor], control: Tensor | None, max_norm: float) -> Tensor:
+    """``control`` times what clips all gradients to ``max_norm``."""
+    norm = ops.squared_norm(grads).sqrt()
+    if control is None:
+        control = torch.stack([torch.ones_like(norm), torch.zeros_like(norm)])
+    scale = torch.where(norm * control[0] > max_norm, max_norm / (norm * control[0]), torch.ones_like(norm))
+    return torch.stack([control[0] * scale, control[1]])
