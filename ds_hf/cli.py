@@ -48,9 +48,40 @@ Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the file."
 PresetName = Enum("PresetName", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
 
 
-@app.callback()
-def _root() -> None:
-    """Keeps ``config`` a sub-command while it is the only one."""
+@app.command("doctor")
+def doctor_command(as_json: AsJson = False) -> None:
+    """Tell what is installed, which devices there are, and who computes each operator."""
+    from ds_hf.doctor import examine as examine_machine  # imports torch
+
+    report = examine_machine()
+    if as_json:
+        _print_json(report.as_json())
+        return
+    console = Console(highlight=False)
+    width = max(len(fact.name) for fact in report.facts)
+    for fact in report.facts:
+        _line(console, fact.name, width, fact.value)
+        if fact.fix:
+            _line(console, "", width, f"-> {fact.fix}")
+    console.print()
+    reasons = {op.reason for op in report.operators if op.reason}
+    for op in report.operators:
+        why = f" ({op.reason})" if op.reason and len(reasons) > 1 else ""
+        console.print(f"{op.name:<24} {op.device:<5} {op.implementation}{why}", soft_wrap=True)
+    if len(reasons) == 1:
+        console.print(f"plain torch because: {reasons.pop()}", soft_wrap=True)
+
+
+def _line(console: Console, name: str, width: int, value: str) -> None:
+    """A name and a text beside it, which wraps under itself on a terminal."""
+    if not console.is_terminal:
+        print(f"{name:<{width}}  {value}".rstrip())
+        return
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(width=width)
+    grid.add_column()
+    grid.add_row(Text(name, "bold"), Text(value))
+    console.print(grid)
 
 
 @config_app.command("check")

@@ -13,7 +13,7 @@ tensor), so checkpoints are interchangeable with torch.optim.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -22,8 +22,19 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.zero.layout import FlatLayout
 
-__all__ = ["Piece", "StreamingOptimizer", "TensorwiseOptimizer", "UnitPieces", "advance", "alike", "rate_of"]
+__all__ = [
+    "Piece",
+    "StreamingOptimizer",
+    "TensorwiseOptimizer",
+    "UnitPieces",
+    "advance",
+    "alike",
+    "by_group",
+    "outs_of",
+    "rate_of",
+]
 
 _GRADS = 1
 
@@ -153,8 +164,9 @@ class UnitPieces:
     Attributes:
         pieces: possibly none.
         slots: parameters in the whole unit.
-        numel: elements of the whole unit.
-        shard_numel: elements that each rank holds.
+        layout: where they lie, and which rank holds what of them.
+        groups: the parameter group of each of them.
+        dtype: in which their gradients travel.
         axis: ranks that hold the other pieces; None when the pieces are whole parameters.
         device: where the unit's states are.
         axis_device: where the processes of ``axis`` meet: NCCL takes no tensor in host memory.
@@ -162,8 +174,9 @@ class UnitPieces:
 
     pieces: Sequence[Piece]
     slots: int
-    numel: int
-    shard_numel: int
+    layout: FlatLayout
+    groups: Sequence[dict[str, Any]]
+    dtype: torch.dtype
     axis: Axis | None
     device: torch.device
     axis_device: torch.device
@@ -175,6 +188,19 @@ class TensorwiseOptimizer(StreamingOptimizer):
     @abstractmethod
     def update_pieces(self, units: Sequence[UnitPieces], control: Tensor | None) -> None:
         """One step of everything. Collective where an axis is given."""
+
+
+def by_group(pieces: Iterable[Piece]) -> list[tuple[dict[str, Any], list[Piece]]]:
+    """The pieces of each parameter group, in order."""
+    found: dict[int, tuple[dict[str, Any], list[Piece]]] = {}
+    for piece in pieces:
+        found.setdefault(id(piece.group), (piece.group, []))[1].append(piece)
+    return list(found.values())
+
+
+def outs_of(pieces: Iterable[Piece]) -> list[Tensor]:
+    """The 16-bit parameters of the pieces; none where the masters are the parameters."""
+    return [piece.out for piece in pieces if piece.out is not None]
 
 
 def rate_of(group: dict[str, Any], device: torch.device) -> float | Tensor:

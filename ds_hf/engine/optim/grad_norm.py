@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.ops import library as ops
 
 __all__ = ["clip_coefficient", "global_norm"]
 
@@ -30,11 +31,10 @@ def global_norm(
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
     if owned:
-        # fp64 is not narrowed while summing: torch refuses to
-        wide, rest = [t for t in owned if t.dtype is torch.float64], [t for t in owned if t.dtype is not torch.float64]
-        norms = [*torch._foreach_norm(rest, 2, dtype=torch.float32)] if rest else []
-        norms += torch._foreach_norm(wide, 2) if wide else []
-        squares = torch.stack([n.to(device, torch.float32) for n in norms]).square().sum()
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in owned:
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        squares = torch.stack([ops.squared_norm(tensors).to(device) for tensors in kinds.values()]).sum()
     if not whole:
         squares = collectives.all_reduce_sum(squares.to(axis_device or device), axis, "the gradient norm").to(device)
     return squares.sqrt()

@@ -116,7 +116,7 @@ class FusedLamb(TensorwiseOptimizer):
         norms = torch.cat(tables)
         axis = next(unit.axis for unit in units if unit.axis is not None)
         shared = collectives.all_reduce_sum(norms.to(units[0].axis_device), axis, "LAMB's norms").to(norms.device)
-        for unit, table in zip(units, shared.split([unit.slots for unit in units]), strict=True):
+        for unit, table in zip(units, torch.split(shared, [unit.slots for unit in units]), strict=True):
             for group, pieces in _by_group(unit.pieces):
                 self._apply(group, pieces, table, control)
 

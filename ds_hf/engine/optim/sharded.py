@@ -103,6 +103,7 @@ class ShardedOptimizer(Optimizer):
         self.policy = policy
         self.masters = masters
         self.overflow = False
+        self._groups = groups
         self.segments: dict[GradientBuffer, list[Segment]] = {
             gradient: list(self._make_segments(gradient, indices)) for gradient, indices in groups.items()
         }
@@ -260,10 +261,14 @@ class ShardedOptimizer(Optimizer):
 
     def _apply(self, control: Tensor | None) -> None:
         """Update and publish, unit after unit where the rule can."""
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            self._step_whole(control)
-        elif isinstance(self.optimizer, TensorwiseOptimizer):
+        if isinstance(self.optimizer, TensorwiseOptimizer):
+            for hook in self._optimizer_step_pre_hooks.values():
+                hook(self.optimizer, (), {})
             self._step_pieces(self.optimizer, control)
+            for after in self._optimizer_step_post_hooks.values():
+                after(self.optimizer, (), {})
+        elif self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            self._step_whole(control)
         elif self._update is not None:
             self._step_units(self._update, control)
         else:
@@ -294,13 +299,15 @@ class ShardedOptimizer(Optimizer):
             grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
             copies_of[gradient] = copies if grads is not None else None
             layout = gradient.buffer.layout
+            given = self._groups[gradient]
             pieces = [_piece(s, self.param_groups[s.group], grads, copies) for s in segments if grads is not None]
             units.append(
                 UnitPieces(
                     pieces,
                     len(layout.slots),
-                    layout.numel,
-                    layout.numel if self.policy.whole else layout.shard_numel,
+                    layout,
+                    [self.param_groups[index] for index in given],
+                    gradient.dtype,
                     None if self.policy.whole or self.axis.world_size == 1 else self.axis,
                     self.masters[gradient.buffer].device,
                     self._axis_device,
@@ -370,6 +377,7 @@ class ShardedOptimizer(Optimizer):
         self.masters.clear()
         self.segments.clear()
         self._gradients.clear()
+        self._groups.clear()
 
     # -- states of single buffers (zero.access, GatheredParameters, checkpoints) -----------------------------------
 
@@ -440,15 +448,18 @@ class ShardedOptimizer(Optimizer):
         return result if found or (key in self.moments()) else None
 
     @torch.no_grad()
-    def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor) -> None:
-        """Write a moment over what this rank owns; makes the state where there is none yet."""
+    def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor, *, create: bool = True) -> None:
+        """Write a moment over what this rank owns; makes the state where there is none yet, unless not to ``create``.
+
+        Rules that keep other moments for matrices than for vectors must not get those that are not theirs.
+        """
         master = self.masters[buffer]
         for segment in self.segments[self._gradients[buffer]]:
             state = self.state[segment.param]
             piece = value[segment.start : segment.end].view(segment.shape)
             if key in state:
                 state[key].copy_(piece)
-            else:
+            elif create:
                 state[key] = piece.to(device=master.device, copy=True)
 
     @property
