@@ -1,0 +1,282 @@
+"""Launching the kernels of ``csrc/cuda``: the table of tensors a launch gets, tunings, and one ``Machine`` a GPU.
+
+Kernels go to the current stream of the GPU, nothing waits for it, and all of a launch's arguments are copied by the
+driver during the call, so launches may be captured in a CUDA graph. Tests put a stand-in in ``Machine``'s place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.ops import cuda_build
+from ds_hf.engine.ops.cuda_build import Macros
+
+__all__ = ["Call", "Gpu", "Machine", "Tuning", "Tunings", "dtype_number", "gpu", "tables"]
+
+PLACES = 5
+NO_DTYPE = 3
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@functools.cache
+def table_type(capacity: int) -> type[Any]:
+    """``struct Table`` of core.cuh, for up to ``capacity`` entries."""
+    fields = (
+        ("workspace", ctypes.c_uint64),
+        ("control", ctypes.c_uint64),
+        ("lr", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("scalars", ctypes.c_double * 8),
+        ("tiles", ctypes.c_uint32),
+        ("entries", ctypes.c_uint32),
+        ("first_entry", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("extra", ctypes.c_uint32 * 4),
+        ("steps", ctypes.c_uint64 * capacity),
+        ("numel", ctypes.c_int64 * capacity),
+        ("pointers", (ctypes.c_uint64 * capacity) * PLACES),
+        ("first_tile", ctypes.c_uint32 * capacity),
+        ("group_end", ctypes.c_uint32 * capacity),
+    )
+    return type("Table", (ctypes.Structure,), {"_fields_": fields})
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a kernel is shaped; core.cuh says what each number is.
+
+    Attributes:
+        waves: blocks launched, at most, over those that the GPU holds at once.
+        capacity: entries of one launch; 60 fill the 4 KB of parameters that every driver takes.
+    """
+
+    threads: int = 256
+    blocks: int = 3
+    vec: int = 4
+    groups: int = 2
+    stream: int = 1
+    waves: int = 1
+    capacity: int = 60
+
+    @property
+    def tile(self) -> int:
+        """Elements of a tile."""
+        return self.threads * self.vec * self.groups
+
+    @property
+    def macros(self) -> Macros:
+        """What the kernel is compiled with."""
+        numbers = (self.threads, self.blocks, self.vec, self.groups, self.stream, self.capacity)
+        names = ("DS_THREADS", "DS_BLOCKS", "DS_VEC", "DS_GROUPS", "DS_STREAM", "DS_CAPACITY")
+        return tuple(zip(names, numbers, strict=True))
+
+
+@dataclass(frozen=True)
+class Tunings:
+    """One of each kind of kernel; a norm's ``vec`` is for fp32 and doubles for 16 bits."""
+
+    update: Tuning = Tuning()
+    norm: Tuning = Tuning(blocks=6, groups=4)
+    lamb: Tuning = Tuning()
+    lamb_fused: Tuning = Tuning(threads=512, blocks=2, groups=1)
+
+
+class Machine(Protocol):
+    """What the operators need of a GPU.
+
+    Attributes:
+        multiprocessors: how many it has.
+        tunings: of the kernels.
+    """
+
+    multiprocessors: int
+    tunings: Tunings
+
+    def kernel(self, source: str, name: str, macros: Macros) -> Any:
+        """The function ``name`` of ``csrc/cuda/<source>``, compiled with ``macros``."""
+        ...
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        threads: int,
+        arguments: Sequence[Any],
+        shared_nbytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        """Queue ``kernel`` on the current stream; ``arguments`` are ctypes values.
+
+        Args:
+            cooperative: all blocks must be on the GPU at once.
+        """
+        ...
+
+    def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
+        """How many blocks a multiprocessor holds at once; raises the kernel's limit of shared memory too."""
+        ...
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Shared memory that the blocks of one multiprocessor can have together."""
+        ...
+
+
+def dtype_number(tensors: Sequence[Tensor]) -> int:
+    """The number that core.cuh knows the dtype of ``tensors`` by."""
+    return _DTYPES[tensors[0].dtype] if tensors else NO_DTYPE
+
+
+@dataclass
+class Call:
+    """What all launches of one operator call have in common."""
+
+    scalars: Sequence[float] = ()
+    flags: int = 0
+    control: Tensor | None = None
+    rate: Tensor | None = None
+    seed: int = 0
+    steps: Sequence[Tensor] = ()
+
+
+def tables(call: Call, places: Sequence[Sequence[Tensor]], tuning: Tuning) -> Iterator[Any]:
+    """A filled table for each launch that is needed; none for entries without elements.
+
+    Args:
+        places: the lists of tensors as the kernel numbers them; an empty one is left out.
+    """
+    new, tile = table_type(tuning.capacity), tuning.tile
+    entries = len(places[0])
+    for begin in range(0, entries, tuning.capacity):
+        end = min(begin + tuning.capacity, entries)
+        numels = [tensor.numel() for tensor in places[0][begin:end]]
+        first = list(accumulate([-(-numel // tile) for numel in numels], initial=0))
+        table = new()
+        table.tiles = first.pop()
+        if not table.tiles:
+            continue
+        count = end - begin
+        table.entries, table.first_entry, table.flags, table.seed = count, begin, call.flags, call.seed
+        table.scalars[: len(call.scalars)] = call.scalars
+        table.control = 0 if call.control is None else call.control.data_ptr()
+        table.lr = 0 if call.rate is None else call.rate.data_ptr()
+        table.numel[:count], table.first_tile[:count] = numels, first
+        for which, tensors in enumerate(places):
+            if tensors:
+                table.pointers[which][:count] = [tensor.data_ptr() for tensor in tensors[begin:end]]
+        if call.steps:
+            table.steps[:count] = [tensor.data_ptr() for tensor in call.steps[begin:end]]
+        yield table
+
+
+@dataclass
+class Gpu:
+    """A CUDA device."""
+
+    index: int
+    tunings: Tunings = field(default_factory=Tunings)
+
+    def __post_init__(self) -> None:
+        properties = torch.cuda.get_device_properties(self.index)
+        self.multiprocessors = int(properties.multi_processor_count)
+        self.shared_nbytes = int(properties.shared_memory_per_multiprocessor)
+        self.arch = f"sm_{properties.major}{properties.minor}"
+        self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        self._kernels: dict[tuple[str, str, Macros], Any] = {}
+        self._lock = threading.Lock()
+        with self._current():
+            self._context = self._do(self._driver.cuDevicePrimaryCtxRetain(self._driver.CUdevice(self.index)))
+
+    def kernel(self, source: str, name: str, macros: Macros) -> Any:
+        found = self._kernels.get((source, name, macros))
+        if found is None:
+            with self._lock, self._current(), self._capture_allows():
+                found = self._load(source, name, macros)
+                self._kernels[source, name, macros] = found
+        return found
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        threads: int,
+        arguments: Sequence[Any],
+        shared_nbytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        driver = self._driver
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        at, stream = ctypes.addressof(pointers), torch._C._cuda_getCurrentRawStream(self.index)
+        shape = (grid, 1, 1, threads, 1, 1, shared_nbytes, stream, at)
+        with self._current():
+            for attempt in range(2):
+                if cooperative:
+                    (error,) = driver.cuLaunchCooperativeKernel(kernel, *shape)
+                else:
+                    (error,) = driver.cuLaunchKernel(kernel, *shape, 0)
+                if error != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT or attempt:
+                    break
+                self._do(driver.cuCtxSetCurrent(self._context))  # a thread that has not used CUDA before
+            if error:
+                self._do((error,))
+
+    def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
+        driver = self._driver
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        with self._current():
+            self._do(driver.cuFuncSetAttribute(kernel, limit, shared_nbytes))
+            return int(self._do(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_nbytes)))
+
+    def _load(self, source: str, name: str, macros: Macros) -> Any:
+        driver = self._driver
+        self._do(driver.cuCtxSetCurrent(self._context))
+        code = cuda_build.cubin(cuda_build.program_text(source, macros), self.arch)
+        library = self._do(driver.cuLibraryLoadData(code, None, None, 0, None, None, 0))
+        # Of this context, and loaded now: at its first launch it might be in the middle of a graph's capture.
+        return self._do(driver.cuKernelGetFunction(self._do(driver.cuLibraryGetKernel(library, name.encode()))))
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        if torch.cuda.current_device() == self.index:
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.index)
+
+    @contextlib.contextmanager
+    def _capture_allows(self) -> Iterator[None]:
+        """Loading is safe during a capture, but its default mode forbids whatever may synchronize."""
+        driver = self._driver
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = self._do(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+        try:
+            yield
+        finally:
+            self._do(driver.cuThreadExchangeStreamCaptureMode(before))
+
+    def _do(self, result: tuple[Any, ...]) -> Any:
+        """The value that a call of the driver returns after its status.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        error, *values = result
+        if error:
+            _, name = self._driver.cuGetErrorName(error)
+            text = name.decode() if isinstance(name, bytes) else str(error)
+            raise RuntimeError(f"the CUDA driver answered {text} to a kernel of ds_hf on cuda:{self.index}")
+        return values[0] if values else None
+
+
+@functools.cache
+def gpu(index: int) -> Gpu:
+    """The ``Gpu`` of a device, made at its first use."""
+    return Gpu(index)

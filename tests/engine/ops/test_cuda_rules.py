@@ -1,0 +1,158 @@
+"""The CUDA kernels, run on the host by tests/helpers/cuda_emulator.py, against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf.engine.ops import cuda
+from tests.helpers import ops_cases as cases
+from tests.helpers.cuda_emulator import Emulator, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = [0, 1, 7, 512, 33, 1000, 0, 4097, 3]  # a tile has 512 elements here
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.fixture
+def ops(machine: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(cuda, "_machine", lambda _: machine)
+    machine.launches.clear()
+    return cuda
+
+
+@pytest.mark.parametrize("rule", cases.UPDATES)
+def test_rule(ops: Any, rule: str) -> None:
+    for offset in (0, 1, 3, 4):
+        data = cases.make(SIZES, out=BF16, rule=rule, offset=offset)
+        cases.check_update(ops, rule, data, cases.control_of("cpu") if offset else None)
+
+
+@pytest.mark.parametrize(
+    ("param", "grad", "moment", "out"),
+    [(F32, BF16, F32, F32), (F32, F16, BF16, F16), (BF16, BF16, BF16, None), (BF16, F32, F32, BF16)],
+)
+def test_dtypes(ops: Any, param: torch.dtype, grad: torch.dtype, moment: torch.dtype, out: torch.dtype | None) -> None:
+    for offset in (0, 4, 5):
+        data = cases.make(SIZES, param=param, grad=grad, moment=moment, out=out, offset=offset)
+        cases.check_update(ops, "adamw", data)
+
+
+def test_pointers_of_different_alignment(ops: Any) -> None:
+    data, moved = cases.make([2000], grad=BF16, out=BF16), cases.make([2000], grad=BF16, out=BF16, offset=1)
+    data.grads, data.outs = moved.grads, moved.outs
+    cases.check_update(ops, "adamw", data)
+    moved.check_guards()
+
+
+def test_many_tensors(ops: Any, machine: Emulator) -> None:
+    sizes = [index * 37 % 700 for index in range(130)]
+    cases.check_update(ops, "adamw", cases.make(sizes, grad=BF16, out=BF16))
+    assert machine.launches == [("update", 4)] * 3
+    cases.check_update(ops, "adamw", cases.make([0, 0]))
+    cases.check_update(ops, "adamw", cases.make([]))
+    assert len(machine.launches) == 3
+
+
+def test_rate_on_device(ops: Any) -> None:
+    for rule in ("adamw", "lion"):
+        data = cases.make(SIZES, rule=rule)
+        cases.check_update(ops, rule, data, lr=torch.tensor(0.3))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd"])
+def test_flag_writes_nothing(ops: Any, rule: str) -> None:
+    for offset in (0, 1):
+        data = cases.make(SIZES, out=BF16, rule=rule, offset=offset)
+        cases.check_skip(data, lambda control, data=data: cases.call_update(ops, rule, data, control))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adam", "lion", "adagrad", "sgd"])
+def test_special_numbers(ops: Any, rule: str) -> None:
+    special = torch.tensor([math.inf, -math.inf, math.nan, 1e-42, -1e-42, 0.0, 3e38, 65504.0, 1e-7, 1.0] * 60)
+    for place in range(3):
+        data = cases.make([len(special)] * 2, out=BF16, rule=rule)
+        for target in [data.params, data.grads, *data.states][min(place, len(data.states) + 1)]:
+            target.copy_(special)
+        cases.check_update(ops, rule, data, dtype=None)  # in fp64 less overflows
+
+
+def test_denormals_are_kept(ops: Any) -> None:
+    data = cases.make([700], rule="sgd-plain")
+    data.params[0].fill_(1e-42)
+    data.grads[0].fill_(1e-42)
+    cases.call_update(ops, "sgd-plain", data, None, lr=0.5)
+    assert (data.params[0] > 0).all()
+    assert (data.params[0] < 1e-42).all()
+
+
+def test_rounds_to_nearest_even(ops: Any) -> None:
+    halves = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.4e38, 1e-41]).repeat(100)
+    data = cases.make([600], out=BF16, rule="sgd-plain")
+    data.params[0].zero_()
+    data.grads[0].copy_(-halves)
+    cases.call_update(ops, "sgd-plain", data, None, lr=1.0)
+    assert torch.equal(data.outs[0], halves.to(BF16))
+
+
+def test_stochastic_rounding(ops: Any) -> None:
+    def run(seed: int, numels: list[int]) -> cases.Data:
+        data = cases.make(numels, param=BF16, moment=BF16, out=BF16)
+        cases.call_update(ops, "adamw", data, None, seed=seed)
+        data.check_guards()
+        return data
+
+    first, again, other = run(1, [3000, 3000]), run(1, [3000, 3000]), run(2, [3000, 3000])
+    exact = cases.make([3000, 3000], param=BF16, moment=BF16, out=BF16).copied()
+    cases.call_update(cases.reference, "adamw", exact, None)
+    for got, same, different in zip(first.written(), again.written(), other.written(), strict=True):
+        assert torch.equal(got, same)
+        assert not torch.equal(got, different)
+    for got, want in [(first.params, exact.params), *zip(first.states, exact.states, strict=True)]:
+        for tensor, wanted in zip(got, want, strict=True):
+            error = (tensor.double() - wanted) / wanted.abs().clamp(min=1e-6)
+            assert error.abs().max() < 2**-7
+            assert abs(error.mean()) < 4 * 2**-7 / math.sqrt(6 * 3000)  # unbiased
+
+
+def test_noise_differs_by_tensor_and_entry(ops: Any) -> None:
+    data = cases.make([4000, 4000], param=BF16, moment=BF16, rule="sgd")
+    for target in (*data.params, *data.states[0]):
+        target.fill_(1.0)
+    for grad in data.grads:
+        grad.fill_(2**-8 / 10)
+    numbers = {"lr": 1.0, "momentum": 1.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": False}
+    data.params[0].fill_(2.0)
+    data.params[1].fill_(2.0)
+    ops.sgd_(data.params, data.grads, data.states[0], [], None, seed=3, **numbers)
+    up = [(tensor != tensor.min()).double() for tensor in (*data.params, *data.states[0])]
+    for index, one in enumerate(up):
+        for another in up[:index]:
+            assert abs(torch.corrcoef(torch.stack([one, another]))[0, 1]) < 0.08
+    assert abs(up[2].mean() - 0.1 / 2) < 0.02  # a tenth of half a unit in the last place
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_norm(ops: Any, dtype: torch.dtype) -> None:
+    for offset in (0, 1, 8):
+        cases.check_norm(ops, cases.make(SIZES, grad=dtype, offset=offset).grads)
+    cases.check_norm(ops, cases.make([index * 37 % 1500 for index in range(70)], grad=dtype).grads)
+    cases.check_norm(ops, cases.make([0], grad=dtype).grads)
+
+
+def test_norm_of_special_numbers(ops: Any) -> None:
+    for value in (math.inf, math.nan, 1e20):
+        (tensor,) = cases.make([5000]).grads
+        tensor[4321] = value
+        got = ops.squared_norm([tensor])
+        assert got.isnan() if math.isnan(value) else got == math.inf

@@ -1,0 +1,94 @@
+"""Runs the kernels of ``csrc/cuda`` on the host, thread by thread: a stand-in for ``cuda_launch.Machine``.
+
+The sources are compiled by g++ behind ``cuda_emulator.hpp``. What depends on the GPU's memory model or its speed is not
+seen here; indices, tails, alignment, formulas, barriers and the host's side of each call are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_hf.engine.ops.cuda_build import Macros, program_text
+from ds_hf.engine.ops.cuda_launch import Tuning, Tunings
+
+HEADER = Path(__file__).with_name("cuda_emulator.hpp")
+SMALL = Tuning(threads=64, blocks=2)
+
+# How the wrapper passes the arguments of each kernel that takes other ones than a table.
+_ARGUMENTS = {"norm_total": "*(const double**)a[0], *(u32*)a[1], *(float**)a[2]"}
+_WRAPPER = """
+extern "C" int emulate_{name}(void** a, unsigned grid, unsigned threads, size_t shared) {{
+  return emulated::run(grid, threads, shared, [&] {{ {name}({arguments}); }});
+}}
+"""
+
+
+def missing() -> str | None:
+    """Why kernels cannot be emulated here."""
+    return None if shutil.which("g++") else "g++ is not installed"
+
+
+@dataclass
+class Emulator:
+    """A GPU with few multiprocessors, and few threads a block, so that small tensors reach every case.
+
+    Attributes:
+        folder: for the libraries.
+        launches: kernels launched so far, with their grids.
+    """
+
+    folder: Path
+    multiprocessors: int = 2
+    shared_nbytes: int = 8 << 10
+    tunings: Tunings = field(
+        default_factory=lambda: Tunings(
+            update=SMALL, norm=SMALL, lamb=SMALL, lamb_fused=Tuning(threads=64, blocks=2, groups=1)
+        )
+    )
+    launches: list[tuple[str, int]] = field(default_factory=list)
+    _kernels: dict[tuple[str, str, Macros], Any] = field(default_factory=dict)
+
+    def kernel(self, source: str, name: str, macros: Macros) -> Any:
+        key = (source, name, macros)
+        if key not in self._kernels:
+            self._kernels[key] = self._compiled(*key)
+        return self._kernels[key]
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        threads: int,
+        arguments: Sequence[Any],
+        shared_nbytes: int = 0,
+        cooperative: bool = False,
+    ) -> None:
+        name, function = kernel
+        self.launches.append((name, grid))
+        assert grid > 0
+        if cooperative:
+            assert grid <= self.multiprocessors * self.resident(kernel, threads, shared_nbytes)
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        assert function(pointers, grid, threads, ctypes.c_size_t(shared_nbytes)) == 0, f"{name} does not end"
+
+    def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
+        return min(self.shared_nbytes // max(shared_nbytes, 1), 2)
+
+    def _compiled(self, source: str, name: str, macros: Macros) -> Any:
+        call = _WRAPPER.format(name=name, arguments=_ARGUMENTS.get(name, "*(Table*)a[0]"))
+        text = program_text(source, macros) + call
+        digest = hashlib.sha256((text + HEADER.read_text()).encode()).hexdigest()
+        library = self.folder / f"{digest}.so"
+        if not library.exists():
+            code = library.with_suffix(".cpp")
+            code.write_text(text)
+            options = "-std=c++17 -O1 -fPIC -shared -mf16c -Wall -Wno-unknown-pragmas -Wno-maybe-uninitialized"
+            subprocess.run(["g++", *options.split(), "-include", HEADER, code, "-o", library], check=True)
+        return name, getattr(ctypes.CDLL(str(library)), f"emulate_{name}")

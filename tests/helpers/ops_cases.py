@@ -1,0 +1,195 @@
+"""What every implementation of the optimizer operators is held to: the reference, in fp64, on the same numbers.
+
+``check_update`` and its like take ``ops``, a module with the functions of ``reference.py``, and raise AssertionError.
+Tensors are views into larger buffers at a chosen offset; elements around them must stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.ops import reference
+
+GUARD = 9
+ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+LAMB = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "eps_inside_sqrt": False, "weight_decay": 0.1}
+TRUST = {"lr": 0.01, "bias_correction": True, "min_coeff": 0.01, "max_coeff": 10.0}
+SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False, "first": False}
+
+# operator, how many tensors of state it has, whether it takes steps, its numbers
+UPDATES: dict[str, tuple[str, int, bool, dict[str, Any]]] = {
+    "adamw": ("adam_", 2, True, ADAM),
+    "adam": ("adam_", 2, True, {**ADAM, "decoupled": False}),
+    "adam-plain": ("adam_", 2, True, {**ADAM, "weight_decay": 0.0, "bias_correction": False}),
+    "lion": ("lion_", 1, False, {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
+    "adagrad": ("adagrad_", 1, True, {"lr": 0.1, "lr_decay": 0.01, "eps": 1e-10, "weight_decay": 0.1}),
+    "sgd": ("sgd_", 1, False, SGD),
+    "sgd-first": ("sgd_", 1, False, {**SGD, "first": True}),
+    "sgd-nesterov": ("sgd_", 1, False, {**SGD, "nesterov": True, "dampening": 0.0}),
+    "sgd-plain": ("sgd_", 0, False, {**SGD, "momentum": 0.0, "weight_decay": 0.0}),
+}
+
+
+@dataclass
+class Data:
+    """Tensors of one call, with the buffers they lie in."""
+
+    device: str
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
+    outs: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    buffers: list[tuple[Tensor, Tensor, int, int]] = field(default_factory=list)
+
+    def check_guards(self) -> None:
+        """Nothing around the tensors was written."""
+        for buffer, before, begin, end in self.buffers:
+            for part in (slice(0, begin), slice(end, None)):
+                assert torch.equal(buffer[part], before[part]), "written outside of a tensor"
+
+    def copied(self, dtype: torch.dtype | None = torch.float64) -> Data:
+        """The same numbers in ``dtype``, or each in its own, without outs."""
+        lists = [[t.to(dtype or t.dtype, copy=True) for t in ts] for ts in (self.params, self.grads, *self.states)]
+        return Data(self.device, lists[0], lists[1], lists[2:], [], self.steps)
+
+    def written(self) -> list[Tensor]:
+        """All that a call writes."""
+        return [*self.params, *(tensor for tensors in self.states for tensor in tensors), *self.outs]
+
+
+def make(
+    numels: Sequence[int],
+    device: str = "cpu",
+    *,
+    rule: str = "adamw",
+    param: torch.dtype = torch.float32,
+    grad: torch.dtype = torch.float32,
+    moment: torch.dtype = torch.float32,
+    out: torch.dtype | None = None,
+    offset: int = 0,
+    seed: int = 0,
+) -> Data:
+    """Fresh random tensors for ``rule``; what is a sum of squares is not negative."""
+    states = UPDATES[rule][1]
+    generator = torch.Generator(device).manual_seed(seed)
+    data = Data(device)
+
+    def view(numel: int, dtype: torch.dtype, positive: bool = False) -> Tensor:
+        buffer = torch.randn(offset + numel + GUARD, generator=generator, device=device)
+        buffer = (buffer.abs() if positive else buffer).to(dtype)
+        data.buffers.append((buffer, buffer.clone(), offset, offset + numel))
+        return buffer[offset : offset + numel]
+
+    data.states = [[] for _ in range(states)]
+    for index, numel in enumerate(numels):
+        data.params.append(view(numel, param))
+        data.grads.append(view(numel, grad))
+        for place, tensors in enumerate(data.states):
+            tensors.append(view(numel, moment, positive=place == 1 or rule == "adagrad"))
+        if out is not None:
+            data.outs.append(view(numel, out))
+        data.steps.append(torch.tensor(float(index % 7 + 1), device=device))
+    return data
+
+
+def control_of(device: str, scale: float = 0.5, flag: float = 0.0) -> Tensor:
+    """A control tensor."""
+    return torch.tensor([scale, flag], device=device)
+
+
+def close(got: Tensor, want: Tensor, what: str) -> None:
+    """``got`` is ``want``, which is fp64, to the precision of its dtype and of arithmetic in fp32."""
+    relative = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}[got.dtype]
+    least = {torch.float32: 2e-6, torch.float16: 2e-6, torch.bfloat16: 2e-6}[got.dtype]
+    got, want = got.double(), want.double()
+    same = (got == want) | (got.isnan() & want.isnan())
+    wrong = ~same & ~((got - want).abs() <= relative * want.abs() + least)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        message = f"{what}[{at}] is {got[at].item()!r}, not {want[at].item()!r}; {int(wrong.sum())} of {len(got)} wrong"
+        raise AssertionError(message)
+
+
+def call_update(ops: Any, rule: str, data: Data, control: Tensor | None, **changes: Any) -> None:
+    """``ops``'s operator of ``rule`` on ``data``."""
+    name, states, steps, numbers = UPDATES[rule]
+    lists = [data.params, data.grads, *(data.states[:states] if states or name != "sgd_" else [[]]), data.outs]
+    if steps:
+        lists.append(data.steps)
+    getattr(ops, name)(*lists, control, **{**numbers, **changes})
+
+
+def check_update(
+    ops: Any,
+    rule: str,
+    data: Data,
+    control: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    **changes: Any,
+) -> None:
+    """One call of ``rule`` gives what the reference gives in ``dtype``, and writes nothing else."""
+    want = data.copied(dtype)
+    call_update(reference, rule, want, control, **changes)
+    call_update(ops, rule, data, control, **changes)
+    _check(data, want, UPDATES[rule][1])
+
+
+def _check(data: Data, want: Data, states: int) -> None:
+    for index, (param, wanted) in enumerate(zip(data.params, want.params, strict=True)):
+        close(param, wanted, f"params[{index}]")
+    for place in range(states):
+        for index, (state, wanted) in enumerate(zip(data.states[place], want.states[place], strict=True)):
+            close(state, wanted, f"states[{place}][{index}]")
+    for index, (out, param) in enumerate(zip(data.outs, data.params, strict=bool(data.outs))):
+        assert torch.equal(out.nan_to_num(7), param.to(out.dtype).nan_to_num(7)), f"outs[{index}] is not the param"
+    data.check_guards()
+
+
+def call_lamb(ops: Any, data: Data, control: Tensor | None, fused: bool, **changes: Any) -> Tensor | None:
+    """LAMB in one call, or in two with the norms in between, which are returned."""
+    numbers = {**LAMB, **TRUST, **changes}
+    first = {name: numbers[name] for name in LAMB}
+    lists = (data.params, data.grads, *data.states)
+    if fused:
+        ops.lamb_(*lists, data.outs, data.steps, control, **numbers)
+        return None
+    norms: Tensor = ops.lamb_moments_(*lists, control, **first)
+    ops.lamb_apply_(data.params, *data.states, data.outs, data.steps, norms, control, **numbers)
+    return norms
+
+
+def check_lamb(ops: Any, data: Data, control: Tensor | None = None, *, fused: bool, **changes: Any) -> None:
+    """As ``check_update``."""
+    want = data.copied()
+    wanted = call_lamb(reference, want, control, False, **changes)
+    norms = call_lamb(ops, data, control, fused, **changes)
+    if norms is not None and wanted is not None:
+        assert norms.dtype is torch.float32
+        close(norms.flatten() / (1 + norms.flatten()), (wanted / (1 + wanted)).double().flatten(), "norms")
+    _check(data, want, 2)
+
+
+def check_norm(ops: Any, tensors: Sequence[Tensor]) -> None:
+    """The norm is right, fp32, and the same the second time."""
+    got = ops.squared_norm(tensors)
+    assert got.dtype is torch.float32
+    assert got.shape == ()
+    want = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert abs(float(got) - want) <= 4e-6 * want, (float(got), want)
+    assert torch.equal(got, ops.squared_norm(tensors))
+
+
+def check_skip(data: Data, call: Callable[[Tensor], Any]) -> None:
+    """With the flag of ``control`` set, nothing is written."""
+    before = [tensor.clone() for tensor in data.written()]
+    for flag in (1.0, float("nan")):
+        call(control_of(data.device, flag=flag))
+    for tensor, was in zip(data.written(), before, strict=True):
+        assert torch.equal(tensor, was)
