@@ -59,6 +59,7 @@ class Tensors:
         self.second = [torch.zeros(numel, **like) for _ in range(self.sets)]
         self.grads = [torch.randn(numel, generator=generator, **like).mul_(1e-3).bfloat16() for _ in range(self.sets)]
         self.params = [master.bfloat16() for master in self.masters]
+        self.wide = torch.empty(numel, **like)  # the others' gradient in fp32, allocated once
         self.step = torch.ones((), **like)
 
     def at(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -142,7 +143,7 @@ def torch_jobs(t: Tensors) -> dict[str, Job]:
 
     def adamw(index: int, clip: bool = False) -> None:
         g, p, m, v, out = t.at(index)
-        wide = g.float()
+        wide = t.wide.copy_(g)
         if clip:
             norm = torch.linalg.vector_norm(wide)
             wide.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0))
@@ -155,14 +156,14 @@ def torch_jobs(t: Tensors) -> dict[str, Job]:
     def adagrad(index: int) -> None:
         g, p, m, _, out = t.at(index)
         torch._fused_adagrad_(
-            [p], [g.float()], [m], [t.step], lr=LR, lr_decay=0.0, weight_decay=0.0, eps=EPS, maximize=False
+            [p], [t.wide.copy_(g)], [m], [t.step], lr=LR, lr_decay=0.0, weight_decay=0.0, eps=EPS, maximize=False
         )
         out.copy_(p)
 
     def sgd(index: int) -> None:
         g, p, m, _, out = t.at(index)
         torch._fused_sgd_(
-            [p], [g.float()], [m], weight_decay=0.0, momentum=0.9, lr=LR, dampening=0.0, nesterov=False, maximize=False,
+            [p], [t.wide.copy_(g)], [m], weight_decay=0.0, momentum=0.9, lr=LR, dampening=0.0, nesterov=False, maximize=False,
             is_first_step=False,
         )  # fmt: skip
         out.copy_(p)
@@ -192,7 +193,7 @@ def deepspeed_jobs(t: Tensors) -> dict[str, Job]:
 
         def run(index: int) -> None:
             g, p, _, _, out = t.at(index)
-            wide = g.float()
+            wide = t.wide.copy_(g)
             if clip:
                 norm = torch.linalg.vector_norm(wide)
                 wide.mul_((1.0 / (norm + 1e-6)).clamp(max=1.0))

@@ -63,11 +63,6 @@ class Op:
         """The lists that it writes."""
         return tuple(name for name in self.lists if f"!)[] {name}" in self.schema)
 
-    @functools.cached_property
-    def kernel(self) -> Callable[..., Any]:
-        """The registered operator."""
-        return cast("Callable[..., Any]", getattr(torch.ops.ds_hf, self.name))
-
 
 _ADAM = "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs"
 _LAMB = "float beta1, float beta2, float eps, bool eps_inside_sqrt, float weight_decay"
@@ -119,7 +114,7 @@ OPS: dict[str, Op] = {
             "(Tensor(a!)[] params, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor(b!)[] outs, Tensor[] steps, "
             f"Tensor norms, {_END}, float lr, {_LAMB}, {_TRUST}) -> ()",
         ),
-        Op("squared_norm", ("tensors",), f"(Tensor[] tensors, {_END}) -> Tensor"),
+        Op("squared_norm", ("tensors",), "(Tensor[] tensors) -> Tensor"),
     )
 }
 
@@ -245,6 +240,8 @@ def _registered(op: Op) -> Callable[..., Any]:
     """The function behind ``torch.ops.ds_hf.<name>``, with ``lr`` and ``rate`` as the schema has them."""
 
     def kernel(*args: Any, **scalars: Any) -> Any:
+        if op.name == "squared_norm":
+            return _run(op, args, scalars)
         *rest, rate = args
         if rate is not None:
             scalars["lr"] = rate
@@ -275,21 +272,23 @@ for _op in OPS.values():
 
 def _public(fn: F) -> F:
     op = OPS[fn.__name__]
+    kernel = getattr(torch.ops.ds_hf, op.name)
+    count = len(op.lists)
 
     @functools.wraps(fn)
     def call(*args: Any, **scalars: Any) -> Any:
         if not torch.compiler.is_compiling() and all(
-            type(t) in (Tensor, nn.Parameter) for tensors in args[: len(op.lists)] for t in tensors[:1]
+            type(tensor) in (Tensor, nn.Parameter) for tensors in args[:count] for tensor in tensors[:1]
         ):
             return _run(op, args, scalars)
-        control = args[len(op.lists) :] or (None,)
-        rate = scalars.get("lr")
-        if isinstance(rate, Tensor):
-            scalars["lr"] = 0.0
-        else:
-            rate = None
-        lists = [list(tensors) for tensors in args[: len(op.lists)]]
-        return op.kernel(*lists, *control, rate, **scalars)
+        lists = [list(tensors) for tensors in args[:count]]
+        if len(args) == count:
+            return kernel(*lists)
+        lr = scalars.pop("lr", None)
+        rate = lr if isinstance(lr, Tensor) else None
+        if lr is not None:
+            scalars["lr"] = 0.0 if rate is not None else lr
+        return kernel(*lists, *args[count:], rate, **scalars)
 
     return cast(F, call)
 

@@ -1,0 +1,126 @@
+"""What ``ds-hf doctor`` tells: versions, devices, who serves the name ``deepspeed``, and who computes each operator.
+
+Looks and reports; changes nothing, compiles nothing, and never fails because something is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Fact", "Operator", "Report", "examine"]
+
+_PACKAGES = ("ds-hf", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "optuna", "cuda-core")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line: what it is about, what was found, and what to do if it is not well."""
+
+    name: str
+    value: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Who computes one operator on one kind of device; ``reason`` says why it is not a kernel of ds_hf."""
+
+    name: str
+    device: str
+    implementation: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it."""
+
+    facts: list[Fact] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"facts": [vars(fact) for fact in self.facts], "operators": [vars(op) for op in self.operators]}
+
+
+def examine() -> Report:
+    """Look at this machine and this environment."""
+    versions = Fact("versions", f"Python {platform.python_version()}, " + ", ".join(_versions()))
+    return Report([versions, _deepspeed(), _cpu(), *_devices(), *_groups()], _operators())
+
+
+def _versions() -> list[str]:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _deepspeed() -> Fact:
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        fix = f"put {Path(__file__).parent / 'compat'} on PYTHONPATH, or reinstall ds-hf with pip"
+        return Fact("deepspeed", "nobody serves the name: transformers will not use ds_hf", fix)
+    if Path(spec.origin).is_relative_to(Path(__file__).parent):
+        return Fact("deepspeed", "served by ds_hf")
+    fix = "pip uninstall deepspeed, then reinstall ds-hf, to let the Trainer and accelerate use ds_hf"
+    return Fact("deepspeed", f"a real DeepSpeed at {Path(spec.origin).parent}; `import ds_hf` works beside it", fix)
+
+
+def _cpu() -> Fact:
+    from ds_hf.engine.ops import cpu
+
+    cores = len(os.sched_getaffinity(0))
+    reason = cpu.available()
+    if reason:
+        return Fact("CPU", f"{cores} cores; no kernel library, torch computes", reason)
+    return Fact("CPU", f"{cores} cores; kernels for {cpu.instruction_set()}, {cpu.threads()} threads a process")
+
+
+def _devices() -> list[Fact]:
+    import torch
+
+    from ds_hf.engine.ops import cuda
+
+    if not torch.cuda.is_available():
+        return [Fact("GPU", "none: processes meet through gloo and compute on the CPU")]
+    facts = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        size = f"{device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}"
+        facts.append(Fact(f"GPU {index}", f"{device.name}, {size}"))
+    reason = cuda.available()
+    facts.append(
+        Fact("CUDA kernels", "not usable, torch computes" if reason else "compiled at first use", reason or "")
+    )
+    return facts
+
+
+def _groups() -> list[Fact]:
+    import torch.distributed as dist
+
+    names = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
+    return [Fact("collectives", ", ".join(names))]
+
+
+def _operators() -> list[Operator]:
+    import torch
+
+    from ds_hf.engine.ops import library
+
+    found = []
+    for name in library.OPS:
+        for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+            _, reason = library.choose(torch.device(device))
+            kind = "plain torch" if reason else {"cuda": "CUDA kernel", "cpu": "C++ kernel"}[device]
+            found.append(Operator(f"ds_hf::{name}", device, kind, reason or ""))
+    return found
