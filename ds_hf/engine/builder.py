@@ -22,8 +22,10 @@ from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, wat
 from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.lr_schedules import build_scheduler
+from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
+from ds_hf.engine.optim.muon_groups import mark_matrices
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.streaming import is_elementwise
 from ds_hf.engine.parts import EngineParts
@@ -151,6 +153,8 @@ def _make_optimizer(
     if optimizer is not None:
         raise ConfigError(f"optimizer= takes a torch.optim.Optimizer or a function, not {type(optimizer).__name__}")
     assert settings.optimizer is not None
+    if settings.optimizer.type.lower() == "muon":
+        mark_matrices(model)
     return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups)
 
 
@@ -345,7 +349,8 @@ def _gradient_policy(settings: Config, plan: StatePlan, axis: Axis, device: torc
 
 def _policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device, inner: Optimizer) -> OptimizerPolicy:
     elementwise = is_elementwise(inner)
-    if not elementwise and plan.shards_optimizer and axis.world_size > 1:
+    knows_pieces = elementwise or isinstance(inner, TensorwiseOptimizer)
+    if not knows_pieces and plan.shards_optimizer and axis.world_size > 1:
         warn_once(
             f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: "
             "its result depends on the number of processes; ZeRO stage 0 gives it whole tensors"

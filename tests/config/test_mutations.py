@@ -219,7 +219,9 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/ds_hf", {"compile": "everything"}, "blocks", "/ds_hf/compile"),
     ("/optimizer", {"type": "Lamb", "params": {"betta": 1}}, "Lamb takes no", PARAMS + "/betta"),
     ("/optimizer", {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "1-bit", "/optimizer/type"),
-    ("/optimizer", {"type": "Muon"}, "Muon", "/optimizer/type"),
+    ("/optimizer", {"type": "Muon", "params": {"ns_steps": 6}}, "Muon takes no", PARAMS + "/ns_steps"),
+    ("/optimizer", {"type": "Muon", "params": {"ns_method": "fast"}}, "gram", PARAMS + "/ns_method"),
+    ("/optimizer", {"type": "Muon", "params": {"per_head_muon": True}}, "attention head", PARAMS + "/per_head_muon"),
     ("/optimizer", {"type": "LBFGS"}, "closure", "/optimizer/type"),
     ("/optimizer", {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.9]}}, "SGD takes no", PARAMS + "/betas"),
 ]

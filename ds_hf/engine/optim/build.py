@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ds_hf.engine.optim.adagrad import FusedAdagrad
 from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from ds_hf.engine.optim.json_params import accepted_params, nearest, param_faults
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.lion import DeepSpeedCPULion, FusedLion
+from ds_hf.engine.optim.muon_groups import muon_of_json
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
@@ -51,25 +51,28 @@ def build_optimizer(
         problem, fix = _REFUSED[name]
         raise ConfigError([Fault("/optimizer/type", f"{section_type}: {problem}", fix)])
     param_groups = list(param_groups)
+    cls: Callable[..., torch.optim.Optimizer]
     if name in ("adam", "adamw"):
         cls = _choose_adam(name, options)
     elif name == "lion":
         cls = DeepSpeedCPULion if "fp32_optimizer_states" in options else FusedLion
     elif name == "lamb":
         cls = FusedLamb
+    elif name == "muon":
+        cls = muon_of_json
     elif name == "adagrad":
         # Not torch's class: it makes its state at construction, for whole parameters instead of shards.
         cls = FusedAdagrad
     else:
         cls = _torch_class(section_type)
-    if name == "muon":
-        _require_matrices(param_groups)
     return _construct(cls, section_type, options, param_groups)
 
 
 def optimizer_names() -> list[str]:
     """Every ``optimizer.type`` that ``build_optimizer`` takes, in torch's spelling."""
-    return sorted(["Lamb", "Lion", *(cls.__name__ for key, cls in _torch_classes().items() if key not in _REFUSED)])
+    return sorted(
+        {"Lamb", "Lion", "Muon", *(cls.__name__ for key, cls in _torch_classes().items() if key not in _REFUSED)}
+    )
 
 
 def _choose_adam(name: str, options: dict[str, Any]) -> Callable[..., torch.optim.Optimizer]:
@@ -102,17 +105,6 @@ def _torch_class(section_type: str) -> Callable[..., torch.optim.Optimizer]:
     near = nearest(section_type.lower(), [name.lower() for name in optimizer_names()])
     fix = (f"did you mean {near}? " if near else "") + f"known: {', '.join(optimizer_names())}"
     raise ConfigError([Fault("/optimizer/type", f"there is no optimizer {section_type!r}", fix)])
-
-
-def _require_matrices(param_groups: list[Any]) -> None:
-    tensors: list[Tensor] = []
-    for group in param_groups:
-        tensors += group["params"] if isinstance(group, dict) else [group]
-    others = sum(tensor.dim() != 2 for tensor in tensors)
-    if others:
-        problem = f"Muon updates whole matrices, and {others} of {len(tensors)} parameters are not matrices"
-        fix = "use AdamW, or pass torch.optim.Muon over the matrices alone to initialize(optimizer=...)"
-        raise ConfigError([Fault("/optimizer/type", problem, fix)])
 
 
 def _construct(

@@ -16,7 +16,16 @@ from torch.optim.optimizer import ParamsT
 
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.ops import library as ops
-from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces, advance, alike, rate_of
+from ds_hf.engine.optim.base import (
+    Piece,
+    TensorwiseOptimizer,
+    UnitPieces,
+    advance,
+    alike,
+    by_group,
+    outs_of,
+    rate_of,
+)
 
 __all__ = ["FusedLamb"]
 
@@ -109,7 +118,7 @@ class FusedLamb(TensorwiseOptimizer):
         for unit in units:
             advance([self._init_state(piece.param, _MOMENTS) for piece in unit.pieces], control)
         if all(unit.axis is None for unit in units):
-            for group, pieces in _by_group([piece for unit in units for piece in unit.pieces]):
+            for group, pieces in by_group([piece for unit in units for piece in unit.pieces]):
                 self._whole(group, pieces, control)
             return
         tables = [self._moments(unit, control) for unit in units]
@@ -117,7 +126,7 @@ class FusedLamb(TensorwiseOptimizer):
         axis = next(unit.axis for unit in units if unit.axis is not None)
         shared = collectives.all_reduce_sum(norms.to(units[0].axis_device), axis, "LAMB's norms").to(norms.device)
         for unit, table in zip(units, torch.split(shared, [unit.slots for unit in units]), strict=True):
-            for group, pieces in _by_group(unit.pieces):
+            for group, pieces in by_group(unit.pieces):
                 self._apply(group, pieces, table, control)
 
     def _whole(self, group: dict[str, Any], pieces: list[Piece], control: Tensor | None) -> None:
@@ -126,7 +135,7 @@ class FusedLamb(TensorwiseOptimizer):
             [p.grad for p in pieces],
             self._states(pieces, "exp_avg"),
             self._states(pieces, "exp_avg_sq"),
-            _outs(pieces),
+            outs_of(pieces),
             self._states(pieces, "step"),
             control,
             lr=rate_of(group, pieces[0].param.device),
@@ -137,7 +146,7 @@ class FusedLamb(TensorwiseOptimizer):
     def _moments(self, unit: UnitPieces, control: Tensor | None) -> Tensor:
         """First pass: squares of this rank's pieces, ``[slots, 2]`` with zeros for parameters it holds nothing of."""
         table = torch.zeros(unit.slots, 2, dtype=torch.float32, device=unit.device)
-        for group, pieces in _by_group(unit.pieces):
+        for group, pieces in by_group(unit.pieces):
             table[[p.slot for p in pieces]] = ops.lamb_moments_(
                 [p.param for p in pieces],
                 [p.grad for p in pieces],
@@ -153,7 +162,7 @@ class FusedLamb(TensorwiseOptimizer):
             [p.param for p in pieces],
             self._states(pieces, "exp_avg"),
             self._states(pieces, "exp_avg_sq"),
-            _outs(pieces),
+            outs_of(pieces),
             self._states(pieces, "step"),
             table[[p.slot for p in pieces]],
             control,
@@ -165,17 +174,6 @@ class FusedLamb(TensorwiseOptimizer):
 
 def _trust(group: dict[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in ("bias_correction", "min_coeff", "max_coeff")}
-
-
-def _outs(pieces: Sequence[Piece]) -> list[Tensor]:
-    return [p.out for p in pieces if p.out is not None]
-
-
-def _by_group(pieces: Sequence[Piece]) -> list[tuple[dict[str, Any], list[Piece]]]:
-    found: dict[int, tuple[dict[str, Any], list[Piece]]] = {}
-    for piece in pieces:
-        found.setdefault(id(piece.group), (piece.group, []))[1].append(piece)
-    return list(found.values())
 
 
 def _clipped(grads: Sequence[Tensor], control: Tensor | None, max_norm: float) -> Tensor:

@@ -39,7 +39,7 @@ class _States(Protocol):
     def gradient(self, buffer: FlatBuffer) -> Tensor | None: ...
     def set_gradient(self, buffer: FlatBuffer, value: Tensor) -> None: ...
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None: ...
-    def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor) -> None: ...
+    def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor, *, create: bool = True) -> None: ...
     def masters_changed(self, buffer: FlatBuffer) -> None: ...
 
 
@@ -145,7 +145,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     if moment is None:
         raise ValueError(f"the optimizer has no state {optim_state_key!r} for this parameter (yet)")
     _write(home, states, moment, value)
-    states.set_moment(home.buffer, optim_state_key, moment)
+    states.set_moment(home.buffer, optim_state_key, moment, create=False)
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
@@ -192,7 +192,7 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
         raise ValueError(f"the optimizer has no state {optim_state_key!r} for this parameter (yet)")
     with torch.no_grad():
         moment[_local_range(home, states)[0]].copy_(value.reshape(-1))
-    states.set_moment(home.buffer, optim_state_key, moment)
+    states.set_moment(home.buffer, optim_state_key, moment, create=False)
 
 
 def _local(param: Tensor, what: str, *args: Any) -> Tensor | None:

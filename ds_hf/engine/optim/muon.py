@@ -1,0 +1,288 @@
+"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/) under DeepSpeed's class names, and AdamW beside it.
+
+Groups with ``use_muon`` hold matrices: momentum, made nearly orthogonal, is their update. The other groups (embeddings,
+heads, vectors) are AdamW's. Where a rank holds pieces of matrices, momentum is kept for the pieces; what neighbours
+need of a matrix that is cut between them is all-gathered, once a unit, and each rank makes orthogonal the matrices of
+which it holds a piece, and applies its piece.
+
+State: ``momentum_buffer`` of matrices, ``step``, ``exp_avg``, ``exp_avg_sq`` of the rest.
+Legend: an *update* is a tensor of fp32 (fp64 for fp64 params); ``[..., rows, columns]`` are a batch of matrices, but
+``[out, in, height, width]`` of a convolution is one matrix ``[out, in * height * width]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.optim.adam import adam_update
+from ds_hf.engine.optim.base import TensorwiseOptimizer, UnitPieces, advance, by_group, outs_of, rate_of
+from ds_hf.engine.optim.newton_schulz import NS_METHODS, orthogonalized
+from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.layout import FlatLayout, Fragment
+
+__all__ = ["Muon", "MuonWithAuxAdam"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
+_ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+
+
+class MuonWithAuxAdam(TensorwiseOptimizer):
+    """Muon for the groups with ``use_muon``, AdamW for the others.
+
+    Args:
+        param_groups: dictionaries with ``params``, ``use_muon``, and what shall differ from the defaults: ``lr``
+            0.02, ``momentum`` 0.95, ``weight_decay`` 0, ``ns_method`` "gram" of Muon; ``lr`` 3e-4, ``betas``
+            (0.9, 0.95), ``eps`` 1e-10, ``weight_decay`` 0 of Adam.
+        adam_optimizer, fallback_to_inline: what DeepSpeed computes Adam with; without effect, the rule is the same.
+        adam_optimizer_kwargs: the same; its ``adam_w_mode`` counts.
+        adam_w_mode: False adds the weight decay of Adam's groups to their gradients.
+    """
+
+    def __init__(
+        self,
+        param_groups: Iterable[dict[str, Any]],
+        adam_optimizer: Any = None,
+        adam_optimizer_kwargs: Mapping[str, Any] | None = None,
+        adam_w_mode: bool = True,
+        fallback_to_inline: bool = False,
+    ) -> None:
+        kwargs = adam_optimizer_kwargs or {}
+        self.adam_w_mode = bool(kwargs.get("adam_w_mode", kwargs.get("adamw_mode", adam_w_mode)))
+        self._exchanges: dict[FlatLayout, _Exchange] = {}
+        super().__init__(list(param_groups), {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "use_muon" not in param_group:
+            raise ValueError('every parameter group needs "use_muon": True (matrices) or False (all else)')
+        if param_group["use_muon"] and isinstance(param_group["params"], Tensor):
+            param_group = {**param_group, "params": [param_group["params"]]}
+        super().add_param_group(_filled(param_group))
+        group = self.param_groups[-1]
+        flat = [logical_shape(p) for p in group["params"] if len(logical_shape(p)) < 2] if group["use_muon"] else []
+        if flat:
+            self.param_groups.pop()
+            raise ValueError(
+                f"Muon updates matrices, and a group with use_muon has a parameter of shape {tuple(flat[0])}: "
+                'put it in a group with "use_muon": False'
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("adam_w_mode", True)
+        self._exchanges = {}
+        for group in self.param_groups:  # loaded from torch.optim.Muon, which has no such key
+            group.setdefault("use_muon", "betas" not in group)
+            group.update(_filled(group))
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        outs: list[Tensor],
+        control: Tensor | None,
+    ) -> None:
+        if not group["use_muon"]:
+            self._adam(group, params, grads, outs, control)
+            return
+        updates = _moved(group, [self._buffer(param) for param in params], grads, control)
+        done = _orthogonal(updates, [param.shape for param in params], group["ns_method"])
+        _apply(group, params, done, outs, control)
+
+    @torch.no_grad()
+    def update_pieces(self, units: Sequence[UnitPieces], control: Tensor | None) -> None:
+        """Unit after unit: only one unit's updates exist at a time."""
+        for unit in units:
+            for group, pieces in by_group(p for p in unit.pieces if not p.group["use_muon"]):
+                self._adam(group, [p.param for p in pieces], [p.grad for p in pieces], outs_of(pieces), control)
+            self._muon(unit, control)
+
+    def _adam(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        control: Tensor | None,
+    ) -> None:
+        states = [self._init_state(param, _MOMENTS) for param in params]
+        advance(states, control)
+        adam_update(group, params, grads, outs, states, control, decoupled=self.adam_w_mode)
+
+    def _muon(self, unit: UnitPieces, control: Tensor | None) -> None:
+        """Momentum of the pieces, whole matrices from all holders, and this rank's pieces of the result."""
+        groups = by_group(p for p in unit.pieces if p.group["use_muon"])
+        updates: dict[int, Tensor] = {}
+        for group, pieces in groups:
+            buffers = [self._buffer(p.param).view(-1) for p in pieces]
+            moved = _moved(group, buffers, [p.grad for p in pieces], control)
+            updates.update((p.slot, update) for p, update in zip(pieces, moved, strict=True))
+        if unit.axis is not None:
+            updates = self._exchanged(unit, updates)
+        for group, pieces in groups:
+            matrices = [updates[p.slot].to(unit.axis_device) for p in pieces]
+            done = _orthogonal(matrices, [p.shape for p in pieces], group["ns_method"])
+            mine = [
+                matrix.reshape(-1)[p.start : p.start + p.param.numel()].to(unit.device)
+                for p, matrix in zip(pieces, done, strict=True)
+            ]
+            _apply(group, [p.param for p in pieces], mine, outs_of(pieces), control)
+
+    def _buffer(self, param: Tensor) -> Tensor:
+        state: dict[str, Any] = self.state[param]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=self._state_dtype(param))
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        return param.dtype if param.dtype is torch.float64 else super()._state_dtype(param)
+
+    def _exchanged(self, unit: UnitPieces, updates: dict[int, Tensor]) -> dict[int, Tensor]:
+        """``updates`` with whole matrices in the place of this rank's pieces of cut ones. Collective."""
+        axis = unit.axis
+        assert axis is not None
+        exchange = self._exchanges.get(unit.layout)
+        if exchange is None:
+            exchange = self._exchanges[unit.layout] = _Exchange.of(unit)
+        if exchange.numel == 0:
+            return updates
+        # fp16 would lose momenta below its smallest number; what is orthogonal does not depend on the scale.
+        wire = torch.bfloat16 if unit.dtype in (torch.float16, torch.bfloat16) else unit.dtype
+        mine = torch.zeros(exchange.numel, dtype=wire, device=unit.device)
+        for fragment, place in exchange.parts[axis.rank]:
+            mine[place : place + fragment.numel].copy_(updates[fragment.slot.index])
+        mine = mine.to(unit.axis_device)
+        full = torch.empty(axis.world_size * exchange.numel, dtype=wire, device=mine.device)
+        collectives.all_gather(full, mine, axis, "Muon's updates")
+        found: dict[int, list[Tensor]] = {fragment.slot.index: [] for fragment, _ in exchange.parts[axis.rank]}
+        for rank, parts in enumerate(exchange.parts):
+            for fragment, place in parts:
+                if fragment.slot.index in found:
+                    start = rank * exchange.numel + place
+                    found[fragment.slot.index].append(full[start : start + fragment.numel])
+        return {**updates, **{slot: torch.cat(parts) for slot, parts in found.items()}}
+
+
+class Muon(MuonWithAuxAdam):
+    """Muon over matrices alone."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.02,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        ns_method: str = "gram",
+    ) -> None:
+        shared = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_method": ns_method}
+        given: list[Any] = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        super().__init__([{"use_muon": True, **shared, **group} for group in groups])
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What ranks tell each other of a unit: the pieces of matrices that are cut between them.
+
+    Attributes:
+        parts: for each rank, the fragments that it brings and where they lie in what it sends.
+        numel: elements that each rank sends; ranks with less send zeros behind.
+    """
+
+    parts: list[list[tuple[Fragment, int]]]
+    numel: int
+
+    @classmethod
+    def of(cls, unit: UnitPieces) -> _Exchange:
+        assert unit.axis is not None
+        parts: list[list[tuple[Fragment, int]]] = []
+        numel = 0
+        for rank in range(unit.axis.world_size):
+            end = 0
+            parts.append([])
+            for fragment in unit.layout.fragments(rank):
+                if unit.groups[fragment.slot.index]["use_muon"] and not fragment.whole:
+                    parts[-1].append((fragment, end))
+                    end += fragment.numel
+            numel = max(numel, end)
+        return cls(parts, numel)
+
+
+def _filled(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with the defaults of its kind.
+
+    Raises:
+        ValueError: a number is out of range, or the method unknown.
+    """
+    group = {**(_MUON if group["use_muon"] else _ADAM), **group}
+    for key in ("lr", "weight_decay", "eps"):
+        if key in group and not group[key] >= 0.0:
+            raise ValueError(f"{key} must not be negative, got {group[key]}")
+    if group["use_muon"]:
+        if not 0.0 <= group["momentum"] < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}")
+        if group["ns_method"] not in NS_METHODS:
+            raise ValueError(f"ns_method must be one of {', '.join(NS_METHODS)}, got {group['ns_method']!r}")
+        return group
+    if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+        raise ValueError(f"betas must both be in [0, 1), got {group['betas']}")
+    return {**group, "betas": tuple(group["betas"])}
+
+
+def _moved(
+    group: dict[str, Any], buffers: Sequence[Tensor], grads: Sequence[Tensor], control: Tensor | None
+) -> list[Tensor]:
+    """Move the momenta; returns Nesterov's look ahead, ``(1 - momentum) g + momentum m``."""
+    updates = []
+    for buffer, grad in zip(buffers, grads, strict=True):
+        gradient, momentum = grad.to(_wide(buffer)), buffer.to(_wide(buffer))
+        if control is not None:
+            gradient = gradient * control[0]
+        moved = torch.lerp(momentum, gradient, 1 - group["momentum"])
+        updates.append(torch.lerp(gradient, moved, group["momentum"]))
+        buffer.copy_(moved if control is None else torch.where(control[1] != 0, momentum, moved))
+    return updates
+
+
+def _orthogonal(updates: Sequence[Tensor], shapes: Sequence[torch.Size], ns_method: str) -> list[Tensor]:
+    """Updates of whole parameters of ``shapes``, made orthogonal and scaled; of any shape, but in order."""
+    matrices = [
+        update.reshape(shape[0], -1) if len(shape) == 4 else update.reshape(shape)
+        for update, shape in zip(updates, shapes, strict=True)
+    ]
+    done = orthogonalized(matrices, ns_method)
+    return [matrix * _scale(shape) for matrix, shape in zip(done, shapes, strict=True)]
+
+
+def _scale(shape: torch.Size) -> float:
+    """``sqrt(max(1, rows / columns))``; of a convolution's kernel, as Jordan's code and DeepSpeed's have it."""
+    return max(1.0, shape[-2] / shape[-1]) ** 0.5 if shape.numel() else 1.0
+
+
+def _apply(
+    group: dict[str, Any],
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    control: Tensor | None,
+) -> None:
+    """Decay and step, into the params and their 16-bit copies."""
+    for index, (param, update) in enumerate(zip(params, updates, strict=True)):
+        lr, old = rate_of(group, param.device), param.to(_wide(param))
+        new = old * (1 - lr * group["weight_decay"]) - update.reshape(param.shape).to(old.dtype) * lr
+        for target in (param, *outs[index : index + 1]):
+            value = new.view(target.shape)
+            target.copy_(value if control is None else torch.where(control[1] != 0, target.to(new.dtype), value))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
