@@ -44,6 +44,10 @@ deepspeed.runtime.zero.partition_parameters: zero_wrapper_for_fp_tensor_construc
 deepspeed.runtime.zero.partition_parameters: Init GatheredParameters register_external_parameter ZeroParamStatus
 deepspeed.runtime.zero.config: DeepSpeedZeroConfig ZeroStageEnum OffloadDeviceEnum
 deepspeed.runtime.zero.offload_config: OffloadDeviceEnum
+deepspeed.runtime.zero.muon.muon_optimizer: MuonWithAuxAdam muon_update adam_update
+deepspeed.runtime.zero.muon.original_muon: Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam
+deepspeed.runtime.zero.muon.original_muon: muon_update adam_update zeropower_via_newtonschulz5 ns_compute_dtype
+deepspeed.runtime.zero.muon.original_muon: zeropower_via_gram_newtonschulz
 deepspeed.runtime.zero.utils: is_zero_param is_zero_supported_optimizer ZeRORuntimeException
 deepspeed.runtime.zero.tiling: TiledLinear TiledLinearReturnBias
 deepspeed.runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_live DeepSpeedZeroOptimizer_Stage3

@@ -62,17 +62,10 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "use_muon" not in param_group:
             raise ValueError('every parameter group needs "use_muon": True (matrices) or False (all else)')
-        if param_group["use_muon"] and isinstance(param_group["params"], Tensor):
-            param_group = {**param_group, "params": [param_group["params"]]}
         super().add_param_group(_filled(param_group))
-        group = self.param_groups[-1]
-        flat = [logical_shape(p) for p in group["params"] if len(logical_shape(p)) < 2] if group["use_muon"] else []
-        if flat:
-            self.param_groups.pop()
-            raise ValueError(
-                f"Muon updates matrices, and a group with use_muon has a parameter of shape {tuple(flat[0])}: "
-                'put it in a group with "use_muon": False'
-            )
+        if param_group["use_muon"]:
+            for param in self.param_groups[-1]["params"]:
+                _require_matrix(param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -236,6 +229,17 @@ def _filled(group: dict[str, Any]) -> dict[str, Any]:
     if not all(0.0 <= beta < 1.0 for beta in group["betas"]):
         raise ValueError(f"betas must both be in [0, 1), got {group['betas']}")
     return {**group, "betas": tuple(group["betas"])}
+
+
+def _require_matrix(param: Tensor) -> None:
+    shape = logical_shape(param)
+    if len(shape) < 2:
+        raise ValueError(
+            f"Muon updates matrices, and a group with use_muon has a parameter of shape {tuple(shape)}: "
+            'put it in a group with "use_muon": False'
+        )
+    if getattr(param, "muon_num_heads", None) is not None:
+        raise ValueError("Muon makes whole matrices orthogonal, not attention heads: remove muon_num_heads")
 
 
 def _moved(

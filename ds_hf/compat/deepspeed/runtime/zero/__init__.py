@@ -9,7 +9,7 @@ from ds_hf.engine.zero.init import Init
 from ds_hf.engine.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 from ..._missing import missing
-from . import config, offload_config, partition_parameters, stage3, stage_1_and_2, tiling, utils
+from . import config, muon, offload_config, partition_parameters, stage3, stage_1_and_2, tiling, utils
 
 __all__ = [
     "GatheredParameters",
@@ -18,6 +18,7 @@ __all__ = [
     "TiledLinearReturnBias",
     "ZeroParamStatus",
     "config",
+    "muon",
     "offload_config",
     "partition_parameters",
     "register_external_parameter",
