@@ -34,12 +34,15 @@ using i64 = long long;
 #ifndef DS_GROUPS  // vectors that a thread holds of each tensor
 #define DS_GROUPS 2
 #endif
-#ifndef DS_STREAM  // 1: tell the caches that nothing is used twice
+#ifndef DS_STREAM  // 1: tell the caches what is not used twice
 #define DS_STREAM 1
 #endif
 
 #ifndef DS_SHARED  // an array in a block's shared memory
 #define DS_SHARED(type, name, count) __shared__ type name[count]
+#endif
+#ifndef DS_DYNAMIC  // what the launch adds to it
+#define DS_DYNAMIC(name) extern __shared__ uint4 name[]
 #endif
 
 constexpr u32 THREADS = DS_THREADS, VEC = DS_VEC, GROUPS = DS_GROUPS;
@@ -63,7 +66,7 @@ struct Table {
   u32 first_tile[DS_CAPACITY];
   u32 group_end[DS_CAPACITY];
 };
-static_assert(DS_CAPACITY > 60 || sizeof(Table) <= 4096, "more than the classic limit of kernel parameters");
+static_assert(DS_CAPACITY > 60 || sizeof(Table) <= 4096 - 32, "more than the classic limit of kernel parameters");
 
 template <class To, class From>
 __device__ __forceinline__ To bits(From from) {
@@ -147,22 +150,20 @@ struct Numbered<DS_NONE> {
 
 // ---- access
 
-template <class Vector>
+// ONCE: nothing will read it again soon, so that it is the first to leave the caches.
+template <class Vector, bool ONCE>
 __device__ __forceinline__ Vector fetch(const void* from) {
-#if DS_STREAM
-  return __ldcs((const Vector*)from);
-#else
+  if constexpr (ONCE) return __ldcs((const Vector*)from);
   return *(const Vector*)from;
-#endif
 }
 
-template <class Vector>
+template <class Vector, bool ONCE>
 __device__ __forceinline__ void put(void* to, Vector value) {
-#if DS_STREAM
-  __stcs((Vector*)to, value);
-#else
-  *(Vector*)to = value;
-#endif
+  if constexpr (ONCE) {
+    __stcs((Vector*)to, value);
+  } else {
+    *(Vector*)to = value;
+  }
 }
 
 // A thread's elements of one tensor, of one tile.
@@ -177,7 +178,7 @@ __device__ __forceinline__ u32 place(u32 item) {
   return WHOLE ? (item / VEC * THREADS + threadIdx.x) * VEC + item % VEC : item * THREADS + threadIdx.x;
 }
 
-template <class D, bool WHOLE>
+template <class D, bool WHOLE, bool ONCE = DS_STREAM>
 __device__ __forceinline__ void load(Lane<D>& lane, const typename D::raw* tile, u32 left) {
   using raw = typename D::raw;
   if constexpr (!D::exists) return;
@@ -188,12 +189,12 @@ __device__ __forceinline__ void load(Lane<D>& lane, const typename D::raw* tile,
       const raw* from = tile + place<true>(group * VEC);
       raw* to = lane.value + group * VEC;
       if constexpr (bytes == 8) {
-        const uint2 word = fetch<uint2>(from);
+        const uint2 word = fetch<uint2, ONCE>(from);
         memcpy(to, &word, 8);
       } else {
 #pragma unroll
         for (u32 part = 0; part < bytes / 16; ++part) {
-          const uint4 word = fetch<uint4>((const uint4*)from + part);
+          const uint4 word = fetch<uint4, ONCE>((const uint4*)from + part);
           memcpy(to + part * 16 / sizeof(raw), &word, 16);
         }
       }
@@ -202,12 +203,12 @@ __device__ __forceinline__ void load(Lane<D>& lane, const typename D::raw* tile,
 #pragma unroll
     for (u32 item = 0; item < ITEMS; ++item) {
       const u32 at = place<false>(item);
-      lane.value[item] = at < left ? fetch<raw>(tile + at) : raw(0);
+      lane.value[item] = at < left ? fetch<raw, ONCE>(tile + at) : raw(0);
     }
   }
 }
 
-template <class D, bool WHOLE>
+template <class D, bool WHOLE, bool ONCE = DS_STREAM>
 __device__ __forceinline__ void store(const Lane<D>& lane, typename D::raw* tile, u32 left) {
   using raw = typename D::raw;
   if constexpr (!D::exists) return;
@@ -220,13 +221,13 @@ __device__ __forceinline__ void store(const Lane<D>& lane, typename D::raw* tile
       if constexpr (bytes == 8) {
         uint2 word;
         memcpy(&word, from, 8);
-        put(to, word);
+        put<uint2, ONCE>(to, word);
       } else {
 #pragma unroll
         for (u32 part = 0; part < bytes / 16; ++part) {
           uint4 word;
           memcpy(&word, from + part * 16 / sizeof(raw), 16);
-          put((uint4*)to + part, word);
+          put<uint4, ONCE>((uint4*)to + part, word);
         }
       }
     }
@@ -234,7 +235,7 @@ __device__ __forceinline__ void store(const Lane<D>& lane, typename D::raw* tile
 #pragma unroll
     for (u32 item = 0; item < ITEMS; ++item) {
       const u32 at = place<false>(item);
-      if (at < left) put(tile + at, lane.value[item]);
+      if (at < left) put<raw, ONCE>(tile + at, lane.value[item]);
     }
   }
 }
@@ -296,14 +297,23 @@ __device__ __forceinline__ double warp_sum(double value) {
   return value;
 }
 
-// In the same order each time. The result is thread 0's; every thread of the block must come here.
-__device__ __forceinline__ double block_sum(double value, double* of_warps /* shared, THREADS / 32 */) {
-  value = warp_sum(value);
+// Of COUNT values at once, in the same order each time. The results are thread 0's; every thread must come here.
+template <int COUNT>
+__device__ __forceinline__ void block_sum(double (&values)[COUNT], double* of_warps /* shared, COUNT for each warp */) {
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = THREADS / 32;
+#pragma unroll
+  for (int which = 0; which < COUNT; ++which) values[which] = warp_sum(values[which]);
   __syncthreads();  // of_warps may still be read by who was here before
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+#pragma unroll
+  for (int which = 0; which < COUNT; ++which) {
+    if (lane == 0) of_warps[which * warps + warp] = values[which];
+  }
   __syncthreads();
-  if (threadIdx.x < 32) value = warp_sum(threadIdx.x < blockDim.x / 32 ? of_warps[threadIdx.x] : 0.0);
-  return value;
+  if (warp) return;
+#pragma unroll
+  for (int which = 0; which < COUNT; ++which) {
+    values[which] = warp_sum(lane < warps ? of_warps[which * warps + lane] : 0.0);
+  }
 }
 
 // ---- stochastic rounding

@@ -28,15 +28,16 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) norm_parts(c
     const bool whole = tile.left == TILE && aligned<Grad>(table, 0, tile.entry);
     sum += whole ? squares<true>(table, tile) : squares<false>(table, tile);
   }
-  const double total = block_sum(sum, of_warps);
-  if (threadIdx.x == 0) ((double*)table.workspace)[blockIdx.x] = total;
+  double total[1] = {sum};
+  block_sum(total, of_warps);
+  if (threadIdx.x == 0) ((double*)table.workspace)[blockIdx.x] = total[0];
 }
 
 // One block.
 extern "C" __global__ void __launch_bounds__(DS_THREADS) norm_total(const double* parts, u32 count, float* result) {
   DS_SHARED(double, of_warps, DS_THREADS / 32);
-  double sum = 0;
-  for (u32 part = threadIdx.x; part < count; part += DS_THREADS) sum += parts[part];
-  sum = block_sum(sum, of_warps);
-  if (threadIdx.x == 0) *result = (float)sum;
+  double sum[1] = {0};
+  for (u32 part = threadIdx.x; part < count; part += DS_THREADS) sum[0] += parts[part];
+  block_sum(sum, of_warps);
+  if (threadIdx.x == 0) *result = (float)sum[0];
 }

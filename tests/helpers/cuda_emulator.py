@@ -21,8 +21,20 @@ from ds_hf.engine.ops.cuda_launch import Tuning, Tunings
 HEADER = Path(__file__).with_name("cuda_emulator.hpp")
 SMALL = Tuning(threads=64, blocks=2)
 
-# How the wrapper passes the arguments of each kernel that takes other ones than a table.
-_ARGUMENTS = {"norm_total": "*(const double**)a[0], *(u32*)a[1], *(float**)a[2]"}
+# The kernels of each source, and how their arguments are passed on.
+_KERNELS = {
+    "update.cu": {"update": "*(Table*)a[0]"},
+    "norm.cu": {
+        "norm_parts": "*(Table*)a[0]",
+        "norm_total": "*(const double**)a[0], *(u32*)a[1], *(float**)a[2]",
+    },
+    "lamb.cu": {
+        "lamb_moments": "*(Table*)a[0]",
+        "lamb_norms": "*(Table*)a[0], *(u32*)a[1], *(float**)a[2]",
+        "lamb_apply": "*(Table*)a[0], *(const float**)a[1]",
+    },
+    "lamb_fused.cu": {"lamb_fused": "*(Table*)a[0], *(double2**)a[1], *(float**)a[2], *(u32**)a[3]"},
+}
 _WRAPPER = """
 extern "C" int emulate_{name}(void** a, unsigned grid, unsigned threads, size_t shared) {{
   return emulated::run(grid, threads, shared, [&] {{ {name}({arguments}); }});
@@ -46,7 +58,7 @@ class Emulator:
 
     folder: Path
     multiprocessors: int = 2
-    shared_nbytes: int = 8 << 10
+    shared_nbytes: int = 20 << 10
     tunings: Tunings = field(
         default_factory=lambda: Tunings(
             update=SMALL, norm=SMALL, lamb=SMALL, lamb_fused=Tuning(threads=64, blocks=2, groups=1)
@@ -82,8 +94,8 @@ class Emulator:
         return min(self.shared_nbytes // max(shared_nbytes, 1), 2)
 
     def _compiled(self, source: str, name: str, macros: Macros) -> Any:
-        call = _WRAPPER.format(name=name, arguments=_ARGUMENTS.get(name, "*(Table*)a[0]"))
-        text = program_text(source, macros) + call
+        calls = [_WRAPPER.format(name=each, arguments=arguments) for each, arguments in _KERNELS[source].items()]
+        text = program_text(source, macros) + "".join(calls)
         digest = hashlib.sha256((text + HEADER.read_text()).encode()).hexdigest()
         library = self.folder / f"{digest}.so"
         if not library.exists():

@@ -166,8 +166,9 @@ def call_lamb(ops: Any, data: Data, control: Tensor | None, fused: bool, **chang
 
 
 def check_lamb(ops: Any, data: Data, control: Tensor | None = None, *, fused: bool, **changes: Any) -> None:
-    """As ``check_update``."""
-    want = data.copied()
+    """As ``check_update``. The second pass takes moments as stored, so those of 16 bits must be the reference's too."""
+    narrow = any(tensor.dtype is not torch.float32 for tensors in data.states for tensor in tensors)
+    want = data.copied(None if narrow else torch.float64)
     wanted = call_lamb(reference, want, control, False, **changes)
     norms = call_lamb(ops, data, control, fused, **changes)
     if norms is not None and wanted is not None:

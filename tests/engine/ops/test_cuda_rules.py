@@ -156,3 +156,52 @@ def test_norm_of_special_numbers(ops: Any) -> None:
         tensor[4321] = value
         got = ops.squared_norm([tensor])
         assert got.isnan() if math.isnan(value) else got == math.inf
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "changes", [{}, {"eps_inside_sqrt": True, "weight_decay": 0.0}, {"bias_correction": False, "max_coeff": 0.5}]
+)
+def test_lamb(ops: Any, fused: bool, changes: dict[str, Any]) -> None:
+    for offset in (0, 1, 4):
+        data = cases.make(SIZES, out=BF16, offset=offset)
+        cases.check_lamb(ops, data, cases.control_of("cpu") if offset else None, fused=fused, **changes)
+
+
+# In the fused kernel a tile has 256 elements, there are 4 blocks, and a block keeps 7 tiles of a group.
+LAMB_SIZES = [
+    pytest.param([30000], id="larger than the chip"),
+    pytest.param([3000, 3000, 7000, 40, 1, 0, 9000, 300, 300, 12000], id="several groups"),
+    pytest.param([100, 0, 300, 50] * 40, id="many"),
+    pytest.param([6 * 1024, 7 * 1024, 8 * 1024, 5000, 0], id="at the limits"),
+]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("numels", LAMB_SIZES)
+def test_lamb_sizes(ops: Any, machine: Emulator, numels: list[int], fused: bool) -> None:
+    cases.check_lamb(ops, cases.make(numels, out=BF16), fused=fused)
+    if fused:
+        assert len(machine.launches) == -(-len(numels) // 60)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_lamb_dtypes(ops: Any, fused: bool) -> None:
+    cases.check_lamb(ops, cases.make([2600, 30000, 77], param=BF16, grad=F16, moment=BF16), fused=fused)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_lamb_of_nothing_and_of_zeros(ops: Any, fused: bool) -> None:
+    cases.check_lamb(ops, cases.make([]), fused=fused)
+    cases.check_lamb(ops, cases.make([0, 0]), fused=fused)
+    data = cases.make([700, 700])
+    data.params[0].zero_()
+    data.grads[1].zero_()
+    data.states[0][1].zero_()
+    cases.check_lamb(ops, data, fused=fused, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_lamb_flag_writes_nothing(ops: Any, fused: bool) -> None:
+    data = cases.make(SIZES, out=BF16)
+    cases.check_skip(data, lambda control: cases.call_lamb(ops, data, control, fused))
