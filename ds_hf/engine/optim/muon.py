@@ -64,8 +64,12 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
             raise ValueError('every parameter group needs "use_muon": True (matrices) or False (all else)')
         super().add_param_group(_filled(param_group))
         if param_group["use_muon"]:
-            for param in self.param_groups[-1]["params"]:
-                _require_matrix(param)
+            try:
+                for param in self.param_groups[-1]["params"]:
+                    _require_matrix(param)
+            except ValueError:
+                self.param_groups.pop()
+                raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -11,6 +11,7 @@ from ds_hf.engine.optim.adagrad import FusedAdagrad
 from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from ds_hf.engine.optim.build import build_optimizer, optimizer_names
 from ds_hf.engine.optim.lion import DeepSpeedCPULion, FusedLion
+from ds_hf.engine.optim.muon import MuonWithAuxAdam
 from ds_hf.errors import ConfigError
 
 
@@ -87,7 +88,6 @@ def test_adam_by_name_decays_decoupled_and_adam_w_mode_false_does_not() -> None:
         ("SparseAdam", "dense"),
         ("AdmW", "did you mean adamw?"),
         ("Optimizer", "known: "),
-        ("Muon", "2 of 3 parameters are not matrices"),
     ],
 )
 def test_refused_types_name_an_alternative(name: str, word: str) -> None:
@@ -98,8 +98,16 @@ def test_refused_types_name_an_alternative(name: str, word: str) -> None:
     assert word in str(caught.value)
 
 
-def test_muon_over_matrices() -> None:
-    assert type(build_optimizer("Muon", {"lr": 0.1}, make_params((2, 2)))) is torch.optim.Muon
+def test_muon_takes_matrices_and_adam_the_rest() -> None:
+    optimizer = build_optimizer(
+        "muon", {"lr": 0.1, "adam_lr": 0.01, "betas": [0.5, 1e-1]}, make_params((2, 2), (3,), ())
+    )
+    assert type(optimizer) is MuonWithAuxAdam
+    assert [(g["use_muon"], g["lr"], len(g["params"])) for g in optimizer.param_groups] == [
+        (True, 0.1, 1),
+        (False, 0.01, 2),
+    ]
+    assert optimizer.param_groups[1]["betas"] == (0.5, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +119,8 @@ def test_muon_over_matrices() -> None:
         ("AdamW", {"max_grad_norm": 1.0}, ["max_grad_norm"], ['"gradient_clipping"']),
         ("AdamW", {"foreach": True}, ["foreach"], ["accepted"]),
         ("AdamW", {"amsgrad": True}, [""], ["amsgrad"]),
+        ("Muon", {"nesterov": False}, ["nesterov"], ["Muon has no such parameter", "muon_lr"]),
+        ("Muon", {"momentum": 2.0}, [""], ["momentum must be in [0, 1)"]),
         ("AdamW", {"lr": -1}, [""], ["lr"]),
         ("SGD", {"lr": "big"}, [""], ["SGD"]),
     ],
