@@ -1,6 +1,6 @@
 // Stand-ins for what is CUDA's, so that csrc/cuda compiles as C++ and runs on the host: each thread of a launch is a
-// fiber, and fibers change only where threads wait for each other. Blocks are all there at once, as in a cooperative
-// launch. Included in front of a kernel's program by cuda_emulator.py.
+// fiber, and fibers change where threads wait for each other and, at random, where they access memory. Blocks are all
+// there at once, as in a cooperative launch. Included in front of a kernel's program by cuda_emulator.py.
 #pragma once
 #include <immintrin.h>
 #include <ucontext.h>
@@ -64,6 +64,13 @@ inline Index grid, block_dim;
 inline const std::function<void()>* body;
 
 inline void pause() { swapcontext(&running->context, &scheduler); }
+
+// Now and then a thread stops here and others go on, so that a missing barrier shows.
+inline void maybe_pause() {
+  static unsigned random = 1;
+  random = random * 1664525u + 1013904223u;
+  if (random >> 28 == 0) pause();
+}
 
 inline void entry() {
   (*body)();
@@ -151,6 +158,7 @@ inline double __shfl_xor_sync(unsigned, double value, int mask) {
   return emulated::exchange(value, (emulated::running->index.x % 32) ^ mask);
 }
 inline unsigned atomicAdd(unsigned* to, unsigned value) {
+  emulated::maybe_pause();
   const unsigned before = *to;
   *to += value;
   return before;
@@ -163,11 +171,13 @@ inline unsigned atomicExch(unsigned* to, unsigned value) {
 template <class T>
 T __ldcs(const T* from) {
   if ((size_t)from % sizeof(T)) std::abort();  // misaligned, which a GPU does not allow
+  emulated::maybe_pause();
   return *from;
 }
 template <class T>
 void __stcs(T* to, T value) {
   if ((size_t)to % sizeof(T)) std::abort();
+  emulated::maybe_pause();
   *to = value;
 }
 template <class T>

@@ -1,0 +1,163 @@
+"""The CUDA kernels compile for every combination of dtypes, and spill no registers; and how compiling works.
+
+No GPU is needed: NVRTC where it is installed, else nvcc.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ds_hf.engine.ops import cuda, cuda_build, cuda_launch
+from tests.helpers import cubin
+
+ARCHS = ["sm_80", "sm_90", "sm_100"]
+F32, BF16, F16, NONE = range(4)
+MOMENTS = {"Adam": 2, "Lion": 1, "Adagrad": 1, "Sgd": 1}
+TUNINGS = cuda_launch.Tunings()
+
+needs_compiler = pytest.mark.skipif(cubin.compiler() is None, reason="neither NVRTC nor nvcc is here")
+
+
+def update(rule: str, param: int, grad: int, moment: int, out: int, stochastic: bool = False) -> str:
+    dtypes = (param, grad, out, *[moment] * MOMENTS[rule])
+    own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)))
+    return cuda_build.program_text("update.cu", cuda._macros(TUNINGS.update, own, dtypes))
+
+
+def lamb(source: str, param: int, grad: int, moment: int, out: int) -> str:
+    tuning = TUNINGS.lamb if source == "lamb.cu" else TUNINGS.lamb_fused
+    return cuda_build.program_text(source, cuda._macros(tuning, (), (param, grad, out, moment, moment)))
+
+
+def norm(dtype: int) -> str:
+    return cuda_build.program_text("norm.cu", cuda._norm_macros(TUNINGS.norm, dtype))
+
+
+def check(programs: list[str], arch: str) -> None:
+    """All compile, and no thread needs local memory."""
+    with ThreadPoolExecutor(2) as pool:
+        for code in pool.map(lambda text: cubin.compiled(text, arch), programs):
+            frames = cubin.frame_nbytes(code)
+            assert frames
+            assert not any(frames.values()), frames
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHS)
+def test_main_kernels(arch: str) -> None:
+    usual = (F32, BF16, F32, BF16)
+    check([update("Adam", *usual), norm(BF16), lamb("lamb.cu", *usual), lamb("lamb_fused.cu", *usual)], arch)
+
+
+@needs_compiler
+def test_other_kernels() -> None:
+    programs = [update(rule, F32, F32, F32, BF16) for rule in ("Lion", "Adagrad", "Sgd")]
+    programs += [update("Adam", BF16, F16, BF16, NONE, True), update("Adam", BF16, F32, F32, F16, True)]
+    check([*programs, norm(F32), norm(F16)], "sm_90")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rule", MOMENTS)
+def test_every_update(rule: str, arch: str) -> None:
+    dtypes = product((F32, BF16), (F32, BF16, F16), (F32, BF16), (F32, BF16, F16, NONE), (False, True))
+    check([update(rule, *combination) for combination in dtypes], arch)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("source", ["lamb.cu", "lamb_fused.cu"])
+def test_every_lamb(source: str, arch: str) -> None:
+    dtypes = product((F32, BF16), (F32, BF16, F16), (F32, BF16), (F32, BF16, F16, NONE))
+    check([lamb(source, *combination) for combination in dtypes], arch)
+
+
+def test_program_has_no_includes() -> None:
+    text = update("Adam", F32, F32, F32, NONE)
+    assert "#include" not in text
+    assert text.count("struct Table {") == 1
+
+
+@pytest.mark.parametrize("capacity", [60, 500])
+def test_table_fits_in_parameters(capacity: int) -> None:
+    nbytes = cuda_launch.ctypes.sizeof(cuda_launch.table_type(capacity))
+    assert nbytes == 128 + 64 * capacity
+    assert nbytes <= (4096 - 32 if capacity == 60 else 32764)
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Texts compiled so far, by a compiler that returns them; the cache is ``tmp_path``."""
+    texts: list[str] = []
+
+    def compile_cubin(text: str, arch: str) -> bytes:
+        texts.append(text)
+        return f"{text} for {arch}".encode()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cuda_build, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(cuda_build, "_compiler_version", lambda: "13.0")
+    return texts
+
+
+def test_cache_keeps_kernels_by_what_they_depend_on(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_build.cubin("a", "sm_90") == cuda_build.cubin("a", "sm_90") == b"a for sm_90"
+    assert compilations == ["a"]
+    assert cuda_build.cubin("a", "sm_80") == b"a for sm_80"
+    cuda_build.cubin("b", "sm_90")
+    monkeypatch.setattr(cuda_build, "_compiler_version", lambda: "13.1")
+    cuda_build.cubin("a", "sm_90")
+    assert compilations == ["a", "a", "b", "a"]
+    assert len(list(cuda_build.cache_folder().iterdir())) == 4  # and no temporary files
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 100])
+def test_damaged_cache_is_replaced(compilations: list[str], damage: bytes) -> None:
+    cuda_build.cubin("a", "sm_90")
+    (file,) = cuda_build.cache_folder().iterdir()
+    file.write_bytes(damage)
+    assert cuda_build.cubin("a", "sm_90") == cuda_build.cubin("a", "sm_90") == b"a for sm_90"
+    assert len(compilations) == 2
+
+
+def test_cache_that_cannot_be_written(compilations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cuda_build.cubin("a", "sm_90") == cuda_build.cubin("a", "sm_90") == b"a for sm_90"
+    assert len(compilations) == 2
+
+
+def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: False)
+    assert cuda.available() == "no CUDA device"
+    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 99)
+    monkeypatch.setattr(cuda_build, "missing", lambda: "cuda-core is not installed")
+    assert cuda.available() == "cuda-core is not installed"
+    monkeypatch.setattr(cuda_build, "missing", lambda: None)
+
+    def fails(*_: object) -> bytes:
+        raise RuntimeError("6: NVRTC_ERROR_COMPILATION, log:\n\nprogram(3): error: what is this\n  code\n")
+
+    machine = SimpleNamespace(kernel=fails, tunings=TUNINGS)
+    monkeypatch.setattr(cuda, "gpu", lambda _: machine)
+    reason = cuda.available()
+    assert reason is not None
+    assert reason.startswith("NVRTC failed: ")
+    assert "\n" not in reason
+    cuda._failure.cache_clear()
+
+
+def test_unsupported() -> None:
+    assert cuda.unsupported("adam_", cuda.torch.float32, cuda.torch.bfloat16) is None
+    assert "float64" in (cuda.unsupported("adam_", cuda.torch.float64) or "")
