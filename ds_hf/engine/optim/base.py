@@ -132,11 +132,11 @@ class StreamingOptimizer(Optimizer):
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank holds of one parameter, all flat.
+    """What this rank holds of one parameter: flat, or of the parameter's shape when it is the whole of it.
 
     Attributes:
         group: parameter group.
-        param: master weights, ``[numel]``.
+        param: master weights.
         grad: gradient of the same elements, any floating dtype.
         out: the 16-bit parameter, or None where ``param`` is the parameter itself.
         shape: of the whole parameter.

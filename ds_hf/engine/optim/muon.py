@@ -29,6 +29,8 @@ from ds_hf.engine.zero.layout import FlatLayout, Fragment
 
 __all__ = ["Muon", "MuonWithAuxAdam"]
 
+_SCALES = 2  # elements behind the pieces that a rank sends
+_RANGE = 120  # of exponents whose powers of two fp32 can hold
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MUON = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
 _ADAM = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
@@ -120,7 +122,7 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
         updates: dict[int, Tensor] = {}
         for group, pieces in groups:
             buffers = [self._buffer(p.param).view(-1) for p in pieces]
-            moved = _moved(group, buffers, [p.grad for p in pieces], control)
+            moved = _moved(group, buffers, [p.grad.view(-1) for p in pieces], control)
             updates.update((p.slot, update) for p, update in zip(pieces, moved, strict=True))
         if unit.axis is not None:
             updates = self._exchanged(unit, updates)
@@ -152,21 +154,12 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
             exchange = self._exchanges[unit.layout] = _Exchange.of(unit)
         if exchange.numel == 0:
             return updates
-        # fp16 would lose momenta below its smallest number; what is orthogonal does not depend on the scale.
-        wire = torch.bfloat16 if unit.dtype in (torch.float16, torch.bfloat16) else unit.dtype
-        mine = torch.zeros(exchange.numel, dtype=wire, device=unit.device)
-        for fragment, place in exchange.parts[axis.rank]:
-            mine[place : place + fragment.numel].copy_(updates[fragment.slot.index])
+        wire = torch.float16 if unit.dtype in (torch.float16, torch.bfloat16) else unit.dtype
+        mine = exchange.packed(axis.rank, updates, torch.zeros(exchange.numel, dtype=wire, device=unit.device))
         mine = mine.to(unit.axis_device)
         full = torch.empty(axis.world_size * exchange.numel, dtype=wire, device=mine.device)
         collectives.all_gather(full, mine, axis, "Muon's updates")
-        found: dict[int, list[Tensor]] = {fragment.slot.index: [] for fragment, _ in exchange.parts[axis.rank]}
-        for rank, parts in enumerate(exchange.parts):
-            for fragment, place in parts:
-                if fragment.slot.index in found:
-                    start = rank * exchange.numel + place
-                    found[fragment.slot.index].append(full[start : start + fragment.numel])
-        return {**updates, **{slot: torch.cat(parts) for slot, parts in found.items()}}
+        return {**updates, **exchange.unpacked(axis.rank, full.view(axis.world_size, -1))}
 
 
 class Muon(MuonWithAuxAdam):
@@ -190,9 +183,12 @@ class Muon(MuonWithAuxAdam):
 class _Exchange:
     """What ranks tell each other of a unit: the pieces of matrices that are cut between them.
 
+    A rank has two such pieces at most, one at each end of its shard. fp16 holds more digits than bf16 of what was
+    scaled to at most 1, which costs nothing: the power of two of each piece travels in the last two elements.
+
     Attributes:
         parts: for each rank, the fragments that it brings and where they lie in what it sends.
-        numel: elements that each rank sends; ranks with less send zeros behind.
+        numel: elements that each rank sends; ranks with less send zeros in between.
     """
 
     parts: list[list[tuple[Fragment, int]]]
@@ -211,7 +207,36 @@ class _Exchange:
                     parts[-1].append((fragment, end))
                     end += fragment.numel
             numel = max(numel, end)
-        return cls(parts, numel)
+        return cls(parts, numel + _SCALES if numel else 0)
+
+    def packed(self, rank: int, updates: dict[int, Tensor], target: Tensor) -> Tensor:
+        """What ``rank`` sends, written into ``target``."""
+        for nth, (fragment, place) in enumerate(self.parts[rank]):
+            update = updates[fragment.slot.index]
+            if target.dtype is torch.float16:
+                exponent = torch.frexp(update.abs().amax()).exponent.clamp(-_RANGE, _RANGE).to(update.dtype)
+                update = update * torch.exp2(-exponent)
+                target[nth - _SCALES].copy_(exponent)
+            target[place : place + fragment.numel].copy_(update)
+        return target
+
+    def unpacked(self, rank: int, full: Tensor) -> dict[int, Tensor]:
+        """The whole matrices of which ``rank`` holds a piece, from what all ranks sent, ``[world size, numel]``."""
+        wide = torch.float64 if full.dtype is torch.float64 else torch.float32
+        found = {
+            fragment.slot.index: torch.empty(fragment.slot.numel, dtype=wide, device=full.device)
+            for fragment, _ in self.parts[rank]
+        }
+        for sender, parts in enumerate(self.parts):
+            if not any(fragment.slot.index in found for fragment, _ in parts):
+                continue
+            values = full[sender].to(wide)
+            scales = torch.exp2(values[-_SCALES:])
+            for nth, (fragment, place) in enumerate(parts):
+                if fragment.slot.index in found:
+                    target = found[fragment.slot.index][fragment.start : fragment.start + fragment.numel]
+                    torch.mul(values[place : place + fragment.numel], scales[nth], out=target)
+        return found
 
 
 def _filled(group: dict[str, Any]) -> dict[str, Any]:

@@ -503,8 +503,8 @@ def _piece(segment: Segment, group: dict[str, Any], grads: Tensor, copies: Tenso
     return Piece(
         group,
         segment.param,
-        grads[segment.start : segment.end],
-        None if copies is None else copies[segment.start : segment.end],
+        grads[segment.start : segment.end].view(segment.shape),
+        None if copies is None else copies[segment.start : segment.end].view(segment.shape),
         fragment.slot.shape,
         fragment.start,
         fragment.slot.index,
