@@ -66,7 +66,9 @@ class StatePlan:
     """The table for one engine.
 
     Attributes:
-        parameters, gradients, optimizer: the three rows; ``optimizer`` covers master weights and moments.
+        parameters, gradients, optimizer: the three rows; ``optimizer`` covers master weights and moments, and its
+            dtype is that of the masters.
+        moments: dtype name of the optimizer's moments.
         communication_dtype: dtype name in which gradients are reduced, ``None`` for the parameters' dtype.
         whole_below: where parameters are sharded, those of fewer elements stay whole, 0 for none ...
         whole_in_all: ... as long as they are not more elements than this together.
@@ -75,6 +77,7 @@ class StatePlan:
     parameters: StateSpec
     gradients: StateSpec
     optimizer: StateSpec
+    moments: str = "float32"
     communication_dtype: str | None = None
     whole_below: int = 0
     whole_in_all: int = 0
@@ -115,10 +118,13 @@ def plan_states(config: Config) -> StatePlan:
     parameter_dtype = "bfloat16" if config.bf16.enabled else "float16" if config.fp16.enabled else None
     parameter_device = _device(zero.offload_param.device) if parameters is Placement.SHARDED else "device"
     optimizer_device = _device(zero.offload_optimizer.device)
+    narrow = config.bf16.enabled and config.bf16.bf16_master_weights_and_grads
+    accumulation_dtype = dtype_name(config.data_types.grad_accum_dtype) or ("bfloat16" if narrow else None)
     return StatePlan(
         parameters=StateSpec(parameters, parameter_device, parameter_dtype),
-        gradients=StateSpec(gradients, optimizer_device, dtype_name(config.data_types.grad_accum_dtype)),
-        optimizer=StateSpec(optimizer, optimizer_device, "float32"),
+        gradients=StateSpec(gradients, optimizer_device, accumulation_dtype),
+        optimizer=StateSpec(optimizer, optimizer_device, "bfloat16" if narrow else "float32"),
+        moments="bfloat16" if narrow and config.bf16.bf16_optimizer_states else "float32",
         communication_dtype=dtype_name(config.communication_data_type),
         whole_below=zero.stage3_param_persistence_threshold if _is_set(config, _PERSISTENCE) else 0,
         whole_in_all=zero.stage3_model_persistence_threshold,

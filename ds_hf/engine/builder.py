@@ -311,7 +311,8 @@ def _make_master(buffer: FlatBuffer, staged: Tensor, plan: StatePlan, device: to
     """Master weights over what the rank owns: the parameters' own storage where dtype and device allow it."""
     whole = not plan.shards_optimizer
     owned = buffer.owned(whole=whole)
-    target = torch.float32 if owned.dtype in (torch.float16, torch.bfloat16) else owned.dtype
+    assert plan.optimizer.dtype is not None
+    target = getattr(torch, plan.optimizer.dtype) if owned.dtype in (torch.float16, torch.bfloat16) else owned.dtype
     place = _device(plan.optimizer.device, device)
     if owned.dtype == target and owned.device == place:
         return owned
@@ -362,6 +363,8 @@ def _policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device,
         max_norm=float(settings.gradient_clipping or 0.0),
         check_overflow=sixteen,
         elementwise=elementwise,
+        moments=getattr(torch, plan.moments),
+        stochastic=settings.ds_hf.stochastic_rounding,
     )
 
 

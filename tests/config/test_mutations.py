@@ -215,7 +215,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/managed_gradient_accumulation", False, "not supported"),
     ("/data_types", {"param_dtype": "bf16"}, "not supported", "/data_types/param_dtype"),
     ("/fp16/fp16_master_weights_and_grads", True, "not supported"),
-    ("/bf16/bf16_master_weights_and_grads", True, "not supported"),
+    ("/ds_hf", {"stochastic_rounding": "often"}, "true or false", "/ds_hf/stochastic_rounding"),
     ("/ds_hf", {"compile": "everything"}, "blocks", "/ds_hf/compile"),
     ("/optimizer", {"type": "Lamb", "params": {"betta": 1}}, "Lamb takes no", PARAMS + "/betta"),
     ("/optimizer", {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "1-bit", "/optimizer/type"),

@@ -148,6 +148,7 @@ class DsHfSection:
     compat_schedules: Literal["deepspeed", "strict"] = "deepspeed"
     compile: Literal["blocks"] | Literal[False] = False
     hang_timeout: float | None = None
+    stochastic_rounding: bool = True
 
 
 @dataclass(frozen=True)

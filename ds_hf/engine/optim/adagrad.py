@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_hf.engine.ops import library as ops
-from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, rate_of
+from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, next_seed, rate_of
 
 __all__ = ["DeepSpeedCPUAdagrad", "FusedAdagrad", "adagrad_update"]
 
@@ -53,7 +53,8 @@ class FusedAdagrad(StreamingOptimizer):
     ) -> None:
         states = [self._init_state(param, ("sum",), group["initial_accumulator_value"]) for param in params]
         advance(states, control)
-        adagrad_update(group, params, grads, outs, states, control)
+        seed = next_seed(group, params, self.stochastic_rounding)
+        adagrad_update(group, params, grads, outs, states, control, seed)
 
 
 def adagrad_update(
@@ -63,6 +64,7 @@ def adagrad_update(
     outs: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     control: Tensor | None,
+    seed: int | None = None,
 ) -> None:
     """Adagrad over torch's names of states and groups; the step is counted already."""
     columns = [[state[key] for state in states] for key in ("sum", "step")]
@@ -78,6 +80,7 @@ def adagrad_update(
             lr_decay=group["lr_decay"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
+            seed=seed,
         )
 
 

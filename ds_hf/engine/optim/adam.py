@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_hf.engine.ops import library as ops
-from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, rate_of
+from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, next_seed, rate_of
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam", "adam_update"]
 
@@ -43,7 +43,8 @@ class _Adam(StreamingOptimizer):
     ) -> None:
         states = [self._init_state(param, ("exp_avg", "exp_avg_sq")) for param in params]
         advance(states, control)
-        adam_update(group, params, grads, outs, states, control, decoupled=self.adam_w_mode)
+        seed = next_seed(group, params, self.stochastic_rounding)
+        adam_update(group, params, grads, outs, states, control, decoupled=self.adam_w_mode, seed=seed)
 
 
 def adam_update(
@@ -55,6 +56,7 @@ def adam_update(
     control: Tensor | None,
     *,
     decoupled: bool,
+    seed: int | None = None,
 ) -> None:
     """Adam over torch's names of states and groups; the step is counted already."""
     columns = [[state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")]
@@ -76,6 +78,7 @@ def adam_update(
             weight_decay=group["weight_decay"],
             decoupled=decoupled,
             bias_correction=group.get("bias_correction", True),
+            seed=seed,
         )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "advance",
     "alike",
     "by_group",
+    "next_seed",
     "outs_of",
     "rate_of",
 ]
@@ -44,7 +45,11 @@ class StreamingOptimizer(Optimizer):
 
     Attributes:
         fp32_optimizer_states: keep state in fp32 whatever the params' dtype; False keeps it in the params' dtype.
+        stochastic_rounding: bf16 params and moments are rounded up or down at random, in proportion, so that updates
+            too small for bf16 count on average. False rounds to nearest.
     """
+
+    stochastic_rounding = False
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, fp32_optimizer_states: bool = True) -> None:
         self.fp32_optimizer_states = fp32_optimizer_states
@@ -201,6 +206,17 @@ def by_group(pieces: Iterable[Piece]) -> list[tuple[dict[str, Any], list[Piece]]
 def outs_of(pieces: Iterable[Piece]) -> list[Tensor]:
     """The 16-bit parameters of the pieces; none where the masters are the parameters."""
     return [piece.out for piece in pieces if piece.out is not None]
+
+
+def next_seed(group: dict[str, Any], params: Sequence[Tensor], wanted: bool) -> int | None:
+    """The seed of a call that rounds stochastically, another one each time; None where nothing is to be rounded.
+
+    The group counts the calls, so that a resumed run rounds as the uninterrupted one.
+    """
+    if not wanted or params[0].dtype is not torch.bfloat16:
+        return None
+    group["roundings"] = int(group.get("roundings", 0)) + 1
+    return int(group["roundings"])
 
 
 def rate_of(group: dict[str, Any], device: torch.device) -> float | Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_hf.engine.ops import library as ops
-from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, rate_of
+from ds_hf.engine.optim.base import StreamingOptimizer, advance, alike, next_seed, rate_of
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
@@ -45,6 +45,7 @@ class _Lion(StreamingOptimizer):
         states = [self._init_state(param, ("exp_avg",)) for param in params]
         advance(states, control)
         beta1, beta2 = group["betas"]
+        seed = next_seed(group, params, self.stochastic_rounding)
         for work, gradients, exp_avgs, copies in alike([params, grads, [s["exp_avg"] for s in states], outs]):
             ops.lion_(
                 work,
@@ -56,6 +57,7 @@ class _Lion(StreamingOptimizer):
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=group["weight_decay"],
+                seed=seed,
             )
 
 

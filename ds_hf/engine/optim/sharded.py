@@ -24,7 +24,7 @@ from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.base import Piece, StreamingOptimizer, TensorwiseOptimizer, UnitPieces
 from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
 from ds_hf.engine.optim.loss_scaler import LossScaler
-from ds_hf.engine.optim.streaming import UnitUpdate, streamed_update
+from ds_hf.engine.optim.streaming import Narrow, UnitUpdate, streamed_update
 from ds_hf.engine.zero.buffer import FlatBuffer, logical_shape
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.layout import Fragment
@@ -65,6 +65,8 @@ class OptimizerPolicy:
         max_norm: ``gradient_clipping``; 0 for none.
         check_overflow: skip the step when a gradient is not finite.
         elementwise: the rule treats elements independently, so segments may span parameters.
+        moments: dtype of moments of 16-bit masters.
+        stochastic: how those are rounded, see ``StreamingOptimizer.stochastic_rounding``.
     """
 
     whole: bool
@@ -72,6 +74,8 @@ class OptimizerPolicy:
     max_norm: float
     check_overflow: bool
     elementwise: bool
+    moments: torch.dtype = torch.float32
+    stochastic: bool = False
 
 
 class ShardedOptimizer(Optimizer):
@@ -111,7 +115,10 @@ class ShardedOptimizer(Optimizer):
         self._given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
-        self._update: UnitUpdate | None = streamed_update(inner)
+        wide = policy.moments is torch.float32
+        if isinstance(inner, StreamingOptimizer) and any(m.dtype is torch.bfloat16 for m in masters.values()):
+            inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic
+        self._update: UnitUpdate | None = streamed_update(inner, Narrow(wide, policy.stochastic))
         self._norm: Tensor | None = None
         self._norm_scale = 1.0
         self._gradients = {gradient.buffer: gradient for gradient in groups}
@@ -432,12 +439,18 @@ class ShardedOptimizer(Optimizer):
     def moment_dtypes(self) -> set[torch.dtype]:
         """Dtypes that moments have, or will have when the first step makes them."""
         made = {v.dtype for s in self.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() > 0}
+        return made or {self._moment_dtype(master) for master in self.masters.values()}
+
+    def _moment_dtype(self, master: Tensor) -> torch.dtype:
+        """Dtype that a moment of ``master`` has when the first step makes it."""
         wide = isinstance(self.optimizer, StreamingOptimizer) and self.optimizer.fp32_optimizer_states
-        return made or {torch.float32 if wide else master.dtype for master in self.masters.values()}
+        narrow = master.dtype is torch.bfloat16 and self._update is not None and self.policy.moments is torch.float32
+        return torch.float32 if wide or narrow else master.dtype
 
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
         """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""
-        result = torch.zeros_like(self.masters[buffer])
+        master = self.masters[buffer]
+        result = torch.zeros_like(master, dtype=self._moment_dtype(master))
         found = False
         for segment in self.segments[self._gradients[buffer]]:
             value = self.state.get(segment.param, {}).get(key)
@@ -460,7 +473,7 @@ class ShardedOptimizer(Optimizer):
             if key in state:
                 state[key].copy_(piece)
             elif create:
-                state[key] = piece.to(device=master.device, copy=True)
+                state[key] = piece.to(device=master.device, dtype=self._moment_dtype(master), copy=True)
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ optimizer treats each element alone, so that it does not matter how params are c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 from ds_hf.engine.ops import library as ops
 from ds_hf.engine.optim.adagrad import adagrad_update
 from ds_hf.engine.optim.adam import adam_update
-from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer, advance, alike, rate_of
+from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer, advance, alike, next_seed, rate_of
 
-__all__ = ["UnitUpdate", "is_elementwise", "streamed_update"]
+__all__ = ["Narrow", "UnitUpdate", "is_elementwise", "streamed_update"]
 
 UnitUpdate = Callable[..., None]  # (group, params, grads, outs, control), as StreamingOptimizer.update
 
@@ -46,8 +47,22 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return own or type(optimizer) in _ELEMENTWISE
 
 
-def streamed_update(optimizer: torch.optim.Optimizer) -> UnitUpdate | None:
+@dataclass(frozen=True)
+class Narrow:
+    """How bf16 masters are updated by torch's optimizers.
+
+    Attributes:
+        fp32_moments: moments in fp32, else in the masters' dtype.
+        stochastic: see ``StreamingOptimizer.stochastic_rounding``.
+    """
+
+    fp32_moments: bool = False
+    stochastic: bool = False
+
+
+def streamed_update(optimizer: torch.optim.Optimizer, narrow: Narrow | None = None) -> UnitUpdate | None:
     """A function that steps some params of ``optimizer`` with given gradients, or None if it must step whole."""
+    narrow = narrow or Narrow()
     if _is_observed(optimizer):
         return None
     if isinstance(optimizer, StreamingOptimizer):
@@ -55,11 +70,11 @@ def streamed_update(optimizer: torch.optim.Optimizer) -> UnitUpdate | None:
     if not all(map(_is_ordinary, optimizer.param_groups)):
         return None
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        return _torch_adam_update(optimizer)
+        return _torch_adam_update(optimizer, narrow)
     if type(optimizer) is torch.optim.Adagrad:
-        return _torch_adagrad_update(optimizer)
+        return _torch_adagrad_update(optimizer, narrow)
     if type(optimizer) is torch.optim.SGD:
-        return _torch_sgd_update(optimizer)
+        return _torch_sgd_update(optimizer, narrow)
     return None
 
 
@@ -76,7 +91,7 @@ def _is_ordinary(group: dict[str, Any]) -> bool:
     return not any(group.get(flag) for flag in flags) and not any(isinstance(value, Tensor) for value in tensors)
 
 
-def _torch_adam_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
+def _torch_adam_update(optimizer: torch.optim.Optimizer, narrow: Narrow) -> UnitUpdate:
     @torch.no_grad()
     def update(
         group: dict[str, Any],
@@ -89,14 +104,16 @@ def _torch_adam_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if not params:
             return
-        states = [_state(optimizer, param, {"exp_avg": 0.0, "exp_avg_sq": 0.0}) for param in params]
+        states = [_state(optimizer, param, {"exp_avg": 0.0, "exp_avg_sq": 0.0}, narrow) for param in params]
         advance(states, control)
-        adam_update(group, params, grads, outs, states, control, decoupled=group["decoupled_weight_decay"])
+        seed = next_seed(group, params, narrow.stochastic)
+        decoupled = group["decoupled_weight_decay"]
+        adam_update(group, params, grads, outs, states, control, decoupled=decoupled, seed=seed)
 
     return update
 
 
-def _torch_adagrad_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
+def _torch_adagrad_update(optimizer: torch.optim.Optimizer, narrow: Narrow) -> UnitUpdate:
     @torch.no_grad()
     def update(
         group: dict[str, Any],
@@ -109,26 +126,33 @@ def _torch_adagrad_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
         if not params:
             return
         # torch makes this state in its constructor, where the params were not shards yet.
-        states = [_state(optimizer, param, {"sum": group["initial_accumulator_value"]}) for param in params]
+        states = [_state(optimizer, param, {"sum": group["initial_accumulator_value"]}, narrow) for param in params]
         advance(states, control)
-        adagrad_update(group, params, grads, outs, states, control)
+        seed = next_seed(group, params, narrow.stochastic)
+        adagrad_update(group, params, grads, outs, states, control, seed)
 
     return update
 
 
-def _state(optimizer: torch.optim.Optimizer, param: Tensor, moments: dict[str, float]) -> dict[str, Any]:
+def _state(
+    optimizer: torch.optim.Optimizer, param: Tensor, moments: dict[str, float], narrow: Narrow
+) -> dict[str, Any]:
     """The param's state under torch's names, with the counter beside the param, where kernels read it."""
     state: dict[str, Any] = optimizer.state[param]
     for name, fill in moments.items():
         if name not in state:
-            state[name] = torch.full_like(param, fill)
+            state[name] = torch.full_like(param, fill, dtype=_moment_dtype(param, narrow))
     step = state.get("step", 0.0)
     if not isinstance(step, Tensor) or step.device != param.device or step.dtype != torch.float32:
         state["step"] = torch.full((), float(step), dtype=torch.float32, device=param.device)
     return state
 
 
-def _torch_sgd_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
+def _moment_dtype(param: Tensor, narrow: Narrow) -> torch.dtype:
+    return torch.float32 if narrow.fp32_moments and param.dtype is torch.bfloat16 else param.dtype
+
+
+def _torch_sgd_update(optimizer: torch.optim.Optimizer, narrow: Narrow) -> UnitUpdate:
     @torch.no_grad()
     def update(
         group: dict[str, Any],
@@ -149,6 +173,7 @@ def _torch_sgd_update(optimizer: torch.optim.Optimizer) -> UnitUpdate:
                     [grads[i] for i in chosen],
                     [outs[i] for i in chosen] if outs else [],
                     control,
+                    narrow,
                     first=first,
                 )
 
@@ -162,6 +187,7 @@ def sgd_update(
     grads: Sequence[Tensor],
     outs: Sequence[Tensor],
     control: Tensor | None,
+    narrow: Narrow,
     *,
     first: bool,
 ) -> None:
@@ -170,8 +196,9 @@ def sgd_update(
     if group["momentum"]:
         if first:
             for param in params:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=_moment_dtype(param, narrow))
         momenta = [optimizer.state[param]["momentum_buffer"] for param in params]
+    seed = next_seed(group, params, narrow.stochastic)
     for work, gradients, buffers, copies in alike([params, grads, momenta, outs]):
         ops.sgd_(
             work,
@@ -185,4 +212,5 @@ def sgd_update(
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
             first=first,
+            seed=seed,
         )

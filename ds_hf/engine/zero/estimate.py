@@ -79,8 +79,9 @@ def estimate_states(
     parameter = ITEM_NBYTES[plan.parameters.dtype or module_dtype]
     communicated = ITEM_NBYTES[plan.communication_dtype] if plan.communication_dtype else parameter
     kept = ITEM_NBYTES[plan.gradients.dtype or "float32"] if accumulates else communicated
-    master = ITEM_NBYTES["float32"] if parameter < ITEM_NBYTES["float32"] else 0
-    moments = MOMENTS * ITEM_NBYTES["float32"]
+    # masters of the parameters' own dtype are the parameters
+    master = ITEM_NBYTES["float32"] if parameter < ITEM_NBYTES[plan.optimizer.dtype or "float32"] else 0
+    moments = MOMENTS * ITEM_NBYTES[plan.moments]
 
     rows = {
         "parameters": (plan.parameters, _held(plan.parameters, size.total, world_size) * parameter),
