@@ -21,8 +21,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_hf.engine.dist import collectives
+from ds_hf.engine.ops import library as ops
 from ds_hf.engine.optim.adam import adam_update
-from ds_hf.engine.optim.base import TensorwiseOptimizer, UnitPieces, advance, by_group, outs_of, rate_of
+from ds_hf.engine.optim.base import (
+    TensorwiseOptimizer,
+    UnitPieces,
+    advance,
+    alike,
+    by_group,
+    next_seed,
+    outs_of,
+    rate_of,
+)
 from ds_hf.engine.optim.newton_schulz import NS_METHODS, orthogonalized
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.layout import FlatLayout, Fragment
@@ -94,7 +104,7 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
             return
         updates = _moved(group, [self._buffer(param) for param in params], grads, control)
         done = _orthogonal(updates, [param.shape for param in params], group["ns_method"])
-        _apply(group, params, done, outs, control)
+        self._apply(group, params, done, [_scale(param.shape) for param in params], outs, control)
 
     @torch.no_grad()
     def update_pieces(self, units: Sequence[UnitPieces], control: Tensor | None) -> None:
@@ -114,7 +124,8 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
     ) -> None:
         states = [self._init_state(param, _MOMENTS) for param in params]
         advance(states, control)
-        adam_update(group, params, grads, outs, states, control, decoupled=self.adam_w_mode)
+        seed = next_seed(group, params, self.stochastic_rounding)
+        adam_update(group, params, grads, outs, states, control, decoupled=self.adam_w_mode, seed=seed)
 
     def _muon(self, unit: UnitPieces, control: Tensor | None) -> None:
         """Momentum of the pieces, whole matrices from all holders, and this rank's pieces of the result."""
@@ -133,7 +144,44 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
                 matrix.reshape(-1)[p.start : p.start + p.param.numel()].to(unit.device)
                 for p, matrix in zip(pieces, done, strict=True)
             ]
-            _apply(group, [p.param for p in pieces], mine, outs_of(pieces), control)
+            scales = [_scale(p.shape) for p in pieces]
+            self._apply(group, [p.param for p in pieces], mine, scales, outs_of(pieces), control)
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        scales: Sequence[float],
+        outs: Sequence[Tensor],
+        control: Tensor | None,
+    ) -> None:
+        """Decay and step in one pass: SGD with L2 decay is ``p - r (u + w p)``, which is to be ``(1 - l d) p - l s u``.
+
+        Args:
+            scales: ``s``, the factors that go by the parameters' shapes.
+        """
+        updates = [update.reshape(param.shape) for param, update in zip(params, updates, strict=True)]
+        if control is not None:  # the gradients' factor is in the updates already
+            control = torch.stack([torch.ones_like(control[0]), control[1]])
+        for scale in dict.fromkeys(scales):
+            chosen = [index for index, other in enumerate(scales) if other == scale]
+            columns = [[column[index] for index in chosen] if column else [] for column in (params, updates, outs)]
+            for work, steps, copies in alike(columns):
+                ops.sgd_(
+                    work,
+                    steps,
+                    [],
+                    copies,
+                    control,
+                    lr=rate_of(group, work[0].device) * scale,
+                    momentum=0.0,
+                    dampening=0.0,
+                    weight_decay=group["weight_decay"] / scale,
+                    nesterov=False,
+                    first=True,
+                    seed=next_seed(group, work, self.stochastic_rounding),
+                )
 
     def _buffer(self, param: Tensor) -> Tensor:
         state: dict[str, Any] = self.state[param]
@@ -287,34 +335,17 @@ def _moved(
 
 
 def _orthogonal(updates: Sequence[Tensor], shapes: Sequence[torch.Size], ns_method: str) -> list[Tensor]:
-    """Updates of whole parameters of ``shapes``, made orthogonal and scaled; of any shape, but in order."""
+    """Updates of whole parameters of ``shapes``, made orthogonal; of any shape, but in order."""
     matrices = [
         update.reshape(shape[0], -1) if len(shape) == 4 else update.reshape(shape)
         for update, shape in zip(updates, shapes, strict=True)
     ]
-    done = orthogonalized(matrices, ns_method)
-    return [matrix * _scale(shape) for matrix, shape in zip(done, shapes, strict=True)]
+    return orthogonalized(matrices, ns_method)
 
 
 def _scale(shape: torch.Size) -> float:
     """``sqrt(max(1, rows / columns))``; of a convolution's kernel, as Jordan's code and DeepSpeed's have it."""
     return max(1.0, shape[-2] / shape[-1]) ** 0.5 if shape.numel() else 1.0
-
-
-def _apply(
-    group: dict[str, Any],
-    params: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    control: Tensor | None,
-) -> None:
-    """Decay and step, into the params and their 16-bit copies."""
-    for index, (param, update) in enumerate(zip(params, updates, strict=True)):
-        lr, old = rate_of(group, param.device), param.to(_wide(param))
-        new = old * (1 - lr * group["weight_decay"]) - update.reshape(param.shape).to(old.dtype) * lr
-        for target in (param, *outs[index : index + 1]):
-            value = new.view(target.shape)
-            target.copy_(value if control is None else torch.where(control[1] != 0, target.to(new.dtype), value))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

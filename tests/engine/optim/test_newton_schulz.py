@@ -59,6 +59,24 @@ def test_singular_values_come_near_one() -> None:
     assert float(found.max()) < 1.21
 
 
+@pytest.mark.parametrize(
+    ("iterate", "dtype", "limit"), [(BOTH[1], torch.float16, 0.005), (BOTH[0], torch.bfloat16, 0.02)]
+)
+@pytest.mark.parametrize("shape", [(128, 128), (128, 300), (300, 96), (3, 64, 200)])
+def test_sixteen_bits_as_on_a_gpu(
+    iterate: Callable[..., Tensor],
+    dtype: torch.dtype,
+    limit: float,
+    shape: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ds_hf.engine.optim.newton_schulz.ns_compute_dtype", lambda *_: dtype)
+    matrices = draw(*shape)
+    found, expected = iterate(matrices.float(), 5), by_singular_values(matrices)
+    assert found.dtype == dtype
+    assert float((found.double() - expected).norm() / expected.norm()) < limit
+
+
 @pytest.mark.parametrize("iterate", BOTH)
 def test_the_scale_does_not_matter(iterate: Callable[..., Tensor]) -> None:
     """Nor how far it is from what fp16 holds; only norms near the 1e-7 of the rule shrink the result."""
