@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -156,28 +157,29 @@ def tables(call: Call, places: Sequence[Sequence[Tensor]], tuning: Tuning) -> It
     Args:
         places: the lists of tensors as the kernel numbers them; an empty one is left out.
     """
-    new, tile = table_type(tuning.capacity), tuning.tile
-    entries = len(places[0])
-    for begin in range(0, entries, tuning.capacity):
-        end = min(begin + tuning.capacity, entries)
-        numels = [tensor.numel() for tensor in places[0][begin:end]]
-        first = list(accumulate([-(-numel // tile) for numel in numels], initial=0))
-        table = new()
-        table.tiles = first.pop()
-        if not table.tiles:
+    new, tile, scalars = table_type(tuning.capacity), tuning.tile, (*call.scalars, *_NO_SCALARS[len(call.scalars) :])
+    control = 0 if call.control is None else call.control.data_ptr()
+    rate = 0 if call.rate is None else call.rate.data_ptr()
+    for begin in range(0, len(places[0]), tuning.capacity):
+        numels = list(map(_numel, places[0][begin : begin + tuning.capacity]))
+        first = list(accumulate([(numel + tile - 1) // tile for numel in numels], initial=0))
+        tiles, count = first.pop(), len(numels)
+        if not tiles:
             continue
-        count = end - begin
-        table.entries, table.first_entry, table.flags, table.seed = count, begin, call.flags, call.seed
-        table.scalars[: len(call.scalars)] = call.scalars
-        table.control = 0 if call.control is None else call.control.data_ptr()
-        table.lr = 0 if call.rate is None else call.rate.data_ptr()
+        table = new()
+        _HEADER.pack_into(table, 0, 0, control, rate, call.seed, *scalars, tiles, count, begin, call.flags)
         table.numel[:count], table.first_tile[:count] = numels, first
         for which, tensors in enumerate(places):
             if tensors:
-                table.pointers[which][:count] = [tensor.data_ptr() for tensor in tensors[begin:end]]
+                table.pointers[which][:count] = list(map(_data_ptr, tensors[begin : begin + count]))
         if call.steps:
-            table.steps[:count] = [tensor.data_ptr() for tensor in call.steps[begin:end]]
+            table.steps[:count] = list(map(_data_ptr, call.steps[begin : begin + count]))
         yield table
+
+
+_HEADER = struct.Struct("4Q8d4I")  # of a table, up to flags
+_NO_SCALARS = (0.0,) * 8
+_numel, _data_ptr = Tensor.numel, Tensor.data_ptr
 
 
 @dataclass
