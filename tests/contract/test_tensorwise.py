@@ -27,6 +27,7 @@ from ds_hf.engine.zero.access import (
     safe_set_full_optimizer_state,
 )
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.init import Init
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches
 from tests.helpers.parity import base_config, train_both
@@ -386,6 +387,23 @@ def test_stochastic_rounding_of_matrices() -> None:
     first, second = run_distributed(rounded, 2, True, timeout=60)
     assert first == second
     assert 0.5 < first < 1.4
+
+
+def under_init() -> set[str]:
+    """A model whose parameters are sharded already, and report as empty, when Muon asks for their shapes."""
+    with Init(config_dict_or_path=config("Muon", 3)):
+        made = model()
+    engine, *_ = initialize(model=made, config=config("Muon", 3))
+    steps_of(engine, 0, 1)
+    marked = {name for name, param in made.named_parameters() if param.use_muon}
+    engine.destroy()
+    return marked
+
+
+def test_matrices_are_found_under_zero_init() -> None:
+    blocks = {f"blocks.{i}.{part}.weight" for i in range(2) for part in ("up", "down")}
+    for marked in run_distributed(under_init, 2, timeout=60):
+        assert marked == {*blocks, "conv.weight", "stack", "head.weight"}
 
 
 def no_false_alarm() -> list[str]:
