@@ -60,7 +60,7 @@ def _torch_arguments(name: str, draft: Draft) -> list[str] | None:
     }
     if name.lower() in classes:
         return [key for key in inspect.signature(classes[name.lower()]).parameters if key not in ("params", "self")]
-    names = {"lamb": "Lamb", "lion": "Lion", **{key: cls.__name__ for key, cls in classes.items()}}
+    names = {"lamb": "Lamb", "lion": "Lion", "muon": "Muon", **{key: cls.__name__ for key, cls in classes.items()}}
     names = {key: names[key] for key in sorted(names) if key not in _type_node()["x-unsupported-values"]}
     near = [names[key] for key in difflib.get_close_matches(name.lower()[:60], names, n=2, cutoff=0.5)]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
