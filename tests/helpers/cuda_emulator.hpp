@@ -2,17 +2,11 @@
 // fiber, and fibers change where threads wait for each other and, at random, where they access memory. Blocks are all
 // there at once, as in a cooperative launch. Included in front of a kernel's program by cuda_emulator.py.
 #pragma once
-#include <immintrin.h>
+// Plain C headers: those of the C++ library would take longer to compile than the kernels.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
-
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <map>
-#include <memory>
-#include <vector>
 
 #define __device__
 #define __forceinline__ inline
@@ -37,31 +31,34 @@ struct Index {
   unsigned x;
 };
 
+struct Warp {
+  double values[32];
+  unsigned arrived, phase;
+};
+
 struct Block {
   Index index;
-  unsigned arrived = 0, phase = 0;
-  std::map<int, std::vector<uint4>> shared;
-  std::vector<uint4> dynamic;
-  struct Warp {
-    double values[32];
-    unsigned arrived = 0, phase = 0;
-  };
-  std::vector<Warp> warps;
+  unsigned arrived, phase;
+  void* shared[8];  // for each place in the source that asks for some
+  uint4* dynamic;
+  Warp warps[32];
 };
 
 struct Fiber {
   ucontext_t context;
-  std::unique_ptr<char[]> stack;
   Index index;
-  Block* block = nullptr;
-  bool done = false;
+  Block* block;
+  bool done;
 };
+
+typedef void (*Body)(void** arguments);
 
 constexpr size_t STACK = 128 << 10;
 inline ucontext_t scheduler;
 inline Fiber* running;
 inline Index grid, block_dim;
-inline const std::function<void()>* body;
+inline Body body;
+inline void** arguments;
 
 inline void pause() { swapcontext(&running->context, &scheduler); }
 
@@ -73,7 +70,7 @@ inline void maybe_pause() {
 }
 
 inline void entry() {
-  (*body)();
+  body(arguments);
   running->done = true;
   pause();
 }
@@ -100,46 +97,62 @@ inline double exchange(double value, unsigned with) {
   return result;
 }
 
-inline void* shared(int site, size_t nbytes) {
-  auto& memory = running->block->shared[site];
-  if (memory.empty()) {
-    memory.resize((nbytes + 15) / 16);
-    std::memset(memory.data(), 0xff, nbytes);  // nan: what nobody wrote shows
-  }
-  return memory.data();
+// Memory of which nothing was written yet is nan.
+inline void* fresh(size_t nbytes) {
+  void* memory = aligned_alloc(16, (nbytes + 31) / 16 * 16);
+  return memset(memory, 0xff, nbytes);
 }
 
-inline int run(unsigned blocks, unsigned threads, size_t dynamic, const std::function<void()>& kernel) {
-  std::vector<Block> all(blocks);
-  std::vector<Fiber> fibers(blocks * threads);
+inline void* shared(int site, size_t nbytes) {
+  if (site >= 8) abort();
+  void*& memory = running->block->shared[site];
+  if (!memory) memory = fresh(nbytes);
+  return memory;
+}
+
+inline bool schedule(Fiber* fibers, unsigned count) {
+  for (unsigned rounds = 0; rounds < 200000; ++rounds) {
+    bool any = false;
+    for (unsigned at = 0; at < count; ++at) {
+      if (fibers[at].done) continue;
+      any = true;
+      running = fibers + at;
+      swapcontext(&scheduler, &running->context);
+    }
+    if (!any) return true;
+  }
+  return false;  // threads wait for what never comes
+}
+
+inline int run(unsigned blocks, unsigned threads, size_t dynamic, Body kernel, void** with) {
+  const unsigned count = blocks * threads;
+  Block* all = (Block*)calloc(blocks, sizeof(Block));
+  Fiber* fibers = (Fiber*)calloc(count, sizeof(Fiber));
+  char* stacks = (char*)malloc(count * STACK);
   grid = {blocks};
   block_dim = {threads};
-  body = &kernel;
-  for (unsigned at = 0; at < fibers.size(); ++at) {
-    Block& block = all[at / threads];
-    block.index = {at / threads};
-    block.warps.resize(threads / 32);
-    block.dynamic.resize((dynamic + 15) / 16, uint4{~0u, ~0u, ~0u, ~0u});
+  body = kernel;
+  arguments = with;
+  for (unsigned at = 0; at < count; ++at) {
     Fiber& fiber = fibers[at];
     fiber.index = {at % threads};
-    fiber.block = &block;
-    fiber.stack = std::make_unique<char[]>(STACK);
+    fiber.block = all + at / threads;
+    fiber.block->index = {at / threads};
+    if (at % threads == 0) fiber.block->dynamic = (uint4*)fresh(dynamic);
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_sp = stacks + at * STACK;
     fiber.context.uc_stack.ss_size = STACK;
     makecontext(&fiber.context, entry, 0);
   }
-  for (unsigned rounds = 0;; ++rounds) {
-    if (rounds > 200000) return 1;  // threads wait for what never comes
-    bool any = false;
-    for (Fiber& fiber : fibers) {
-      if (fiber.done) continue;
-      any = true;
-      running = &fiber;
-      swapcontext(&scheduler, &fiber.context);
-    }
-    if (!any) return 0;
+  const bool ended = schedule(fibers, count);
+  for (unsigned block = 0; block < blocks; ++block) {
+    for (void* memory : all[block].shared) free(memory);
+    free(all[block].dynamic);
   }
+  free(stacks);
+  free(fibers);
+  free(all);
+  return ended ? 0 : 1;
 }
 
 }  // namespace emulated
@@ -149,7 +162,7 @@ inline int run(unsigned blocks, unsigned threads, size_t dynamic, const std::fun
 #define gridDim (emulated::grid)
 #define blockDim (emulated::block_dim)
 #define DS_SHARED(type, name, count) type* name = (type*)emulated::shared(__COUNTER__, sizeof(type) * (count))
-#define DS_DYNAMIC(name) uint4* name = emulated::running->block->dynamic.data()
+#define DS_DYNAMIC(name) uint4* name = emulated::running->block->dynamic
 
 inline void __syncthreads() { emulated::wait_block(); }
 inline void __threadfence() {}
@@ -170,13 +183,13 @@ inline unsigned atomicExch(unsigned* to, unsigned value) {
 }
 template <class T>
 T __ldcs(const T* from) {
-  if ((size_t)from % sizeof(T)) std::abort();  // misaligned, which a GPU does not allow
+  if ((size_t)from % sizeof(T)) abort();  // misaligned, which a GPU does not allow
   emulated::maybe_pause();
   return *from;
 }
 template <class T>
 void __stcs(T* to, T value) {
-  if ((size_t)to % sizeof(T)) std::abort();
+  if ((size_t)to % sizeof(T)) abort();
   emulated::maybe_pause();
   *to = value;
 }
@@ -185,5 +198,11 @@ T __ldcg(const T* from) {
   return __ldcs(from);
 }
 
-inline float host_half_to_float(unsigned short value) { return _cvtsh_ss(value); }
-inline unsigned short host_float_to_half(float value) { return _cvtss_sh(value, 0); }
+typedef float emulated_floats __attribute__((vector_size(16)));
+typedef short emulated_halves __attribute__((vector_size(16)));
+inline float host_half_to_float(unsigned short value) {
+  return __builtin_ia32_vcvtph2ps(emulated_halves{(short)value})[0];
+}
+inline unsigned short host_float_to_half(float value) {
+  return (unsigned short)__builtin_ia32_vcvtps2ph(emulated_floats{value}, 0)[0];
+}

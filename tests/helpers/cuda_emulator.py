@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -37,13 +39,15 @@ _KERNELS = {
 }
 _WRAPPER = """
 extern "C" int emulate_{name}(void** a, unsigned grid, unsigned threads, size_t shared) {{
-  return emulated::run(grid, threads, shared, [&] {{ {name}({arguments}); }});
+  return emulated::run(grid, threads, shared, [](void** a) {{ {name}({arguments}); }}, a);
 }}
 """
 
 
 def missing() -> str | None:
     """Why kernels cannot be emulated here."""
+    if platform.machine() != "x86_64":
+        return f"the emulator converts fp16 with instructions of x86, and this is {platform.machine()}"
     return None if shutil.which("g++") else "g++ is not installed"
 
 
@@ -99,8 +103,10 @@ class Emulator:
         digest = hashlib.sha256((text + HEADER.read_text()).encode()).hexdigest()
         library = self.folder / f"{digest}.so"
         if not library.exists():
-            code = library.with_suffix(".cpp")
+            code = self.folder / f"{digest}.{os.getpid()}.cpp"  # workers of one test run share the folder
             code.write_text(text)
+            made = code.with_suffix(".so")
             options = "-std=c++17 -O1 -fPIC -shared -mf16c -Wall -Wno-unknown-pragmas -Wno-maybe-uninitialized"
-            subprocess.run(["g++", *options.split(), "-include", HEADER, code, "-o", library], check=True)
+            subprocess.run(["g++", *options.split(), "-include", HEADER, code, "-o", made], check=True)
+            os.replace(made, library)
         return name, getattr(ctypes.CDLL(str(library)), f"emulate_{name}")

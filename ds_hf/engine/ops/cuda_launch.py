@@ -23,7 +23,23 @@ from torch import Tensor
 from ds_hf.engine.ops import cuda_build
 from ds_hf.engine.ops.cuda_build import Macros
 
-__all__ = ["Call", "Gpu", "Machine", "Tuning", "Tunings", "dtype_number", "gpu", "tables"]
+__all__ = [
+    "Call",
+    "Gpu",
+    "Machine",
+    "Tuning",
+    "Tunings",
+    "call_of",
+    "dtype_number",
+    "gpu",
+    "grid_of",
+    "machine_of",
+    "macros_of",
+    "tables",
+]
+
+# As in rules.cuh.
+DECOUPLED, BIAS_CORRECTION, NESTEROV, FIRST, EPS_INSIDE = 1, 2, 4, 8, 16
 
 PLACES = 5
 NO_DTYPE = 3
@@ -88,7 +104,7 @@ class Tunings:
     """One of each kind of kernel; a norm's ``vec`` is for fp32 and doubles for 16 bits."""
 
     update: Tuning = Tuning()
-    norm: Tuning = Tuning(blocks=6, groups=4)
+    norm: Tuning = Tuning(blocks=6, groups=4, stream=0)  # grads are read again soon
     lamb: Tuning = Tuning()
     lamb_fused: Tuning = Tuning(threads=512, blocks=2, groups=1)
 
@@ -125,7 +141,7 @@ class Machine(Protocol):
         ...
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
-        """How many blocks a multiprocessor holds at once; raises the kernel's limit of shared memory too."""
+        """How many blocks a multiprocessor holds at once; to be asked before a launch with shared memory."""
         ...
 
     @property
@@ -149,6 +165,32 @@ class Call:
     rate: Tensor | None = None
     seed: int = 0
     steps: Sequence[Tensor] = ()
+
+
+def call_of(
+    lr: float | Tensor,
+    scalars: tuple[float, ...],
+    control: Tensor | None,
+    steps: Sequence[Tensor] = (),
+    seed: int | None = None,
+    flags: int = 0,
+) -> Call:
+    """A ``Call`` whose first scalar is the rate, if it is a number."""
+    rate = lr if isinstance(lr, Tensor) else None
+    number = 0.0 if isinstance(lr, Tensor) else float(lr)
+    return Call((number, *scalars), flags, control, rate, (seed or 0) & (2**64 - 1), steps)
+
+
+@functools.cache
+def macros_of(tuning: Tuning, own: Macros, dtypes: tuple[int, ...]) -> Macros:
+    """What a kernel is compiled with: ``dtypes`` are those of param, grad, out and moments."""
+    names = ("DS_PARAM", "DS_GRAD", "DS_OUT", "DS_FIRST", "DS_SECOND")
+    return (*tuning.macros, *own, *zip(names, (*dtypes, NO_DTYPE, NO_DTYPE), strict=False))
+
+
+def grid_of(machine: Machine, tuning: Tuning, tiles: int) -> int:
+    """Blocks of a launch over ``tiles``: as many as fit at once, and as there is work for."""
+    return min(tiles, machine.multiprocessors * tuning.blocks * tuning.waves)
 
 
 def tables(call: Call, places: Sequence[Sequence[Tensor]], tuning: Tuning) -> Iterator[Any]:
@@ -196,9 +238,10 @@ class Gpu:
         self.arch = f"sm_{properties.major}{properties.minor}"
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         self._kernels: dict[tuple[str, str, Macros], Any] = {}
+        self._resident: dict[tuple[int, int, int], int] = {}
         self._lock = threading.Lock()
-        with self._current():
-            self._context = self._do(self._driver.cuDevicePrimaryCtxRetain(self._driver.CUdevice(self.index)))
+        self._do(self._driver.cuInit(0))
+        self._context = self._do(self._driver.cuDevicePrimaryCtxRetain(self._do(self._driver.cuDeviceGet(self.index))))
 
     def kernel(self, source: str, name: str, macros: Macros) -> Any:
         found = self._kernels.get((source, name, macros))
@@ -234,11 +277,17 @@ class Gpu:
                 self._do((error,))
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
-        driver = self._driver
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        with self._current():
-            self._do(driver.cuFuncSetAttribute(kernel, limit, shared_nbytes))
-            return int(self._do(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_nbytes)))
+        key = (int(kernel), threads, shared_nbytes)
+        if key not in self._resident:
+            driver, attribute = self._driver, self._driver.CUfunction_attribute
+            with self._current(), self._capture_allows():
+                limit = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._do(driver.cuFuncSetAttribute(kernel, limit, shared_nbytes))
+                carveout = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                self._do(driver.cuFuncSetAttribute(kernel, carveout, 100))  # per cent
+                count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_nbytes)
+                self._resident[key] = int(self._do(count))
+        return self._resident[key]
 
     def _load(self, source: str, name: str, macros: Macros) -> Any:
         driver = self._driver
@@ -282,3 +331,8 @@ class Gpu:
 def gpu(index: int) -> Gpu:
     """The ``Gpu`` of a device, made at its first use."""
     return Gpu(index)
+
+
+def machine_of(tensor: Tensor) -> Machine:
+    """Where ``tensor`` lies."""
+    return gpu(tensor.get_device())

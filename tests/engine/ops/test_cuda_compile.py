@@ -27,12 +27,12 @@ needs_compiler = pytest.mark.skipif(cubin.compiler() is None, reason="neither NV
 def update(rule: str, param: int, grad: int, moment: int, out: int, stochastic: bool = False) -> str:
     dtypes = (param, grad, out, *[moment] * MOMENTS[rule])
     own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)))
-    return cuda_build.program_text("update.cu", cuda._macros(TUNINGS.update, own, dtypes))
+    return cuda_build.program_text("update.cu", cuda_launch.macros_of(TUNINGS.update, own, dtypes))
 
 
 def lamb(source: str, param: int, grad: int, moment: int, out: int) -> str:
     tuning = TUNINGS.lamb if source == "lamb.cu" else TUNINGS.lamb_fused
-    return cuda_build.program_text(source, cuda._macros(tuning, (), (param, grad, out, moment, moment)))
+    return cuda_build.program_text(source, cuda_launch.macros_of(tuning, (), (param, grad, out, moment, moment)))
 
 
 def norm(dtype: int) -> str:
@@ -150,7 +150,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("6: NVRTC_ERROR_COMPILATION, log:\n\nprogram(3): error: what is this\n  code\n")
 
     machine = SimpleNamespace(kernel=fails, tunings=TUNINGS)
-    monkeypatch.setattr(cuda, "gpu", lambda _: machine)
+    monkeypatch.setattr(cuda_launch, "gpu", lambda _: machine)
     reason = cuda.available()
     assert reason is not None
     assert reason.startswith("NVRTC failed: ")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from ds_hf.engine.ops import cuda
+from ds_hf.engine.ops import cuda, cuda_launch
 from tests.helpers import ops_cases as cases
 from tests.helpers.cuda_emulator import Emulator, missing
 
@@ -21,12 +22,15 @@ SIZES = [0, 1, 7, 512, 33, 1000, 0, 4097, 3]  # a tile has 512 elements here
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    return Emulator(tmp_path_factory.mktemp("emulator"))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
+    folder.mkdir(exist_ok=True)
+    return Emulator(folder)
 
 
 @pytest.fixture
 def ops(machine: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(cuda, "_machine", lambda _: machine)
+    monkeypatch.setattr(cuda_launch, "machine_of", lambda _: machine)
     machine.launches.clear()
     return cuda
 
@@ -188,6 +192,12 @@ def test_lamb_sizes(ops: Any, machine: Emulator, numels: list[int], fused: bool)
 @pytest.mark.parametrize("fused", [False, True])
 def test_lamb_dtypes(ops: Any, fused: bool) -> None:
     cases.check_lamb(ops, cases.make([2600, 30000, 77], param=BF16, grad=F16, moment=BF16), fused=fused)
+
+
+def test_lamb_without_shared_memory(ops: Any, machine: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "shared_nbytes", 0)
+    cases.check_lamb(ops, cases.make(SIZES, out=BF16), fused=True)
+    assert [name for name, _ in machine.launches] == ["lamb_moments", "lamb_norms", "lamb_apply"]
 
 
 @pytest.mark.parametrize("fused", [False, True])
