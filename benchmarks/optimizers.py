@@ -163,8 +163,8 @@ def torch_jobs(t: Tensors) -> dict[str, Job]:
     def sgd(index: int) -> None:
         g, p, m, _, out = t.at(index)
         torch._fused_sgd_(
-            [p], [t.wide.copy_(g)], [m], weight_decay=0.0, momentum=0.9, lr=LR, dampening=0.0, nesterov=False, maximize=False,
-            is_first_step=False,
+            [p], [t.wide.copy_(g)], [m], weight_decay=0.0, momentum=0.9, lr=LR, dampening=0.0, nesterov=False,
+            maximize=False, is_first_step=False,
         )  # fmt: skip
         out.copy_(p)
 

@@ -11,71 +11,24 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hf.engine.dist.mesh import Axis
-from ds_hf.engine.optim.base import Piece, StreamingOptimizer, TensorwiseOptimizer, UnitPieces
+from ds_hf.engine.optim.base import StreamingOptimizer
 from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
 from ds_hf.engine.optim.loss_scaler import LossScaler
-from ds_hf.engine.optim.streaming import Narrow, UnitUpdate, streamed_update
-from ds_hf.engine.zero.buffer import FlatBuffer, logical_shape
+from ds_hf.engine.optim.segments import Segment, cut_segments, take_over_state
+from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
+from ds_hf.engine.optim.streaming import Narrow, streamed_update
+from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.layout import Fragment
 from ds_hf.engine.zero.reduction import Reducer
 
-__all__ = ["Segment", "ShardedOptimizer"]
-
-
-@dataclass(eq=False)
-class Segment:
-    """A stretch of one buffer's master, updated by one parameter group.
-
-    Attributes:
-        gradient: gradient buffer it takes its gradient from.
-        group: index of the parameter group.
-        start, end: elements of the owned tensor.
-        shape: the parameter's shape when the segment is exactly one whole parameter handled on its own, else flat.
-        param: the master weights as the inner optimizer sees them.
-        fragment: the part of a parameter that it is, where the rule looks at whole parameters.
-    """
-
-    gradient: GradientBuffer
-    group: int
-    start: int
-    end: int
-    shape: torch.Size
-    param: nn.Parameter
-    fragment: Fragment | None = None
-
-
-@dataclass(frozen=True)
-class OptimizerPolicy:
-    """What the plan and the configuration say of the step.
-
-    Attributes:
-        whole: optimizer states are replicated.
-        device: where masters and moments live.
-        max_norm: ``gradient_clipping``; 0 for none.
-        check_overflow: skip the step when a gradient is not finite.
-        elementwise: the rule treats elements independently, so segments may span parameters.
-        moments: dtype of moments of 16-bit masters.
-        stochastic: how those are rounded, see ``StreamingOptimizer.stochastic_rounding``.
-    """
-
-    whole: bool
-    device: torch.device
-    max_norm: float
-    check_overflow: bool
-    elementwise: bool
-    moments: torch.dtype = torch.float32
-    stochastic: bool = False
+__all__ = ["OptimizerPolicy", "Segment", "ShardedOptimizer"]
 
 
 class ShardedOptimizer(Optimizer):
@@ -109,69 +62,30 @@ class ShardedOptimizer(Optimizer):
         self.overflow = False
         self._groups = groups
         self.segments: dict[GradientBuffer, list[Segment]] = {
-            gradient: list(self._make_segments(gradient, indices)) for gradient, indices in groups.items()
+            gradient: list(
+                cut_segments(
+                    gradient, indices, masters[gradient.buffer], whole=policy.whole, elementwise=policy.elementwise
+                )
+            )
+            for gradient, indices in groups.items()
         }
-        self._take_over_state()
+        take_over_state(inner, self.segments, whole=policy.whole)
         self._given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
         wide = policy.moments is torch.float32
         if isinstance(inner, StreamingOptimizer) and any(m.dtype is torch.bfloat16 for m in masters.values()):
             inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic
-        self._update: UnitUpdate | None = streamed_update(inner, Narrow(wide, policy.stochastic))
+        self._update = streamed_update(inner, Narrow(wide, policy.stochastic))
         self._norm: Tensor | None = None
         self._norm_scale = 1.0
         self._gradients = {gradient.buffer: gradient for gradient in groups}
         self._axis_device = next((buffer.device for buffer in masters), policy.device)
+        self._apply = Stepping(inner, self._update, self.segments, groups, masters, policy, axis, self._axis_device)
         for buffer in masters:
             buffer.states = self
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
-
-    def _make_segments(self, gradient: GradientBuffer, indices: Sequence[int]) -> Iterator[Segment]:
-        """Stretches of the owned tensor: one a group where the rule is elementwise, else one a parameter."""
-        master = self.masters[gradient.buffer]
-        runs: list[tuple[int, int, int, Fragment | None]] = []
-        for fragment in gradient.buffer.layout.fragments(gradient.buffer.axis.rank, whole=self.policy.whole):
-            group, start = indices[fragment.slot.index], fragment.shard_start
-            end = start + fragment.numel
-            if self.policy.elementwise and runs and runs[-1][0] == group:
-                runs[-1] = (group, runs[-1][1], end, None)
-            else:
-                runs.append((group, start, end, None if self.policy.elementwise else fragment))
-        for group, start, end, piece in runs:
-            shape = piece.slot.shape if piece is not None and piece.whole else torch.Size([end - start])
-            param = nn.Parameter(master[start:end].view(shape), requires_grad=True)
-            yield Segment(gradient, group, start, end, shape, param, piece)
-
-    def _take_over_state(self) -> None:
-        """Cut state that the inner optimizer already has for the model's parameters into state of the segments.
-
-        Adagrad makes its sums at construction; an optimizer that has stepped before brings its moments.
-        """
-        before, self.optimizer.state = self.optimizer.state, defaultdict(dict)
-        if not before:
-            return
-        elementwise = {
-            key
-            for param, state in before.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor) and value.shape == logical_shape(param) and key != "step"
-        }
-        for gradient, segments in self.segments.items():
-            buffer = gradient.buffer
-            fragments = list(buffer.layout.fragments(buffer.axis.rank, whole=self.policy.whole))
-            for segment in segments:
-                inside = [f for f in fragments if segment.start <= f.shard_start < segment.end]
-                states = [before.get(buffer.params[f.slot.index], {}) for f in inside]
-                for key, value in states[0].items():
-                    if key in elementwise:
-                        value = torch.zeros_like(segment.param, dtype=value.dtype)
-                        for fragment, state in zip(inside, states, strict=True):
-                            start, length = fragment.shard_start - segment.start, fragment.numel
-                            piece = state[key].reshape(-1)[fragment.start : fragment.start + length]
-                            value.view(-1)[start : start + length].copy_(piece)
-                    self.optimizer.state[segment.param][key] = value
 
     # -- torch.optim's interface ----------------------------------------------------------------------------------
 
@@ -266,105 +180,6 @@ class ShardedOptimizer(Optimizer):
         """What the kernels read: the factor that unscales and clips, and a flag that is never set here."""
         return torch.stack([clip_coefficient(norm, scale, self.policy.max_norm), torch.zeros_like(norm)])
 
-    def _apply(self, control: Tensor | None) -> None:
-        """Update and publish, unit after unit where the rule can."""
-        if isinstance(self.optimizer, TensorwiseOptimizer):
-            for hook in self._optimizer_step_pre_hooks.values():
-                hook(self.optimizer, (), {})
-            self._step_pieces(self.optimizer, control)
-            for after in self._optimizer_step_post_hooks.values():
-                after(self.optimizer, (), {})
-        elif self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            self._step_whole(control)
-        elif self._update is not None:
-            self._step_units(self._update, control)
-        else:
-            self._step_whole(control)
-
-    def _step_units(self, update: UnitUpdate, control: Tensor | None) -> None:
-        for gradient, segments in self.segments.items():
-            grads = self._owned_gradient(gradient)
-            copies = self._copies(gradient.buffer)
-            if grads is not None:
-                for index, group in enumerate(self.param_groups):
-                    mine = [s for s in segments if s.group == index]
-                    if mine:
-                        update(
-                            group,
-                            [s.param for s in mine],
-                            [grads[s.start : s.end] for s in mine],
-                            [] if copies is None else [copies[s.start : s.end] for s in mine],
-                            _on(control, grads.device),
-                        )
-            gradient.clear()
-            self._publish(gradient.buffer, copies if grads is not None else None)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
-
-    def _step_pieces(self, optimizer: TensorwiseOptimizer, control: Tensor | None) -> None:
-        units, copies_of = [], {}
-        for gradient, segments in self.segments.items():
-            grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
-            copies_of[gradient] = copies if grads is not None else None
-            layout = gradient.buffer.layout
-            given = self._groups[gradient]
-            pieces = [_piece(s, self.param_groups[s.group], grads, copies) for s in segments if grads is not None]
-            units.append(
-                UnitPieces(
-                    pieces,
-                    len(layout.slots),
-                    layout,
-                    [self.param_groups[index] for index in given],
-                    gradient.dtype,
-                    None if self.policy.whole or self.axis.world_size == 1 else self.axis,
-                    self.masters[gradient.buffer].device,
-                    self._axis_device,
-                )
-            )
-        device = self.policy.device
-        optimizer.update_pieces(units, _on(control, device))
-        for gradient, copies in copies_of.items():
-            gradient.clear()
-            self._publish(gradient.buffer, copies)
-        optimizer._opt_called = True
-
-    def _step_whole(self, control: Tensor | None) -> None:
-        """``optimizer.step()`` itself, over gradients in ``param.grad``."""
-        for gradient, segments in self.segments.items():
-            grads = self._owned_gradient(gradient)
-            if grads is not None:
-                grads = grads.to(self.masters[gradient.buffer].dtype)
-                if control is not None:
-                    grads.mul_(control[0].to(grads.device))
-            for s in segments:
-                s.param.grad = None if grads is None else grads[s.start : s.end].view(s.shape)
-        self.optimizer.step()
-        for gradient, segments in self.segments.items():
-            for s in segments:
-                s.param.grad = None
-            self._publish(gradient.buffer)
-
-    def _owned_gradient(self, gradient: GradientBuffer) -> Tensor | None:
-        """The reduced gradient beside its master, as it was reduced."""
-        return None if gradient.owned is None else gradient.owned.to(self.masters[gradient.buffer].device)
-
-    def _copies(self, buffer: FlatBuffer) -> Tensor | None:
-        """Where the kernel writes the parameters next to the masters; None where the masters are the parameters."""
-        owned, master = buffer.owned(whole=self.policy.whole), self.masters[buffer]
-        if owned.data_ptr() == master.data_ptr():
-            return None
-        if owned.device == master.device:
-            return owned
-        pin = master.is_pinned()
-        return torch.empty(owned.shape, dtype=owned.dtype, device=master.device, pin_memory=pin)
-
-    def _publish(self, buffer: FlatBuffer, copies: Tensor | None = None) -> None:
-        """Give the parameters the masters' values, from ``copies`` where they were written already."""
-        owned = buffer.owned(whole=self.policy.whole)
-        source = self.masters[buffer] if copies is None else copies
-        if owned.data_ptr() != source.data_ptr():
-            owned.copy_(source)
-        buffer.publish(whole=self.policy.whole)
-
     def grad_norm(self) -> float | None:
         """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Synchronizes.
 
@@ -407,7 +222,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def masters_changed(self, buffer: FlatBuffer) -> None:
         """The masters were written from outside: the parameters follow. Collective."""
-        self._publish(buffer)
+        self._apply.publish(buffer)
 
     def gradient(self, buffer: FlatBuffer) -> Tensor | None:
         """Averaged, unscaled fp32 gradient over what this rank owns; collective while sums are still partial."""
@@ -504,23 +319,3 @@ class ShardedOptimizer(Optimizer):
         return list(self.masters.values())
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
-
-
-def _on(control: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if control is None else control.to(device)
-
-
-def _piece(segment: Segment, group: dict[str, Any], grads: Tensor, copies: Tensor | None) -> Piece:
-    fragment = segment.fragment
-    assert fragment is not None
-    return Piece(
-        group,
-        segment.param,
-        grads[segment.start : segment.end].view(segment.shape),
-        None if copies is None else copies[segment.start : segment.end].view(segment.shape),
-        fragment.slot.shape,
-        fragment.start,
-        fragment.slot.index,
-        fragment.slot.offset,
-        fragment.shard_start,
-    )

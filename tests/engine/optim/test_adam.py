@@ -48,7 +48,7 @@ def test_equals_torch(adam_w_mode: bool, weight_decay: float) -> None:
     ):
         params = make_params()
         run(build(params), params, 20)
-        assert largest_difference(params, reference) < 3e-7
+        assert largest_difference(params, reference) < 1e-6
         assert largest_difference(params, make_params()) > 1e-2
 
 
@@ -140,7 +140,7 @@ def test_checkpoints_move_between_torch_and_us() -> None:
         after = build(second, params)
         after.load_state_dict(before.state_dict())
         run(after, params, 3, first=3)
-        assert largest_difference(params, uninterrupted) < 3e-7, (first, second)
+        assert largest_difference(params, uninterrupted) < 1e-6, (first, second)
 
 
 def test_integer_step_of_an_older_checkpoint_is_taken() -> None:
@@ -163,7 +163,7 @@ def test_param_groups_have_their_own_options() -> None:
 
     run(FusedAdam(groups(params), lr=1e-3, weight_decay=0.1), params, 5)
     run(torch.optim.AdamW(groups(reference), lr=1e-3, weight_decay=0.1), reference, 5)
-    assert largest_difference(params, reference) < 3e-7
+    assert largest_difference(params, reference) < 1e-6
 
 
 def test_half_precision_params_with_fp32_states() -> None:

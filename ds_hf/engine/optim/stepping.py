@@ -1,0 +1,200 @@
+"""How the inner optimizer updates the masters, and how the parameters get the new values.
+
+Three ways, from the best to the one that always works: unit after unit in one pass (rules that treat elements
+independently), all units at once with what each rank holds of every parameter (rules that look at whole tensors), and
+``optimizer.step()`` itself over gradients in ``param.grad`` (every other optimizer, and whoever hooked ``step``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces
+from ds_hf.engine.optim.segments import Segment
+from ds_hf.engine.optim.streaming import UnitUpdate
+from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.gradients import GradientBuffer
+
+__all__ = ["OptimizerPolicy", "Stepping"]
+
+
+@dataclass(frozen=True)
+class OptimizerPolicy:
+    """What the plan and the configuration say of the step.
+
+    Attributes:
+        whole: optimizer states are replicated.
+        device: where masters and moments live.
+        max_norm: ``gradient_clipping``; 0 for none.
+        check_overflow: skip the step when a gradient is not finite.
+        elementwise: the rule treats elements independently, so segments may span parameters.
+        moments: dtype of moments of 16-bit masters.
+        stochastic: how those are rounded, see ``StreamingOptimizer.stochastic_rounding``.
+    """
+
+    whole: bool
+    device: torch.device
+    max_norm: float
+    check_overflow: bool
+    elementwise: bool
+    moments: torch.dtype = torch.float32
+    stochastic: bool = False
+
+
+class Stepping:
+    """One update of everything; called with ``control``, as the operators take it.
+
+    Args:
+        inner: the optimizer, whose ``params`` are segments.
+        update: its update of single units, if it has one.
+        segments: by gradient buffer, in the order of the updates.
+        groups: for each gradient buffer, the parameter group of each of its parameters.
+        masters: over what this rank owns.
+        axis_device: where the processes of ``axis`` meet.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        update: UnitUpdate | None,
+        segments: Mapping[GradientBuffer, Sequence[Segment]],
+        groups: Mapping[GradientBuffer, Sequence[int]],
+        masters: Mapping[FlatBuffer, Tensor],
+        policy: OptimizerPolicy,
+        axis: Axis,
+        axis_device: torch.device,
+    ) -> None:
+        self.inner = inner
+        self.update = update
+        self.segments = segments
+        self.groups = groups
+        self.masters = masters
+        self.policy = policy
+        self.axis = axis
+        self.axis_device = axis_device
+
+    def __call__(self, control: Tensor | None) -> None:
+        """Update and publish, unit after unit where the rule can."""
+        if isinstance(self.inner, TensorwiseOptimizer):
+            for hook in self.inner._optimizer_step_pre_hooks.values():
+                hook(self.inner, (), {})
+            self._pieces(self.inner, control)
+            for after in self.inner._optimizer_step_post_hooks.values():
+                after(self.inner, (), {})
+        elif self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
+            self._whole(control)
+        elif self.update is not None:
+            self._units(self.update, control)
+        else:
+            self._whole(control)
+
+    def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
+        for gradient, segments in self.segments.items():
+            grads = self._owned_gradient(gradient)
+            copies = self._copies(gradient.buffer)
+            if grads is not None:
+                for index, group in enumerate(self.inner.param_groups):
+                    mine = [s for s in segments if s.group == index]
+                    if mine:
+                        update(
+                            group,
+                            [s.param for s in mine],
+                            [grads[s.start : s.end] for s in mine],
+                            [] if copies is None else [copies[s.start : s.end] for s in mine],
+                            _on(control, grads.device),
+                        )
+            gradient.clear()
+            self.publish(gradient.buffer, copies if grads is not None else None)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+
+    def _pieces(self, optimizer: TensorwiseOptimizer, control: Tensor | None) -> None:
+        units, copies_of = [], {}
+        for gradient, segments in self.segments.items():
+            grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
+            copies_of[gradient] = copies if grads is not None else None
+            layout = gradient.buffer.layout
+            given = self.groups[gradient]
+            pieces = [_piece(s, self.inner.param_groups[s.group], grads, copies) for s in segments if grads is not None]
+            units.append(
+                UnitPieces(
+                    pieces,
+                    len(layout.slots),
+                    layout,
+                    [self.inner.param_groups[index] for index in given],
+                    gradient.dtype,
+                    None if self.policy.whole or self.axis.world_size == 1 else self.axis,
+                    self.masters[gradient.buffer].device,
+                    self.axis_device,
+                )
+            )
+        device = self.policy.device
+        optimizer.update_pieces(units, _on(control, device))
+        for gradient, copies in copies_of.items():
+            gradient.clear()
+            self.publish(gradient.buffer, copies)
+        optimizer._opt_called = True
+
+    def _whole(self, control: Tensor | None) -> None:
+        """``optimizer.step()`` itself, over gradients in ``param.grad``."""
+        for gradient, segments in self.segments.items():
+            grads = self._owned_gradient(gradient)
+            if grads is not None:
+                grads = grads.to(self.masters[gradient.buffer].dtype)
+                if control is not None:
+                    grads.mul_(control[0].to(grads.device))
+            for s in segments:
+                s.param.grad = None if grads is None else grads[s.start : s.end].view(s.shape)
+        self.inner.step()
+        for gradient, segments in self.segments.items():
+            for s in segments:
+                s.param.grad = None
+            self.publish(gradient.buffer)
+
+    def _owned_gradient(self, gradient: GradientBuffer) -> Tensor | None:
+        """The reduced gradient beside its master, as it was reduced."""
+        return None if gradient.owned is None else gradient.owned.to(self.masters[gradient.buffer].device)
+
+    def _copies(self, buffer: FlatBuffer) -> Tensor | None:
+        """Where the kernel writes the parameters next to the masters; None where the masters are the parameters."""
+        owned, master = buffer.owned(whole=self.policy.whole), self.masters[buffer]
+        if owned.data_ptr() == master.data_ptr():
+            return None
+        if owned.device == master.device:
+            return owned
+        pin = master.is_pinned()
+        return torch.empty(owned.shape, dtype=owned.dtype, device=master.device, pin_memory=pin)
+
+    def publish(self, buffer: FlatBuffer, copies: Tensor | None = None) -> None:
+        """Give the parameters the masters' values, from ``copies`` where they were written already."""
+        owned = buffer.owned(whole=self.policy.whole)
+        source = self.masters[buffer] if copies is None else copies
+        if owned.data_ptr() != source.data_ptr():
+            owned.copy_(source)
+        buffer.publish(whole=self.policy.whole)
+
+
+def _on(control: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if control is None else control.to(device)
+
+
+def _piece(segment: Segment, group: dict[str, Any], grads: Tensor, copies: Tensor | None) -> Piece:
+    fragment = segment.fragment
+    assert fragment is not None
+    return Piece(
+        group,
+        segment.param,
+        grads[segment.start : segment.end].view(segment.shape),
+        None if copies is None else copies[segment.start : segment.end].view(segment.shape),
+        fragment.slot.shape,
+        fragment.start,
+        fragment.slot.index,
+        fragment.slot.offset,
+        fragment.shard_start,
+    )
