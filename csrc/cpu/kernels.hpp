@@ -20,7 +20,7 @@ struct Chunk {
     bool write;     // otherwise nothing is stored
     bool streaming; // outs go past the caches
     bool stochastic;
-    uint32_t keys[4];  // of the hash; two for the param and the first moment, two for the second
+    uint32_t keys[2];  // of the hash
     uint32_t position; // of the first element in the entry, lower bits
     double sums[2];    // results of those kernels that have any
 };

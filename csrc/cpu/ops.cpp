@@ -78,9 +78,9 @@ Chunk make_chunk(const ds_hf_lists &lists, int64_t entry, Range elements, bool l
     if (chunk.stochastic) {
         // the upper bits of the position join the key, the kernels count with the lower ones
         const uint64_t upper = static_cast<uint64_t>(elements.begin) >> 32;
-        const uint64_t key = mix(mix(lists.seed) ^ mix(static_cast<uint64_t>(entry) << 32 ^ upper)), other = mix(key);
-        const uint32_t keys[4] = {uint32_t(key), uint32_t(key >> 32), uint32_t(other), uint32_t(other >> 32)};
-        std::memcpy(chunk.keys, keys, sizeof keys);
+        const uint64_t key = mix(mix(lists.seed) ^ mix(static_cast<uint64_t>(entry) << 32 ^ upper));
+        chunk.keys[0] = static_cast<uint32_t>(key);
+        chunk.keys[1] = static_cast<uint32_t>(key >> 32);
         chunk.position = static_cast<uint32_t>(elements.begin);
     }
     return chunk;
