@@ -38,6 +38,9 @@ using i64 = long long;
 #define DS_STREAM 1
 #endif
 
+#ifndef DS_EXACT  // 1: quotients and roots to the last bit; 0: to 2 units of it, without branches
+#define DS_EXACT 1
+#endif
 #ifndef DS_SHARED  // an array in a block's shared memory
 #define DS_SHARED(type, name, count) __shared__ type name[count]
 #endif

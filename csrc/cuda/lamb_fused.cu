@@ -16,6 +16,7 @@
 #define DS_AHEAD 1
 #endif
 constexpr u32 AHEAD = DS_AHEAD, NO_SLOT = ~0u;
+constexpr u32 AT_ONCE = 8;  // sums a thread reads before it adds them: all blocks wait for this
 
 // What all of this kernel's functions need.
 struct Job {
@@ -106,10 +107,18 @@ __device__ __forceinline__ void compute_rates(const Job& job, const Group& group
     const u32 begin = job.table.first_tile[entry], tiles = end_tile(job.table, entry) - begin;
     const u32 count = tiles < gridDim.x ? tiles : gridDim.x;
     double params = 0, directions = 0;
-    for (u32 part = threadIdx.x % 32; part < count; part += 32) {
-      const double2 sums = __ldcg(job.parts + begin + part);
-      params += sums.x;
-      directions += sums.y;
+    for (u32 round = threadIdx.x % 32; round < count; round += 32 * AT_ONCE) {
+      double2 sums[AT_ONCE];
+#pragma unroll
+      for (u32 which = 0; which < AT_ONCE; ++which) {
+        const u32 part = round + 32 * which;
+        sums[which] = part < count ? __ldcg(job.parts + begin + part) : make_double2(0, 0);
+      }
+#pragma unroll
+      for (u32 which = 0; which < AT_ONCE; ++which) {
+        params += sums[which].x;
+        directions += sums[which].y;
+      }
     }
     params = warp_sum(params);
     directions = warp_sum(directions);

@@ -6,6 +6,27 @@
 
 constexpr u32 DECOUPLED = 1, BIAS_CORRECTION = 2, NESTEROV = 4, FIRST = 8, EPS_INSIDE = 16;
 
+// Of all floats, denormals and infinities among them, also where not exact.
+__device__ __forceinline__ float quotient(float dividend, float divisor) {
+#if defined(__CUDA_ARCH__) && !DS_EXACT
+  float result;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(dividend), "f"(divisor));
+  return result;
+#else
+  return dividend / divisor;
+#endif
+}
+
+__device__ __forceinline__ float root(float value) {
+#if defined(__CUDA_ARCH__) && !DS_EXACT
+  float result;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+#else
+  return sqrtf(value);
+#endif
+}
+
 // beta ** step: steps are whole numbers, and squaring stays within 1e-10 of pow() for a million steps.
 __device__ __forceinline__ double power(double base, double exponent) {
   double result = 1;
@@ -44,7 +65,7 @@ struct Adam {
     if (into_gradient != 0) g += into_gradient * p;  // not always: 0 * inf is not 0
     m = beta1 * m + rest1 * g;
     v = beta2 * v + rest2 * g * g;
-    p = p * keep - rate * (m / (sqrtf(v * inverse2) + eps));
+    p = p * keep - rate * quotient(m, root(v * inverse2) + eps);
   }
 };
 
@@ -84,7 +105,7 @@ struct Adagrad {
   __device__ __forceinline__ void update(float& p, float g, float& s, float&) const {
     if (decay != 0) g += decay * p;
     s = s + g * g;
-    p = p - rate * (g / (sqrtf(s) + eps));
+    p = p - rate * quotient(g, root(s) + eps);
   }
 };
 
@@ -133,7 +154,7 @@ struct Lamb {
   }
 
   __device__ __forceinline__ float direction(float p, float m, float v) const {
-    return m / (inside ? sqrtf(v + eps) : sqrtf(v) + eps) + decay * p;
+    return quotient(m, inside ? root(v + eps) : root(v) + eps) + decay * p;
   }
 
   // What the direction is multiplied by. `squares`: sums of the squares of the param and of its direction.

@@ -85,6 +85,7 @@ class Tuning:
     stream: int = 1
     waves: int = 1
     capacity: int = 60
+    exact: int = 1
 
     @property
     def tile(self) -> int:
@@ -94,8 +95,8 @@ class Tuning:
     @property
     def macros(self) -> Macros:
         """What the kernel is compiled with."""
-        numbers = (self.threads, self.blocks, self.vec, self.groups, self.stream, self.capacity)
-        names = ("DS_THREADS", "DS_BLOCKS", "DS_VEC", "DS_GROUPS", "DS_STREAM", "DS_CAPACITY")
+        numbers = (self.threads, self.blocks, self.vec, self.groups, self.stream, self.capacity, self.exact)
+        names = ("DS_THREADS", "DS_BLOCKS", "DS_VEC", "DS_GROUPS", "DS_STREAM", "DS_CAPACITY", "DS_EXACT")
         return tuple(zip(names, numbers, strict=True))
 
 
