@@ -1,4 +1,4 @@
-"""What hatchling does besides copying: the name ``deepspeed`` (docs/design.md) and the C++ library.
+"""What hatchling does besides copying: the name ``deepspeed`` (docs/design.md), the C++ library, CUDA sources.
 
 Owns three generated things. A ``.pth`` appends ``ds_hf/compat`` to sys.path, and the ``deepspeed`` stand-in gets a
 RECORD. An editable install needs neither: ``dev-mode-dirs`` in pyproject.toml names the folders, and without a RECORD
@@ -27,6 +27,7 @@ COMPAT = "ds_hf/compat"
 # Files of paths run no code when Python starts; the late name keeps the folder behind everybody else's.
 PTH_NAME = "zz_ds_hf.pth"
 LIBRARIES = "ds_hf/engine/ops/_lib"
+CUDA_SOURCES = "ds_hf/engine/ops/_cuda"  # compiled at first use; a checkout has them in csrc/cuda
 REPORT = "BUILD.txt"
 CMAKE = ">=3.18"
 REINSTALL = "install g++ and reinstall ds_hf"
@@ -60,6 +61,7 @@ class DsHfHook(BuildHookInterface[Any]):
             return
         include = build_data["force_include"]
         include.update({str(path): f"{LIBRARIES}/{path.name}" for path in files})
+        include[str(Path(self.root) / "csrc" / "cuda")] = CUDA_SOURCES
         if len(files) > 1:
             build_data["pure_python"] = False
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

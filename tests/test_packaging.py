@@ -160,6 +160,8 @@ def test_wheel_holds_all_files_and_the_record_of_the_stand_in(wheel: Path) -> No
         names = set(archive.namelist())
         assert archive.read("zz_ds_hf.pth").decode() == "ds_hf/compat\n"
         record = archive.read(f"ds_hf/compat/deepspeed-{VERSION}.dist-info/RECORD").decode()
+    for path in (ROOT / "csrc" / "cuda").iterdir():
+        assert f"ds_hf/engine/ops/_cuda/{path.name}" in names
     for path in (ROOT / "ds_hf").rglob("*"):
         if path.is_file() and not {"__pycache__", "_lib"} & set(path.parts):
             assert path.relative_to(ROOT).as_posix() in names
