@@ -95,7 +95,7 @@ class Emulator:
         assert function(pointers, grid, threads, ctypes.c_size_t(shared_nbytes)) == 0, f"{name} does not end"
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
-        return min(self.shared_nbytes // max(shared_nbytes, 1), 2)
+        return min(self.shared_nbytes // max(shared_nbytes, 1), 3)
 
     def _compiled(self, source: str, name: str, macros: Macros) -> Any:
         calls = [_WRAPPER.format(name=each, arguments=arguments) for each, arguments in _KERNELS[source].items()]

@@ -47,14 +47,19 @@ Rate = float | Tensor
 
 
 def available() -> str | None:
-    """``None`` if kernels compile and load for the current GPU, else why not, in one line."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return "no CUDA device"
-    return cuda_build.missing() or _failure(torch.cuda.current_device())
+    """``None`` if kernels compile and load for the current GPU, else why not, in one line; cheap but for the first."""
+    return _failure(torch.cuda.current_device()) if _has_cuda() else "no CUDA device"
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and torch.version.hip is None
 
 
 @functools.cache
 def _failure(index: int) -> str | None:
+    if reason := cuda_build.missing():
+        return reason
     try:
         machine = cuda_launch.gpu(index)
         machine.kernel("norm.cu", "norm_total", _norm_macros(machine.tunings.norm, 0))

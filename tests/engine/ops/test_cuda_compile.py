@@ -39,13 +39,13 @@ def norm(dtype: int) -> str:
     return cuda_build.program_text("norm.cu", cuda._norm_macros(TUNINGS.norm, dtype))
 
 
-def check(programs: list[str], arch: str) -> None:
-    """All compile, and no thread needs local memory."""
+def check(programs: list[str], arch: str, local_nbytes: int = 0) -> None:
+    """All compile, and no thread needs more local memory, which is what registers are spilled to."""
     with ThreadPoolExecutor(2) as pool:
         for code in pool.map(lambda text: cubin.compiled(text, arch), programs):
             frames = cubin.frame_nbytes(code)
             assert frames
-            assert not any(frames.values()), frames
+            assert max(frames.values()) <= local_nbytes, frames
 
 
 @needs_compiler
@@ -69,7 +69,7 @@ def test_other_kernels() -> None:
 @pytest.mark.parametrize("rule", MOMENTS)
 def test_every_update(rule: str, arch: str) -> None:
     dtypes = product((F32, BF16), (F32, BF16, F16), (F32, BF16), (F32, BF16, F16, NONE), (False, True))
-    check([update(rule, *combination) for combination in dtypes], arch)
+    check([update(rule, *combination) for combination in dtypes], arch, local_nbytes=32)
 
 
 @needs_compiler
@@ -79,7 +79,7 @@ def test_every_update(rule: str, arch: str) -> None:
 @pytest.mark.parametrize("source", ["lamb.cu", "lamb_fused.cu"])
 def test_every_lamb(source: str, arch: str) -> None:
     dtypes = product((F32, BF16), (F32, BF16, F16), (F32, BF16), (F32, BF16, F16, NONE))
-    check([lamb(source, *combination) for combination in dtypes], arch)
+    check([lamb(source, *combination) for combination in dtypes], arch, local_nbytes=32)
 
 
 def test_program_has_no_includes() -> None:
@@ -137,25 +137,48 @@ def test_cache_that_cannot_be_written(compilations: list[str], tmp_path: Path, m
     assert len(compilations) == 2
 
 
+@pytest.fixture
+def _nothing_remembered() -> Iterator[None]:
+    caches = (cuda._has_cuda, cuda._failure)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("_nothing_remembered")
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: False)
     assert cuda.available() == "no CUDA device"
+    cuda._has_cuda.cache_clear()
     monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 99)
+    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda_build, "missing", lambda: "cuda-core is not installed")
     assert cuda.available() == "cuda-core is not installed"
+
+
+@pytest.mark.usefixtures("_nothing_remembered")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("6: NVRTC_ERROR, log:\n\nprogram(3): error: what is this\n  code\n", "NVRTC failed: program(3): error: what"),
+        ("the CUDA driver answered X", "kernels do not load: the CUDA driver answered X"),
+        ("", "kernels do not load: RuntimeError"),
+    ],
+)
+def test_kernels_that_do_not_load(monkeypatch: pytest.MonkeyPatch, text: str, reason: str) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda_build, "missing", lambda: None)
-
-    def fails(*_: object) -> bytes:
-        raise RuntimeError("6: NVRTC_ERROR_COMPILATION, log:\n\nprogram(3): error: what is this\n  code\n")
-
-    machine = SimpleNamespace(kernel=fails, tunings=TUNINGS)
-    monkeypatch.setattr(cuda_launch, "gpu", lambda _: machine)
-    reason = cuda.available()
-    assert reason is not None
-    assert reason.startswith("NVRTC failed: ")
-    assert "\n" not in reason
-    cuda._failure.cache_clear()
+    monkeypatch.setattr(cuda_launch, "gpu", lambda _: SimpleNamespace(kernel=fails, tunings=TUNINGS))
+    got = cuda.available()
+    assert got is not None
+    assert got.startswith(reason)
+    assert "\n" not in got
 
 
 def test_unsupported() -> None:

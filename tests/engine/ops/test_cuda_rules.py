@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.ops import cuda, cuda_launch
+from ds_hf.engine.ops import cuda, cuda_lamb, cuda_launch
+from ds_hf.engine.ops.cuda_launch import Tuning, Tunings
 from tests.helpers import ops_cases as cases
 from tests.helpers.cuda_emulator import Emulator, missing
 
@@ -215,3 +216,25 @@ def test_lamb_of_nothing_and_of_zeros(ops: Any, fused: bool) -> None:
 def test_lamb_flag_writes_nothing(ops: Any, fused: bool) -> None:
     data = cases.make(SIZES, out=BF16)
     cases.check_skip(data, lambda control: cases.call_lamb(ops, data, control, fused))
+
+
+@pytest.mark.parametrize(
+    ("tuning", "ahead"),
+    [
+        (Tuning(threads=64, blocks=1, vec=8, groups=1, waves=3), 2),
+        (Tuning(threads=32, blocks=3, groups=4, stream=0, capacity=100), 1),
+    ],
+)
+def test_other_tunings(
+    ops: Any, machine: Emulator, monkeypatch: pytest.MonkeyPatch, tuning: Tuning, ahead: int
+) -> None:
+    monkeypatch.setattr(machine, "tunings", Tunings(tuning, tuning, tuning, tuning))
+    monkeypatch.setattr(machine, "shared_nbytes", 40 << 10)
+    monkeypatch.setattr(cuda_lamb, "AHEAD", ahead)
+    for numels in ([5000, 0, 1024, 33, 7000, 2048, 512], [index * 37 % 700 for index in range(130)]):
+        for offset in (0, 1):
+            cases.check_update(ops, "adamw", cases.make(numels, grad=BF16, out=BF16, offset=offset))
+            cases.check_lamb(ops, cases.make(numels, grad=BF16, out=BF16, offset=offset), fused=False)
+            cases.check_lamb(ops, cases.make(numels, grad=BF16, out=BF16, offset=offset), fused=True)
+        cases.check_norm(ops, cases.make(numels, grad=BF16).grads)
+    assert {name for name, _ in machine.launches} > {"lamb_fused"}
