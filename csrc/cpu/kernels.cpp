@@ -128,7 +128,9 @@ struct LambApply {
     static constexpr bool grad = false, writes_param = true, writes_moments = false, sums = false;
     static constexpr int moments = 2;
     using Scalars = LambScalars;
-    static DS_HF_INLINE void apply(const Scalars &s, F, F &p, F &m, F &v, F &) { p = p - s.rate * lamb_update(s, p, m, v); }
+    static DS_HF_INLINE void apply(const Scalars &s, F, F &p, F &m, F &v, F &) {
+        p = p - s.rate * lamb_update(s, p, m, v);
+    }
 };
 
 // Sums of squares: short runs in fp32, lane by lane, and the runs in double.

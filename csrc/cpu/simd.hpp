@@ -2,10 +2,9 @@
 //
 // A value of a rule is a Group: W numbers in a few vectors, each operation on all of them before the next. Long
 // dependency chains (square root, division, rounding) then overlap, and each tensor is read two cache lines at a time;
-// against one vector at a time a step of AdamW takes a sixth less. Arithmetic is the compilers' own on
-// vector types (GCC, Clang); intrinsics are used only where they have no operator. Everything lies in an unnamed
-// namespace and nothing of the standard library is used: an inline function compiled for AVX-512 must never be the copy
-// that the linker keeps for everybody.
+// against one vector at a time a step of AdamW takes a sixth less. Arithmetic is the compilers' own on vector types (GCC,
+// Clang); intrinsics are used only where they have no operator. Everything lies in an unnamed namespace and nothing of
+// the standard library is used: an inline function compiled for AVX-512 must never be the copy that the linker keeps.
 #pragma once
 
 #include <stdint.h>
@@ -99,7 +98,9 @@ DS_HF_INLINE I as_signed(const U &x) {
 DS_HF_INLINE F from_bits(const U &x) {
     return each([](VU v) { return (VF)v; }, x);
 }
-DS_HF_INLINE U select(const I &mask, const U &yes, const U &no) { return (yes & bits(mask)) | (no & (bits(mask) ^ ~0u)); }
+DS_HF_INLINE U select(const I &mask, const U &yes, const U &no) {
+    return (yes & bits(mask)) | (no & (bits(mask) ^ ~0u));
+}
 DS_HF_INLINE F select(const I &mask, const F &yes, const F &no) { return from_bits(select(mask, bits(yes), bits(no))); }
 
 DS_HF_INLINE U lane_numbers() {
@@ -145,8 +146,8 @@ DS_HF_INLINE H narrow_upper(const U &x) {
     return each(
         [](VU v) {
 #if defined(__AVX512F__)
-            const __m512i odd_words = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 31, 29, 27, 25, //
-                                                       23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+            const __m512i odd_words = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 31, 29, 27, //
+                                                       25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
             return (VH)_mm512_castsi512_si256(_mm512_permutexvar_epi16(odd_words, (__m512i)v));
 #elif defined(__AVX2__)
             const __m256i odd_words = _mm256_set1_epi64x(0x0f0e0b0a07060302);
