@@ -3,8 +3,9 @@
 // A value of a rule is a Group: W numbers in a few vectors, each operation on all of them before the next. Long
 // dependency chains (square root, division, rounding) then overlap, and each tensor is read two cache lines at a time;
 // against one vector at a time a step of AdamW takes a sixth less. Arithmetic is the compilers' own on vector types
-// (GCC, Clang); intrinsics are used only where they have no operator. Everything lies in an unnamed namespace and nothing
-// of the standard library is used: an inline function compiled for AVX-512 must never be the copy that the linker keeps.
+// (GCC, Clang); intrinsics are used only where they have no operator. Everything lies in an unnamed namespace and
+// nothing of the standard library is used: an inline function compiled for AVX-512 must never be the copy that the
+// linker keeps.
 #pragma once
 
 #include <stdint.h>
