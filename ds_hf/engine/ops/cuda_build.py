@@ -21,7 +21,7 @@ __all__ = ["Macros", "compile_cubin", "cubin", "missing", "program_text"]
 
 Macros = tuple[tuple[str, str | int], ...]
 
-INSTALL = "pip install ds-hf[cuda]"
+INSTALL = "pip install cuda-core cuda-bindings"
 STANDARD = "c++17"
 _INCLUDE = re.compile(r'#include "([\w.]+)"\n')
 _DIGEST = hashlib.sha256().digest_size
