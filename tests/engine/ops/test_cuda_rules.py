@@ -218,6 +218,7 @@ def test_lamb_flag_writes_nothing(ops: Any, fused: bool) -> None:
     cases.check_skip(data, lambda control: cases.call_lamb(ops, data, control, fused))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tuning", "ahead"),
     [
