@@ -247,6 +247,7 @@ def _read_rest(
         restore_groups(engine.optimizer, common["param_groups"])
         _restore_scaler(engine, common.get("loss_scaler"))
         if manifest.world_size == engine.axis.world_size:
+            restore_groups(engine.optimizer, own[0].get("param_groups", common["param_groups"]))
             _restore_rng(own[0].get("rng", {}))
     if wanted.scheduler:
         if common["lr_scheduler"] is None:

@@ -218,7 +218,10 @@ def _rank_state(engine: Checkpointable, irregular: list[dict[str, Any]]) -> dict
     rng: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    return {**_identity(engine), "rng": rng, "irregular": irregular}
+    state = {**_identity(engine), "rng": rng, "irregular": irregular}
+    if engine.optimizer is not None:  # counters that each rank keeps for itself, such as those of stochastic rounding
+        state["param_groups"] = [_options(group) for group in engine.optimizer.param_groups]
+    return state
 
 
 def _common_state(engine: Checkpointable, client_state: dict[str, Any] | None) -> dict[str, Any] | None:
