@@ -52,6 +52,10 @@ def sum_of_bytes(data: Any, start: int = 0) -> Sum:
 
 def _sum_of_words(words: Any, start: int) -> Sum:
     """Row by row: the sum of each row gives the coarse position, the sum of each column the fine one."""
+    if words.size <= _ROW:
+        mixed = words ^ (words >> 32)
+        first = int(mixed.sum())
+        return first, (int((mixed * np.arange(1, words.size + 1, dtype=np.uint64)).sum()) + start * first) & _MASK
     rows = -(-words.size // _ROW)
     columns, mixed = np.zeros(_ROW, np.uint64), np.empty(_ROW, np.uint64)
     totals = np.empty(rows, np.uint64)
@@ -65,7 +69,7 @@ def _sum_of_words(words: Any, start: int) -> Sum:
     first = int(totals.sum())
     coarse = int((totals * np.arange(rows, dtype=np.uint64)).sum())
     fine = int((columns * np.arange(1, _ROW + 1, dtype=np.uint64)).sum())
-    return first & _MASK, (coarse * _ROW + fine + start * first) & _MASK
+    return first, (coarse * _ROW + fine + start * first) & _MASK
 
 
 def sum_of_tensor(tensor: Tensor, start: int = 0) -> Sum:
@@ -103,8 +107,8 @@ class Checksum:
         self._words = 0
 
     def update(self, data: Any) -> None:
-        """The next bytes."""
-        view = memoryview(data).cast("B")
+        """The next bytes, a buffer of single bytes."""
+        view = memoryview(data)
         if self._rest:
             missing = min(WORD - len(self._rest), len(view))
             self._rest += bytes(view[:missing])
