@@ -262,6 +262,10 @@ class ShardedOptimizer(Optimizer):
         narrow = master.dtype is torch.bfloat16 and self._update is not None and self.policy.moments is torch.float32
         return torch.float32 if wide or narrow else master.dtype
 
+    def moment_dtype(self, buffer: FlatBuffer) -> torch.dtype:
+        """Dtype of the buffer's moments on every rank, also on one that has none of them."""
+        return self._moment_dtype(self.masters[buffer])
+
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
         """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""
         master = self.masters[buffer]

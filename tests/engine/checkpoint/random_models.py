@@ -160,10 +160,16 @@ def snapshot(engine: Any) -> dict[str, Any]:
     found["counters"] = (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps)
     options = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
     found["groups"] = [{k: v for k, v in group.items() if k != "roundings"} for group in options]
-    found["roundings of each rank"] = _gathered(engine, [group.get("roundings", 0) for group in options])
+    found["roundings of each rank"] = _gathered(engine, _roundings(engine))
     found["loss scaler"] = engine.optimizer.loss_scaler.state_dict()
     found["scheduler"] = engine.lr_scheduler.state_dict()
     return found
+
+
+def _roundings(engine: Any) -> dict[int, int]:
+    """How often this rank has rounded in each group of which it owns a part."""
+    groups = engine.optimizer.param_groups
+    return {i: group.get("roundings", 0) for i, group in enumerate(groups) if any(p.numel() for p in group["params"])}
 
 
 def _scalars(engine: Any) -> dict[str, Any]:
@@ -201,7 +207,9 @@ def shapes(draw: st.DrawFn) -> Shape:
     """Models with at least one trainable parameter."""
     optimizer = draw(st.sampled_from(OPTIMIZERS))
     dtypes = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64])
-    if optimizer == "Lamb":  # its operator takes masters of one dtype
+    if optimizer == "Lamb":  # its operator takes gradients of one dtype
+        dtypes = st.just(torch.float32)
+    elif optimizer == "Muon":
         dtypes = st.sampled_from([torch.float32, torch.bfloat16])
     values = st.builds(Value, _SHAPES, st.booleans() | st.just(True), st.integers(0, 2), dtypes)
     parts = draw(st.lists(st.lists(values, min_size=1, max_size=4).map(tuple), min_size=1, max_size=4).map(tuple))
