@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.digest import digest_of, digest_of_common
+from ds_hf.engine.checkpoint.digest import digest_of_common, digests_of
 from ds_hf.engine.checkpoint.files import (
     Stretch,
     TensorEntry,
@@ -80,10 +80,11 @@ def gather_part(engine: Checkpointable, client_state: dict[str, Any] | None, exc
     part.entries = live_entries(engine, part.report, irregular, exclude_frozen)
     if rank == 0:
         part.report.common = digest_of_common(common)
-    rng = random_states()
-    part.report.rng = digest_of(rng)
+    state = _rank_state(engine, irregular)
+    part.report.rng = digests_of(state["rng"])
+    part.report.options = [digests_of(group) for group in state.get("param_groups", ())]
     name = optimizer_states_name(rank, bf16=bool(engine.settings.bf16.enabled))
-    part.pickled[name] = pickled({**_identity(engine), "rng": rng, "irregular": irregular})
+    part.pickled[name] = pickled(state)
     sharded = engine.plan.shards_parameters
     if rank == 0 or sharded:
         name = model_states_name(rank, sharded=sharded)
@@ -241,6 +242,14 @@ def _whole_entries(engine: Checkpointable, exclude_frozen: bool) -> dict[str, Te
 
 def _identity(engine: Checkpointable) -> dict[str, Any]:
     return {"rank": engine.axis.rank, "dp_world_size": engine.axis.world_size, "mp_world_size": 1, **counters(engine)}
+
+
+def _rank_state(engine: Checkpointable, irregular: list[dict[str, Any]]) -> dict[str, Any]:
+    """What each rank keeps for itself."""
+    state: dict[str, Any] = {**_identity(engine), "rng": random_states(), "irregular": irregular}
+    if engine.optimizer is not None:  # with counters of each rank's own, such as those of stochastic rounding
+        state["param_groups"] = [_options(group) for group in engine.optimizer.param_groups]
+    return state
 
 
 def _common_state(engine: Checkpointable, client_state: dict[str, Any] | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["digest_of", "digest_of_common"]
+__all__ = ["digest_of", "digest_of_common", "digests_of"]
 
 
 def digest_of(value: Any) -> str:
@@ -23,12 +23,16 @@ def digest_of(value: Any) -> str:
     return state.hexdigest()
 
 
+def digests_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """The digest of each value, so that a difference has a name."""
+    return {key: digest_of(value) for key, value in values.items()}
+
+
 def digest_of_common(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The digests of what is one for all ranks, each apart, so that a difference has a name."""
+    """The digests of what is one for all ranks."""
     scaler = common.get("loss_scaler")
     scheduler = common.get("lr_scheduler")
     return {
-        "groups": [{key: digest_of(value) for key, value in group.items()} for group in common.get("param_groups", ())],
         "lr_scheduler": None if scheduler is None else [common.get("lr_scheduler_kind"), digest_of(scheduler)],
         "loss_scaler": None if scaler is None else [scaler["kind"], digest_of(scaler["state"])],
         "data": None if common.get("data") is None else digest_of(common["data"]),

@@ -46,7 +46,8 @@ class RankReport:
         scalars: for each parameter, the optimizer's scalars, encoded.
         groups: parameter group of each parameter of which the rank updates a part.
         irregular: ``[name, start, numel]`` of states that lie in the rank's pickled file.
-        rng: digest of the rank's random states.
+        rng: digests of the rank's random states.
+        options: of each parameter group as this rank has it, the digests of its options.
         common: rank 0's digests of what is one for all.
         checksums: of each file.
         sums: for each state of each parameter, the sum of the rank's part, see ``checksum``.
@@ -57,7 +58,8 @@ class RankReport:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     irregular: list[tuple[str, int, int]] = field(default_factory=list)
-    rng: str = ""
+    rng: dict[str, str] = field(default_factory=dict)
+    options: list[dict[str, str]] = field(default_factory=list)
     common: dict[str, Any] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     sums: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -144,6 +146,7 @@ def complete(description: Json, reports: Sequence[RankReport]) -> Json:
         "digest": {
             "tensors": _digests(reports),
             "rng": [report.rng for report in reports],
+            "groups": [report.options for report in reports],
             **reports[0].common,
         },
     }
