@@ -7,7 +7,6 @@ whole, and ``recover`` finds it. ``latest`` is written last. Only rank 0 calls w
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -81,7 +80,7 @@ def commit(staged: Path, target: Path, description: dict[str, Any], reports: Seq
                 )
     manifest = complete(description, reports)
     write_text(staged / SCRIPT, _script(), 0o755)
-    write_text(staged / zero_to_fp32.MANIFEST, json.dumps(manifest))
+    write_text(staged / zero_to_fp32.MANIFEST, zero_to_fp32.sealed(manifest))
     sync_folder(staged)
     former = hidden_beside(target, "old")
     replaced = os.path.lexists(target)
