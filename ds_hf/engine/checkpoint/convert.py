@@ -6,10 +6,9 @@ name or not at all, and ``latest`` names it last.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import uuid
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.checkpoint import zero_to_fp32
+from ds_hf.engine.checkpoint.checksum import checksum_of_file
+from ds_hf.engine.checkpoint.commit import announce, check_space, hidden_beside, make_folder
 from ds_hf.engine.checkpoint.files import (
     check_loadable,
     model_states_name,
     optimizer_states_name,
-    replace_text,
     sync_folder,
     tensors_name,
     write_text,
@@ -33,7 +33,7 @@ from ds_hf.engine.checkpoint.zero_to_fp32 import FORMAT, MANIFEST, SavedParamete
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["default_tag", "publish_folder", "write_own"]
+__all__ = ["default_tag", "publish_folder", "stage", "state_bytes", "write_own"]
 
 SCRIPT = "zero_to_fp32.py"
 
@@ -53,7 +53,7 @@ def write_own(source: Source, save_dir: str | Path, tag: str | None = None, repo
     source.check()
     root = Path(save_dir)
     target = root / (default_tag(source) if tag is None else tag)
-    staged = _stage(target)
+    staged = stage(target, state_bytes(source))
     try:
         common = {key: value for key, value in source.common.items() if key not in _identity(source)}
         check_loadable(common, str(source.folder))
@@ -65,21 +65,35 @@ def write_own(source: Source, save_dir: str | Path, tag: str | None = None, repo
         name = model_states_name(0, sharded=False)
         files[name] = _pickle(staged / name, {**_identity(source), **common})
         write_text(staged / SCRIPT, Path(zero_to_fp32.__file__).read_text(encoding="utf-8"), 0o755)
-        write_text(staged / MANIFEST, json.dumps(_manifest(source, target.name, name, files)))
+        manifest = _manifest(source, target.name, name, files)
+        manifest["checksums"] = {file: checksum_of_file(staged / file) for file in files}
+        write_text(staged / MANIFEST, zero_to_fp32.sealed(manifest))
         publish_folder(staged, target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    replace_text(root / "latest", str(target.relative_to(root)))
+    announce(root, str(target.relative_to(root)), save_latest=True)
     _warn_of_losses(source)
     return target
 
 
-def _stage(target: Path) -> Path:
+def stage(target: Path, nbytes: int) -> Path:
+    """A new hidden folder beside ``target``, which does not exist yet."""
     if target.exists():
         raise CheckpointError(f"{target} exists: give another tag or folder")
-    staged = target.with_name(f".{target.name}.saving-{uuid.uuid4().hex[:12]}")
-    staged.mkdir(parents=True)
+    check_space(target.parent, nbytes)
+    staged = hidden_beside(target, "saving")
+    make_folder(staged)
     return staged
+
+
+def state_bytes(source: Source) -> int:
+    """Bytes of all states and buffers."""
+    states = (
+        saved.numel * source.stored_dtype(saved, state).itemsize
+        for saved in source.manifest.parameters.values()
+        for state in saved.states
+    )
+    return sum(states) + sum(source.files.buffer(buffer).nbytes for buffer in source.manifest.buffers.values())
 
 
 def publish_folder(staged: Path, target: Path) -> None:
@@ -150,6 +164,7 @@ def _manifest(source: Source, tag: str, common_file: str, files: dict[str, int])
         "tag": tag,
         "world_size": 1,
         "counters": _counters(source),
+        "written_at": time.time(),
         "common_file": common_file,
         "files": files,
         "optimizer": known.extra.get("optimizer"),

@@ -13,7 +13,6 @@ import math
 import os
 import pickle
 import shutil
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ds_hf.engine.checkpoint.convert import publish_folder
+from ds_hf.engine.checkpoint.convert import publish_folder, stage, state_bytes
 from ds_hf.engine.checkpoint.interface import dtype_name
 from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source
 from ds_hf.engine.checkpoint.states import encode_scalar
@@ -71,10 +70,7 @@ def write_dcp(
     """
     source.check()
     target = Path(folder)
-    if target.exists():
-        raise CheckpointError(f"{target} exists: give another folder")
-    staged = target.with_name(f".{target.name}.saving-{uuid.uuid4().hex[:12]}")
-    staged.parent.mkdir(parents=True, exist_ok=True)
+    staged = stage(target, state_bytes(source))
     make: dict[str, Callable[[], Tensor]] = {}
     state = _state(source, dtype, make)
     try:

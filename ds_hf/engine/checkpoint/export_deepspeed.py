@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.convert import default_tag, publish_folder
+from ds_hf.engine.checkpoint.convert import default_tag, publish_folder, stage, state_bytes
 from ds_hf.engine.checkpoint.deepspeed_layout import even_parts, in_order
 from ds_hf.engine.checkpoint.deepspeed_pickle import (
     DynamicScaler,
@@ -82,10 +81,7 @@ def write_deepspeed(
     flats = _flats(source, target)
     root = Path(save_dir)
     folder = root / (default_tag(source) if tag is None else tag)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists: give another tag or folder")
-    staged = folder.with_name(f".{folder.name}.saving-{uuid.uuid4().hex[:12]}")
-    staged.mkdir(parents=True)
+    staged = stage(folder, state_bytes(source))
     bf16 = any(weight.dtype is torch.bfloat16 for weight in source.weights())
     try:
         for rank in range(target.world_size):

@@ -110,7 +110,7 @@ def describe(engine: Checkpointable, tag: str, common_file: str, exclude_frozen:
         "counters": counters(engine),
         "common_file": common_file,
         "optimizer": _optimizer(engine),
-        "groups": None if engine.optimizer is None else [[] for _ in engine.optimizer.param_groups],
+        "groups": _given_groups(engine),
         "parameters": parameters,
         "excluded": excluded,
         "tied": {**aliases(engine), **tied_buffers},
@@ -136,7 +136,7 @@ def complete(description: Json, reports: Sequence[RankReport]) -> Json:
             if report.scalars.get(name):
                 entry.setdefault("scalars", {}).update(report.scalars[name])
     if description["groups"] is not None:
-        description["groups"] = _groups(len(description["groups"]), reports)
+        description["groups"] = _groups(description["groups"], reports)
     return {
         **description,
         "written_at": time.time(),
@@ -201,13 +201,24 @@ def _optimizer(engine: Checkpointable) -> dict[str, Any] | None:
     return {"class": type(engine.optimizer.optimizer).__name__, "whole": engine.optimizer.whole}
 
 
-def _groups(count: int, reports: Sequence[RankReport]) -> list[list[str]]:
-    """Names of the parameters of each parameter group."""
-    groups: list[dict[str, None]] = [{} for _ in range(count)]
+def _given_groups(engine: Checkpointable) -> list[list[str]] | None:
+    """Names of each parameter group in the user's order, by which DeepSpeed knows parameters; ``None`` without one."""
+    if engine.optimizer is None:
+        return None
+    return [[engine.param_names.get(id(param), "") for param in group] for group in engine.optimizer.given]
+
+
+def _groups(given: list[list[str]], reports: Sequence[RankReport]) -> list[list[str]]:
+    """Names of the parameters of each parameter group that are in the checkpoint."""
+    groups: list[dict[str, None]] = [{} for _ in given]
     for report in reports:
         for name, group in report.groups.items():
             groups[group].setdefault(name)
-    return [list(names) for names in groups]
+    places = [{name: place for place, name in enumerate(names)} for names in given]
+    return [
+        sorted(names, key=lambda name, known=known: known.get(name, len(known)))  # type: ignore[misc]
+        for names, known in zip(groups, places, strict=True)
+    ]
 
 
 def _version() -> str:
