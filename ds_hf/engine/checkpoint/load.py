@@ -7,6 +7,7 @@ two meetings no collective is issued.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,17 @@ from ds_hf.engine.checkpoint.interface import (
     module_buffers,
     names_of,
 )
-from ds_hf.engine.checkpoint.pickled import read_pickled
 from ds_hf.engine.checkpoint.position import restore_data_position
-from ds_hf.engine.checkpoint.restore import check_pieces, restore_groups, restore_states
+from ds_hf.engine.checkpoint.restore import check_options, check_pieces, check_rule, restore_groups, restore_states
+from ds_hf.engine.checkpoint.resume import (
+    RankStates,
+    check_common,
+    check_extra,
+    identity_of,
+    naming,
+    rank_states,
+    same_for_all,
+)
 from ds_hf.engine.checkpoint.rng import restore_random_states
 from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder
@@ -93,7 +102,9 @@ def load_checkpoint(
     if engine.settings.ds_hf.checkpoint.verify == "full" and (folder / MANIFEST).is_file():
         folder = undamaged(axis, Path(load_dir), folder, named=tag is not None or folder == Path(load_dir))
     with together(axis, f"checking {folder}"):
-        source, fit = _open(engine, folder, wanted, custom_load_fn is not None)
+        identity = identity_of(folder)
+        source, fit, ranks = _open(engine, folder, wanted, custom_load_fn is not None)
+    same_for_all(axis, source.manifest)
     _clear(engine)
     manifest, common, files = source.manifest, source.common, source.files
     if custom_load_fn is None:
@@ -102,9 +113,12 @@ def load_checkpoint(
         _publish(engine)
     else:
         _load_custom(engine, manifest, files, custom_load_fn)
-    with together(axis, f"reading {folder}"):
-        _set_extra_states(engine, common["extra_state"])
-        _read_rest(engine, source, fit, wanted)
+    with together(axis, f"reading {folder} (the engine has a part of it now)"):
+        with naming(folder):
+            _set_extra_states(engine, common["extra_state"])
+            _read_rest(engine, source, fit, ranks, wanted)
+        if identity_of(folder) != identity:
+            raise CheckpointError(f"{folder} was replaced or removed by another run while it was read: load again")
     if custom_load_fn is None:
         check_restored(engine, manifest, fit, Restored(wanted.optimizer, wanted.scheduler, wanted.counters))
     return str(folder), common["client_state"]
@@ -115,9 +129,11 @@ def load_checkpoint(
 
 def _find(root: Path, tag: str | None) -> Path | None:
     """The checkpoint's folder; ``None``, with a warning, where there is none to load."""
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is a file and not the folder of checkpoints")
     if tag is None and kind_of(root) is not None:
         return root
-    if tag is None and not (root / "latest").is_file():
+    if tag is None and not os.path.lexists(root / "latest"):
         logger.warning("no checkpoint loaded: %s does not exist; give load_checkpoint() a tag", root / "latest")
         return None
     folder = find_folder(root, None if tag is None else str(tag))
@@ -129,18 +145,22 @@ def _find(root: Path, tag: str | None) -> Path | None:
     return None
 
 
-def _open(engine: Checkpointable, folder: Path, wanted: _Wanted, custom: bool) -> tuple[Source, Fit]:
+def _open(engine: Checkpointable, folder: Path, wanted: _Wanted, custom: bool) -> tuple[Source, Fit, RankStates]:
     source = open_folder(folder)
     manifest, common = source.manifest, source.common
     if engine.axis.rank == 0:  # once is enough, and there may be thousands of files
         source.check()
+    check_extra(manifest)
+    check_common(source)
     fit = check_fit(engine, manifest, strict=wanted.strict and not custom, lenient_names=custom)
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)
         check_pieces(engine, manifest, fit)
-    if not isinstance(common["client_state"], dict):
-        raise CheckpointError(f"{folder}: client_state is no dict")
-    return source, fit
+        ranks = rank_states(engine.axis, source)
+        if ranks.own is not None and "param_groups" in ranks.own and engine.optimizer is not None:
+            check_options(engine.optimizer, ranks.own["param_groups"], f"{folder}, rank {engine.axis.rank}")
+        return source, fit, ranks
+    return source, fit, RankStates(None, [])
 
 
 def _check_optimizer(engine: Checkpointable, manifest: Manifest, common: dict[str, Any]) -> None:
@@ -150,12 +170,8 @@ def _check_optimizer(engine: Checkpointable, manifest: Manifest, common: dict[st
         raise CheckpointError(
             f"{manifest.folder} was saved without an optimizer: load it with load_optimizer_states=False"
         )
-    live = len(engine.optimizer.param_groups)
-    if len(saved) != live:
-        raise CheckpointError(
-            f"the optimizer has {live} parameter groups, {manifest.folder} has {len(saved)}: build the same groups, or "
-            "load with load_optimizer_states=False"
-        )
+    check_rule(engine.optimizer, manifest)
+    check_options(engine.optimizer, saved, str(manifest.folder))
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -234,19 +250,20 @@ def _read_rest(
     engine: Checkpointable,
     source: Source,
     fit: Fit,
+    ranks: RankStates,
     wanted: _Wanted,
 ) -> None:
     """Optimizer, scheduler, counters and random state; local to this rank."""
     manifest, common = source.manifest, source.common
     if wanted.optimizer and engine.optimizer is not None:
-        own = _rank_states(engine, source)
-        irregular = [entry for state in own for entry in state.get("irregular", ())]
-        restore_states(engine, fit, source.files, irregular)
-        restore_groups(engine.optimizer, _known_options(engine.optimizer, source))
+        restore_states(engine, fit, source.files, ranks.irregular)
+        options = _known_options(engine.optimizer, source)
+        if ranks.own is not None:  # with what each rank counts for itself
+            options = ranks.own.get("param_groups", options)
+        restore_groups(engine.optimizer, options)
         _restore_scaler(engine, common.get("loss_scaler"))
-        if own and manifest.world_size == engine.axis.world_size:
-            restore_groups(engine.optimizer, own[0].get("param_groups", common["param_groups"]))
-            restore_random_states(own[0].get("rng", {}))
+        if ranks.own is not None:
+            restore_random_states(ranks.own.get("rng", {}))
     if wanted.scheduler:
         if common["lr_scheduler"] is None:
             logger.warning("%s holds no state of a learning-rate scheduler: it starts anew", manifest.folder)
@@ -272,23 +289,9 @@ def _known_options(optimizer: ShardedOptimizer, source: Source) -> list[dict[str
     return [{key: value for key, value in group.items() if key in live} for group, live in pairs]
 
 
-def _rank_states(engine: Checkpointable, source: Source) -> list[dict[str, Any]]:
-    """The pickled states of the ranks that this one needs, its own first; other libraries have none."""
-    manifest = source.manifest
-    if source.kind is not Kind.DS_HF:
-        return []
-    names = sorted(name for name in manifest.files if name.endswith("_optim_states.pt"))
-    by_rank = {int(name.split("zero_pp_rank_")[1].split("_")[0]): name for name in names}
-    needed = [engine.axis.rank] if engine.axis.rank in by_rank else []
-    if manifest.extra.get("irregular"):
-        needed += [rank for rank in by_rank if rank != engine.axis.rank]
-    return [read_pickled(manifest.folder / by_rank[rank]) for rank in needed]
-
-
 def _restore_scaler(engine: Checkpointable, saved: Any) -> None:
     """A scaler of another kind (another precision) starts anew."""
     assert engine.optimizer is not None
     scaler = engine.optimizer.loss_scaler
     if isinstance(saved, dict) and saved.get("kind") == type(scaler).__name__:
         scaler.load_state_dict(saved["state"])
-

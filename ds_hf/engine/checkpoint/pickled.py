@@ -76,7 +76,11 @@ def check_pickled(path: Path) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = str(error)
+    if isinstance(error, pickle.UnpicklingError) and "WeightsUnpickler error:" in text:
+        # The rest of torch's message advises to switch the protection off.
+        text = "it holds what is not loaded from a checkpoint: " + text.rpartition("WeightsUnpickler error:")[2].strip()
+    text = text.splitlines()[0] if text else type(error).__name__
     return text if isinstance(error, _Refused | pickle.UnpicklingError) else f"{type(error).__name__}: {text}"[:500]
 
 

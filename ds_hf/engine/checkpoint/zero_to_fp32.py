@@ -228,13 +228,11 @@ def _regular_nbytes(path: Path) -> int:
 
 def _read_text(path: Path, most: int) -> str:
     """A small text file, not more of it than it should have."""
-    if _regular_nbytes(path) > most:
-        raise OSError(f"it has more than {most} bytes, too many for what it describes")
+    nbytes = _regular_nbytes(path)
+    if nbytes > most:
+        raise OSError(f"it has {nbytes} bytes, too many for what it describes")
     with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:  # what has no size beforehand
-        raise OSError(f"it has more than {most} bytes")
-    return content.decode("utf-8")
+        return file.read(nbytes).decode("utf-8")
 
 
 def _nbytes_in(folder: Path) -> int:
@@ -408,7 +406,7 @@ class TensorFiles:
                 if file not in self._handles:
                     self._handles[file] = safe_open(path, framework="pt")
                 found = self._pieces[file, key] = _Piece(path, key, self._handles[file].get_slice(key))
-            except (OSError, SafetensorError, ValueError) as error:
+            except (OSError, SafetensorError, ValueError, MemoryError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
         return found
 
@@ -469,7 +467,7 @@ class _Piece:
     def _guard(self, read: Any) -> Tensor:
         try:
             return read()  # type: ignore[no-any-return]
-        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{self.path}: tensor {self.key} cannot be read: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """Random models, optimizers and layouts for the elastic property test, and everything of an engine that must come back.
 
-A model's loss touches every parameter by itself, so any set of shapes trains. Gradients depend on the step alone, not on
-the rank.
+A model's loss touches every parameter by itself, so any set of shapes trains. Gradients depend on the step alone, not
+on the rank.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ class RandomModel(nn.Module):
         self.parts = nn.ModuleList(Part(values, shape.buffers, generator) for values in shape.parts)
         if shape.tied:
             self.parts[-1].register_parameter("again", self.parts[0].p0)
-        self.group_of = {id(self.parts[i].get_parameter(f"p{j}")): v.group for i, vs in enumerate(shape.parts) for j, v in enumerate(vs)}
+        self.group_of = {
+            id(self.parts[i].get_parameter(f"p{j}")): v.group
+            for i, vs in enumerate(shape.parts)
+            for j, v in enumerate(vs)
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         total = x
