@@ -1,14 +1,16 @@
 """Any checkpoint loads at any world size, stage and offload, bit for bit: random models, optimizers and layouts.
 
-Ranks are threads here (``simulated``); ``test_processes`` repeats a few cases with gloo processes, where random state
-and data loaders are each rank's own.
+Ranks are threads here (``simulated``); a few cases are repeated with gloo processes, where random states and positions
+in the data are each rank's own.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,23 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+import ds_hf
 from tests.engine.checkpoint.random_models import (
     PRECISIONS,
     Cell,
     RandomModel,
     Shape,
+    Value,
     build_engine,
     cells,
+    engine_config,
     shapes,
     snapshot,
     train_steps,
 )
 from tests.engine.checkpoint.simulated import run_threads
 from tests.engine.checkpoint.workload import differences
+from tests.helpers.distributed import run_distributed
 
 STEPS = 3
 SMOOTH = ("AdamW", "Lamb", "Adagrad", "SGD momentum", "SGD", "NAdam")  # rounding of a gradient stays small
@@ -132,3 +138,82 @@ def test_saved_at_one_layout_loads_at_any_other(case: tuple[Shape, Cell, list[Ce
 def test_saved_at_one_layout_loads_at_any_other_at_length(case: tuple[Shape, Cell, list[Cell]]) -> None:
     shape, source, targets = case
     check(shape, source, targets, seed=1)
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+
+def _batches(engine: Any, loader: Iterator[Any], count: int) -> list[list[int]]:
+    """Samples of the next batches, with a step on each."""
+    seen = []
+    for batch in islice(loader, count):
+        seen.append(sorted(batch.long().tolist()))
+        engine.backward(engine(batch.mean()))
+        engine.step()
+    return seen
+
+
+def _engine_with_data(shape: Shape, cell: Cell, seed: int, micro: int) -> Any:
+    model = RandomModel(shape, seed)
+    groups = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    content = {**engine_config(shape, cell), "train_micro_batch_size_per_gpu": micro}
+    data = torch.arange(48.0)
+    return ds_hf.initialize(model=model, config=content, model_parameters=groups, training_data=data)[0]
+
+
+def _save_in_processes(shape: Shape, cell: Cell, folder: Path) -> dict[str, Any]:
+    engine = _engine_with_data(shape, cell, 1, 24 // 3 // cell.world_size)
+    torch.manual_seed(100 + engine.axis.rank)
+    loader = iter(engine.training_dataloader)
+    seen = _batches(engine, loader, 3)
+    engine.save_checkpoint(folder)
+    found, draw = snapshot(engine), torch.rand(3).tolist()
+    return {"states": found, "seen": seen, "draw": draw, "next": _batches(engine, loader, 2)}
+
+
+def _load_in_processes(shape: Shape, cell: Cell, folder: Path) -> dict[str, Any]:
+    engine = _engine_with_data(shape, cell, 2, 24 // 3 // cell.world_size)
+    assert engine.load_checkpoint(folder)[0] is not None
+    found, draw = snapshot(engine), torch.rand(3).tolist()
+    return {"states": found, "draw": draw, "next": _batches(engine, iter(engine.training_dataloader), 3)}
+
+
+PROCESSES = Shape(
+    (
+        (
+            Value((33, 17), True, 0, torch.float32),
+            Value((), True, 0, torch.float32),
+            Value((5,), False, 0, torch.float32),
+        ),
+        (Value((7, 9), True, 0, torch.bfloat16), Value((3,), True, 0, torch.float32)),
+    ),
+    tied=True,
+    buffers=2,
+    optimizer="AdamW",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Cell(4, 3, False, "bf16"), Cell(8, 2, False, "bf16")),
+        (Cell(8, 2, True, "fp16"), Cell(4, 1, False, "fp16")),
+        (Cell(8, 1, False, "bf16 masters"), Cell(2, 3, True, "bf16 masters")),
+        (Cell(4, 0, False, "fp32"), Cell(4, 3, False, "fp32")),
+        (Cell(8, 3, False, "bf16"), Cell(8, 3, False, "bf16")),
+    ],
+)
+def test_processes(tmp_path: Path, source: Cell, target: Cell) -> None:
+    saved = run_distributed(_save_in_processes, source.world_size, PROCESSES, source, tmp_path, timeout=120)
+    loaded = run_distributed(_load_in_processes, target.world_size, PROCESSES, target, tmp_path, timeout=120)
+    found = differences(saved[0]["states"], loaded[0]["states"])
+    assert [key for key in found if key != "roundings of each rank"] == []
+    if source.world_size == target.world_size:
+        assert [rank["draw"] for rank in saved] == [rank["draw"] for rank in loaded]
+        assert len({tuple(rank["draw"]) for rank in loaded}) == target.world_size
+        assert [rank["next"] for rank in saved] == [rank["next"][:2] for rank in loaded]
+    seen = [sample for rank in saved for batch in rank["seen"] for sample in batch]
+    rest = [sample for rank in loaded for batch in rank["next"] for sample in batch]
+    assert sorted(seen + rest) == list(range(48)), "every sample of the epoch once"
