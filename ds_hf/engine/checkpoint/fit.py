@@ -100,9 +100,9 @@ def _check_shapes(
     ]
     if wrong:
         raise CheckpointError(
-            f"{manifest.folder} does not fit the model; shapes differ: {_listed(wrong, '; ')}. Build the model with the "
-            "checkpoint's sizes (a vocabulary: resize_token_embeddings() before initialize()), or place the weights "
-            "yourself with custom_load_fn"
+            f"{manifest.folder} does not fit the model; shapes differ: {_listed(wrong, '; ')}. Build the model with "
+            "the checkpoint's sizes (a vocabulary: resize_token_embeddings() before initialize()), or place the "
+            "weights yourself with custom_load_fn"
         )
 
 
