@@ -15,6 +15,7 @@ import math
 import pickle
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from ds_hf.errors import CheckpointError
 __all__ = ["check_pickled", "read_pickled"]
 
 _END = struct.Struct("<4s4H2LH")  # end of central directory
+_LOCAL = struct.Struct("<4s22xHH")  # header of a record
 _LOCATOR = struct.Struct("<4sLQL")
 _END64_NBYTES = 56
 _EXPANDED = 2**26  # bytes that a tensor with strides of 0 may pretend to have, beyond the size of the file
@@ -59,8 +61,12 @@ def read_pickled(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_pickled(path: Path) -> None:
-    """Raise ``CheckpointError`` unless ``path`` is an archive of ``torch.save`` whose figures are true."""
+def check_pickled(path: Path, *, sums: bool = True) -> None:
+    """Raise ``CheckpointError`` unless ``path`` is an archive of ``torch.save`` whose figures are true.
+
+    Args:
+        sums: compare the archive's own checksums too, which reads all of it.
+    """
     try:
         if not path.is_file():  # a pipe would never end
             raise _Refused("it is no regular file")
@@ -69,8 +75,13 @@ def check_pickled(path: Path) -> None:
             _check_ends(file, nbytes)
             with zipfile.ZipFile(file) as archive:
                 records = _check_records(archive, nbytes)
-                prefix = next(iter(records)).partition("/")[0]
-                _Walker(archive.read(f"{prefix}/data.pkl"), f"{prefix}/data/", records, nbytes).load()
+            if sums:
+                _check_sums(file, records)
+            prefix = next(iter(records)).partition("/")[0]
+            pickled = records[f"{prefix}/data.pkl"]
+            file.seek(_start_of(file, pickled))
+            sizes = {name: info.file_size for name, info in records.items()}
+            _Walker(file.read(pickled.file_size), f"{prefix}/data/", sizes, nbytes).load()
     except Exception as error:  # damaged pickles and archives make Python raise anything
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from error
 
@@ -108,23 +119,44 @@ def _check_ends(file: Any, nbytes: int) -> None:
         raise _Refused("its directory is not where it says")
 
 
-def _check_records(archive: zipfile.ZipFile, nbytes: int) -> dict[str, int]:
-    """Sizes of the records, which are stored once each, uncompressed, and not damaged."""
-    records: dict[str, int] = {}
+def _check_records(archive: zipfile.ZipFile, nbytes: int) -> dict[str, zipfile.ZipInfo]:
+    """The records, which are stored once each, uncompressed."""
+    records: dict[str, zipfile.ZipInfo] = {}
     for info in archive.infolist():
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
             raise _Refused(f"its record {info.filename!r} is compressed or encrypted")
         if info.filename in records:
             raise _Refused(f"its record {info.filename!r} is there twice")
-        records[info.filename] = info.file_size
-    if not records or sum(records.values()) > nbytes:
+        records[info.filename] = info
+    if not records or sum(info.file_size for info in records.values()) > nbytes:
         raise _Refused("its records are larger than the file")
     if len({name.partition("/")[0] for name in records}) > 1:
         raise _Refused("its records do not lie in one folder")
-    damaged = archive.testzip()
-    if damaged is not None:
-        raise _Refused(f"its record {damaged!r} is damaged")
     return records
+
+
+def _start_of(file: Any, info: zipfile.ZipInfo) -> int:
+    """Where the bytes of a record begin, after its name and padding."""
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL.size)
+    signature, name_nbytes, extra_nbytes = _LOCAL.unpack(header) if len(header) == _LOCAL.size else (b"", 0, 0)
+    if signature != b"PK\3\4":
+        raise _Refused(f"its record {info.filename!r} is not where its directory says")
+    return int(info.header_offset + _LOCAL.size + name_nbytes + extra_nbytes)
+
+
+def _check_sums(file: Any, records: dict[str, zipfile.ZipInfo]) -> None:
+    """No record is damaged; ``torch.serialization.set_crc32_options(False)`` makes files without right sums."""
+    damaged = []
+    for name, info in records.items():
+        file.seek(_start_of(file, info))
+        found, left = 0, info.file_size
+        while left and (part := file.read(min(left, 2**20))):
+            found, left = zlib.crc32(part, found), left - len(part)
+        if left or found != info.CRC:
+            damaged.append(name)
+    if damaged and len(damaged) < len(records):
+        raise _Refused(f"its record {damaged[0]!r} is damaged")
 
 
 # -- the pickle -----------------------------------------------------------------------------------------------------

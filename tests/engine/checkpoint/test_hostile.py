@@ -458,6 +458,30 @@ def test_other_formats(tmp_path: Path, legacy: bool) -> None:
         read_pickled(path)
 
 
+def test_files_without_right_sums_of_their_records(tmp_path: Path) -> None:
+    """An option of torch leaves them out: such a file is not damaged."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = _saved(tmp_path / "x.pt", {"a": torch.arange(3)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_pickled(path)["a"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_every_flipped_bit_of_a_record_is_found(tmp_path: Path, sums: bool) -> None:
+    path = _saved(tmp_path / "x.pt", {"a": torch.arange(30)})
+    content = path.read_bytes()
+    start = content.index(torch.arange(30).numpy().tobytes())
+    for place in range(start, start + 240, 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        if sums:
+            with pytest.raises(CheckpointError, match="data/0' is damaged"):
+                check_pickled(path)
+        else:
+            check_pickled(path, sums=False)
+
+
 def test_appended_directory(tmp_path: Path) -> None:
     """Two directories in one file: Python and torch could take different ones."""
     path = _saved(tmp_path / "x.pt", {"a": torch.zeros(3)})
