@@ -23,7 +23,7 @@ import torch
 
 from ds_hf.errors import CheckpointError
 
-__all__ = ["check_pickled", "read_pickled"]
+__all__ = ["FrugalUnpickler", "check_pickled", "read_pickled"]
 
 _END = struct.Struct("<4s4H2LH")  # end of central directory
 _LOCAL = struct.Struct("<4s22xHH")  # header of a record
@@ -217,8 +217,18 @@ def _check_tensor(arguments: tuple[Any, ...], limit: int) -> None:
         raise _Refused(f"it has a tensor of shape {list(shape)[:8]}, which is far larger than the file")
 
 
-class _Walker(pickle._Unpickler):
-    """Goes through a pickle without making anything. The Python class: memory of the C one is the pickle's choice."""
+class FrugalUnpickler(pickle._Unpickler):
+    """Takes no memory for what is not there: the class in C makes its memo as large as a pickle of 20 bytes says."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        key: value
+        for key, value in pickle._Unpickler.dispatch.items()
+        if key not in (pickle.BYTEARRAY8[0], pickle.NEXT_BUFFER[0])  # the one makes room before it has read
+    }
+
+
+class _Walker(FrugalUnpickler):
+    """Goes through a pickle without making anything."""
 
     def __init__(self, content: bytes, prefix: str, records: dict[str, int], nbytes: int) -> None:
         super().__init__(io.BytesIO(content))
@@ -245,9 +255,4 @@ class _Walker(pickle._Unpickler):
         arguments, kind = self.stack.pop(), self.stack.pop()  # type: ignore[attr-defined]
         self.append(kind(*arguments))  # type: ignore[attr-defined]
 
-    dispatch: ClassVar[dict[int, Any]] = {
-        key: value
-        for key, value in pickle._Unpickler.dispatch.items()
-        if key not in (pickle.BYTEARRAY8[0], pickle.NEXT_BUFFER[0])  # the one makes room before it has read
-    }
-    dispatch[pickle.NEWOBJ[0]] = _new
+    dispatch: ClassVar[dict[int, Any]] = {**FrugalUnpickler.dispatch, pickle.NEWOBJ[0]: _new}
