@@ -13,12 +13,14 @@ import math
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ds_hf.engine.checkpoint.convert import publish_folder, stage, state_bytes
 from ds_hf.engine.checkpoint.interface import dtype_name
+from ds_hf.engine.checkpoint.pickled import FrugalUnpickler
 from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source
 from ds_hf.engine.checkpoint.states import encode_scalar
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedFragment, SavedParameter
@@ -75,7 +78,9 @@ def write_dcp(
     state = _state(source, dtype, make)
     try:
         writer = FileSystemWriter(staged, thread_count=1, sync_files=True)
-        save(state, storage_writer=writer, planner=_LazyPlanner(make, report), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there is intended
+            save(state, storage_writer=writer, planner=_LazyPlanner(make, report), no_dist=True)
         publish_folder(staged, target)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
@@ -163,7 +168,7 @@ _ADMITTED = {
 }  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(FrugalUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         admitted = (module, name) in _ADMITTED or (
             module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
@@ -209,6 +214,14 @@ class _SafePlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
+def _reason(error: BaseException) -> str:
+    """One line of what torch wraps in much text, without its advice to switch the protection off."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    text = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+    return (text.splitlines() or [type(error).__name__])[0].partition(". Please use")[0]
+
+
 class _Folder:
     """A folder, read item by item."""
 
@@ -226,8 +239,8 @@ class _Folder:
         try:
             planner = _SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             _load_state_dict(state, self.reader, planner=planner, no_dist=True)
-        except Exception as error:  # torch wraps whatever its threads raise
-            raise CheckpointError(f"{self.folder}: {name} cannot be read: {error}") from error
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{self.folder}: {name} cannot be read: {_reason(error)}") from error
         return state[name]
 
 
@@ -254,8 +267,16 @@ def read_dcp(folder: Path) -> Source:
     Raises:
         CheckpointError: it is damaged, or holds what is not admitted.
     """
-    found = _Folder(folder)
-    tensors = found.tensors
+    try:
+        return _read(_Folder(folder))
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{folder} is not as torch writes it: {type(error).__name__}: {error}") from error
+
+
+def _read(found: _Folder) -> Source:
+    folder, tensors = found.folder, found.tensors
     _check_sizes(folder, tensors)
     rest = _own_part(found)
     prefix = "model." if any(name.startswith("model.") for name in tensors) else ""

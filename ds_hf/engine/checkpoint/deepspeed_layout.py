@@ -13,7 +13,6 @@ from typing import Any
 
 from ds_hf.engine.checkpoint.deepspeed_pickle import FragmentAddress
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedFragment
-from ds_hf.errors import CheckpointError
 
 __all__ = ["addressed", "count_of", "even_parts", "in_order"]
 
@@ -40,7 +39,7 @@ def addressed(ranks: list[Any]) -> dict[str, list[SavedFragment]]:
     for rank, addresses in enumerate(ranks):
         for name, address in addresses.items() if isinstance(addresses, Mapping) else ():
             if not isinstance(address, FragmentAddress):
-                raise CheckpointError(f"param_slice_mappings of {name} holds a {type(address).__name__}")
+                raise ValueError(f"param_slice_mappings of {name} holds a {type(address).__name__}")
             numel, offset = count_of(address.get("numel")), count_of(address.get("start"))
             rows = placed.setdefault(str(name), [])
             start = rows[-1].start + rows[-1].numel if rows else 0
@@ -71,6 +70,7 @@ def _walk(shapes: Mapping[str, tuple[int, ...]], lengths: list[int]) -> Iterator
 
 
 def count_of(value: Any) -> int:
+    """A number that may be a size; ``ValueError`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise CheckpointError(f"a checkpoint of DeepSpeed has {value!r} where a number of things is wanted")
+        raise ValueError(f"it has {str(value)[:80]!r} where a number of things is wanted")
     return int(value)

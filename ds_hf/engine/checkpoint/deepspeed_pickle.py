@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 
+from ds_hf.engine.checkpoint.pickled import check_pickled
 from ds_hf.errors import CheckpointError
 
 __all__ = ["DynamicScaler", "FragmentAddress", "StaticScaler", "ZeroStage", "load_pickled", "save_pickled"]
+
+
+_READ_WHOLE = 2**30  # bytes of a file up to which its own checksums are compared, which reads it
 
 
 class _Record:
@@ -69,6 +73,7 @@ def load_pickled(path: Path) -> dict[str, Any]:
     """
     admitted: list[Any] = list(_NAMES.items())
     try:
+        check_pickled(path, sums=path.stat().st_size < _READ_WHOLE)
         foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_NAMES.values())
         if foreign:
             raise CheckpointError(
@@ -79,6 +84,8 @@ def load_pickled(path: Path) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except CheckpointError:
         raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except Exception as error:  # damaged files make torch raise anything
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{path} cannot be read: {text}") from error

@@ -34,7 +34,7 @@ from ds_hf.engine.checkpoint.source import Report, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter
 from ds_hf.errors import CheckpointError
 
-__all__ = ["DEEPSPEED_VERSION", "write_deepspeed"]
+__all__ = ["DEEPSPEED_VERSION", "Target", "write_deepspeed"]
 
 DEEPSPEED_VERSION = "0.19.8"  # whose layout is written
 _ALIGNMENT = 2  # elements a rank, at stages 1 and 2
@@ -203,8 +203,12 @@ def _partition(source: Source, flat: _Flat, target: Target, rank: int, state: st
     for name, rows in placed.items():
         saved = by_name[name]
         for row in rows:
-            if row.file == str(rank) and state in saved.states:
+            if row.file != str(rank):
+                continue
+            if state in saved.states:
                 source.files.fill(whole[row.offset : row.offset + row.numel], saved, state, row.start)
+            elif state in saved.scalars and row.numel == 1:  # a parameter of one number: so are its moments
+                whole[row.offset] = _number(saved.scalars[state])
     return whole
 
 
@@ -213,9 +217,13 @@ def _scalars(flat: _Flat) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for saved in flat.parameters:
         for key, value in saved.scalars.items():
-            number = value[1] if isinstance(value, list) else value
-            found[key] = int(number) if key == "step" else number
+            found[key] = int(_number(value)) if key == "step" else _number(value)
     return found
+
+
+def _number(value: Any) -> Any:
+    """A scalar of a manifest, without its dtype."""
+    return value[1] if isinstance(value, list) else value
 
 
 def _param_groups(source: Source, flats: list[_Flat]) -> list[dict[str, Any]]:
@@ -234,6 +242,7 @@ def _scaler(source: Source) -> StaticScaler | DynamicScaler:
     if saved.get("kind") != "DynamicLossScaler":
         return StaticScaler(cur_scale=float(state.get("scale", 1.0)), dynamic=False)
     settings = state.get("settings") or {}
+    smallest = float(settings.get("min_loss_scale", _MIN_SCALE))
     return DynamicScaler(
         cur_scale=float(state["scale"]),
         dynamic=True,
@@ -241,7 +250,7 @@ def _scaler(source: Source) -> StaticScaler | DynamicScaler:
         last_overflow_iter=int(state.get("last_overflow", -1)),
         scale_factor=2.0,
         scale_window=int(settings.get("loss_scale_window", _SCALE_WINDOW)),
-        min_scale=settings.get("min_loss_scale", _MIN_SCALE),
+        min_scale=int(smallest) if smallest.is_integer() else smallest,
         delayed_shift=int(settings.get("hysteresis", _HYSTERESIS)),
         cur_hysteresis=int(state.get("hysteresis_left", _HYSTERESIS)),
         consecutive_hysteresis=bool(settings.get("consecutive_hysteresis", False)),

@@ -50,6 +50,8 @@ def kind_of(folder: Path) -> Kind | None:
         return Kind.DS_HF
     if (folder / DCP_METADATA).is_file():
         return Kind.DCP
+    if any(folder.glob("rank_*.safetensors")):  # of ds_hf, whose pickled files have DeepSpeed's names: incomplete
+        return None
     return Kind.DEEPSPEED if is_deepspeed(folder) else None
 
 

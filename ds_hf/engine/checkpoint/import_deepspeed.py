@@ -50,7 +50,12 @@ def read_deepspeed(folder: Path) -> Source:
         CheckpointError: it is incomplete, damaged, or of a kind that cannot be read (tensor or pipeline parallel,
             experts, universal checkpoints).
     """
-    return _Reader(folder).read()
+    try:
+        return _Reader(folder).read()
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{folder} is not as DeepSpeed writes it: {type(error).__name__}: {error}") from error
 
 
 @dataclass
@@ -231,7 +236,8 @@ class _Reader:
     ) -> dict[str, SavedBuffer]:
         """Frozen parameters, buffers and extra states: what the module's state dict has besides trained parameters."""
         named = {str(name) for name in first.get("buffer_names") or ()}
-        frozen = {str(name): tuple(shape) for name, shape in (first.get("frozen_param_shapes") or {}).items()}
+        shapes = first.get("frozen_param_shapes") or {}
+        frozen = {str(name): tuple(count_of(n) for n in shape) for name, shape in shapes.items()}
         buffers: dict[str, SavedBuffer] = {}
         file = self.models[0]
         for name, value in module.items():

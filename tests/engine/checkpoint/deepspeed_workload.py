@@ -1,4 +1,4 @@
-"""The tiny model that real DeepSpeed trained for the fixtures; needs torch alone, so that DeepSpeed's venv can import it.
+"""The tiny model that real DeepSpeed trained for the fixtures; needs torch alone, as DeepSpeed's venv imports it too.
 
 Two parameter groups, tied weights, a frozen weight, a buffer, sizes that no world size divides: what makes the flat
 files of DeepSpeed hard to read. Every rank gets the same batch, so that world sizes see the same gradient.
@@ -17,6 +17,8 @@ STEPS_BEFORE, STEPS_AFTER = 3, 4
 CASES = [  # stage, dtype, world size
     *((stage, "fp32", world) for stage in (1, 2, 3) for world in (1, 2)),
     *((stage, dtype, 2) for stage in (1, 2, 3) for dtype in ("bf16", "fp16")),
+    (1, "bf16-accumulating-fp32", 2),  # another optimizer class of DeepSpeed, BF16_Optimizer
+    (3, "fp32-sub-groups", 2),  # several flat tensors a parameter group
     (0, "fp32", 1),
 ]
 
@@ -61,7 +63,11 @@ def config(stage: int, dtype: str) -> dict[str, Any]:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}},
         "gradient_clipping": 1.0,
     }
-    if dtype == "bf16":
+    if dtype.endswith("sub-groups"):
+        content["zero_optimization"]["sub_group_size"] = 30
+    if dtype.endswith("accumulating-fp32"):
+        content["data_types"] = {"grad_accum_dtype": "fp32"}
+    if dtype.startswith("bf16"):
         content["bf16"] = {"enabled": True}
     elif dtype == "fp16":
         content["fp16"] = {"enabled": True, "initial_scale_power": 9, "loss_scale_window": 2}
