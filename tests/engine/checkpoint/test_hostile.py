@@ -25,7 +25,10 @@ import pytest
 import torch
 
 from ds_hf.engine.checkpoint import zero_to_fp32
-from ds_hf.engine.checkpoint.pickled import check_pickled, read_pickled
+from ds_hf.engine.checkpoint.dcp import write_dcp
+from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
+from ds_hf.engine.checkpoint.formats import open_source
+from ds_hf.engine.checkpoint.pickled import FrugalUnpickler, check_pickled, read_pickled
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.hostile import (
     COMMON,
@@ -182,6 +185,37 @@ def test_lies_do_no_harm(victim: Victim, original: Path, tmp_path: Path, what: s
 def test_lies_do_no_harm_at_length(victim: Victim, original: Path, tmp_path: Path, what: str) -> None:
     outcomes = try_all(victim, original, tmp_path, LIES[what], 1000)
     assert sum(outcome.kind == "refused" for outcome in outcomes) >= 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["deepspeed 2", "deepspeed 3", "dcp"])
+def test_other_formats_do_no_harm(victim: Victim, original: Path, tmp_path: Path, kind: str) -> None:
+    """Files of DeepSpeed and torch.distributed.checkpoint, which are pickled throughout."""
+    made = tmp_path / "made"
+    if kind == "dcp":
+        write_dcp(open_source(original), made)
+    else:
+        write_deepspeed(open_source(original), made, Target(int(kind[-1]), 2))
+    files = [path.relative_to(made) for path in made.rglob("*") if path.is_file() and path.suffix != ".py"]
+    assert len(files) >= 2
+    refused = 0
+    for number in range(300):
+        source = random.Random(number)
+        folder = Path(shutil.copytree(made, tmp_path / str(number)))
+        path = folder / source.choice(files)
+        content = path.read_bytes()
+        if content[:4] == b"PK\3\4" and number % 2:
+            path.write_bytes(archive(content, lambda record, source=source: flipped(record, source)))
+        else:
+            path.write_bytes(flipped(content, source))
+        outcome = victim.ask("load", folder)
+        assert outcome.kind in ("same", "different", "refused"), (number, path, outcome)
+        assert outcome.seconds < SECONDS, (number, path, outcome)
+        assert outcome.nbytes < MEMORY, (number, path, outcome)
+        refused += outcome.kind == "refused"
+        shutil.rmtree(folder)
+    assert refused > 100
 
 
 def _deep(folder: Path) -> None:
@@ -418,6 +452,13 @@ def test_storage_that_claims_more_than_it_has(tmp_path: Path, numel: int) -> Non
 def test_calls_for_memory(tmp_path: Path, call: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"x\.pt cannot be read"):
         check_pickled(_pickle_of(tmp_path / "x.pt", call))
+
+
+def test_the_frugal_unpickler() -> None:
+    """The one in C would take 34 GB for the first, and makes 1 TB of zeros before it finds the second too short."""
+    assert FrugalUnpickler(io.BytesIO(b"\x80\x02Nr\xff\xff\xff\x7f.")).load() is None
+    with pytest.raises(KeyError):
+        FrugalUnpickler(io.BytesIO(b"\x80\x05\x96" + struct.pack("<Q", 10**12) + b"x.")).load()
 
 
 def test_expanded_tensors(tmp_path: Path) -> None:
