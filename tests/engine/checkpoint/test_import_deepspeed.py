@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -225,6 +227,41 @@ def _compare(theirs: Any, ours: Any, path: str = "") -> tuple[set[str], set[str]
     return missing, different
 
 
+def _train_and_save(folder: Path, stage: int, dtype: str) -> list[float]:
+    torch.manual_seed(0)
+    model = TinyModel()
+    engine = ds_hf.initialize(model=model, model_parameters=groups(model), config=config(stage, dtype))[0]
+    train(engine, STEPS_BEFORE)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    return train(engine, STEPS_AFTER, STEPS_BEFORE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "DS_HF_DEEPSPEED_PYTHON" not in os.environ, reason="DS_HF_DEEPSPEED_PYTHON names no Python with DeepSpeed"
+)
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world_size"),
+    [(1, "fp32", 2), (2, "fp32", 1), (3, "fp32", 2), (3, "fp32-sub-groups", 2), (2, "bf16", 2), (2, "fp16", 2)],
+)
+def test_real_deepspeed_continues_our_training(tmp_path: Path, stage: int, dtype: str, world_size: int) -> None:
+    losses = run_distributed(_train_and_save, 2, tmp_path / "own", 4 - stage, dtype, timeout=60)[0]
+    size = config(stage, dtype)["zero_optimization"].get("sub_group_size", 10**9)
+    write_deepspeed(open_source(tmp_path / "own"), tmp_path / "theirs", Target(stage, world_size, size))
+    script = Path(__file__).with_name("make_deepspeed_fixtures.py")
+    command = [os.environ["DS_HF_DEEPSPEED_PYTHON"], str(script), "--resume", str(tmp_path / "theirs")]
+    result = subprocess.run(
+        [*command, str(stage), dtype, str(world_size)],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found == pytest.approx(losses, abs=1e-5 if dtype.startswith("fp32") else 5e-3)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_our_own_comes_back_from_deepspeeds_files(tmp_path: Path, stage: int) -> None:
     """With a parameter of one number, whose moments we keep among the scalars."""
@@ -366,7 +403,7 @@ def test_nothing_in_the_files_is_believed(written: Path, tmp_path: Path, name: s
     for path in sorted(folder.glob("*rank_0*.pt")):
         content, whole = path.read_bytes(), load_pickled(path)
         places = [place for place in _places(whole) if "ds_config" not in place and "param_groups" not in place]
-        for number, place in enumerate(places):
+        for number, place in list(enumerate(places))[::2]:
             junk = (None, -1, 10**30, "x", [], {}, [[]], torch.ones(2, 2), torch.zeros(1).expand(10**9))[number % 9]
             changed = load_pickled(path)
             _replace(changed, place, junk)
@@ -377,8 +414,8 @@ def test_nothing_in_the_files_is_believed(written: Path, tmp_path: Path, name: s
             refused, accepted = refused + (fault is not None), accepted + (fault is None)
             path.unlink()
             path.write_bytes(content)
-    assert refused > 40
-    assert accepted > 20
+    assert refused > 20
+    assert accepted > 10
 
 
 def test_tensor_parallelism_is_refused(written: Path, tmp_path: Path) -> None:
