@@ -323,12 +323,16 @@ def _manifest(
     parameters: dict[str, SavedParameter] = {}
     buffers: dict[str, SavedBuffer] = {}
     dtypes: dict[str, Any] = {}
+    kept: dict[str, dict[str, str]] = {}  # places by what stands before the last dot
+    for place in found.items:
+        before, _, key = place.rpartition(".")
+        kept.setdefault(before, {})[key] = place
     for name, place in weights.items():
         shape = tuple(found.tensors[place].size)
         if name in named:
             buffers[name] = SavedBuffer(name, shape, _METADATA, place)
             continue
-        moments, scalars = _states(found, f"{optimizer}state.{name}.", shape) if optimizer else ({}, {})
+        moments, scalars = _states(found, kept.get(f"{optimizer}state.{name}", {}), shape)
         value = "master" if name in masters or (moments and not rest) else "weight"
         numel = math.prod(shape)
         rows = (SavedFragment(_METADATA, 0, 0, numel),) if numel else ()
@@ -346,14 +350,12 @@ def _manifest(
     return Manifest(found.folder, 1, parameters, buffers, tied, frozenset(), sizes, extra)
 
 
-def _states(found: _Folder, prefix: str, shape: tuple[int, ...]) -> tuple[dict[str, str], dict[str, Any]]:
+def _states(found: _Folder, places: dict[str, str], shape: tuple[int, ...]) -> tuple[dict[str, str], dict[str, Any]]:
     """Moments of a parameter by their place, and its scalars."""
     moments: dict[str, str] = {}
     scalars: dict[str, Any] = {}
-    for place, entry in found.items.items():
-        key = place.removeprefix(prefix)
-        if not place.startswith(prefix) or "." in key:
-            continue
+    for key, place in places.items():
+        entry = found.items[place]
         if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shape and shape:
             moments[key] = place
         elif not isinstance(entry, TensorStorageMetadata) or math.prod(entry.size) == 1:
