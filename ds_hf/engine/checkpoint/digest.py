@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["digest_of", "digest_of_common", "digests_of"]
+__all__ = ["digest_of", "digest_of_common", "digests_of", "moving"]
 
 
 def digest_of(value: Any) -> str:
@@ -33,10 +33,15 @@ def digest_of_common(common: Mapping[str, Any]) -> dict[str, Any]:
     scaler = common.get("loss_scaler")
     scheduler = common.get("lr_scheduler")
     return {
-        "lr_scheduler": None if scheduler is None else [common.get("lr_scheduler_kind"), digest_of(scheduler)],
-        "loss_scaler": None if scaler is None else [scaler["kind"], digest_of(scaler["state"])],
+        "lr_scheduler": None if scheduler is None else [common.get("lr_scheduler_kind"), digest_of(moving(scheduler))],
+        "loss_scaler": None if scaler is None else [scaler["kind"], digest_of(moving(scaler["state"]))],
         "data": None if common.get("data") is None else digest_of(common["data"]),
     }
+
+
+def moving(state: Any) -> Any:
+    """A scaler's or scheduler's state without its settings: a resumed run has those of its own configuration."""
+    return {k: v for k, v in state.items() if k != "settings"} if isinstance(state, Mapping) else state
 
 
 def _feed(state: Any, value: Any) -> None:

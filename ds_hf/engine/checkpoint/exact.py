@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.checksum import sum_of_tensor
 from ds_hf.engine.checkpoint.contents import live_entries
-from ds_hf.engine.checkpoint.digest import digest_of, digests_of
+from ds_hf.engine.checkpoint.digest import digest_of, digests_of, moving
 from ds_hf.engine.checkpoint.fit import Fit
 from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers
 from ds_hf.engine.checkpoint.manifest import RankReport, counters
@@ -205,4 +205,4 @@ def _different_rest(
 
 def _same_state(live: Any, saved: Any) -> bool:
     """Whether ``live`` has the state of ``[class, digest]``, or is of another class and cannot have it."""
-    return not saved or saved[0] != type(live).__name__ or digest_of(live.state_dict()) == saved[1]
+    return not saved or saved[0] != type(live).__name__ or digest_of(moving(live.state_dict())) == saved[1]

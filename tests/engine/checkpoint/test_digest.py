@@ -226,6 +226,20 @@ def test_without_the_check_it_loads(saved: tuple[Any, Path]) -> None:
         assert engine.load_checkpoint(folder)[0] is not None
 
 
+def test_another_configuration_is_no_difference(tmp_path: Path) -> None:
+    """What load_checkpoint leaves to the configuration: how the scaler moves, which schedule it is."""
+    with engine_of(config(2, "fp16")) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        scale = engine.loss_scale()
+    other = config(3, fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7, "hysteresis": 3})
+    other["scheduler"] = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 90}}
+    other["optimizer"]["params"]["lr"] = 0.5
+    with engine_of(other) as engine:
+        assert engine.load_checkpoint(tmp_path)[0] is not None
+        assert engine.loss_scale() == scale
+
+
 @pytest.mark.parametrize("damage", [[], {"tensors": []}, {"tensors": {"a": "b"}}, {"tensors": {"a": {"b": "zz"}}}])
 def test_digests_that_are_none(saved: tuple[Any, Path], damage: Any) -> None:
     engine, folder = saved
