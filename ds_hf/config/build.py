@@ -1,5 +1,6 @@
 """Builds the frozen ``Config`` from a tree that passed the schema, and tells where each value came from.
 
+A key that is a keyword of Python (``async``) has a field with an underscore after it.
 "auto" that is still there counts as absent: the default applies, and ``provenance`` says who fills it in.
 """
 
@@ -30,10 +31,11 @@ def _section(cls: type[_T], tree: dict[str, Any], node: Node) -> _T:
     kind: Any = cls
     values: dict[str, Any] = {}
     for name, section in _fields(kind).items():
-        child: Node | None = node["properties"].get(name)
-        if child is None or name not in tree:
+        key = name.removesuffix("_")
+        child: Node | None = node["properties"].get(key)
+        if child is None or key not in tree:
             continue
-        value = tree[name]
+        value = tree[key]
         if value == "auto" and child.get("x-auto") not in (None, "literal"):
             continue
         if section is not None:

@@ -19,6 +19,7 @@ from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.casting import cast_floats
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
+from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
 from ds_hf.engine.facade import EngineFacade
 from ds_hf.engine.optim.sharded import ShardedOptimizer
@@ -63,6 +64,7 @@ class Engine(EngineFacade, nn.Module):
         self.lr_scheduler = lr_scheduler
         self.accumulation = Accumulation(self.batch.accumulation_steps)
         self.training_dataloader: Any = None
+        self.checkpoint_writer = BackgroundWriter(parts.axis)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.step_hooks: list[Callable[[Engine], None]] = []
         self._applied = False
@@ -219,6 +221,8 @@ class Engine(EngineFacade, nn.Module):
     ) -> bool:
         """Write everything that training needs to go on, into ``save_dir/tag``. All ranks call it.
 
+        With ``ds_hf.checkpoint.async`` it returns when everything is copied, see ``wait_for_checkpoint``.
+
         Args:
             tag: name of the checkpoint; default ``global_step`` and the number of steps.
             client_state: what ``load_checkpoint`` gives back; ``client_sd`` is the same, as the first tutorial had it.
@@ -226,7 +230,8 @@ class Engine(EngineFacade, nn.Module):
             exclude_frozen_parameters: leave out what does not train.
 
         Raises:
-            CheckpointError: it could not be written whole; what was there before is left as it was.
+            CheckpointError: it, or the one before in the background, could not be written whole; what was there before
+                is left as it was.
             ValueError: ``client_state`` and ``client_sd`` are both given.
         """
         self._require_alive()
@@ -235,6 +240,14 @@ class Engine(EngineFacade, nn.Module):
         state = client_sd if client_state is None else client_state
         name = None if tag is None else str(tag)  # scripts use losses and step numbers as tags
         return checkpoint_save.save_checkpoint(self, save_dir, name, state, save_latest, exclude_frozen_parameters)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the checkpoint that is being written in the background is on disk. All ranks call it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.checkpoint_writer.wait()
 
     def load_checkpoint(
         self,
@@ -255,6 +268,7 @@ class Engine(EngineFacade, nn.Module):
             CheckpointError: it is incomplete, damaged or does not fit the model.
         """
         self._require_alive()
+        self.wait_for_checkpoint()
         return checkpoint_load.load_checkpoint(
             self,
             load_dir,
@@ -269,10 +283,20 @@ class Engine(EngineFacade, nn.Module):
     # -- life -----------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Remove all hooks and free gradients, masters and moments; the module can be initialized again."""
+        """Remove all hooks and free gradients, masters and moments; the module can be initialized again.
+
+        Raises:
+            CheckpointError: a checkpoint was being written in the background, and that failed.
+        """
         if self._destroyed:
             return
         self._destroyed = True
+        try:
+            self.checkpoint_writer.close()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
         self.hooks.remove()
         self.compiler.remove()
         self._release_units()

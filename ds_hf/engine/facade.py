@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.checkpoint import save as checkpoint_save
+from ds_hf.engine.checkpoint.export import export_engine
 from ds_hf.engine.dist.process_group import get_local_rank
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.log import warn_once
@@ -236,6 +237,18 @@ class EngineFacade:
         return checkpoint_save.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model
+
+    def export_pretrained(
+        self, save_dir: str | Path, *, dtype: torch.dtype | None = None, max_shard_size: str | int | None = "5GB"
+    ) -> None:
+        """Write sharded safetensors and the model's configuration for ``from_pretrained``, at every stage. Collective.
+
+        At most one unit is gathered at a time. ``dtype`` is that of the weights, by default the model's.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be written.
+        """
+        export_engine(self, save_dir, dtype=dtype, max_shard_size=max_shard_size)
 
     def compile(
         self,

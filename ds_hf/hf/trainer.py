@@ -3,6 +3,8 @@
 - ``auto_find_batch_size`` at every stage: the configuration follows the batch size that is being tried, and a process
   that runs out of memory does not leave the others waiting.
 - ``save_only_model`` with ``load_best_model_at_end``: the weights alone are loaded.
+- checkpoints that are written in the background: ``save_total_limit`` never counts one that is not on disk yet.
+- ``resume_from_checkpoint=True`` passes over a checkpoint whose saving was interrupted.
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
 
@@ -18,6 +20,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import wrapt
+
+from ds_hf.log import logger
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
@@ -37,10 +41,19 @@ def wrap_trainer(module: ModuleType) -> None:
         "_prepare_for_training": _forget_destroyed_engine,
         "training_step": _fail_together,
         "_load_best_model": _load_weights_alone,
+        "_save_checkpoint": _keep_one_more,
         "log": _log_skipped_steps,
     }
     for name, hook in hooks.items():
         wrapt.wrap_function_wrapper(module, f"Trainer.{name}", hook)
+    prune = module.rotate_checkpoints
+
+    def finish_saving(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+        _finish_saving(trainer, prune, args[0] if args else kwargs["trial"])
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "Trainer._finalize_training", finish_saving)
+    wrapt.wrap_function_wrapper(module, "get_last_checkpoint", _pass_over_unfinished)
 
 
 def _engine(trainer: Any) -> Engine | None:
@@ -114,6 +127,68 @@ def _load_weights_alone(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwar
 
     with _with(trainer, is_deepspeed_enabled=False), loadable(engine.units):
         return wrapped(*args, **kwargs)
+
+
+def _writes_in_background(trainer: Any) -> bool:
+    engine = _engine(trainer)
+    return engine is not None and not engine.destroyed and engine.settings.ds_hf.checkpoint.async_
+
+
+def _keep_one_more(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The Trainer prunes as soon as saving returns: the checkpoint that is being written must not count yet."""
+    limit = trainer.args.save_total_limit
+    if not limit or limit < 0 or not _writes_in_background(trainer):
+        return wrapped(*args, **kwargs)
+    with _with(trainer.args, save_total_limit=limit + 1):
+        return wrapped(*args, **kwargs)
+
+
+def _finish_saving(trainer: Any, prune: Callable[..., None], trial: Any) -> None:
+    """Training ends: the last checkpoint is on disk, and the one kept meanwhile goes."""
+    engine = _engine(trainer)
+    if engine is None or not _writes_in_background(trainer):
+        return
+    engine.wait_for_checkpoint()
+    if trainer.args.should_save:
+        prune(
+            output_dir=trainer._get_output_dir(trial=trial),
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+
+def _pass_over_unfinished(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``checkpoint-N`` exists before all of it is there: the last one may be what a killed process left."""
+    newest = wrapped(*args, **kwargs)
+    if newest is None or not any(Path(newest).parent.glob("checkpoint-*/*global_step*")):
+        return newest
+    folders = [path for path in Path(newest).parent.glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    for path in sorted(folders, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        fault = _unfinished(path)
+        if not fault:
+            return str(path)
+        logger.warning("not resuming from %s: %s", path, fault)
+    return newest
+
+
+def _unfinished(folder: Path) -> str:
+    """What a Trainer's checkpoint lacks to resume from it."""
+    if not (folder / "trainer_state.json").is_file():
+        return "it has no trainer_state.json: its saving was interrupted"
+    from ds_hf.engine.checkpoint.verify import quick_faults
+    from ds_hf.engine.checkpoint.zero_to_fp32 import find_folder
+    from ds_hf.errors import CheckpointError
+
+    if not any(folder.glob("*global_step*")):
+        return ""  # save_only_model: the Trainer says itself that there is nothing to resume from
+    try:
+        place = find_folder(folder)
+    except CheckpointError as error:
+        return str(error)
+    if any(place.glob("*_optim_states.pt")) and not any(place.glob("rank_*.safetensors")):
+        return ""  # DeepSpeed wrote it
+    return next(iter(quick_faults(place)), "")
 
 
 def _log_skipped_steps(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:

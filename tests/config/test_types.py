@@ -36,15 +36,16 @@ SECTIONS = list(pairs(Config, load_schema()))
 
 @pytest.mark.parametrize(("path", "cls", "node"), SECTIONS, ids=[dotted(path) or "Config" for path, _, _ in SECTIONS])
 def test_names_and_defaults_agree(path: tuple[str, ...], cls: type[Any], node: Node) -> None:
-    fields = {field.name: field for field in dataclasses.fields(cls) if path or field.name not in OWN_FIELDS}
+    found = [field for field in dataclasses.fields(cls) if path or field.name not in OWN_FIELDS]
+    fields = {field.name.removesuffix("_"): field for field in found}
     keys = {key: child for key, child in node["properties"].items() if not child.get("deprecated") and key != "$schema"}
     assert list(fields) == list(keys)
     hints = typing.get_type_hints(cls)
     for key, child in keys.items():
-        if _section_class(hints[key]) is not None:
+        if _section_class(hints[fields[key].name]) is not None:
             default = fields[key].default
             absent = default is None and (child.get("default", ...) is None or key in ("optimizer", "scheduler"))
-            assert absent or fields[key].default_factory is _section_class(hints[key])
+            assert absent or fields[key].default_factory is _section_class(hints[fields[key].name])
         elif key == "type" and path in (("optimizer",), ("scheduler",)):
             assert fields[key].default is dataclasses.MISSING
             assert "type" in node["required"]

@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointWriterSection",
     "CompileSection",
     "DataStatesSection",
+    "DsHfCheckpointSection",
     "DsHfSection",
     "HybridEngineSection",
     "NebulaSection",
@@ -142,10 +143,19 @@ class PipelineSection:
 
 
 @dataclass(frozen=True)
+class DsHfCheckpointSection:
+    """How checkpoints are written, and what is checked when one is read."""
+
+    async_: bool = False
+    verify: Literal["sizes", "digest", "full"] = "digest"
+
+
+@dataclass(frozen=True)
 class DsHfSection:
     """Settings of ds_hf itself, unknown to DeepSpeed."""
 
     compat_schedules: Literal["deepspeed", "strict"] = "deepspeed"
+    checkpoint: DsHfCheckpointSection = field(default_factory=DsHfCheckpointSection)
     compile: Literal["blocks"] | Literal[False] = False
     hang_timeout: float | None = None
     stochastic_rounding: bool = True

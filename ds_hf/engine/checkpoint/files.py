@@ -1,7 +1,8 @@
 """Files of a checkpoint: their names, and writing each so that it is whole on disk or not there.
 
-``write_tensors`` streams: only one tensor is in host memory at a time. What is pickled is checked to load under
-``weights_only=True`` before a byte is written.
+``write_tensor_file`` streams: only one tensor is in host memory at a time, and the checksum of the file and the digests
+of what the tensors hold are summed on the way. What is pickled is checked to load under ``weights_only=True`` before a
+byte is written.
 """
 
 from __future__ import annotations
@@ -10,29 +11,39 @@ import io
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ds_hf.engine.checkpoint.checksum import Checksum, add, sum_of_tensor
 from ds_hf.errors import CheckpointError
 
 __all__ = [
+    "Source",
+    "Stretch",
     "TensorEntry",
+    "WrittenFile",
     "check_loadable",
     "drop_unloadable",
+    "in_file_order",
     "model_states_name",
     "optimizer_states_name",
+    "pickled",
     "replace_text",
     "sync_folder",
     "tensors_name",
+    "write_bytes",
     "write_pickled",
+    "write_tensor_file",
     "write_tensors",
     "write_text",
 ]
+
+_CHUNK = 2**23  # bytes written at a time
 
 _DTYPE_CODES = {
     torch.float64: "F64",
@@ -70,26 +81,86 @@ def optimizer_states_name(rank: int, *, bf16: bool) -> str:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Elements of a stored tensor that are elements ``start`` to ``start + numel`` of a state of a parameter."""
+
+    name: str
+    state: str
+    start: int
+    offset: int
+    numel: int
+
+
+class Source(Protocol):
+    """Where the elements of a stored tensor come from."""
+
+    def value(self) -> Tensor:
+        """All of them."""
+
+    def fill(self, target: Tensor) -> None:
+        """The same written into a flat tensor, without making it first."""
+
+    def part(self, offset: int, numel: int) -> Tensor:
+        """Some of them, flat, where they lie."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Elements of a tensor that is there."""
+
+    tensor: Tensor
+
+    def value(self) -> Tensor:
+        return self.tensor
+
+    def fill(self, target: Tensor) -> None:
+        target.copy_(self.tensor.reshape(-1), non_blocking=True)
+
+    def part(self, offset: int, numel: int) -> Tensor:
+        return self.tensor.reshape(-1)[offset : offset + numel]
+
+
+@dataclass(frozen=True)
 class TensorEntry:
-    """A tensor to write, made only when its turn comes."""
+    """A tensor to write, made only when its turn comes; ``stretches`` say what its elements are, for the digests."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    value: Callable[[], Tensor]
+    source: Source
+    stretches: tuple[Stretch, ...] = ()
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorEntry:
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    def of(cls, tensor: Tensor, stretches: Sequence[Stretch] = ()) -> TensorEntry:
+        return cls(tuple(tensor.shape), tensor.dtype, _Given(tensor.detach()), tuple(stretches))
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def state_key(self, stretch: Stretch) -> str:
+        """What the sum of a stretch is called: sums of other dtypes cannot be compared."""
+        return f"{stretch.state}:{str(self.dtype).removeprefix('torch.')}"
 
-def write_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> int:
-    """Write a safetensors file and return its size in bytes."""
-    # Wide dtypes first: every tensor then starts at a multiple of its element size, which readers want.
-    ordered = sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize)
+
+@dataclass
+class WrittenFile:
+    """A file on disk.
+
+    Attributes:
+        sums: of each state ("exp_avg:float32") of each parameter, the sum of the part that lies in this file.
+    """
+
+    nbytes: int
+    checksum: str
+    sums: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+
+
+def in_file_order(entries: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
+    """Wide dtypes first: every tensor then starts at a multiple of its element size, which readers want."""
+    return sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize)
+
+
+def _header(ordered: Sequence[tuple[str, TensorEntry]]) -> bytes:
     header: dict[str, Any] = {}
     end = 0
     for key, entry in ordered:
@@ -100,22 +171,73 @@ def write_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> int:
         header[key] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_tensor_file(path: Path, entries: Mapping[str, TensorEntry]) -> WrittenFile:
+    """Write a safetensors file."""
+    ordered = in_file_order(entries)
+    written = WrittenFile(0, "")
+    with path.open("xb", buffering=0) as file:
+        out = _SummingWriter(file)
+        out.write(_header(ordered))
         for key, entry in ordered:
-            value = entry.value().detach()
+            value = entry.source.value().detach()
             assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), key
-            file.write(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        _sync(file.fileno(), file)
-    return path.stat().st_size
+            flat = value.cpu().contiguous().reshape(-1)
+            for stretch in entry.stretches:
+                part = flat[stretch.offset : stretch.offset + stretch.numel]
+                states, state = written.sums.setdefault(stretch.name, {}), entry.state_key(stretch)
+                found = sum_of_tensor(part, stretch.start * flat.element_size())
+                states[state] = add(states.get(state, (0, 0)), found)
+            out.write(flat.view(torch.uint8).numpy())
+        os.fsync(file.fileno())
+    written.nbytes, written.checksum = out.nbytes, out.checksum.text()
+    return written
+
+
+class _SummingWriter:
+    """Writes to an unbuffered file and sums what it writes, while it is in the cache."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.nbytes = 0
+        self.checksum = Checksum()
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data)  # of bytes: an empty one cannot be cast
+        for low in range(0, len(view), _CHUNK):
+            chunk = view[low : low + _CHUNK]
+            self.checksum.update(chunk)
+            while chunk:  # an unbuffered file may take less than it is given
+                chunk = chunk[self.file.write(chunk) :]
+        self.nbytes += len(view)
+
+
+def write_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> int:
+    """Write a safetensors file and return its size in bytes."""
+    return write_tensor_file(path, entries).nbytes
+
+
+def write_bytes(path: Path, content: bytes) -> WrittenFile:
+    """Write a new file."""
+    with path.open("xb", buffering=0) as file:
+        out = _SummingWriter(file)
+        out.write(content)
+        os.fsync(file.fileno())
+    return WrittenFile(out.nbytes, out.checksum.text())
+
+
+def pickled(content: dict[str, Any]) -> bytes:
+    """A file for ``torch.load(weights_only=True)``."""
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
 
 
 def write_pickled(path: Path, content: dict[str, Any]) -> int:
     """Write a file for ``torch.load(weights_only=True)`` and return its size in bytes."""
-    with path.open("xb") as file:
-        torch.save(content, file)
-        _sync(file.fileno(), file)
-    return path.stat().st_size
+    return write_bytes(path, pickled(content)).nbytes
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> int:

@@ -99,7 +99,11 @@ def _check_shapes(
         if name in saved and saved[name] != shape
     ]
     if wrong:
-        raise CheckpointError(f"{manifest.folder} does not fit the model; shapes differ: {_listed(wrong, '; ')}")
+        raise CheckpointError(
+            f"{manifest.folder} does not fit the model; shapes differ: {_listed(wrong, '; ')}. Build the model with "
+            "the checkpoint's sizes (a vocabulary: resize_token_embeddings() before initialize()), or place the "
+            "weights yourself with custom_load_fn"
+        )
 
 
 def _report(manifest: Manifest, missing: list[str], unexpected: list[str], strict: bool, rank: int) -> None:

@@ -49,9 +49,15 @@ class Checkpointable(Protocol):
     global_samples: int
     skipped_steps: int
     micro_steps: int
+    training_dataloader: Any
+    step_hooks: list[Any]
+    checkpoint_writer: Any  # background.BackgroundWriter, which imports this
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one optimizer step."""
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch of one rank."""
 
 
 def _plain(name: str) -> str:

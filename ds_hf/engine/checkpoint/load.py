@@ -7,7 +7,7 @@ two meetings no collective is issued.
 
 from __future__ import annotations
 
-import pickle
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from ds_hf.engine.checkpoint.agreement import share, together
+from ds_hf.engine.checkpoint.exact import Restored, check_restored
+from ds_hf.engine.checkpoint.finding import undamaged, whole_or_newest
 from ds_hf.engine.checkpoint.fit import Fit, check_fit
+from ds_hf.engine.checkpoint.formats import kind_of, open_folder
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     extra_states,
@@ -25,8 +28,21 @@ from ds_hf.engine.checkpoint.interface import (
     module_buffers,
     names_of,
 )
-from ds_hf.engine.checkpoint.restore import check_pieces, restore_groups, restore_states
-from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder, read_manifest
+from ds_hf.engine.checkpoint.position import restore_data_position
+from ds_hf.engine.checkpoint.restore import check_options, check_pieces, check_rule, restore_groups, restore_states
+from ds_hf.engine.checkpoint.resume import (
+    RankStates,
+    check_common,
+    check_extra,
+    identity_of,
+    naming,
+    rank_states,
+    same_for_all,
+)
+from ds_hf.engine.checkpoint.rng import restore_random_states
+from ds_hf.engine.checkpoint.source import Kind, Source
+from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder
+from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer, unshard
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
@@ -54,7 +70,7 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Read what ``save_checkpoint`` wrote. All ranks call it.
+    """Read what ``save_checkpoint`` of ds_hf or of DeepSpeed wrote. All ranks call it.
 
     Args:
         tag: default what the file ``latest`` names.
@@ -83,19 +99,28 @@ def load_checkpoint(
     folder = share(axis, folder)
     if folder is None:
         return None, {}
+    if engine.settings.ds_hf.checkpoint.verify == "full" and (folder / MANIFEST).is_file():
+        folder = undamaged(axis, Path(load_dir), folder, named=tag is not None or folder == Path(load_dir))
     with together(axis, f"checking {folder}"):
-        manifest, common, fit = _open(engine, folder, wanted, custom_load_fn is not None)
+        identity = identity_of(folder)
+        source, fit, ranks = _open(engine, folder, wanted, custom_load_fn is not None)
+    same_for_all(axis, source.manifest)
     _clear(engine)
-    files = TensorFiles(folder)
+    manifest, common, files = source.manifest, source.common, source.files
     if custom_load_fn is None:
         with together(axis, f"reading {folder}"):
             _read_weights(engine, fit, files)
         _publish(engine)
     else:
         _load_custom(engine, manifest, files, custom_load_fn)
-    with together(axis, f"reading {folder}"):
-        _set_extra_states(engine, common["extra_state"])
-        _read_rest(engine, manifest, common, fit, files, wanted)
+    with together(axis, f"reading {folder} (the engine has a part of it now)"):
+        with naming(folder):
+            _set_extra_states(engine, common["extra_state"])
+            _read_rest(engine, source, fit, ranks, wanted)
+        if identity_of(folder) != identity:
+            raise CheckpointError(f"{folder} was replaced or removed by another run while it was read: load again")
+    if custom_load_fn is None:
+        check_restored(engine, manifest, fit, Restored(wanted.optimizer, wanted.scheduler, wanted.counters))
     return str(folder), common["client_state"]
 
 
@@ -104,44 +129,38 @@ def load_checkpoint(
 
 def _find(root: Path, tag: str | None) -> Path | None:
     """The checkpoint's folder; ``None``, with a warning, where there is none to load."""
-    if tag is None and not (root / "latest").is_file() and not (root / MANIFEST).is_file():
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(f"{root} is a file and not the folder of checkpoints")
+    if tag is None and kind_of(root) is not None:
+        return root
+    if tag is None and not os.path.lexists(root / "latest"):
         logger.warning("no checkpoint loaded: %s does not exist; give load_checkpoint() a tag", root / "latest")
         return None
     folder = find_folder(root, None if tag is None else str(tag))
+    if tag is None and kind_of(folder) in (None, Kind.DS_HF):
+        return whole_or_newest(root, folder)
     if folder.is_dir():
         return folder
-    if tag is None:
-        raise CheckpointError(f"{root / 'latest'} names {folder}, which does not exist")
     logger.warning("no checkpoint loaded: %s does not exist", folder)
     return None
 
 
-def _open(engine: Checkpointable, folder: Path, wanted: _Wanted, custom: bool) -> tuple[Manifest, dict[str, Any], Fit]:
-    manifest = read_manifest(folder)
+def _open(engine: Checkpointable, folder: Path, wanted: _Wanted, custom: bool) -> tuple[Source, Fit, RankStates]:
+    source = open_folder(folder)
+    manifest, common = source.manifest, source.common
     if engine.axis.rank == 0:  # once is enough, and there may be thousands of files
-        manifest.check_files()
-        manifest.check_tensors(TensorFiles(folder))
-    name = manifest.extra.get("common_file")
-    if name not in manifest.files:
-        raise CheckpointError(f"{folder}: the manifest names no common file")
-    common = {"client_state": {}, "lr_scheduler": None, "extra_state": {}, **_read_pickled(folder / name)}
+        source.check()
+    check_extra(manifest)
+    check_common(source)
     fit = check_fit(engine, manifest, strict=wanted.strict and not custom, lenient_names=custom)
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)
         check_pieces(engine, manifest, fit)
-    if not isinstance(common["client_state"], dict):
-        raise CheckpointError(f"{folder / name}: client_state is no dict")
-    return manifest, common, fit
-
-
-def _read_pickled(path: Path) -> dict[str, Any]:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
-    return content
+        ranks = rank_states(engine.axis, source)
+        if ranks.own is not None and "param_groups" in ranks.own and engine.optimizer is not None:
+            check_options(engine.optimizer, ranks.own["param_groups"], f"{folder}, rank {engine.axis.rank}")
+        return source, fit, ranks
+    return source, fit, RankStates(None, [])
 
 
 def _check_optimizer(engine: Checkpointable, manifest: Manifest, common: dict[str, Any]) -> None:
@@ -151,12 +170,8 @@ def _check_optimizer(engine: Checkpointable, manifest: Manifest, common: dict[st
         raise CheckpointError(
             f"{manifest.folder} was saved without an optimizer: load it with load_optimizer_states=False"
         )
-    live = len(engine.optimizer.param_groups)
-    if len(saved) != live:
-        raise CheckpointError(
-            f"the optimizer has {live} parameter groups, {manifest.folder} has {len(saved)}: build the same groups, or "
-            "load with load_optimizer_states=False"
-        )
+    check_rule(engine.optimizer, manifest)
+    check_options(engine.optimizer, saved, str(manifest.folder))
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -233,21 +248,22 @@ def _load_custom(engine: Checkpointable, manifest: Manifest, files: TensorFiles,
 
 def _read_rest(
     engine: Checkpointable,
-    manifest: Manifest,
-    common: dict[str, Any],
+    source: Source,
     fit: Fit,
-    files: TensorFiles,
+    ranks: RankStates,
     wanted: _Wanted,
 ) -> None:
     """Optimizer, scheduler, counters and random state; local to this rank."""
+    manifest, common = source.manifest, source.common
     if wanted.optimizer and engine.optimizer is not None:
-        own = _rank_states(engine, manifest)
-        irregular = [entry for state in own for entry in state.get("irregular", ())]
-        restore_states(engine, fit, files, irregular)
-        restore_groups(engine.optimizer, common["param_groups"])
+        restore_states(engine, fit, source.files, ranks.irregular)
+        options = _known_options(engine.optimizer, source)
+        if ranks.own is not None:  # with what each rank counts for itself
+            options = ranks.own.get("param_groups", options)
+        restore_groups(engine.optimizer, options)
         _restore_scaler(engine, common.get("loss_scaler"))
-        if manifest.world_size == engine.axis.world_size:
-            _restore_rng(own[0].get("rng", {}))
+        if ranks.own is not None:
+            restore_random_states(ranks.own.get("rng", {}))
     if wanted.scheduler:
         if common["lr_scheduler"] is None:
             logger.warning("%s holds no state of a learning-rate scheduler: it starts anew", manifest.folder)
@@ -261,16 +277,16 @@ def _read_rest(
         # Gradients are not saved, so an accumulation that was under way begins anew.
         micro_steps = int(counters.get("micro_steps", 0))
         engine.micro_steps = micro_steps - micro_steps % engine.gradient_accumulation_steps()
+        restore_data_position(engine, common.get("data"))
 
 
-def _rank_states(engine: Checkpointable, manifest: Manifest) -> list[dict[str, Any]]:
-    """The pickled states of the ranks that this one needs, its own first."""
-    names = sorted(name for name in manifest.files if name.endswith("_optim_states.pt"))
-    by_rank = {int(name.split("zero_pp_rank_")[1].split("_")[0]): name for name in names}
-    needed = [engine.axis.rank] if engine.axis.rank in by_rank else []
-    if manifest.extra.get("irregular"):
-        needed += [rank for rank in by_rank if rank != engine.axis.rank]
-    return [_read_pickled(manifest.folder / by_rank[rank]) for rank in needed]
+def _known_options(optimizer: ShardedOptimizer, source: Source) -> list[dict[str, Any]]:
+    """Options of the saved groups; of another library's optimizer those that this one has too."""
+    saved: list[dict[str, Any]] = source.common["param_groups"]
+    if source.kind is Kind.DS_HF:
+        return saved
+    pairs = zip(saved, optimizer.param_groups, strict=True)
+    return [{key: value for key, value in group.items() if key in live} for group, live in pairs]
 
 
 def _restore_scaler(engine: Checkpointable, saved: Any) -> None:
@@ -279,11 +295,3 @@ def _restore_scaler(engine: Checkpointable, saved: Any) -> None:
     scaler = engine.optimizer.loss_scaler
     if isinstance(saved, dict) and saved.get("kind") == type(scaler).__name__:
         scaler.load_state_dict(saved["state"])
-
-
-def _restore_rng(saved: Any) -> None:
-    """Random states of torch, so that dropout goes on as it would have."""
-    if isinstance(saved.get("cpu"), torch.Tensor):
-        torch.set_rng_state(saved["cpu"])
-    if isinstance(saved.get("cuda"), torch.Tensor) and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])

@@ -18,9 +18,29 @@ from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedParameter, Tenso
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
+from ds_hf.log import logger
 
-__all__ = ["check_pieces", "restore_groups", "restore_states"]
+__all__ = ["check_options", "check_pieces", "check_rule", "restore_groups", "restore_states"]
 
+# Rules whose implementations have the same states; those of others are compared by the name of the class alone.
+_RULES = (
+    "muon",
+    "adagrad",
+    "adafactor",
+    "adamax",
+    "nadam",
+    "radam",
+    "sparseadam",
+    "adam",
+    "lamb",
+    "lion",
+    "rmsprop",
+    "rprop",
+    "sgd",
+)
+
+# Written into a group by steps alone: a checkpoint from before the first one has none.
+_COUNTED = ("roundings",)
 # How the update is computed, not what: these fit the device it runs on now.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
@@ -143,9 +163,63 @@ def _on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
+def check_rule(optimizer: ShardedOptimizer, manifest: Manifest) -> None:
+    """Refuse states of another rule: its moments have the same names and mean something else.
+
+    Implementations of one rule may change, for example with offload. Classes that are not known are let through, with a
+    warning.
+
+    Raises:
+        CheckpointError: with both names.
+    """
+    saved = str((manifest.extra.get("optimizer") or {}).get("class", ""))
+    live = type(optimizer.optimizer).__name__
+    rules = [next((rule for rule in _RULES if rule in name.lower()), None) for name in (saved, live)]
+    if not saved or saved == live or (rules[0] == rules[1] and rules[0] is not None):
+        return
+    if None not in rules:
+        raise CheckpointError(
+            f"{manifest.folder} was saved with the optimizer {saved}, and this one is {live}: train with {saved}, or "
+            "load with load_optimizer_states=False"
+        )
+    if optimizer.axis.rank == 0:
+        logger.warning("%s was saved with the optimizer %s, and this one is %s", manifest.folder, saved, live)
+
+
+def check_options(optimizer: ShardedOptimizer, saved: list[dict[str, Any]], where: str) -> None:
+    """Refuse options that are of another kind than the live ones, which only the next step would find out.
+
+    Raises:
+        CheckpointError: with the name of the option.
+    """
+    live = len(optimizer.param_groups)
+    if len(saved) != live:
+        raise CheckpointError(
+            f"the optimizer has {live} parameter groups, {where} has {len(saved)}: build the same groups, or load with "
+            "load_optimizer_states=False"
+        )
+    for index, (group, options) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        for key, value in options.items():
+            if key in group and key != "params" and key not in _IMPLEMENTATION and not _alike(group[key], value):
+                raise CheckpointError(f"{where}: option {key!r} of parameter group {index} is {value!r:.80}")
+
+
+def _alike(live: Any, saved: Any) -> bool:
+    if live is None or saved is None:
+        return True
+    if isinstance(live, list | tuple):
+        same = isinstance(saved, list | tuple) and len(live) == len(saved)
+        return same and all(_alike(a, b) for a, b in zip(live, saved, strict=True))
+    if isinstance(live, bool | int | float) or (isinstance(live, Tensor) and live.numel() == 1):
+        return isinstance(saved, bool | int | float) or (isinstance(saved, Tensor) and saved.numel() == 1)
+    return True
+
+
 def restore_groups(optimizer: ShardedOptimizer, saved: list[dict[str, Any]]) -> None:
     """Options of the saved groups into the live dictionaries, which schedulers hold on to."""
     for group, options in zip(optimizer.param_groups, saved, strict=True):
+        for key in _COUNTED:
+            group.pop(key, None)
         for key, value in options.items():
             if key == "params" or (key in _IMPLEMENTATION and key in group):
                 continue

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Reads ds_hf checkpoints and turns one into whole fp32 weights:  zero_to_fp32.py CHECKPOINT OUT
 
-This file is also copied into every checkpoint, so it needs nothing but torch and safetensors. It owns the reading of
-the format; nothing that a manifest says is believed before it is checked: names of files stay inside the folder, the
-fragments of a parameter cover it exactly once, and no tensor is larger than the files that hold it.
+This file is also copied into every checkpoint, so it needs nothing but torch and safetensors; run your own copy on a
+stranger's checkpoint, not his. It owns the reading of the format; nothing that a manifest says is believed before it is
+checked: names of files stay inside the folder, the fragments of a parameter cover it exactly once, no element is used
+twice, and no tensor is larger than the files that hold it.
 
 manifest.json: for each parameter its shape, the tensor key of each state ("master" or "weight", moments), and
 ``fragments`` [file, start in the parameter, start in the tensor, numel]; all figures are elements, tensors are flat.
@@ -13,11 +14,17 @@ from __future__ import annotations
 
 import argparse
 import glob
+import hashlib
+import itertools
 import json
 import math
+import os
 import re
+import stat
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,11 +55,14 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "read_manifest",
     "recover",
+    "sealed",
 ]
 
 FORMAT = "ds_hf checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+_LATEST_NBYTES = 4096  # a file 'latest' may have
+_MANIFEST_NBYTES = 2**22  # that a manifest may always have; more in proportion to the tensors
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -122,12 +132,30 @@ class Manifest:
         """Raise ``CheckpointError`` for the first file that is missing or has another size than when it was written."""
         for name, nbytes in self.files.items():
             path = self.folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing: the checkpoint is incomplete")
-            if path.stat().st_size != nbytes:
+            try:
+                found = _regular_nbytes(path)
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            if found != nbytes:
                 raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes where {nbytes} were written: the checkpoint is damaged"
+                    f"{path} has {found} bytes where {nbytes} were written: the checkpoint is damaged"
                 )
+
+    def check_sums(self) -> None:
+        """Raise ``CheckpointError`` for the first file that has not the checksum it was written with. Reads all."""
+        known = self.extra.get("checksums")
+        if not isinstance(known, dict):  # written before there were any
+            return
+        for name in self.files:
+            try:
+                if known.get(name) not in (None, _checksum(self.folder / name)):
+                    raise CheckpointError(
+                        f"{self.folder / name} does not have the checksum that was written: the checkpoint is damaged"
+                    )
+            except OSError as error:
+                raise CheckpointError(f"{self.folder / name} cannot be read: {error}") from error
 
     def check_tensors(self, files: TensorFiles) -> None:
         """Raise ``CheckpointError`` if a tensor that the manifest speaks of is not there or too short."""
@@ -152,7 +180,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = _read_text(path, _MANIFEST_NBYTES + _nbytes_in(path.parent))
+        _check_seal(text)
+        content = json.loads(text, object_pairs_hook=_without_doubles)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: the folder is no complete ds_hf checkpoint (one whose saving was interrupted, or one "
@@ -163,12 +193,86 @@ def read_manifest(folder: str | Path) -> Manifest:
     return _ManifestParser(path).parse(content)
 
 
+def sealed(content: dict[str, Any]) -> str:
+    """The text of a manifest, which begins with the checksum of what follows."""
+    text = json.dumps(content)[1:]
+    return f'{{"checksum": "{_seal(text)}", {text}'
+
+
+def _seal(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _check_seal(text: str) -> None:
+    """Damage to numbers would go unnoticed; whoever edits a manifest can leave the entry out."""
+    found = re.match(r'\{"checksum": "([0-9a-f]{32})", ', text)
+    if found is not None and found[1] != _seal(text[found.end() :]):
+        raise ValueError("it is not what was written, but damaged or edited; without the entry 'checksum' it is read")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ in which of two equal keys they take."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        raise ValueError("a key is there twice")
+    return content
+
+
+def _regular_nbytes(path: Path) -> int:
+    """Size of a file; whatever is none (a pipe would never end) is an ``OSError``."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("it is no regular file")
+    return status.st_size
+
+
+def _read_text(path: Path, most: int) -> str:
+    """A small text file, not more of it than it should have."""
+    nbytes = _regular_nbytes(path)
+    if nbytes > most:
+        raise OSError(f"it has {nbytes} bytes, too many for what it describes")
+    with path.open("rb") as file:
+        return file.read(nbytes).decode("utf-8")
+
+
+def _nbytes_in(folder: Path) -> int:
+    """Bytes of tensors in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
+
+
+def _checksum(path: Path) -> str:
+    """As ``ds_hf.engine.checkpoint.checksum``: words of 64 bits, their sum and the sum of word times place."""
+    buffer = bytearray(2**18)
+    words = torch.frombuffer(buffer, dtype=torch.int64)
+    places = torch.arange(1, words.numel() + 1)
+    first = second = start = 0
+    with path.open("rb", buffering=0) as file:
+        while count := _fill(file, buffer):
+            numel = -(-count // 8)
+            buffer[count : 8 * numel] = bytes(8 * numel - count)
+            mixed = words[:numel] ^ ((words[:numel] >> 32) & 0xFFFFFFFF)
+            total = int(mixed.sum())
+            first += total
+            second += int((mixed * places[:numel]).sum()) + start * total
+            start += numel
+    return f"{first % 2**64:016x}{second % 2**64:016x}"
+
+
+def _fill(file: Any, buffer: bytearray) -> int:
+    """Read until the buffer is full or the file ends."""
+    view, count = memoryview(buffer), 0
+    while count < len(buffer) and (more := file.readinto(view[count:])):
+        count += more
+    return count
+
+
 class _ManifestParser:
     """Turns JSON into a ``Manifest`` and refuses whatever is not as it was written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, int] = {}
+        self.used: dict[tuple[str, str], list[tuple[int, int, str]]] = {}  # stretches of tensors, by file and key
 
     def parse(self, content: Any) -> Manifest:
         content = self._of(dict, content, "the manifest")
@@ -188,9 +292,15 @@ class _ManifestParser:
         buffers = {
             name: self._buffer(name, entry) for name, entry in self._of(dict, content.get("buffers"), "buffers").items()
         }
+        self._check_use()
+        if parameters.keys() & buffers.keys():
+            self._fail(f"{min(parameters.keys() & buffers.keys())} is a parameter and a buffer")
         excluded = [self._of(str, name, "excluded") for name in self._of(list, content.get("excluded"), "excluded")]
         tied = self._of(dict, content.get("tied"), "tied")
         for alias, name in tied.items():
+            self._name(alias)
+            if alias in parameters or alias in buffers:
+                self._fail(f"{alias} is tied to another name and has values of its own")
             if self._of(str, name, "tied") not in parameters and name not in buffers and name not in excluded:
                 self._fail(f"{alias} is tied to {name!r}, which it does not have")
         world_size = self._count(content.get("world_size"), "world_size")
@@ -209,7 +319,21 @@ class _ManifestParser:
     def _count(self, value: Any, what: str) -> int:
         if self._of(int, value, what) < 0:
             self._fail(f"{what} is negative")
+        if value >= 2**63:
+            self._fail(f"{what} is larger than any file")
         return int(value)
+
+    def _name(self, name: str) -> None:
+        if not name.isprintable():  # it would come out in messages and do things to the terminal
+            self._fail(f"{name!r} cannot be a name")
+
+    def _check_use(self) -> None:
+        """No element belongs to two parameters: many could claim the same bytes, more than memory has."""
+        for (file, key), stretches in self.used.items():
+            stretches.sort()
+            for (_, end, name), (start, _, other) in itertools.pairwise(stretches):
+                if start < end:
+                    self._fail(f"{name} and {other} overlap in tensor {key!r} of {file}")
 
     def _plain_file(self, name: Any) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", name):
@@ -221,13 +345,18 @@ class _ManifestParser:
         return str(name)
 
     def _shape(self, value: Any, what: str) -> tuple[int, ...]:
-        return tuple(self._count(n, f"shape of {what}") for n in self._of(list, value, f"shape of {what}"))
+        shape = tuple(self._count(n, f"shape of {what}") for n in self._of(list, value, f"shape of {what}"))
+        if len(shape) > 64 or math.prod(shape) >= 2**63:
+            self._fail(f"shape of {what} is impossible")
+        return shape
 
     def _parameter(self, name: str, entry: Any) -> SavedParameter:
+        self._name(name)
         entry = self._of(dict, entry, name)
         shape = self._shape(entry.get("shape"), name)
         states = self._of(dict, entry.get("states"), f"states of {name}")
-        for key in states.values():
+        for state, key in states.items():
+            self._name(state)
             self._of(str, key, f"states of {name}")
         if not states.keys() & {"master", "weight"}:
             self._fail(f"{name} has neither master nor weight")
@@ -240,15 +369,21 @@ class _ManifestParser:
                 self._fail(f"the fragments of {name} do not follow one another at element {end}")
             fragments.append(SavedFragment(self._known_file(row[0]), start, offset, numel))
             end += numel
+            for key in states.values():
+                self.used.setdefault((row[0], key), []).append((offset, offset + numel, name))
         if end != math.prod(shape):
             self._fail(f"the fragments of {name} have {end} elements, its shape {list(shape)} has {math.prod(shape)}")
         scalars = self._of(dict, entry.get("scalars", {}), f"scalars of {name}")
-        return SavedParameter(name, shape, bool(entry.get("trainable")), states, tuple(fragments), scalars)
+        trainable = self._of(bool, entry.get("trainable"), f"trainable of {name}")
+        return SavedParameter(name, shape, trainable, states, tuple(fragments), scalars)
 
     def _buffer(self, name: str, entry: Any) -> SavedBuffer:
+        self._name(name)
         entry = self._of(dict, entry, name)
-        file = self._known_file(entry.get("file"))
-        return SavedBuffer(name, self._shape(entry.get("shape"), name), file, self._of(str, entry.get("key"), name))
+        file, shape = self._known_file(entry.get("file")), self._shape(entry.get("shape"), name)
+        key = self._of(str, entry.get("key"), name)
+        self.used.setdefault((file, key), []).append((0, max(1, math.prod(shape)), name))
+        return SavedBuffer(name, shape, file, key)
 
 
 # -- the tensors ----------------------------------------------------------------------------------------------------
@@ -269,9 +404,10 @@ class TensorFiles:
             path = self.folder / file
             try:
                 if file not in self._handles:
+                    path.open("rb").close()  # says what is wrong; safetensors says that there is no such file
                     self._handles[file] = safe_open(path, framework="pt")
                 found = self._pieces[file, key] = _Piece(path, key, self._handles[file].get_slice(key))
-            except (OSError, SafetensorError, ValueError) as error:
+            except (OSError, SafetensorError, ValueError, MemoryError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
         return found
 
@@ -332,7 +468,7 @@ class _Piece:
     def _guard(self, read: Any) -> Tensor:
         try:
             return read()  # type: ignore[no-any-return]
-        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{self.path}: tensor {self.key} cannot be read: {error}") from error
 
 
@@ -354,16 +490,23 @@ def find_folder(checkpoint_dir: str | Path, tag: str | None = None) -> Path:
         CheckpointError: there is none.
     """
     root = Path(checkpoint_dir)
-    if tag is None and (root / MANIFEST).is_file():
-        return root
-    if tag is None:
-        try:
-            tag = (root / "latest").read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise CheckpointError(f"{root} holds no checkpoint: neither {MANIFEST} nor a file 'latest'") from error
-    if not tag or Path(tag).is_absolute() or ".." in Path(tag).parts:
-        raise CheckpointError(f"{tag!r} is not the name of a checkpoint in {root}")
-    return recover(root / tag)
+    try:
+        if root.exists() and not root.is_dir():
+            raise CheckpointError(f"{root} is a file and not the folder of checkpoints")
+        if tag is None and (root / MANIFEST).is_file():
+            return root
+        if tag is None:
+            tag = _read_text(root / "latest", _LATEST_NBYTES).strip()
+        if not tag or not tag.isprintable() or Path(tag).is_absolute() or ".." in Path(tag).parts:
+            raise CheckpointError(f"{tag!r} is not the name of a checkpoint in {root}")
+        folder = recover(root / tag)
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(f"{folder} is a file and not the folder of a checkpoint")
+        return folder
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{root} holds no checkpoint: neither {MANIFEST} nor a file 'latest'") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{root if tag else root / 'latest'} cannot be read: {error}") from error
 
 
 # -- whole fp32 weights ---------------------------------------------------------------------------------------------
@@ -409,6 +552,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     manifest.check_files()
     files = TensorFiles(manifest.folder)
     manifest.check_tensors(files)
+    manifest.check_sums()
     state: dict[str, Any] = {}
     for name, parameter in manifest.parameters.items():
         if parameter.trainable or not exclude_frozen_parameters:
@@ -467,6 +611,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     out = Path(output_dir)
+    _refuse_links(out, Path(checkpoint_dir))
     if out.suffix in (".bin", ".pt", ".pth", ".safetensors"):
         out.parent.mkdir(parents=True, exist_ok=True)
         _write_shard(out, list(state), state)
@@ -484,7 +629,27 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         index.update(dict.fromkeys(written, file))
     total = sum(_size_of(value) for value in {id(state[name]): state[name] for name in index}.values())
     content = {"metadata": {"total_size": total}, "weight_map": index}
-    (out / f"{stem}{suffix}.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with _replaced(out / f"{stem}{suffix}.index.json") as staged:
+        staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _refuse_links(out: Path, checkpoint: Path) -> None:
+    """A stranger's folder may have a link where the output is likely to be wanted, to files that are not his."""
+    home = checkpoint.absolute()
+    for path in (out.absolute(), *out.absolute().parents):
+        if home in path.parents and path.is_symlink():
+            raise CheckpointError(f"{path} is a link out of the checkpoint: write somewhere else")
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """A new file that takes the place of ``path`` when it is whole; a link at ``path`` is not followed."""
+    staged = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}{path.suffix}")
+    try:
+        yield staged
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def _nbytes(text: str | int | None) -> float:
@@ -527,14 +692,16 @@ def _write_shard(path: Path, names: list[str], state: Mapping[str, Any]) -> list
             made[id(state[name])] = state[name].contiguous()
     content = {name: made[id(state[name])] for name in names}
     if path.suffix != ".safetensors":
-        torch.save(content, path)
+        with _replaced(path) as staged:
+            torch.save(content, staged)
         return names
     first: dict[int, str] = {}
     metadata = {"format": "pt"}
     for name, value in content.items():
         if first.setdefault(id(value), name) != name:
             metadata[name] = first[id(value)]  # as safetensors.torch.load_model wants it
-    save_file({name: content[name] for name in first.values()}, path, metadata)
+    with _replaced(path) as staged:
+        save_file({name: content[name] for name in first.values()}, staged, metadata)
     return list(first.values())
 
 

@@ -230,6 +230,8 @@ def rate_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
 def advance(states: Sequence[dict[str, Any]], control: Tensor | None) -> None:
     """Count a step, unless ``control`` forbids it."""
     steps = [state["step"] for state in states]
+    if not steps:  # a rank that owns nothing of a unit takes part in its collectives all the same
+        return
     if control is None:
         torch._foreach_add_(steps, 1)
     else:

@@ -139,6 +139,12 @@ class DynamicLossScaler:
             "last_overflow": self._last_overflow,
             "hysteresis_left": self._hysteresis_left,
             "consecutive_overflows": self._consecutive_overflows,
+            "settings": {  # for DeepSpeed, which reads them from its files; a resumed run has its configuration
+                "loss_scale_window": self.loss_scale_window,
+                "hysteresis": self.hysteresis,
+                "consecutive_hysteresis": self.consecutive_hysteresis,
+                "min_loss_scale": self.min_loss_scale,
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

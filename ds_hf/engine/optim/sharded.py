@@ -70,7 +70,7 @@ class ShardedOptimizer(Optimizer):
             for gradient, indices in groups.items()
         }
         take_over_state(inner, self.segments, whole=policy.whole)
-        self._given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
+        self.given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
         wide = policy.moments is torch.float32
@@ -193,7 +193,7 @@ class ShardedOptimizer(Optimizer):
     def free(self) -> None:
         """Drop masters, moments and gradients (``engine.destroy``); the inner optimizer has the model's own again."""
         self.reducer.clear()
-        for group, params in zip(self.optimizer.param_groups, self._given, strict=True):
+        for group, params in zip(self.optimizer.param_groups, self.given, strict=True):
             group["params"] = params
         self.optimizer.state.clear()
         self.masters.clear()
@@ -261,6 +261,10 @@ class ShardedOptimizer(Optimizer):
         wide = isinstance(self.optimizer, StreamingOptimizer) and self.optimizer.fp32_optimizer_states
         narrow = master.dtype is torch.bfloat16 and self._update is not None and self.policy.moments is torch.float32
         return torch.float32 if wide or narrow else master.dtype
+
+    def moment_dtype(self, buffer: FlatBuffer) -> torch.dtype:
+        """Dtype of the buffer's moments on every rank, also on one that has none of them."""
+        return self._moment_dtype(self.masters[buffer])
 
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
         """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""

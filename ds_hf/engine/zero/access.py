@@ -39,6 +39,7 @@ class _States(Protocol):
     def gradient(self, buffer: FlatBuffer) -> Tensor | None: ...
     def set_gradient(self, buffer: FlatBuffer, value: Tensor) -> None: ...
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None: ...
+    def moment_dtype(self, buffer: FlatBuffer) -> torch.dtype: ...
     def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor, *, create: bool = True) -> None: ...
     def masters_changed(self, buffer: FlatBuffer) -> None: ...
 
@@ -50,13 +51,14 @@ def _states(param: Tensor) -> tuple[ParamHome, _States] | None:
     return home, cast(_States, home.buffer.states)
 
 
-def _full(home: ParamHome, states: _States, owned: Tensor | None) -> Tensor | None:
-    """The parameter's part of a state, from every rank's piece; a rank that owns nothing of it brings zeros."""
+def _full(home: ParamHome, states: _States, owned: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """The parameter's part of a state, from every rank's piece; a rank that owns nothing of it brings zeros, which
+    must have the ``dtype`` of the others."""
     buffer, slot = home.buffer, home.slot
     if not states.whole and buffer.axis.world_size > 1:
         present = torch.tensor(float(owned is not None), device=buffer.device)
         if collectives.all_reduce_max(present, buffer.axis, "the presence of a state") and owned is None:
-            owned = torch.zeros(buffer.layout.shard_numel, device=buffer.device)
+            owned = torch.zeros(buffer.layout.shard_numel, dtype=dtype, device=buffer.device)
     if owned is None:
         return None
     whole = owned
@@ -101,7 +103,10 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """The whole moment ``optim_state_key`` (``"exp_avg"``, ...); ``None`` before the first step. Collective."""
     found = _states(param)
-    return None if found is None else _full(*found, found[1].moment(found[0].buffer, optim_state_key))
+    if found is None:
+        return None
+    home, states = found
+    return _full(home, states, states.moment(home.buffer, optim_state_key), states.moment_dtype(home.buffer))
 
 
 @torch.no_grad()

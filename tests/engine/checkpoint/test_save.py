@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.checkpoint import save as save_module
+from ds_hf.engine.checkpoint import commit, contents
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, build, config, differences, engine_of, states, train
 from tests.helpers.distributed import run_distributed
@@ -168,9 +168,18 @@ def test_overwriting_replaces_all_of_it(engine: Any, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("function", ["write_tensors", "write_pickled", "build_manifest", "sync_folder"])
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        (contents, "write_tensor_file"),
+        (contents, "write_bytes"),
+        (commit, "complete"),
+        (commit, "sync_folder"),
+        (commit, "write_text"),
+    ],
+)
 def test_failure_leaves_the_former_checkpoint(
-    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, function: str
 ) -> None:
     engine.save_checkpoint(tmp_path, tag="same")
     before, files = states(engine), _visible(tmp_path)
@@ -180,7 +189,7 @@ def test_failure_leaves_the_former_checkpoint(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(save_module, function, full)
+        patch.setattr(module, function, full)
         with pytest.raises(CheckpointError, match="No space left on device"):
             engine.save_checkpoint(tmp_path, tag="same")
     assert _visible(tmp_path) == files
@@ -226,20 +235,20 @@ def _one_rank_fails(folder: Path) -> tuple[str, list[str], bool]:
     before = states(engine)
     train(engine, 1, 1)
     rank = engine.axis.rank
-    original = save_module.write_tensors
+    original = contents.write_tensor_file
 
-    def failing(*arguments: Any) -> int:
+    def failing(*arguments: Any) -> Any:
         if rank == 1:
             raise OSError(28, "No space left on device")
         return original(*arguments)
 
-    save_module.write_tensors = failing  # type: ignore[assignment]  # this process belongs to the test alone
+    contents.write_tensor_file = failing  # type: ignore[assignment]  # this process belongs to the test alone
     try:
         engine.save_checkpoint(folder, tag="good")
         message = "no error"
     except CheckpointError as error:
         message = str(error)
-    save_module.write_tensors = original
+    contents.write_tensor_file = original
     engine.load_checkpoint(folder)
     return message, _visible(folder), differences(before, states(engine)) == []
 

@@ -1,0 +1,279 @@
+"""What one rank puts into a checkpoint: which tensors, what is pickled, and what the others must know of it.
+
+Gathering changes nothing and reads no tensor yet: ``Part.entries`` are read when they are written, or copied for a
+write in the background (``snapshot``). Every rank writes its shard of each flat buffer at every stage; what lies whole
+on all ranks is written by rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.checkpoint.digest import digest_of_common, digests_of
+from ds_hf.engine.checkpoint.files import (
+    Stretch,
+    TensorEntry,
+    check_loadable,
+    drop_unloadable,
+    model_states_name,
+    optimizer_states_name,
+    pickled,
+    tensors_name,
+    write_bytes,
+    write_tensor_file,
+)
+from ds_hf.engine.checkpoint.interface import (
+    Checkpointable,
+    extra_states,
+    flat_buffers,
+    is_left_out,
+    loose_parameters,
+    module_buffers,
+    names_of,
+)
+from ds_hf.engine.checkpoint.manifest import RankReport, buffer_key, counters, flat_key, loose_key
+from ds_hf.engine.checkpoint.position import data_position
+from ds_hf.engine.checkpoint.rng import random_states
+from ds_hf.engine.checkpoint.states import encode_scalar, kinds, pieces, segments_of
+from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.log import warn_once
+
+__all__ = ["Part", "gather_part", "live_entries", "write_part"]
+
+
+@dataclass
+class Part:
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        tensors: name of the file for ``entries``.
+        pickled: content of the other files, by name.
+    """
+
+    report: RankReport
+    tensors: str
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    pickled: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on disk, but for the header of the tensors."""
+        return sum(entry.nbytes for entry in self.entries.values()) + sum(map(len, self.pickled.values()))
+
+
+def gather_part(engine: Checkpointable, client_state: dict[str, Any] | None, exclude_frozen: bool) -> Part:
+    """What this rank would write now.
+
+    Raises:
+        CheckpointError: there is something that a checkpoint cannot hold.
+    """
+    rank = engine.axis.rank
+    part = Part(RankReport(), tensors_name(rank))
+    common = _common_state(engine, client_state)
+    irregular: list[dict[str, Any]] = []
+    part.entries = live_entries(engine, part.report, irregular, exclude_frozen)
+    if rank == 0:
+        part.report.common = digest_of_common(common)
+    state = _rank_state(engine, irregular)
+    part.report.rng = digests_of(state["rng"])
+    part.report.options = [digests_of(group) for group in state.get("param_groups", ())]
+    name = optimizer_states_name(rank, bf16=bool(engine.settings.bf16.enabled))
+    part.pickled[name] = pickled(state)
+    sharded = engine.plan.shards_parameters
+    if rank == 0 or sharded:
+        name = model_states_name(rank, sharded=sharded)
+        part.pickled[name] = pickled({**_identity(engine), **(common if rank == 0 else {})})
+    return part
+
+
+def write_part(folder: Path, part: Part) -> RankReport:
+    """Write the files and complete the report with their sizes and sums."""
+    report = part.report
+    written = {part.tensors: write_tensor_file(folder / part.tensors, part.entries)}
+    written.update({name: write_bytes(folder / name, content) for name, content in part.pickled.items()})
+    report.files = {name: file.nbytes for name, file in written.items()}
+    report.checksums = {name: file.checksum for name, file in written.items()}
+    report.sums = written[part.tensors].sums
+    return report
+
+
+# -- tensors --------------------------------------------------------------------------------------------------------
+
+
+def live_entries(
+    engine: Checkpointable, report: RankReport, irregular: list[dict[str, Any]], exclude_frozen: bool = False
+) -> dict[str, TensorEntry]:
+    """The tensors of this rank's part; ``report`` and ``irregular`` are told of the optimizer's states."""
+    entries: dict[str, TensorEntry] = {}
+    for index, buffer in enumerate(flat_buffers(engine)):
+        if is_left_out(buffer.params, exclude_frozen):
+            continue
+        entries.update(_value_entry(engine, index, buffer))
+        if engine.optimizer is not None and engine.optimizer.master(buffer) is not None:
+            _report_states(engine, buffer, report, irregular)
+            entries.update(_moment_entries(engine, index, buffer, report))
+    if engine.axis.rank == 0:
+        entries.update(_whole_entries(engine, exclude_frozen))
+    return entries
+
+
+def _stretches(engine: Checkpointable, buffer: FlatBuffer, state: str) -> list[Stretch]:
+    """What the elements of the rank's shard are."""
+    names = names_of(engine, buffer)
+    return [
+        Stretch(names[f.slot.index], state, f.start, f.shard_start, f.numel)
+        for f in buffer.layout.fragments(buffer.axis.rank)
+    ]
+
+
+def _value_entry(engine: Checkpointable, index: int, buffer: FlatBuffer) -> dict[str, TensorEntry]:
+    """This rank's shard of the masters, which 16-bit values are made from; of the values where there are none."""
+    master = None if engine.optimizer is None else engine.optimizer.master(buffer)
+    if master is None or engine.optimizer is None:
+        return {flat_key(index, "weight"): TensorEntry.of(buffer.shard, _stretches(engine, buffer, "weight"))}
+    low, high = buffer.layout.shard_range(buffer.axis.rank)
+    own = master[low:high] if engine.optimizer.whole else master  # ranks that all hold the whole share the writing
+    return {flat_key(index, "master"): TensorEntry.of(own, _stretches(engine, buffer, "master"))}
+
+
+def _moment_entries(
+    engine: Checkpointable, index: int, buffer: FlatBuffer, report: RankReport
+) -> dict[str, TensorEntry]:
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    dtypes: dict[str, torch.dtype] = {}
+    for segment in segments_of(optimizer, buffer):
+        for key, moment in kinds(optimizer, segment).moments.items():
+            dtypes.setdefault(key, moment.dtype)
+    entries = {}
+    for key, dtype in dtypes.items():
+        known = [s for s in _stretches(engine, buffer, key) if key in report.states.get(s.name, ())]
+        source = _Moment(engine, buffer, key, dtype)
+        entries[flat_key(index, key)] = TensorEntry((buffer.layout.shard_numel,), dtype, source, tuple(known))
+    return entries
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """The rank's shard of a moment, put together from the optimizer's segments."""
+
+    engine: Checkpointable
+    buffer: FlatBuffer
+    key: str
+    dtype: torch.dtype
+
+    def _held(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Stretches ``(start, end)`` of the shard that have the moment, with their elements."""
+        optimizer = self.engine.optimizer
+        assert optimizer is not None
+        low, high = self.buffer.layout.shard_range(self.buffer.axis.rank)
+        if not optimizer.whole:
+            low, high = 0, high - low
+        for segment in segments_of(optimizer, self.buffer):
+            state = optimizer.state.get(segment.param, {}).get(self.key)
+            first, last = max(segment.start, low), min(segment.end, high)
+            if isinstance(state, Tensor) and first < last:
+                yield first - low, last - low, state.reshape(-1)[first - segment.start : last - segment.start]
+
+    def value(self) -> Tensor:
+        assert self.engine.optimizer is not None
+        device = self.engine.optimizer.masters[self.buffer].device
+        made = torch.empty(self.buffer.layout.shard_numel, dtype=self.dtype, device=device)
+        self.fill(made)
+        return made
+
+    def fill(self, target: Tensor) -> None:
+        """What is between the segments is zero."""
+        end = 0
+        for first, last, elements in self._held():
+            target[end:first].zero_()
+            target[first:last].copy_(elements, non_blocking=True)
+            end = last
+        target[end:].zero_()
+
+    def part(self, offset: int, numel: int) -> Tensor:
+        """No segment ends inside a parameter's fragment."""
+        for first, last, elements in self._held():
+            if first <= offset and offset + numel <= last:
+                return elements[offset - first : offset - first + numel]
+        raise AssertionError(f"{self.key} of elements {offset} to {offset + numel} lies in no segment")
+
+
+def _report_states(
+    engine: Checkpointable, buffer: FlatBuffer, report: RankReport, irregular: list[dict[str, Any]]
+) -> None:
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    for piece in pieces(engine, buffer):
+        found = kinds(optimizer, piece.segment)
+        report.groups[piece.name] = piece.segment.group
+        report.states[piece.name] = list(found.moments)
+        report.scalars[piece.name] = {key: encode_scalar(value) for key, value in found.scalars.items()}
+        if found.irregular:
+            check_loadable(found.irregular, f"the optimizer's state of {piece.name}")
+            where = (piece.name, piece.fragment.start, piece.fragment.numel)
+            report.irregular.append(where)
+            irregular.append({"where": where, "state": found.irregular})
+
+
+def _whole_entries(engine: Checkpointable, exclude_frozen: bool) -> dict[str, TensorEntry]:
+    """What lies whole on every rank and is written by rank 0."""
+    entries = {
+        loose_key(name): TensorEntry.of(
+            param.detach().reshape(-1), [Stretch(name, "weight", 0, 0, param.numel())] if param.numel() else []
+        )
+        for name, param in loose_parameters(engine).items()
+        if not is_left_out([param], exclude_frozen)
+    }
+    for name, value in module_buffers(engine.module)[0].items():
+        stretches = [Stretch(name, "buffer", 0, 0, value.numel())] if value.numel() else []
+        entries[buffer_key(name)] = TensorEntry.of(value, stretches)
+    return entries
+
+
+# -- what is not tensors --------------------------------------------------------------------------------------------
+
+
+def _identity(engine: Checkpointable) -> dict[str, Any]:
+    return {"rank": engine.axis.rank, "dp_world_size": engine.axis.world_size, "mp_world_size": 1, **counters(engine)}
+
+
+def _rank_state(engine: Checkpointable, irregular: list[dict[str, Any]]) -> dict[str, Any]:
+    """What each rank keeps for itself."""
+    state: dict[str, Any] = {**_identity(engine), "rng": random_states(), "irregular": irregular}
+    if engine.optimizer is not None:  # with counters of each rank's own, such as those of stochastic rounding
+        state["param_groups"] = [_options(group) for group in engine.optimizer.param_groups]
+    return state
+
+
+def _common_state(engine: Checkpointable, client_state: dict[str, Any] | None) -> dict[str, Any]:
+    """What is one for all ranks; rank 0 writes it."""
+    client_state = {} if client_state is None else client_state
+    check_loadable(client_state, "client_state")
+    if engine.axis.rank != 0:
+        return {}
+    state: dict[str, Any] = {"client_state": client_state, "lr_scheduler": None, "data": data_position(engine)}
+    state["extra_state"] = {name: child.get_extra_state() for name, child in extra_states(engine.module).items()}
+    check_loadable(state["extra_state"], "the extra state of the model")
+    if hasattr(engine.lr_scheduler, "state_dict"):
+        state["lr_scheduler"] = engine.lr_scheduler.state_dict()
+        state["lr_scheduler_kind"] = type(engine.lr_scheduler).__name__
+        check_loadable(state["lr_scheduler"], "the state of the learning-rate scheduler")
+    if engine.optimizer is not None:
+        scaler = engine.optimizer.loss_scaler
+        state["loss_scaler"] = {"kind": type(scaler).__name__, "state": scaler.state_dict()}
+        state["param_groups"] = [_options(group) for group in engine.optimizer.param_groups]
+    return state
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    options, left_out = drop_unloadable({key: value for key, value in group.items() if key != "params"})
+    if left_out:
+        warn_once(f"options {left_out} of the optimizer's groups are objects that a checkpoint cannot hold: left out")
+    return options

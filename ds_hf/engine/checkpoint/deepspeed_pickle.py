@@ -1,0 +1,121 @@
+"""Reading and writing the pickled files of DeepSpeed without DeepSpeed, and without running what they say.
+
+A file is loaded with ``weights_only=True``; besides tensors and plain containers only the classes named here are
+admitted, and each is replaced by a stand-in that holds attributes and does nothing. Writing does the reverse: a
+stand-in is pickled under the name of the class that DeepSpeed knows.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ds_hf.engine.checkpoint.pickled import check_pickled
+from ds_hf.errors import CheckpointError
+
+__all__ = ["DynamicScaler", "FragmentAddress", "StaticScaler", "ZeroStage", "load_pickled", "save_pickled"]
+
+
+_READ_WHOLE = 2**30  # bytes of a file up to which its own checksums are compared, which reads it
+
+
+class _Record:
+    """Attributes and nothing else."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.__dict__.get(name, default)
+
+
+class FragmentAddress(_Record):
+    """``numel`` elements of a parameter at ``start`` in a rank's partition."""
+
+
+class StaticScaler(_Record):
+    """A loss scale that stays."""
+
+
+class DynamicScaler(_Record):
+    """A loss scale that follows overflows."""
+
+
+class ZeroStage(int):
+    """The stage, an enum there."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self), (int(self),)
+
+
+_NAMES: dict[Any, str] = {
+    FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
+    StaticScaler: "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    DynamicScaler: "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    ZeroStage: "deepspeed.runtime.zero.config.ZeroStageEnum",
+}
+
+
+def load_pickled(path: Path) -> dict[str, Any]:
+    """The content of one file, its tensors mapped and not read.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or holds an object that is not admitted.
+    """
+    admitted: list[Any] = list(_NAMES.items())
+    try:
+        check_pickled(path, sums=path.stat().st_size < _READ_WHOLE)
+        foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_NAMES.values())
+        if foreign:
+            raise CheckpointError(
+                f"{path} holds objects of {', '.join(sorted(foreign))}, which are not admitted: nothing in a "
+                "checkpoint may run code. Save it again with client_state of numbers, text, tensors, lists and dicts"
+            )
+        with torch.serialization.safe_globals(admitted):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    except Exception as error:  # damaged files make torch raise anything
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} cannot be read: {text}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
+    return content
+
+
+class _Pickler(pickle._Pickler):
+    """Writes stand-ins under DeepSpeed's names; in Python, as the C pickler would import the class."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        known = _NAMES.get(obj) if isinstance(obj, type) else None
+        if known is None:
+            super().save_global(obj, name)  # type: ignore[misc]
+            return
+        module, _, attribute = known.rpartition(".")
+        self.write(pickle.GLOBAL + f"{module}\n{attribute}\n".encode())  # type: ignore[attr-defined]
+        self.memoize(obj)  # type: ignore[attr-defined]
+
+
+def save_pickled(path: Path, content: dict[str, Any]) -> int:
+    """Write a file that ``torch.load`` of DeepSpeed reads; returns its size in bytes."""
+    module = SimpleNamespace(
+        **{name: getattr(pickle, name) for name in ("dump", "dumps", "load", "loads", "Unpickler")}
+    )
+    module.Pickler = _Pickler
+    module.__name__ = "pickle"
+    with path.open("xb") as file:
+        torch.save(content, file, pickle_module=module)
+        file.flush()
+        os.fsync(file.fileno())
+    return path.stat().st_size

@@ -1,0 +1,210 @@
+"""Whole weights as transformers loads them, from a checkpoint or from a live engine, one unit in memory at a time.
+
+Both plan every file from shapes alone and then fill the files tensor by tensor, so nothing else is ever gathered.
+Further names of tied weights are left out, as ``save_pretrained`` does: ``from_pretrained`` ties them again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.checkpoint.agreement import together
+from ds_hf.engine.checkpoint.files import replace_text
+from ds_hf.engine.checkpoint.interface import (
+    Checkpointable,
+    dtype_name,
+    flat_buffers,
+    loose_parameters,
+    module_buffers,
+    names_of,
+)
+from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
+from ds_hf.engine.checkpoint.source import Report, Source
+from ds_hf.engine.zero.buffer import unshard
+from ds_hf.errors import CheckpointError
+
+__all__ = ["export_engine", "export_source", "write_single"]
+
+# What makes a folder loadable besides weights; never code, which from_pretrained would run.
+_MODEL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+
+
+def _floating(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def export_source(
+    source: Source,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int | None = "5GB",
+    model_folder: str | Path | None = None,
+    report: Report | None = None,
+) -> None:
+    """Write the weights of a checkpoint as ``model*.safetensors``; one tensor is in memory at a time.
+
+    Args:
+        dtype: of floating-point weights; default what each had in the model.
+        model_folder: where ``config.json``, the generation configuration and the tokenizer are copied from.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; what was in ``folder`` is as it was.
+    """
+    source.check()
+    weights = list(source.weights())
+    specs = [Spec(w.name, w.shape, _floating(dtype, w.dtype)) for w in weights]
+    with ShardedWriter(Path(folder), specs, max_shard_size, report=report) as writer:
+        for weight in weights:
+            writer.put(weight.name, weight.read())
+    if model_folder is not None:
+        copy_model_files(Path(model_folder), Path(folder), _main_dtype(specs))
+
+
+def write_single(
+    source: Source, path: str | Path, *, dtype: torch.dtype | None = torch.float32, report: Report | None = None
+) -> None:
+    """Write all weights into one file: streamed if it is ``.safetensors``, otherwise pickled by torch.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    source.check()
+    path = Path(path)
+    weights = list(source.weights())
+    if path.suffix == ".safetensors":
+        specs = [Spec(w.name, w.shape, _floating(dtype, w.dtype)) for w in weights]
+        further = dict(source.manifest.tied)  # as safetensors.torch.load_model wants it
+        with ShardedWriter(path.parent, specs, single=path.name, metadata=further, report=report) as writer:
+            for weight in weights:
+                writer.put(weight.name, weight.read())
+        return
+    state: dict[str, Tensor] = {}
+    total = sum(torch.Size(w.shape).numel() for w in weights)
+    for weight in weights:
+        value = weight.read()
+        state[weight.name] = value.to(_floating(dtype, value.dtype))
+        if report is not None:
+            report(sum(tensor.numel() for tensor in state.values()), total)
+    state.update({alias: state[name] for alias, name in source.manifest.tied.items() if name in state})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+
+
+def export_engine(
+    engine: Checkpointable,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int | None = "5GB",
+    model_folder: str | Path | None = None,
+) -> None:
+    """Write the weights of a live engine; at most one unit is gathered beside what training holds. All ranks call it.
+
+    Args:
+        dtype: of floating-point weights; default what each has in the model.
+        model_folder: as for ``export_source``; default the model's own configuration, if it has one.
+
+    Raises:
+        CheckpointError: on every rank, when writing failed on rank 0.
+    """
+    first = engine.axis.rank == 0
+    target = Path(folder)
+    specs = _engine_specs(engine, dtype)
+    writer: ShardedWriter | None = None
+    problem: list[BaseException] = []
+    with together(engine.axis, f"preparing {target}"):
+        writer = ShardedWriter(target, specs, max_shard_size) if first else None
+
+    def put(name: str, value: Tensor) -> None:
+        """Write on rank 0; a failure waits, since the others are gathering the next unit."""
+        if writer is not None and not problem:
+            try:
+                writer.put(name, value)
+            except Exception as error:  # everything: raised below, on every rank
+                problem.append(error)
+
+    for buffer in flat_buffers(engine):
+        with torch.no_grad(), unshard([buffer] if buffer.sharded else []):
+            for name, param in zip(names_of(engine, buffer), buffer.owners, strict=True):
+                put(name, param)
+    for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
+        put(name, value)
+    with together(engine.axis, f"writing {target}"):
+        if writer is not None:
+            error = problem[0] if problem else None
+            writer.__exit__(type(error) if error else None, error, None)
+            if error is not None:
+                raise CheckpointError(f"writing {target} failed: {error}") from error
+            _write_configuration(engine, target, model_folder, _main_dtype(specs))
+
+
+def _engine_specs(engine: Checkpointable, dtype: torch.dtype | None) -> list[Spec]:
+    specs = []
+    for buffer in flat_buffers(engine):
+        for name, slot in zip(names_of(engine, buffer), buffer.layout.slots, strict=True):
+            specs.append(Spec(name, tuple(slot.shape), _floating(dtype, buffer.dtype)))
+    for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
+        specs.append(Spec(name, tuple(value.shape), _floating(dtype, value.dtype)))
+    return specs
+
+
+def _write_configuration(engine: Checkpointable, folder: Path, model: str | Path | None, dtype: str) -> None:
+    if model is not None:
+        copy_model_files(Path(model), folder, dtype)
+        return
+    for name in ("config", "generation_config"):
+        config: Any = getattr(engine.module, name, None)
+        if callable(getattr(config, "save_pretrained", None)) and (name == "config" or not _is_bare(config)):
+            config.save_pretrained(folder)
+    if (folder / "config.json").is_file():
+        _set_dtype(folder / "config.json", dtype)
+
+
+def _is_bare(config: Any) -> bool:
+    """Whether it is the generation configuration that every model has, derived from the model's."""
+    return bool(getattr(config, "_from_model_config", False))
+
+
+def copy_model_files(model: Path, folder: Path, dtype: str) -> None:
+    """Copy what a model's folder has besides weights; ``config.json`` says the dtype that was written.
+
+    Raises:
+        CheckpointError: ``model`` is no model's folder.
+    """
+    if not (model / "config.json").is_file():
+        raise CheckpointError(f"{model} has no config.json: give the folder of the model that was trained")
+    for name in _MODEL_FILES:
+        if (model / name).is_file() and (model / name).resolve() != (folder / name).resolve():
+            shutil.copyfile(model / name, folder / name)
+    _set_dtype(folder / "config.json", dtype)
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    key = "torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"
+    replace_text(path, json.dumps({**content, key: dtype}, indent=2, sort_keys=True) + "\n")
+
+
+def _main_dtype(specs: Sequence[Spec]) -> str:
+    """The floating-point dtype that most elements have."""
+    sizes: dict[torch.dtype, int] = {}
+    for spec in specs:
+        if spec.dtype.is_floating_point:
+            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + torch.Size(spec.shape).numel()
+    return dtype_name(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))

@@ -1,0 +1,168 @@
+"""What a checkpoint holds, told without reading its tensors."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_hf.engine.checkpoint.interface import dtype_name
+from ds_hf.engine.checkpoint.source import Kind, Source
+from ds_hf.engine.checkpoint.verify import verify
+from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter
+from ds_hf.errors import CheckpointError
+
+__all__ = ["Content", "faults_of", "inspect"]
+
+_RANK = re.compile(r"(?:rank_|zero_pp_rank_|__)(\d+)")
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """One file: its size and what is in it."""
+
+    name: str
+    nbytes: int
+    holds: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """One checkpoint.
+
+    Attributes:
+        states: bytes of each state of the parameters ("master", "exp_avg", ...).
+        dtypes: elements of the parameters by the dtype that they had in the model.
+    """
+
+    folder: str
+    kind: str
+    written_by: dict[str, Any]
+    step: int
+    samples: int
+    skipped: int
+    world_size: int
+    stage: int | None
+    optimizer: str
+    parameters: int
+    elements: int
+    trainable: int
+    buffers: int
+    tied: dict[str, str]
+    excluded: list[str]
+    states: dict[str, int]
+    dtypes: dict[str, int]
+    nbytes: int
+    has: list[str]
+    files: list[FileContent]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def inspect(source: Source) -> Content:
+    """Describe an opened checkpoint.
+
+    Raises:
+        CheckpointError: a tensor that it speaks of is not there.
+    """
+    manifest = source.manifest
+    counters = manifest.extra.get("counters") or {}
+    saved = list(manifest.parameters.values())
+    dtypes: dict[str, int] = {}
+    for weight in source.weights():
+        if isinstance(weight.saved, SavedParameter):
+            name = dtype_name(weight.dtype)
+            dtypes[name] = dtypes.get(name, 0) + weight.saved.numel
+    states: dict[str, int] = {}
+    for parameter in saved:
+        for state in parameter.states:
+            nbytes = parameter.numel * source.stored_dtype(parameter, state).itemsize
+            states[state] = states.get(state, 0) + nbytes
+    optimizer = manifest.extra.get("optimizer") or {}
+    return Content(
+        folder=str(source.folder),
+        kind=source.kind.value,
+        written_by=manifest.extra.get("written_by") or {},
+        step=int(counters.get("global_steps", 0)),
+        samples=int(counters.get("global_samples", 0)),
+        skipped=int(counters.get("skipped_steps", 0)),
+        world_size=manifest.world_size,
+        stage=source.stage,
+        optimizer=str(optimizer.get("class", "")),
+        parameters=len(saved),
+        elements=sum(parameter.numel for parameter in saved),
+        trainable=sum(parameter.numel for parameter in saved if parameter.trainable),
+        buffers=len(manifest.buffers),
+        tied=dict(manifest.tied),
+        excluded=sorted(manifest.excluded),
+        states=states,
+        dtypes=dtypes,
+        nbytes=sum(manifest.files.values()),
+        has=_rest(source),
+        files=[FileContent(name, nbytes, _holds(source, name)) for name, nbytes in sorted(manifest.files.items())],
+    )
+
+
+def _rest(source: Source) -> list[str]:
+    """What there is besides weights."""
+    common = source.common
+    found = {
+        "moments": any(saved.moments for saved in source.manifest.parameters.values()),
+        "parameter groups": bool(common.get("param_groups")),
+        "scheduler": common.get("lr_scheduler") is not None,
+        "loss scaler": isinstance(common.get("loss_scaler"), dict),
+        "data position": common.get("data") is not None,
+        "checksums": bool(source.manifest.extra.get("checksums")),
+        "digest": bool(source.manifest.extra.get("digest")),
+    }
+    client = [f"client state ({', '.join(map(str, common['client_state']))})"] if common.get("client_state") else []
+    return [name for name, there in found.items() if there] + client
+
+
+def _holds(source: Source, file: str) -> str:
+    """What one file is for."""
+    manifest = source.manifest
+    rank = _RANK.search(file)
+    whose = f" of rank {int(rank[1])}" if rank else ""
+    if source.kind is Kind.DS_HF:
+        if file.endswith(".safetensors"):
+            here = [s for s in manifest.parameters.values() if any(f.file == file for f in s.fragments)]
+            elements = sum(f.numel for s in here for f in s.fragments if f.file == file)
+            return f"{elements:_} elements of {len(here)} parameters{whose}"
+        if file == manifest.extra.get("common_file"):
+            return "counters, scheduler, options and client state"
+        return f"random state{whose}" if file.endswith("_optim_states.pt") else f"counters{whose}"
+    if source.kind is Kind.DEEPSPEED:
+        what = "masters and moments" if file.endswith("_optim_states.pt") else "module, counters and client state"
+        return f"{what}{whose}"
+    if source.kind is Kind.DCP:
+        return "names, shapes and places" if file == ".metadata" else f"tensors{whose}"
+    return f"{sum(any(f.file == file for f in s.fragments) for s in manifest.parameters.values())} weights"
+
+
+def faults_of(path: str | Path, tag: str | None = None, report: Any = None) -> list[str]:
+    """Everything that is wrong with a checkpoint, whoever wrote it; empty when it is whole.
+
+    Ours have checksums and digests; of others sizes, headers and cover are checked, and every tensor is read.
+    """
+    from ds_hf.engine.checkpoint.formats import locate, open_source
+
+    try:
+        kind, folder = locate(path, tag)
+        if kind is Kind.DS_HF:
+            return verify(folder, progress=report)
+        source = open_source(path, tag)
+        source.check()
+        weights = list(source.weights())
+        for number, weight in enumerate(weights, 1):
+            weight.read()
+            if isinstance(weight.saved, SavedParameter):
+                for state in weight.saved.moments:
+                    source.state(weight.saved, state)
+            if report is not None:
+                report(number, len(weights))
+    except CheckpointError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,250 @@
+"""Sharded safetensors as transformers writes and reads them: cutting into shards, writing tensor by tensor, reading.
+
+Invariant: what was in the folder stays readable until the new files are whole; they are written under hidden names,
+synced and renamed, the index last. Only the tensor given to ``put`` is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ds_hf.engine.checkpoint.files import _DTYPE_CODES, sync_folder
+from ds_hf.engine.checkpoint.interface import dtype_name
+from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source, TensorPiece
+from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedFragment, SavedParameter, _nbytes
+from ds_hf.errors import CheckpointError
+
+__all__ = ["ShardedWriter", "Spec", "is_pretrained", "read_pretrained"]
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+_WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that is going to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Shard:
+    """One safetensors file that is filled in any order."""
+
+    def __init__(self, folder: Path, name: str, specs: Sequence[Spec], metadata: dict[str, str]) -> None:
+        self.name, self.path = name, folder / name
+        self.missing = len(specs)
+        self._staged = folder / f".{name}.{uuid.uuid4().hex[:12]}"
+        self._file: BinaryIO | None = None
+        self._offsets: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": metadata}
+        end = 0
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):  # so that each starts aligned
+            if spec.dtype not in _DTYPE_CODES:
+                raise CheckpointError(f"{spec.name}: tensors of {spec.dtype} cannot be stored in safetensors")
+            start, end = end, end + spec.nbytes
+            self._offsets[spec.name] = start
+            header[spec.name] = {
+                "dtype": _DTYPE_CODES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        self._head = struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+
+    def write(self, name: str, value: Tensor) -> None:
+        if self._file is None:
+            self._file = self._staged.open("xb")
+            self._file.write(self._head)
+        self._file.seek(len(self._head) + self._offsets[name])
+        self._file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self.missing -= 1
+        if not self.missing:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make the file durable and close it; also one that has no tensors."""
+        if self._file is None and not self._staged.exists():
+            self._staged.write_bytes(self._head)
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def publish(self) -> None:
+        os.replace(self._staged, self.path)
+
+    def discard(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._staged.unlink(missing_ok=True)
+
+
+class ShardedWriter:
+    """Writes ``specs`` into ``folder``, in any order; use it as a context manager.
+
+    Args:
+        max_shard_size: bytes, text such as ``"5GB"``, or None for one file.
+        single: name of the one file to write instead of ``model*.safetensors``.
+        metadata: text kept in each file's header.
+        report: told how many bytes of how many are written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Sequence[Spec],
+        max_shard_size: str | int | None = "5GB",
+        *,
+        single: str | None = None,
+        metadata: dict[str, str] | None = None,
+        report: Report | None = None,
+    ) -> None:
+        self.folder, self._report, self._single = folder, report, single
+        self._specs = {spec.name: spec for spec in specs}
+        self._total, self._done = sum(spec.nbytes for spec in specs), 0
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = list(_cut(specs, _nbytes(None if single else max_shard_size)))
+        metadata = {"format": "pt", **(metadata or {})}
+        self._home: dict[str, _Shard] = {}
+        self._shards: list[_Shard] = []
+        for number, part in enumerate(parts, 1):
+            name = single or (f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else SINGLE)
+            shard = _Shard(folder, name, part, metadata)
+            self._shards.append(shard)
+            self._home.update({spec.name: shard for spec in part})
+
+    def __enter__(self) -> ShardedWriter:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            for shard in self._shards:
+                shard.discard()
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Write one tensor; its values take the dtype that was announced."""
+        spec = self._specs[name]
+        assert tuple(value.shape) == spec.shape, name
+        self._home[name].write(name, value.detach().to("cpu", spec.dtype))
+        self._done += spec.nbytes
+        if self._report is not None:
+            self._report(self._done, self._total)
+
+    def _finish(self) -> None:
+        missing = [shard.name for shard in self._shards if shard.missing]
+        assert not missing, f"tensors of {missing} were never written"
+        for shard in self._shards:
+            shard.sync()
+        sync_folder(self.folder)
+        kept = {shard.name for shard in self._shards}
+        for shard in self._shards:
+            shard.publish()
+        if len(self._shards) > 1:
+            self._write_index()
+            kept.add(INDEX)
+        if self._single is None:  # shards of an earlier export, which readers would prefer or mix up
+            for path in list(self.folder.iterdir()):
+                if _WEIGHTS.fullmatch(path.name) and path.name not in kept:
+                    path.unlink()
+        sync_folder(self.folder)
+
+    def _write_index(self) -> None:
+        parameters = sum(math.prod(spec.shape) for spec in self._specs.values())
+        content = {
+            "metadata": {"total_parameters": parameters, "total_size": self._total},
+            "weight_map": {name: self._home[name].name for name in sorted(self._home)},
+        }
+        staged = self.folder / f".{INDEX}.{uuid.uuid4().hex[:12]}"
+        staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(staged, self.folder / INDEX)
+
+
+def _cut(specs: Sequence[Spec], limit: float) -> Iterator[list[Spec]]:
+    """Runs of specs that together stay within ``limit`` bytes; a larger tensor is alone."""
+    part: list[Spec] = []
+    held = 0
+    for spec in specs:
+        if part and held + spec.nbytes > limit:
+            yield part
+            part, held = [], 0
+        part.append(spec)
+        held += spec.nbytes
+    yield part
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def is_pretrained(path: Path) -> bool:
+    """Whether ``path`` is a safetensors file or a folder that holds a model's."""
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+
+
+def read_pretrained(path: Path) -> Source:
+    """Open weights in safetensors; there are neither moments nor counters.
+
+    Raises:
+        CheckpointError: the index or a file is damaged.
+    """
+    folder = path if path.is_dir() else path.parent
+    tensors: dict[tuple[str, str], Any] = {}
+    parameters: dict[str, SavedParameter] = {}
+    dtypes: dict[str, Any] = {}
+    files = _shard_names(folder) if path.is_dir() else [path.name]
+    for file in files:
+        try:
+            handle: Any = safe_open(folder / file, framework="pt")
+            names = list(handle.keys())
+        except (OSError, SafetensorError, ValueError) as error:
+            raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
+        for name in names:
+            view = handle.get_slice(name)
+            tensors[file, name] = view
+            shape = tuple(view.get_shape())
+            rows = (SavedFragment(file, 0, 0, math.prod(shape)),) if math.prod(shape) else ()
+            parameters[name] = SavedParameter(name, shape, True, {"weight": name}, rows, {})
+            dtypes[name] = {"dtype": dtype_name(TensorPiece(folder / file, name, view).dtype)}
+    sizes = {file: (folder / file).stat().st_size for file in files}
+    extra: dict[str, Any] = {"parameters": dtypes, "counters": {}, "groups": None}
+    manifest = Manifest(folder, 1, parameters, {}, {}, frozenset(), sizes, extra)
+    return Source(Kind.HF, manifest, MappedFiles(folder, tensors), {"client_state": {}, "extra_state": {}})
+
+
+def _shard_names(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if not index.is_file():
+        return [SINGLE]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise CheckpointError(f"{index}: {name!r} is not a plain file name")
+    return names

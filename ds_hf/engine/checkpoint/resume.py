@@ -1,0 +1,173 @@
+"""What a checkpoint holds besides weights, looked at before anything of the engine is changed.
+
+A stranger's manifest or pickled file may have anything where a number or a list should be; what is wrong is named here,
+with its file, and not met halfway through a load.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_hf.engine.checkpoint.agreement import collect
+from ds_hf.engine.checkpoint.pickled import read_pickled
+from ds_hf.engine.checkpoint.source import Kind, Source
+from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.errors import CheckpointError
+
+__all__ = ["RankStates", "check_common", "check_extra", "identity_of", "naming", "rank_states", "same_for_all"]
+
+_RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_\d+_optim_states\.pt")
+_SCALARS = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class RankStates:
+    """What ranks keep for themselves.
+
+    Attributes:
+        own: this rank's of the same world size, else ``None``.
+        irregular: entries of all ranks, if there are any.
+    """
+
+    own: dict[str, Any] | None
+    irregular: list[dict[str, Any]]
+
+
+def check_extra(manifest: Manifest) -> None:
+    """Raise ``CheckpointError`` unless the parts of the manifest that are not about tensors have their types."""
+    extra, path = manifest.extra, manifest.folder / MANIFEST
+    _require(path, "counters", extra.get("counters", {}), lambda v: _is_dict_of(v, _is_count))
+    _require(path, "optimizer", extra.get("optimizer"), lambda v: v is None or isinstance(v, dict))
+    _require(
+        path, "groups", extra.get("groups"), lambda v: v is None or (isinstance(v, list) and all(map(_is_names, v)))
+    )
+    _require(path, "irregular", extra.get("irregular"), lambda v: v is None or _are_stretches(v))
+    for parameter in manifest.parameters.values():
+        _require(path, f"scalars of {parameter.name}", parameter.scalars, lambda v: _is_dict_of(v, _is_scalar))
+
+
+def check_common(source: Source) -> None:
+    """Raise ``CheckpointError`` unless what is one for all ranks has the types that it was saved with."""
+    common, folder = source.common, source.folder
+    for key in ("client_state", "extra_state"):
+        _require(folder, key, common.get(key), lambda v: isinstance(v, dict))
+    for key in ("lr_scheduler", "loss_scaler", "data"):
+        _require(folder, key, common.get(key), lambda v: v is None or isinstance(v, dict))
+    scaler = common.get("loss_scaler")
+    if scaler is not None:
+        _require(folder, "loss_scaler", scaler, lambda v: isinstance(v.get("state"), dict))
+
+
+def rank_states(axis: Axis, source: Source) -> RankStates:
+    """Read the pickled states that this rank needs; other libraries have none."""
+    manifest = source.manifest
+    if source.kind is not Kind.DS_HF:
+        return RankStates(None, [])
+    matches = [_RANK_FILE.fullmatch(name) for name in manifest.files]
+    by_rank = {int(match[1]): manifest.folder / match[0] for match in matches if match is not None}
+    own, irregular = None, []
+    if manifest.world_size == axis.world_size and axis.rank in by_rank:
+        own = _rank_state(by_rank[axis.rank])
+    if manifest.extra.get("irregular"):
+        for rank, path in by_rank.items():
+            irregular += own["irregular"] if own is not None and rank == axis.rank else _rank_state(path)["irregular"]
+    return RankStates(own, irregular)
+
+
+def _rank_state(path: Path) -> dict[str, Any]:
+    state = read_pickled(path)
+    _require(path, "irregular", state.setdefault("irregular", []), lambda v: isinstance(v, list))
+    for entry in state["irregular"]:
+        _require(
+            path, "irregular", entry, lambda v: isinstance(v, dict) and _is_dict_of(v.get("state"), lambda _: True)
+        )
+        _require(path, "irregular", entry.get("where"), lambda v: _are_stretches([[0, *v]]) if _is_row(v) else False)
+    if "param_groups" in state:
+        _require(path, "param_groups", state["param_groups"], lambda v: isinstance(v, list) and all(map(_is_dict, v)))
+    return state
+
+
+# -- one checkpoint, for all ranks and to the end -------------------------------------------------------------------
+
+
+def identity_of(folder: Path) -> tuple[int, int, int] | None:
+    """What changes when another run replaces the checkpoint while it is read."""
+    try:
+        status = os.stat(folder / MANIFEST)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def same_for_all(axis: Axis, manifest: Manifest) -> None:
+    """Raise ``CheckpointError`` if ranks have read different manifests. Collective."""
+    mine = [manifest.extra.get(key) for key in ("checksum", "written_at", "counters")]
+    if any(other != mine for other in collect(axis, mine)):
+        raise CheckpointError(
+            f"{manifest.folder} was replaced while it was read, or ranks see different folders there: load it again, "
+            "and let no other run save into it"
+        )
+
+
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Failures inside the block say which checkpoint they are about."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(folder) in str(error):
+            raise
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+# -- types ----------------------------------------------------------------------------------------------------------
+
+
+def _require(path: Path, what: str, value: Any, is_right: Callable[[Any], bool]) -> None:
+    if not is_right(value):
+        raise CheckpointError(f"{path}: {what} is not what was saved, but a {type(value).__name__}")
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def _is_dict_of(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return _is_dict(value) and all(map(is_right, value.values()))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _are_stretches(value: Any) -> bool:
+    """``[rank, name, start, numel]`` each."""
+    return isinstance(value, list) and all(
+        _is_row(row)
+        and len(row) == 4
+        and isinstance(row[1], str)
+        and all(_is_count(number) for number in (row[0], row[2], row[3]))
+        for row in value
+    )
+
+
+def _is_scalar(value: Any) -> bool:
+    """A number or text, or ``[dtype, number]``."""
+    if isinstance(value, list):
+        return len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], bool | int | float)
+    return isinstance(value, _SCALARS)

@@ -1,0 +1,142 @@
+"""A Trainer that stops and goes on is one that never stopped, bit for bit; and what it keeps on disk meanwhile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.trainer import get_last_checkpoint
+
+import ds_hf.engine.checkpoint.background as background
+from tests.compat.common import run_user_code
+from tests.compat.trainer_code import config, history, make_trainer, tiny_llama
+
+BACKGROUND = {"ds_hf": {"checkpoint": {"async": True}}}
+
+
+def run(folder: Path, stage: int, steps: int, stop: int, resume: bool, more: dict[str, Any]) -> list[dict[str, float]]:
+    """With dropout, shuffling and a schedule: everything that a resumed run can get wrong."""
+    trainer = make_trainer(
+        folder,
+        config(stage, **more),
+        trainer_arguments={"model": tiny_llama(attention_dropout=0.1)},
+        max_steps=steps,
+        save_strategy="steps",
+        save_steps=stop,
+        lr_scheduler_type="cosine",
+        warmup_steps=stop // 2,
+        gradient_accumulation_steps=2,
+    )
+    trainer.train(resume_from_checkpoint=resume or None)
+    trainer.save_model(str(folder / "final"))
+    return history(trainer)
+
+
+def both_halves(folder: Path, stage: int, steps: int, more: dict[str, Any]) -> list[list[dict[str, float]]]:
+    """The run that saves in the middle and at the end; the second half again."""
+    straight = run(folder, stage, steps, steps // 2, False, more)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(folder / f"checkpoint-{steps}")
+        (folder / "final").rename(folder / "straight")
+    torch.distributed.barrier()
+    torch.manual_seed(77)
+    return [straight, run(folder, stage, steps, steps // 2, True, more)]
+
+
+def assert_same_bits(folder: Path, results: Any, steps: int) -> None:
+    for straight, resumed in results:
+        assert len(straight) == steps
+        assert resumed == straight  # the log is in the checkpoint
+        assert len({row["loss"] for row in straight}) > steps // 2
+    models = [AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("straight", "final")]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+@pytest.mark.feature("Trainer", "n steps straight equal n/2, resume, n/2, bit for bit", pain="P22")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="sums on a GPU have no fixed order")
+@pytest.mark.parametrize(("stage", "more"), [(2, {}), pytest.param(3, BACKGROUND, marks=pytest.mark.slow)])
+def test_stopped_and_resumed_is_straight(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
+    assert_same_bits(tmp_path, run_user_code(both_halves, tmp_path, stage, 20, more), 20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="sums on a GPU have no fixed order")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_stopped_and_resumed_is_straight_at_length(tmp_path: Path, stage: int) -> None:
+    assert_same_bits(tmp_path, run_user_code(both_halves, tmp_path, stage, 200, {}, timeout=500), 200)
+
+
+# -- pruning --------------------------------------------------------------------------------------------------------
+
+
+def limited(folder: Path, limit: int) -> tuple[list[list[str]], list[str]]:
+    """Whole checkpoints on disk each time that pruning is over, with a writer that takes its time; and at the end."""
+    write = background.write_part
+
+    def slowly(place: Path, part: Any) -> Any:
+        time.sleep(0.3)
+        return write(place, part)
+
+    background.write_part = slowly
+    trainer = make_trainer(
+        folder, config(2, **BACKGROUND), max_steps=8, save_strategy="steps", save_steps=2, save_total_limit=limit
+    )
+    pruned: list[list[str]] = []
+    original = trainer._save_checkpoint
+
+    def look(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        pruned.append(
+            sorted(path.parent.parent.name for path in folder.glob("checkpoint-*/global_step*/manifest.json"))
+        )
+
+    trainer._save_checkpoint = look
+    trainer.train()
+    background.write_part = write
+    return pruned, sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+@pytest.mark.feature("Trainer", "`save_total_limit` with checkpoints written in the background")
+def test_pruning_never_takes_the_only_whole_checkpoint(tmp_path: Path) -> None:
+    pruned, left = run_user_code(limited, tmp_path, 1)[0]
+    assert pruned == [[], ["checkpoint-2"], ["checkpoint-4"], ["checkpoint-6"]]  # the newest is still being written
+    assert left == ["checkpoint-8"]
+
+
+@pytest.mark.slow
+def test_pruning_to_two(tmp_path: Path) -> None:
+    pruned, left = run_user_code(limited, tmp_path, 2)[0]
+    assert pruned[-1] == ["checkpoint-4", "checkpoint-6"]
+    assert left == ["checkpoint-6", "checkpoint-8"]
+
+
+def saved(folder: Path) -> None:
+    make_trainer(folder, config(2), max_steps=3, save_strategy="steps", save_steps=1).train()
+
+
+def test_interrupted_checkpoints_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_user_code(saved, tmp_path, world_size=1)
+    one, two, three = (tmp_path / f"checkpoint-{step}" for step in (1, 2, 3))
+    assert get_last_checkpoint(str(tmp_path)) == str(three)
+    (three / "trainer_state.json").unlink()
+    with caplog.at_level(logging.WARNING, "ds_hf"):
+        assert get_last_checkpoint(str(tmp_path)) == str(two)
+    assert "checkpoint-3: it has no trainer_state.json" in caplog.text
+    (two / "global_step2").rename(two / ".global_step2.saving-host-1-0123456789ab")
+    with caplog.at_level(logging.WARNING, "ds_hf"):
+        assert get_last_checkpoint(str(tmp_path)) == str(one)
+    assert "global_step2 does not exist" in caplog.text
+    tensors = one / "global_step1/rank_00000.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    assert get_last_checkpoint(str(tmp_path)) == str(three)  # none will do: the Trainer fails as it would
+    manifest = json.loads((one / "global_step1/manifest.json").read_text())
+    assert manifest["files"]["rank_00000.safetensors"] == tensors.stat().st_size + 1

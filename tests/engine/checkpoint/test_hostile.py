@@ -1,0 +1,630 @@
+"""A checkpoint from a stranger: nothing runs, nothing outside is written, no figure in it costs memory or time.
+
+Each mutated checkpoint is loaded, or converted, by a process that may take 200 MB more than after a good one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf.engine.checkpoint import zero_to_fp32
+from ds_hf.engine.checkpoint.dcp import write_dcp
+from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
+from ds_hf.engine.checkpoint.formats import open_source
+from ds_hf.engine.checkpoint.pickled import FrugalUnpickler, check_pickled, read_pickled
+from ds_hf.errors import CheckpointError
+from tests.engine.checkpoint.hostile import (
+    COMMON,
+    MEMORY,
+    RANK,
+    SECONDS,
+    TENSORS,
+    Outcome,
+    Victim,
+    archive,
+    edit_manifest,
+    flipped,
+    header_of,
+    limit_memory,
+    mutated,
+    replace_file,
+    safetensors,
+)
+from tests.engine.checkpoint.workload import config, engine_of, train
+
+Mutation = Callable[[Path, random.Random], Any]  # of the checkpoint's folder
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original")
+    with engine_of(config(2, "bf16")) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(folder, tag="tag", client_state={"epoch": 3, "seen": [1, (2, "x")]})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def victim(original: Path) -> Iterator[Victim]:
+    started = Victim(original)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to break; ``folder / "tag"`` is the checkpoint."""
+    return Path(shutil.copytree(original, tmp_path / "copy"))
+
+
+def try_all(victim: Victim, original: Path, tmp_path: Path, mutation: Mutation, count: int) -> list[Outcome]:
+    """Load and convert ``count`` mutations; none may crash, take long or take memory."""
+    found = []
+    for number in range(count):
+        folder = Path(shutil.copytree(original, tmp_path / str(number)))
+        mutation(folder / "tag", random.Random(number))
+        for what in ("load", "convert"):
+            outcome = victim.ask(what, folder)
+            assert outcome.kind in ("same", "different", "refused"), (number, what, outcome)
+            assert outcome.seconds < SECONDS, (number, what, outcome)
+            assert outcome.nbytes < MEMORY, (number, what, outcome)
+            assert outcome.kind != "refused" or str(tmp_path) in outcome.message, (number, what, outcome)
+            found.append(outcome)
+        shutil.rmtree(folder)
+    return found
+
+
+# -- damage: found, or without effect -------------------------------------------------------------------------------
+
+
+def _damaged(name: str) -> Mutation:
+    def mutation(folder: Path, source: random.Random) -> None:
+        path = folder / name
+        path.write_bytes(flipped(path.read_bytes(), source))
+
+    return mutation
+
+
+def _damaged_header(folder: Path, source: random.Random) -> None:
+    content = (folder / TENSORS).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    (folder / TENSORS).write_bytes(flipped(content, source, 0, end))
+
+
+def _damaged_latest(folder: Path, source: random.Random) -> None:
+    path = folder.parent / "latest"
+    path.write_bytes(flipped(path.read_bytes(), source))
+
+
+def _another_value(folder: Path, source: random.Random) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(mutated(json.loads(path.read_text()), source)))
+
+
+DAMAGES: dict[str, Mutation] = {
+    "manifest": _damaged("manifest.json"),
+    "a value in the manifest": _another_value,
+    "tensors": _damaged(TENSORS),
+    "header of tensors": _damaged_header,
+    "what is common": _damaged(COMMON),
+    "what a rank keeps": _damaged(RANK),
+    "latest": _damaged_latest,
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damage_is_found_or_without_effect(victim: Victim, original: Path, tmp_path: Path, what: str) -> None:
+    outcomes = try_all(victim, original, tmp_path, DAMAGES[what], 12)
+    wrong = [outcome for outcome in outcomes if outcome.kind == "different"]
+    assert wrong == []
+    assert sum(outcome.kind == "refused" for outcome in outcomes) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damage_is_found_or_without_effect_at_length(victim: Victim, original: Path, tmp_path: Path, what: str) -> None:
+    outcomes = try_all(victim, original, tmp_path, DAMAGES[what], 500)
+    assert [outcome for outcome in outcomes if outcome.kind == "different"] == []
+
+
+# -- lies: no harm --------------------------------------------------------------------------------------------------
+
+
+def _lying_manifest(folder: Path, source: random.Random) -> None:
+    edit_manifest(folder, lambda content: mutated(content, source))
+
+
+def _lying_header(folder: Path, source: random.Random) -> None:
+    header, data = header_of((folder / TENSORS).read_bytes())
+    replace_file(folder, TENSORS, safetensors(mutated(header, source), data))
+
+
+def _lying_pickle(name: str) -> Mutation:
+    def mutation(folder: Path, source: random.Random) -> None:
+        content = archive((folder / name).read_bytes(), lambda record: flipped(record, source))
+        replace_file(folder, name, content)
+
+    return mutation
+
+
+LIES: dict[str, Mutation] = {
+    "manifest": _lying_manifest,
+    "header of tensors": _lying_header,
+    "pickle of what is common": _lying_pickle(COMMON),
+    "pickle of what a rank keeps": _lying_pickle(RANK),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_lies_do_no_harm(victim: Victim, original: Path, tmp_path: Path, what: str) -> None:
+    outcomes = try_all(victim, original, tmp_path, LIES[what], 12)
+    assert sum(outcome.kind == "refused" for outcome in outcomes) >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("what", LIES)
+def test_lies_do_no_harm_at_length(victim: Victim, original: Path, tmp_path: Path, what: str) -> None:
+    outcomes = try_all(victim, original, tmp_path, LIES[what], 1000)
+    assert sum(outcome.kind == "refused" for outcome in outcomes) >= 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["deepspeed 2", "deepspeed 3", "dcp"])
+def test_other_formats_do_no_harm(victim: Victim, original: Path, tmp_path: Path, kind: str) -> None:
+    """Files of DeepSpeed and torch.distributed.checkpoint, which are pickled throughout."""
+    made = tmp_path / "made"
+    if kind == "dcp":
+        write_dcp(open_source(original), made)
+    else:
+        write_deepspeed(open_source(original), made, Target(int(kind[-1]), 2))
+    files = [path.relative_to(made) for path in made.rglob("*") if path.is_file() and path.suffix != ".py"]
+    assert len(files) >= 2
+    refused = 0
+    for number in range(300):
+        source = random.Random(number)
+        folder = Path(shutil.copytree(made, tmp_path / str(number)))
+        path = folder / source.choice(files)
+        content = path.read_bytes()
+        if content[:4] == b"PK\3\4" and number % 2:
+            path.write_bytes(archive(content, lambda record, source=source: flipped(record, source)))
+        else:
+            path.write_bytes(flipped(content, source))
+        outcome = victim.ask("load", folder)
+        assert outcome.kind in ("same", "different", "refused"), (number, path, outcome)
+        assert outcome.seconds < SECONDS, (number, path, outcome)
+        assert outcome.nbytes < MEMORY, (number, path, outcome)
+        refused += outcome.kind == "refused"
+        shutil.rmtree(folder)
+    assert refused > 100
+
+
+def _deep(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 10**6 + "]" * 10**6)
+
+
+def _deep_value(folder: Path) -> None:
+    text = json.dumps({**json.loads((folder / "manifest.json").read_text()), "checksums": "HERE"})
+    (folder / "manifest.json").write_text(text.replace('"HERE"', '{"a":' * 10**5 + "1" + "}" * 10**5))
+
+
+def _huge_manifest(folder: Path) -> None:
+    with (folder / "manifest.json").open("w") as file:
+        file.truncate(10**12)  # no bytes on disk
+
+
+def _swollen_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"a": [' + "[]," * (3 * 10**6) + "1]}")
+
+
+def _doubled_key(folder: Path) -> None:
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content.pop("checksum", None)
+    path.write_text('{"world_size": 7, ' + json.dumps(content)[1:])
+
+
+def _many_figures(folder: Path) -> None:
+    def change(manifest: Any) -> Any:
+        manifest["parameters"]["frozen"]["shape"] = [2**62] * 10**4
+        return manifest
+
+    edit_manifest(folder, change)
+
+
+def _shared(folder: Path) -> None:
+    def change(manifest: Any) -> Any:
+        manifest["parameters"]["again"] = dict(manifest["parameters"]["embedding.weight"])
+        return manifest
+
+    edit_manifest(folder, change)
+
+
+def _shared_buffers(folder: Path) -> None:
+    def change(manifest: Any) -> Any:
+        for number in range(1000):
+            manifest["buffers"][f"b{number}"] = dict(manifest["buffers"]["blocks.0.mean"])
+        return manifest
+
+    edit_manifest(folder, change)
+
+
+def _terminal(folder: Path) -> None:
+    def change(manifest: Any) -> Any:
+        manifest["parameters"]["\x1b[2J"] = manifest["parameters"].pop("scale")
+        return manifest
+
+    edit_manifest(folder, change)
+
+
+def _long_header(folder: Path) -> None:
+    header, data = header_of((folder / TENSORS).read_bytes())
+    replace_file(folder, TENSORS, safetensors(header, data, 2**62))
+
+
+def _sparse_header(folder: Path) -> None:
+    path = folder / TENSORS
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", 10**12))
+        file.truncate(10**12 + 8)
+    edit_manifest(folder, lambda m: {**m, "files": {**m["files"], TENSORS: 10**12 + 8}})
+
+
+def _deep_header(folder: Path) -> None:
+    replace_file(folder, TENSORS, struct.pack("<Q", 2 * 10**6) + b"[" * 10**6 + b"]" * 10**6)
+
+
+def _shape_overflows(folder: Path) -> None:
+    header, data = header_of((folder / TENSORS).read_bytes())
+    first = next(key for key in header if len(header[key].get("shape", ())) == 1)
+    header[first]["shape"] = [2**32, 2**32, header[first]["shape"][0]]
+    replace_file(folder, TENSORS, safetensors(header, data))
+
+
+def _overlapping_tensors(folder: Path) -> None:
+    header, data = header_of((folder / TENSORS).read_bytes())
+    keys = [key for key in header if key != "__metadata__"]
+    header[keys[1]]["data_offsets"] = header[keys[0]]["data_offsets"]
+    replace_file(folder, TENSORS, safetensors(header, data))
+
+
+def _doubled_tensor(folder: Path) -> None:
+    header, data = header_of((folder / TENSORS).read_bytes())
+    text = json.dumps(header)
+    first = next(key for key in header if key != "__metadata__")
+    other = json.dumps({first: {"dtype": "F32", "shape": [10**9], "data_offsets": [0, 4 * 10**9]}})
+    text = text[:-1] + ", " + other[1:]
+    replace_file(folder, TENSORS, struct.pack("<Q", len(text)) + text.encode() + data)
+
+
+def _pipe(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def _link(name: str, target: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return change
+
+
+def _folder_for_file(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return change
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "nested a million deep": (_deep, "manifest.json cannot be read"),
+    "nested value": (_deep_value, "manifest.json"),
+    "a manifest of a terabyte": (_huge_manifest, "manifest.json cannot be read: .*bytes, too many"),
+    "many small values": (_swollen_manifest, "manifest.json cannot be read: .*bytes, too many"),
+    "key twice": (_doubled_key, "manifest.json cannot be read: a key is there twice"),
+    "shape of ten thousand dims": (_many_figures, "manifest.json: shape of frozen is impossible"),
+    "two parameters of the same bytes": (_shared, "manifest.json: .* overlap in tensor"),
+    "many buffers of the same bytes": (_shared_buffers, "manifest.json: .* overlap in tensor"),
+    "a name for the terminal": (_terminal, r"manifest.json: '\\x1b\[2J' cannot be a name"),
+    "header longer than the file": (_long_header, f"{TENSORS} cannot be read"),
+    "header of a terabyte": (_sparse_header, f"{TENSORS} cannot be read"),
+    "header nested a million deep": (_deep_header, f"{TENSORS} cannot be read"),
+    "shape that overflows": (_shape_overflows, f"{TENSORS} cannot be read"),
+    "tensors that overlap": (_overlapping_tensors, f"{TENSORS} cannot be read"),
+    "tensor twice": (_doubled_tensor, TENSORS),
+    "manifest is a pipe": (_pipe("manifest.json"), "manifest.json"),
+    "tensors are a pipe": (_pipe(TENSORS), TENSORS),
+    "manifest is a folder": (_folder_for_file("manifest.json"), "manifest.json"),
+    "tensors are a folder": (_folder_for_file(TENSORS), TENSORS),
+    "manifest links to zeros": (_link("manifest.json", "/dev/zero"), "manifest.json"),
+    "tensors link to zeros": (_link(TENSORS, "/dev/zero"), TENSORS),
+    "tensors link to themselves": (_link(TENSORS, TENSORS), TENSORS),
+    "tensors link to nothing": (_link(TENSORS, "nowhere"), TENSORS),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(victim: Victim, folder: Path, what: str) -> None:
+    change, message = REFUSED[what]
+    change(folder / "tag")
+    for action in ("load", "convert"):
+        outcome = victim.ask(action, folder)
+        assert outcome.kind == "refused", (action, outcome)
+        assert re.search(message, outcome.message), (action, outcome)
+        assert outcome.seconds < SECONDS
+        assert outcome.nbytes < MEMORY
+
+
+def test_links_into_a_cache_are_read(victim: Victim, folder: Path, tmp_path: Path) -> None:
+    """Downloads of the Hub are folders of links to its cache."""
+    for path in list((folder / "tag").iterdir()):
+        shutil.move(path, tmp_path / f"blob-{path.name}")
+        path.symlink_to(f"../../blob-{path.name}")
+    assert [victim.ask(what, folder).kind for what in ("load", "convert")] == ["same", "same"]
+
+
+# -- pickled files --------------------------------------------------------------------------------------------------
+
+
+class _Evil:
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+def _saved(path: Path, content: Any) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def _pickle_of(path: Path, content: bytes) -> Path:
+    """A file of ``torch.save`` with a pickle of our own."""
+    plain = _saved(path, {"a": torch.zeros(3)}).read_bytes()
+    path.write_bytes(archive(plain, lambda _: content))
+    return path
+
+
+def _stored(numel: int, kind: str = "FloatStorage") -> bytes:
+    """A pickle of ``{"a": tensor}`` whose storage says ``numel``."""
+    storage = b"(" + _text("storage") + f"ctorch\n{kind}\n".encode() + _text("0") + _text("cpu") + _long(numel) + b"tQ"
+    numbers = b"K\x00K\x03\x85K\x01\x85\x89ccollections\nOrderedDict\n)R"
+    return b"\x80\x02}" + _text("a") + b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + numbers + b"tRs."
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<L", len(text)) + text.encode()
+
+
+def _long(number: int) -> bytes:
+    content = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(content)]) + content
+
+
+def test_pickle_by_hand_is_read(tmp_path: Path) -> None:
+    """The forged pickles below are refused for what they claim and not for how they are written."""
+    assert read_pickled(_pickle_of(tmp_path / "x.pt", _stored(3)))["a"].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("numel", [2, 4, 2**28, 2**62, 2**64, -1])
+def test_storage_that_claims_more_than_it_has(tmp_path: Path, numel: int) -> None:
+    with pytest.raises(CheckpointError, match=r"x\.pt cannot be read: its storage '0' claims"):
+        read_pickled(_pickle_of(tmp_path / "x.pt", _stored(numel)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"c__builtin__\nbytearray\n(I1000000000000\ntR.",
+        b"ctorch\nFloatStorage\n(I1000000000000\ntR.",
+        b"ctorch.storage\nUntypedStorage\n(I1000000000000\ntR.",
+        b"ctorch\nFloatTensor\n(I1000000000000\ntR.",
+        b"ctorch\nTensor\n(I1000000\nI1000000\ntR.",
+        b"\x80\x05\x96" + struct.pack("<Q", 10**12) + b"x.",
+        b"c_codecs\nencode\n(S'x'\nS'zlib_codec'\ntR.",
+    ],
+)
+def test_calls_for_memory(tmp_path: Path, call: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"x\.pt cannot be read"):
+        check_pickled(_pickle_of(tmp_path / "x.pt", call))
+
+
+def test_the_frugal_unpickler() -> None:
+    """The one in C would take 34 GB for the first, and makes 1 TB of zeros before it finds the second too short."""
+    assert FrugalUnpickler(io.BytesIO(b"\x80\x02Nr\xff\xff\xff\x7f.")).load() is None
+    with pytest.raises(KeyError):
+        FrugalUnpickler(io.BytesIO(b"\x80\x05\x96" + struct.pack("<Q", 10**12) + b"x.")).load()
+
+
+def test_expanded_tensors(tmp_path: Path) -> None:
+    small, large = torch.zeros(1).expand(10**6), torch.zeros(1).expand(10**9)
+    assert read_pickled(_saved(tmp_path / "x.pt", {"a": small}))["a"].shape == (10**6,)
+    with pytest.raises(CheckpointError, match="far larger than the file"):
+        read_pickled(_saved(tmp_path / "y.pt", {"a": large}))
+
+
+@pytest.mark.parametrize("target", ["os.system", "builtins.eval", "pathlib.Path.touch"])
+def test_no_code_runs(tmp_path: Path, target: str) -> None:
+    path, mark = tmp_path / "x.pt", tmp_path / "ran"
+    call: tuple[Any, ...] = {
+        "os.system": (os.system, f"touch {mark}"),
+        "builtins.eval": (eval, f"open({str(mark)!r}, 'w')"),
+        "pathlib.Path.touch": (Path.touch, mark),
+    }[target]
+    with pytest.raises(CheckpointError, match=r"x\.pt cannot be read"):
+        read_pickled(_saved(path, {"a": _Evil(*call)}))
+    assert not mark.exists()
+
+
+def test_compressed_records(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "x.pt", {"a": torch.zeros(10**6)})
+    path.write_bytes(archive(path.read_bytes(), bytes, compression=zipfile.ZIP_DEFLATED))
+    with pytest.raises(CheckpointError, match="compressed or encrypted"):
+        read_pickled(path)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_other_formats(tmp_path: Path, legacy: bool) -> None:
+    path = tmp_path / "x.pt"
+    if legacy:
+        torch.save({"a": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
+    else:
+        path.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match=r"x\.pt cannot be read: it (does not end like|is too short for)"):
+        read_pickled(path)
+
+
+def test_files_without_right_sums_of_their_records(tmp_path: Path) -> None:
+    """An option of torch leaves them out: such a file is not damaged."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = _saved(tmp_path / "x.pt", {"a": torch.arange(3)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_pickled(path)["a"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_every_flipped_bit_of_a_record_is_found(tmp_path: Path, sums: bool) -> None:
+    path = _saved(tmp_path / "x.pt", {"a": torch.arange(30)})
+    content = path.read_bytes()
+    start = content.index(torch.arange(30).numpy().tobytes())
+    for place in range(start, start + 240, 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        if sums:
+            with pytest.raises(CheckpointError, match="data/0' is damaged"):
+                check_pickled(path)
+        else:
+            check_pickled(path, sums=False)
+
+
+def test_appended_directory(tmp_path: Path) -> None:
+    """Two directories in one file: Python and torch could take different ones."""
+    path = _saved(tmp_path / "x.pt", {"a": torch.zeros(3)})
+    other = io.BytesIO()
+    torch.save({"a": _Evil(print, "x")}, other)
+    path.write_bytes(other.getvalue() + path.read_bytes())
+    with pytest.raises(CheckpointError, match="directory is not where it says"):
+        read_pickled(path)
+
+
+def test_everything_that_a_checkpoint_may_hold_passes(tmp_path: Path) -> None:
+    sparse = torch.eye(3).to_sparse()
+    content = {
+        "numbers": [1, 2.5, True, None, 1j, 2**70, float("inf")],
+        "text": ("x", b"bytes", bytearray(b"more")),
+        "sets": {1, (2, "x")},
+        "tensors": [torch.zeros(0), torch.arange(5), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(True)],
+        "float8": torch.zeros(3).to(torch.float8_e4m3fn),
+        "view": torch.arange(10)[2:5],
+        "transposed": torch.ones(4, 2).t(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "sparse": sparse,
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "meta": torch.empty(10**9, device="meta"),
+        "dtype": torch.float16,
+        "size": torch.Size([2, 3]),
+        "device": torch.device("cpu"),
+        "state dict": torch.nn.Linear(2, 2).state_dict(),
+    }
+    found = read_pickled(_saved(tmp_path / "x.pt", content))
+    assert found.keys() == content.keys()
+    assert found["text"] == content["text"]
+    assert found["numbers"] == content["numbers"]
+    assert torch.equal(found["sparse"].to_dense(), sparse.to_dense())
+    assert found["meta"].shape == (10**9,)
+
+
+# -- the script, and what it writes ---------------------------------------------------------------------------------
+
+
+def _script(folder: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """Our own copy of the script, run alone with little memory."""
+    command = [sys.executable, "-I", zero_to_fp32.__file__, os.fspath(folder), os.fspath(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_script_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    path = folder / "tag" / TENSORS
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    done = _script(folder, tmp_path / "out")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"zero_to_fp32: {path} does not have the checksum that was written")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_script_refuses_all_that_is_refused(folder: Path, tmp_path: Path, what: str) -> None:
+    REFUSED[what][0](folder / "tag")
+    done = _script(folder, tmp_path / "out")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("zero_to_fp32: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_output_never_follows_a_link(folder: Path, tmp_path: Path, name: str) -> None:
+    """A stranger's folder has a link where the weights are likely to be written."""
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(precious)
+    assert zero_to_fp32.main([str(folder), str(tmp_path / "out"), *(["--bin"] if name.endswith("bin") else [])]) == 0
+    assert precious.read_text() == "as it was"
+    assert not (tmp_path / "out" / name).is_symlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for place in (folder / "fp32", folder / "tag" / "fp32"):
+        place.symlink_to(elsewhere)
+        assert zero_to_fp32.main([str(folder), str(place)]) == 1
+        assert zero_to_fp32.main([str(folder), str(place / "weights.bin")]) == 1
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_nothing_beside_a_checkpoint_changes(victim: Victim, folder: Path) -> None:
+    def seen() -> dict[str, Any]:
+        found = {str(path): path.lstat() for path in folder.rglob("*")}
+        return {name: (s.st_mode, s.st_size, s.st_mtime_ns) for name, s in found.items() if stat.S_ISREG(s.st_mode)}
+
+    before = seen()
+    assert len(before) >= 6
+    assert [victim.ask(what, folder).kind for what in ("load", "convert")] == ["same", "same"]
+    assert seen() == before
+
+
+def test_the_limit_holds() -> None:
+    """The measurements above would mean nothing if the limit did not work."""
+    code = f"from tests.engine.checkpoint.hostile import limit_memory; limit_memory({MEMORY}); bytearray(10**9)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "MemoryError" in done.stderr
+    assert limit_memory is not None
