@@ -196,10 +196,11 @@ class TensorwiseOptimizer(StreamingOptimizer):
 
 
 def by_group(pieces: Iterable[Piece]) -> list[tuple[dict[str, Any], list[Piece]]]:
-    """The pieces of each parameter group, in order."""
-    found: dict[int, tuple[dict[str, Any], list[Piece]]] = {}
+    """The pieces of each parameter group, in order; those of other dtypes apart, as an operator's call wants them."""
+    found: dict[tuple[Any, ...], tuple[dict[str, Any], list[Piece]]] = {}
     for piece in pieces:
-        found.setdefault(id(piece.group), (piece.group, []))[1].append(piece)
+        key = (id(piece.group), piece.param.dtype, piece.grad.dtype, None if piece.out is None else piece.out.dtype)
+        found.setdefault(key, (piece.group, []))[1].append(piece)
     return list(found.values())
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_hf.engine.builder import initialize
 from ds_hf.engine.optim.base import Piece, UnitPieces
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.zero.layout import FlatLayout
@@ -290,3 +291,29 @@ def test_sparse_gradients_are_refused() -> None:
     table(torch.tensor([1, 1])).sum().backward()
     with pytest.raises(ValueError, match="sparse=False"):
         optimizer.step()
+
+
+class Mixed(torch.nn.Module):
+    """Layers of two dtypes, whose masters and gradients differ in dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).bfloat16()).float().square().mean()
+
+
+def test_dtypes_of_one_engine_may_differ() -> None:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "Lamb", "params": {"lr": 0.01}},
+    }
+    engine, *_ = initialize(model=Mixed(), config=config)
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    engine.backward(engine(torch.ones(4, 8)))
+    engine.step()
+    assert all(not torch.equal(p, q) for p, q in zip(engine.module.parameters(), before, strict=True))
+    engine.destroy()
