@@ -43,6 +43,7 @@ def arguments(config: Path, report: Path, *more: str) -> list[str]:
     return ["--deepspeed", f"--deepspeed_config={config}", f"--report={report}", f"--steps={STEPS}", *more]
 
 
+@pytest.mark.slow
 def test_one_process_as_written_then_resumed(tmp_path: Path) -> None:
     config, report, saved = write_json(tmp_path / "ds.json", PAGE), tmp_path / "report.json", tmp_path / "saved"
     run_python(SCRIPT, *arguments(config, report, f"--save_dir={saved}"))

@@ -139,6 +139,7 @@ def test_resumed_run_continues_exactly(runs: Runs, stage: int, tiny_model: Path,
     assert steps(run(tiny_model, tmp_path, *more).report) == steps(runs[stage].report)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "optimizer named in the JSON file")
 def test_optimizer_of_the_json_file(reference: Run, tiny_model: Path, tmp_path: Path) -> None:
     params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}

@@ -162,6 +162,7 @@ def test_logged_norm_is_the_one_before_clipping(tmp_path: Path) -> None:
 # -- optimizers (P31) and schedules -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`--optim` adamw_torch, sgd, rmsprop, adagrad", pain="P31")
 def test_optimizers_of_torch(tmp_path: Path) -> None:
     names = ("adamw_torch", "sgd", "rmsprop", "adagrad")
@@ -266,6 +267,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`--lr_scheduler_type` cosine, cosine_with_min_lr, reduce_lr_on_plateau", pain="P32")
 def test_schedules_of_transformers(tmp_path: Path) -> None:
     variants = {kind: {"lr_scheduler_type": kind, **more} for kind, more in SCHEDULES.items()}

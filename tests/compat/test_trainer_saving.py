@@ -141,6 +141,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`ignore_data_skip`")
 def test_resumed_without_skipping_data(tmp_path: Path) -> None:
     (whole, *_) = run_user_code(first_half, tmp_path, 3, 2)
