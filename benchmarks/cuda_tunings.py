@@ -49,9 +49,11 @@ class Job:
 
     def __init__(self, numels):
         self.numel = sum(numels)
-        flat = lambda dtype, positive=False: list(  # noqa: E731
-            (torch.rand if positive else torch.randn)(self.numel, device=DEV).to(dtype).split(numels)
-        )
+
+        def flat(dtype, positive=False):
+            values = (torch.rand if positive else torch.randn)(self.numel, device=DEV)
+            return list(values.to(dtype).split(numels))
+
         self.p, self.m, self.v = flat(torch.float32), flat(torch.float32), flat(torch.float32, True)
         self.g, self.o = flat(torch.bfloat16), flat(torch.bfloat16)
         self.s = [torch.tensor(5.0, device=DEV) for _ in numels]
@@ -99,7 +101,10 @@ def timed(calls, seconds=0.08, graph=True):
         torch.cuda.synchronize()
         return begin.elapsed_time(end) * 1e3
 
-    every = lambda: [call() for call in calls]  # noqa: E731
+    def every():
+        for call in calls:
+            call()
+
     one = run(every, 1)
     n = max(2, min(200, int(seconds * 1e6 / max(one, 1))))
     queued = min(run(every, n) for _ in range(3)) / n / len(calls)

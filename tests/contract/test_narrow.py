@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf import log
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.engine import Engine
 from tests.contract.test_parity import NextTokenLM
@@ -128,3 +129,10 @@ def loaded(folder: str) -> None:
 
 def test_a_checkpoint_of_fp32_states_loads_into_narrow_ones(tmp_path: Path) -> None:
     run_distributed(loaded, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "warned"), [("Lamb", True), ("AdamW", False), ("RMSprop", True)])
+def test_a_rule_that_rounds_to_nearest_says_so(name: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    log._seen.clear()
+    build(settings(1, False, {"type": name, "params": {"lr": 1e-3}})).destroy()
+    assert ("rounds bf16 master weights to nearest" in caplog.text) is warned

@@ -83,7 +83,9 @@ def _expected(manifest: Manifest, digest: Any) -> dict[tuple[str, str], tuple[in
     found: dict[tuple[str, str], tuple[int, int]] = {}
     tensors = digest.get("tensors") if isinstance(digest, dict) else None
     try:
-        for name, states in tensors.items():  # type: ignore[union-attr]  # AttributeError
+        if not isinstance(tensors, dict):
+            raise ValueError("there is no table of them")
+        for name, states in tensors.items():
             for state, text in states.items():
                 if re.fullmatch("[0-9a-f]{32}", text) is None:
                     raise ValueError(f"{text!r} is no digest")

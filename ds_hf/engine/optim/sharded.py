@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.base import StreamingOptimizer
 from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
+from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.segments import Segment, cut_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
@@ -27,6 +28,7 @@ from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.log import warn_once
 
 __all__ = ["OptimizerPolicy", "Segment", "ShardedOptimizer"]
 
@@ -74,9 +76,15 @@ class ShardedOptimizer(Optimizer):
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
         wide = policy.moments is torch.float32
-        if isinstance(inner, StreamingOptimizer) and any(m.dtype is torch.bfloat16 for m in masters.values()):
+        narrow = any(m.dtype is torch.bfloat16 for m in masters.values())
+        if isinstance(inner, StreamingOptimizer) and narrow:
             inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic
         self._update = streamed_update(inner, Narrow(wide, policy.stochastic))
+        if narrow and policy.stochastic and (self._update is None or isinstance(inner, FusedLamb)):
+            warn_once(
+                f"{type(inner).__name__} rounds bf16 master weights to nearest, so that small updates are lost: "
+                "ds_hf.stochastic_rounding has no effect on it; AdamW and Lion round stochastically"
+            )
         self._norm: Tensor | None = None
         self._norm_scale = 1.0
         self._gradients = {gradient.buffer: gradient for gradient in groups}
