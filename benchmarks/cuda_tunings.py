@@ -128,7 +128,7 @@ def copy_us(nbytes):
         for _ in range(count)
     ]
     calls = [lambda a=a, b=b: b.copy_(a) for a, b in pairs]
-    return timed(calls)[1]
+    return min(timed(calls))  # a copy in a graph may go to a slower engine
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
 from ds_hf.engine.dist.process_group import init_distributed
+from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.lr_schedules import build_scheduler
 from ds_hf.engine.optim.base import TensorwiseOptimizer
@@ -43,6 +44,7 @@ from ds_hf.engine.zero.opaque import (
     opaque_parts,
     shards_opaque,
 )
+from ds_hf.engine.zero.prefetch import Prefetch
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import ConfigError
@@ -210,12 +212,14 @@ def _make_parts(
     gradients: dict[Unit, list[GradientBuffer]] = {}
     groups: dict[GradientBuffer, list[int]] = {}
     gradient_policy = _gradient_policy(settings, plan, axis, device)
+    gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
     for unit in units:
         layouts = [*_by_layout(unit.params, group_of, dtype), *_by_layout(unit.whole, group_of, dtype)]
         for params in layouts:
             sharded = plan.shards_parameters and not any(params[0] is p for p in unit.whole)
             buffer = _make_buffer(params, plan, axis, dtype, device, sharded)
             buffer.name_for_logs(unit.name or "the model's root")
+            buffer.lane = gathers
             staged = buffer.adopt()
             unit.buffers.append(buffer)
             if group_of.get(id(params[0]), _FROZEN) != _FROZEN:
@@ -223,7 +227,7 @@ def _make_parts(
                 masters[buffer] = _make_master(buffer, staged, plan, device)
                 if settings.zero_optimization.offload_optimizer.pin_memory:
                     masters[buffer] = _pinned(masters[buffer], buffer)
-                gradient = GradientBuffer(buffer, gradient_policy)
+                gradient = GradientBuffer(buffer, gradient_policy, reductions)
                 gradients.setdefault(unit, []).append(gradient)
                 groups[gradient] = [group_of[id(p)] for p in params]
             else:
@@ -243,7 +247,9 @@ def _make_parts(
         for path, part in opaque_parts(param):
             names.setdefault(id(part), f"{name}.{path}" if path else name)
         names.setdefault(id(param), name)
-    return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer), optimizer, names)
+    zero = settings.zero_optimization
+    prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
+    return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer, prefetch), optimizer, names)
 
 
 def _managed(model: nn.Module, plan: StatePlan) -> list[nn.Parameter]:

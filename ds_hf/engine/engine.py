@@ -22,6 +22,7 @@ from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
 from ds_hf.engine.facade import EngineFacade
+from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.zero.offload_view import ParameterOffload
@@ -65,10 +66,13 @@ class Engine(EngineFacade, nn.Module):
         self.accumulation = Accumulation(self.batch.accumulation_steps)
         self.training_dataloader: Any = None
         self.checkpoint_writer = BackgroundWriter(parts.axis)
-        self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.global_steps = self.global_samples = self._skipped_steps = 0
         self.step_hooks: list[Callable[[Engine], None]] = []
         self._applied = False
+        self._undo: Callable[[], None] | None = None  # of a step that may turn out to have been skipped
         self._destroyed = False
+        if self.optimizer is not None:
+            self.optimizer.before_overflow = self._settle
         self.hooks.needs_scale = settings.fp16.enabled
         self.reducer.raw_factor = 1 / self.batch.accumulation_steps
         self.reducer.at_boundary = self.is_gradient_accumulation_boundary
@@ -144,27 +148,55 @@ class Engine(EngineFacade, nn.Module):
         if self.reducer.suspended:
             raise DsHfError("step() inside no_sync(): the gradients of this step were never reduced")
         boundary = self.accumulation.at_boundary
+        self._settle()
         self._applied = False
         if boundary:
             self.optimizer.step()
-            self._applied = not self.optimizer.overflow
-            if self._applied and self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
-            self.skipped_steps += not self._applied
             self.global_steps += 1
             self.global_samples += self.batch.train
+            self._advance_schedule(self.optimizer, lr_kwargs or {})
         self.accumulation.micro_steps += 1
         if boundary:
-            self._report_skip()
             for hook in self.step_hooks:
                 hook(self)
 
-    def _report_skip(self) -> None:
-        if not self._applied and self.axis.rank == 0 and self.optimizer is not None:
+    def _advance_schedule(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
+        """Advance the schedule if the step was applied. Where that is known only later, do, and be ready to undo it."""
+        scheduler = self.lr_scheduler
+        later = optimizer.decides_later and (scheduler is None or hasattr(scheduler, "load_state_dict"))
+        remember = later and scheduler is not None
+        self._undo = remember_schedule(scheduler, optimizer.param_groups) if remember else _nothing
+        if scheduler is not None and (later or not optimizer.skipped):
+            scheduler.step(**lr_kwargs)
+        if not later:
+            self._undo = _nothing
+            self._settle()
+
+    def _settle(self) -> None:
+        """Find out whether the last step was applied, if that is still open, and take note of it."""
+        undo, self._undo = self._undo, None
+        if undo is None or self.optimizer is None:
+            return
+        self._applied = not self.optimizer.skipped
+        if self._applied:
+            return
+        undo()
+        self._skipped_steps += 1
+        if self.axis.rank == 0:
             logger.warning(
                 "step %d skipped: a gradient is inf or nan (%d skipped so far; loss scale now %g)",
-                self.global_steps, self.skipped_steps, self.optimizer.loss_scaler.scale,
+                self.global_steps, self._skipped_steps, self.optimizer.loss_scaler.scale,
             )  # fmt: skip
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because a gradient was inf or nan."""
+        self._settle()
+        return self._skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self._skipped_steps = value
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the coming backward and step end an accumulation; holds until set again."""
@@ -202,10 +234,12 @@ class Engine(EngineFacade, nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of all gradients of the last step, before clipping, without the loss scale; ``None`` before it."""
+        self._settle()
         return None if self.optimizer is None else self.optimizer.grad_norm()
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step`` changed the weights."""
+        self._settle()
         return self._applied
 
     # -- files ----------------------------------------------------------------------------------------------------
@@ -235,6 +269,7 @@ class Engine(EngineFacade, nn.Module):
             ValueError: ``client_state`` and ``client_sd`` are both given.
         """
         self._require_alive()
+        self._settle()
         if client_state is not None and client_sd is not None:
             raise ValueError("client_state and client_sd are the same argument: give one")
         state = client_sd if client_state is None else client_state
@@ -268,6 +303,7 @@ class Engine(EngineFacade, nn.Module):
             CheckpointError: it is incomplete, damaged or does not fit the model.
         """
         self._require_alive()
+        self._settle()
         self.wait_for_checkpoint()
         return checkpoint_load.load_checkpoint(
             self,
@@ -321,6 +357,10 @@ class Engine(EngineFacade, nn.Module):
     def _require_alive(self) -> None:
         if self._destroyed:
             raise DsHfError("this engine was destroyed; call initialize() again")
+
+
+def _nothing() -> None:
+    return None
 
 
 def _check_loss(loss: Any) -> None:

@@ -47,6 +47,8 @@ class EngineFacade:
         compute_dtype: torch.dtype | None
         lr_scheduler: Any
 
+        def _settle(self) -> None: ...
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)  # type: ignore[misc]
@@ -172,10 +174,12 @@ class EngineFacade:
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
+        self._settle()
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum (or Adam's betas) of each parameter group."""
+        self._settle()
         if self.optimizer is None:
             return []
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]

@@ -169,7 +169,7 @@ def _update(rule: str, call: Call, places: Sequence[Sequence[Tensor]], stochasti
     if not places[0]:
         return
     machine = cuda_launch.machine_of(places[0][0])
-    tuning = machine.tunings.update
+    tuning = machine.tunings.update.holding(len(places[0]))
     own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)))
     macros = macros_of(tuning, own, tuple(map(dtype_number, places)))
     kernel = machine.kernel("update.cu", "update", macros)
@@ -184,8 +184,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """``reference.squared_norm``; the same bits each time on one kind of GPU."""
     machine = cuda_launch.machine_of(tensors[0])
     dtype = dtype_number(tensors)
-    tuning = _norm_tuning(machine.tunings.norm, dtype)
-    macros = _norm_macros(machine.tunings.norm, dtype)
+    shape = machine.tunings.norm.holding(len(tensors))
+    tuning, macros = _norm_tuning(shape, dtype), _norm_macros(shape, dtype)
     launches = list(tables(Call(), (tensors,), tuning))
     grids = [grid_of(machine, tuning, table.tiles) for table in launches]
     device = tensors[0].device

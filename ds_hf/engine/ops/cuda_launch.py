@@ -13,7 +13,7 @@ import importlib
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -75,7 +75,7 @@ class Tuning:
 
     Attributes:
         waves: blocks launched, at most, over those that the GPU holds at once.
-        capacity: entries of one launch; 60 fill the 4 KB of parameters that every driver takes.
+        capacity: entries of one launch; 60 fill the 4 KB of parameters that launches used to be limited to.
     """
 
     threads: int = 256
@@ -86,6 +86,10 @@ class Tuning:
     waves: int = 1
     capacity: int = 60
     exact: int = 1
+
+    def holding(self, entries: int) -> Tuning:
+        """Itself, or for more entries than its capacity one with as many as 32 KB of parameters hold: CUDA 12.1."""
+        return self if entries <= self.capacity else _with_large_table(self)
 
     @property
     def tile(self) -> int:
@@ -100,14 +104,20 @@ class Tuning:
         return tuple(zip(names, numbers, strict=True))
 
 
+@functools.cache
+def _with_large_table(tuning: Tuning) -> Tuning:
+    return replace(tuning, capacity=500)
+
+
 @dataclass(frozen=True)
 class Tunings:
-    """One of each kind of kernel; a norm's ``vec`` is for fp32 and doubles for 16 bits."""
+    """One of each kind of kernel, the fastest of ``benchmarks/cuda_tunings.py``; a norm's ``vec`` is for fp32 and
+    doubles for 16 bits."""
 
-    update: Tuning = Tuning()
-    norm: Tuning = Tuning(blocks=6, groups=4, stream=0)  # grads are read again soon
+    update: Tuning = Tuning(blocks=4, groups=1, waves=1000)  # a tile a block
+    norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0)  # grads are read again soon
     lamb: Tuning = Tuning()
-    lamb_fused: Tuning = Tuning(threads=512, blocks=2, groups=1)
+    lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1)
 
 
 class Machine(Protocol):

@@ -5,12 +5,12 @@ Invariants
   optimizer states). Where dtype and device allow, the master *is* the parameters' storage.
 - A ``Segment`` is a stretch of a master that one parameter group updates; the inner optimizer's ``param_groups``
   hold segments, its group dictionaries stay the live ones, so schedulers built on either object work.
-- ``step`` never leaves weights half updated by an overflow: it looks first, then updates.
+- ``step`` never leaves weights half updated by an overflow: it looks first, then updates, or the kernels look.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hf.engine.dist.mesh import Axis
-from ds_hf.engine.optim.base import StreamingOptimizer
+from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
 from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
+from ds_hf.engine.optim.outcome import Outcome
 from ds_hf.engine.optim.segments import Segment, cut_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
@@ -61,7 +62,7 @@ class ShardedOptimizer(Optimizer):
         self.axis = axis
         self.policy = policy
         self.masters = masters
-        self.overflow = False
+        self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
         self._groups = groups
         self.segments: dict[GradientBuffer, list[Segment]] = {
             gradient: list(
@@ -85,8 +86,7 @@ class ShardedOptimizer(Optimizer):
                 f"{type(inner).__name__} rounds bf16 master weights to nearest, so that small updates are lost: "
                 "ds_hf.stochastic_rounding has no effect on it; AdamW and Lion round stochastically"
             )
-        self._norm: Tensor | None = None
-        self._norm_scale = 1.0
+        self._outcome: Outcome | None = None
         self._gradients = {gradient.buffer: gradient for gradient in groups}
         self._axis_device = next((buffer.device for buffer in masters), policy.device)
         self._apply = Stepping(inner, self._update, self.segments, groups, masters, policy, axis, self._axis_device)
@@ -171,32 +171,49 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
         self.reducer.finish()
-        scale = self.loss_scaler.scale
+        scale, checked = self.loss_scaler.scale, self.policy.check_overflow
         owned = [g.owned for g in self.segments if g.owned is not None]
         device = next((t.device for t in owned), self.policy.device)
-        self._norm = global_norm(
-            owned, self.axis, whole=self.policy.whole, device=device, axis_device=self._axis_device
-        )
-        self._norm_scale = scale
-        self.overflow = self.policy.check_overflow and not bool(torch.isfinite(self._norm))
-        if not self.overflow:
-            self._apply(None if scale == 1.0 and self.policy.max_norm <= 0 else self._control(self._norm, scale))
+        norm = global_norm(owned, self.axis, whole=self.policy.whole, device=device, axis_device=self._axis_device)
+        self._outcome = Outcome(norm, scale, checked)
+        if self.decides_later or not self._outcome.overflow:
+            plain = scale == 1.0 and self.policy.max_norm <= 0 and not (checked and self.decides_later)
+            self._apply(None if plain else self._control(norm, scale, checked and self.decides_later))
         self.reducer.clear()
-        self.loss_scaler.update(self.overflow)
+        if not self.decides_later:
+            self.loss_scaler.update(self._outcome.overflow)
 
-    def _control(self, norm: Tensor, scale: float) -> Tensor:
-        """What the kernels read: the factor that unscales and clips, and a flag that is never set here."""
-        return torch.stack([clip_coefficient(norm, scale, self.policy.max_norm), torch.zeros_like(norm)])
+    def _control(self, norm: Tensor, scale: float, checked: bool) -> Tensor:
+        """What the kernels read: the factor that unscales and clips, and the flag that has them do nothing."""
+        flag = torch.isfinite(norm).logical_not_().to(norm.dtype) if checked else torch.zeros_like(norm)
+        return torch.stack([clip_coefficient(norm, scale, self.policy.max_norm), flag])
+
+    @property
+    def decides_later(self) -> bool:
+        """Whether ``step`` returns before the host knows if it was applied: the kernels look for themselves.
+
+        Not with a loss scale that changes, which the next forward needs.
+        """
+        own = self._update is not None and not isinstance(self.optimizer, TensorwiseOptimizer)
+        return own and self.policy.device.type == "cuda" and not self.loss_scaler.dynamic and not self._apply.observed
+
+    @property
+    def overflow(self) -> bool:
+        """The last step was skipped because a gradient was inf or nan. Waits for the gradients' norm."""
+        self.before_overflow()
+        return self.skipped
+
+    @property
+    def skipped(self) -> bool:
+        """As ``overflow``, for the engine."""
+        return self._outcome is not None and self._outcome.overflow
 
     def grad_norm(self) -> float | None:
-        """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Synchronizes.
+        """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Waits for it.
 
         Infinite when a gradient was inf or nan: accelerate's users compare it with numbers.
         """
-        if self._norm is None:
-            return None
-        norm = float(self._norm) / self._norm_scale
-        return norm if math.isfinite(norm) else math.inf
+        return None if self._outcome is None else self._outcome.norm
 
     def free(self) -> None:
         """Drop masters, moments and gradients (``engine.destroy``); the inner optimizer has the model's own again."""
@@ -231,6 +248,7 @@ class ShardedOptimizer(Optimizer):
     def masters_changed(self, buffer: FlatBuffer) -> None:
         """The masters were written from outside: the parameters follow. Collective."""
         self._apply.publish(buffer)
+        buffer.lane.join()
 
     def gradient(self, buffer: FlatBuffer) -> Tensor | None:
         """Averaged, unscaled fp32 gradient over what this rank owns; collective while sums are still partial."""

@@ -7,7 +7,7 @@ independently), all units at once with what each rank holds of every parameter (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
 
 __all__ = ["OptimizerPolicy", "Stepping"]
+
+_BATCH_NUMEL = 1 << 25  # 0.2 ms of an H100's memory bandwidth
 
 
 @dataclass(frozen=True)
@@ -81,38 +83,62 @@ class Stepping:
         self.axis_device = axis_device
 
     def __call__(self, control: Tensor | None) -> None:
-        """Update and publish, unit after unit where the rule can."""
+        """Update and publish, some units at a time where the rule can; then the parameters may be used."""
+        self._update_all(control)
+        for buffer in self.masters:
+            buffer.lane.join()
+
+    @property
+    def observed(self) -> bool:
+        """Somebody hooked ``step``."""
+        return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
+
+    def _update_all(self, control: Tensor | None) -> None:
         if isinstance(self.inner, TensorwiseOptimizer):
             for hook in self.inner._optimizer_step_pre_hooks.values():
                 hook(self.inner, (), {})
             self._pieces(self.inner, control)
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
-        elif self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
+        elif self.update is None or self.observed:
             self._whole(control)
-        elif self.update is not None:
-            self._units(self.update, control)
         else:
-            self._whole(control)
+            self._units(self.update, control)
 
     def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
-        for gradient, segments in self.segments.items():
-            grads = self._owned_gradient(gradient)
-            copies = self._copies(gradient.buffer)
-            if grads is not None:
-                for index, group in enumerate(self.inner.param_groups):
-                    mine = [s for s in segments if s.group == index]
-                    if mine:
-                        update(
-                            group,
-                            [s.param for s in mine],
-                            [grads[s.start : s.end] for s in mine],
-                            [] if copies is None else [copies[s.start : s.end] for s in mine],
-                            _on(control, grads.device),
-                        )
-            gradient.clear()
-            self.publish(gradient.buffer, copies if grads is not None else None)
+        for batch in self._batches():
+            calls: dict[tuple[int, bool], tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+            written: dict[GradientBuffer, Tensor | None] = {}
+            for gradient in batch:
+                grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
+                written[gradient] = copies if grads is not None else None
+                for s in self.segments[gradient] if grads is not None else ():
+                    params, given, outs = calls.setdefault((s.group, copies is None), ([], [], []))
+                    params.append(s.param)
+                    given.append(grads[s.start : s.end])  # type: ignore[index]
+                    if copies is not None:
+                        outs.append(copies[s.start : s.end])
+            for (index, _), (params, given, outs) in calls.items():
+                update(self.inner.param_groups[index], params, given, outs, _on(control, params[0].device))
+            for gradient, copies in written.items():
+                gradient.clear()
+                self.publish(gradient.buffer, copies)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+
+    def _batches(self) -> Iterator[list[GradientBuffer]]:
+        """The units in turn. On a GPU several at once: a launch costs as much as the update of a million elements, and
+        those that have been updated are gathered meanwhile."""
+        batch: list[GradientBuffer] = []
+        numel = 0
+        for gradient in self.segments:
+            master = self.masters[gradient.buffer]
+            batch.append(gradient)
+            numel += master.numel()
+            if numel >= _BATCH_NUMEL or master.device.type == "cpu":
+                yield batch
+                batch, numel = [], 0
+        if batch:
+            yield batch
 
     def _pieces(self, optimizer: TensorwiseOptimizer, control: Tensor | None) -> None:
         units, copies_of = [], {}
@@ -172,12 +198,15 @@ class Stepping:
         return torch.empty(owned.shape, dtype=owned.dtype, device=master.device, pin_memory=pin)
 
     def publish(self, buffer: FlatBuffer, copies: Tensor | None = None) -> None:
-        """Give the parameters the masters' values, from ``copies`` where they were written already."""
+        """Give the parameters the masters' values, from ``copies`` where they were written already.
+
+        The caller joins the buffer's lane before they are used.
+        """
         owned = buffer.owned(whole=self.policy.whole)
         source = self.masters[buffer] if copies is None else copies
         if owned.data_ptr() != source.data_ptr():
             owned.copy_(source)
-        buffer.publish(whole=self.policy.whole)
+        buffer.publish(whole=self.policy.whole, join=False)
 
 
 def _on(control: Tensor | None, device: torch.device) -> Tensor | None:

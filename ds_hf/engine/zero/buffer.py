@@ -7,6 +7,7 @@ Invariants
   error and never a read of freed memory. Gathered again, ``full`` refills *the same storage object*, so tensors that
   autograd saved as views of it (``weight.t()``) are valid again in backward.
 - With one process ``full`` *is* ``shard``: gathering attaches views and copies nothing.
+- Gathers run on the buffer's lane: in flight, ``full`` has its storage, and parameters are as if released.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.dist.streams import Lane, wait
 from ds_hf.engine.zero.layout import FlatLayout, Slot
 from ds_hf.errors import DsHfError
 
@@ -47,6 +49,7 @@ class ParamStatus(IntEnum):
 
 class BufferState(Enum):
     RELEASED = "released"
+    IN_FLIGHT = "in flight"
     GATHERED = "gathered"
 
 
@@ -131,6 +134,8 @@ class FlatBuffer:
         self.writers: list[int] = []  # ranks whose changes an open ``GatheredParameters`` will keep
         self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
         self.frozen = not any(p.requires_grad for p in params)
+        self.lane = Lane()  # the builder gives the buffers of an engine one in common
+        self._arrival: torch.cuda.Event | None = None
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
         self._gone: set[int] = set()  # parameters that another buffer took over
 
@@ -198,16 +203,27 @@ class FlatBuffer:
 
     # -- gather and release -------------------------------------------------------------------------------------
 
+    def start_gather(self) -> bool:
+        """Begin to fetch the whole parameters, if nobody has; ``gather`` then finds them. Collective as ``gather``."""
+        if self.state is not BufferState.RELEASED:
+            return False
+        if not self.aliased:
+            with torch.no_grad(), self.lane.running():
+                self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+                collectives.all_gather(
+                    self.full, self.shard.to(self.device, non_blocking=True), self.axis, self.weights_label
+                )
+            self._arrival = self.lane.event()
+        self.state = BufferState.IN_FLIGHT
+        return True
+
     def gather(self) -> None:
         """Make the whole parameters available. Collective when sharded over several processes."""
         if self.state is BufferState.GATHERED:
             return
-        if not self.aliased:
-            self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
-            with torch.no_grad():
-                collectives.all_gather(
-                    self.full, self.shard.to(self.device, non_blocking=True), self.axis, self.weights_label
-                )
+        self.start_gather()
+        wait(self._arrival)
+        self._arrival = None
         self._attach()
 
     def release(self, *, force: bool = False, spare_users: bool = False) -> None:
@@ -224,6 +240,8 @@ class FlatBuffer:
             self.release_wanted = True
             return
         self.release_wanted = False
+        wait(self._arrival)  # in flight still: whoever writes the shard next must not be faster
+        self._arrival = None
         self._point(self.placeholders, ParamStatus.NOT_AVAILABLE)
         if not self.aliased:
             in_use = spare_users and self._storage_users() > self._own_users
@@ -255,8 +273,12 @@ class FlatBuffer:
         """The values this rank's optimizer writes: all of them (``whole``) or its shard."""
         return self.full if whole else self.shard
 
-    def publish(self, *, whole: bool) -> None:
-        """Make the values that the optimizer wrote to ``owned`` the parameters' values everywhere."""
+    def publish(self, *, whole: bool, join: bool = True) -> None:
+        """Make the values that the optimizer wrote to ``owned`` the parameters' values everywhere.
+
+        Args:
+            join: the current stream goes on when they are; else the caller joins the lane.
+        """
         if self.sharded:
             self.release(force=True)  # whatever is gathered is stale
             if self.holds:
@@ -270,7 +292,10 @@ class FlatBuffer:
                     "place (param.data.copy_(...))"
                 )
         if not whole:
-            collectives.all_gather(self.full, self.shard, self.axis, self.weights_label)
+            with self.lane.running():
+                collectives.all_gather(self.full, self.shard, self.axis, self.weights_label)
+            if join:
+                self.lane.join()
 
     @torch.no_grad()
     def write_back(self, source_rank: int | None = None) -> None:

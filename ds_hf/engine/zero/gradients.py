@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.zero.buffer import FlatBuffer
 
 __all__ = ["GradientBuffer", "GradientPolicy"]
@@ -44,13 +45,14 @@ class GradientPolicy:
 class GradientBuffer:
     """Gradients of the trainable parameters of ``buffer``."""
 
-    def __init__(self, buffer: FlatBuffer, policy: GradientPolicy) -> None:
+    def __init__(self, buffer: FlatBuffer, policy: GradientPolicy, lane: Lane | None = None) -> None:
         self.buffer = buffer
         self.policy = policy
+        self.lane = lane or Lane()
         self.dtype = policy.communication_dtype or buffer.dtype
         self.ready: set[int] = set()
         self.partial: Tensor | None = None
-        self.owned: Tensor | None = None
+        self._owned: Tensor | None = None
 
     @property
     def complete(self) -> bool:
@@ -58,8 +60,23 @@ class GradientBuffer:
         return len(self.ready) == len(self.buffer.params)
 
     @property
+    def owned(self) -> Tensor | None:
+        """The reduced gradient; the current stream goes on when it is there."""
+        self.lane.join()
+        return self._owned
+
+    @owned.setter
+    def owned(self, value: Tensor | None) -> None:
+        self._owned = value
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether there is, or will be without further ado, a reduced gradient."""
+        return self._owned is not None
+
+    @property
     def empty(self) -> bool:
-        return self.partial is None and self.owned is None and not self.ready
+        return self.partial is None and self._owned is None and not self.ready
 
     @torch.no_grad()
     def collect(self, factor: float = 1.0) -> None:
@@ -90,6 +107,7 @@ class GradientBuffer:
     def _empty(self, *, missing: bool) -> Tensor:
         """A flat gradient whose gaps are zero: they enter the norm and the sums."""
         layout = self.buffer.layout
+        self.lane.settle()  # the gradient reduced before gives its memory to this one
         if missing:
             return torch.zeros(layout.numel, dtype=self.dtype, device=self.buffer.device)
         flat = torch.empty(layout.numel, dtype=self.dtype, device=self.buffer.device)
@@ -104,28 +122,30 @@ class GradientBuffer:
             if self.buffer.axis.world_size == 1:
                 return
             self.partial = self._empty(missing=True)
-        reduced = collectives.reduce_gradient(
-            self.partial.to(self.dtype),
-            self.buffer.axis,
-            scatter=not self.policy.whole,
-            scale_before=self.policy.scale_before,
-            scale_after=self.policy.scale_after,
-            what=self.buffer.gradients_label,
-        ).to(self.policy.device)
-        self.partial = None
-        if self.owned is None:
-            self.owned = reduced
-        else:
-            self.owned = self.owned.to(self.policy.accumulation_dtype).add_(reduced)
+        partial, self.partial = self.partial.to(self.dtype), None
+        with self.lane.running():
+            reduced = collectives.reduce_gradient(
+                partial,
+                self.buffer.axis,
+                scatter=not self.policy.whole,
+                scale_before=self.policy.scale_before,
+                scale_after=self.policy.scale_after,
+                what=self.buffer.gradients_label,
+            ).to(self.policy.device)
+            if self._owned is None:
+                self._owned = reduced
+            else:
+                self._owned = self._owned.to(self.policy.accumulation_dtype).add_(reduced)
+        self.lane.keep(partial)
 
     def clear(self) -> None:
         """Drop everything accumulated."""
         for index in self.ready:
             self.buffer.params[index].grad = None
         self.ready.clear()
-        self.partial = self.owned = None
+        self.partial = self._owned = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of accumulated gradients held now."""
-        return sum(t.untyped_storage().nbytes() for t in (self.partial, self.owned) if t is not None)
+        return sum(t.untyped_storage().nbytes() for t in (self.partial, self._owned) if t is not None)

@@ -26,6 +26,7 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.external import external_parameters
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.offload_view import ExternalParameters
+from ds_hf.engine.zero.prefetch import Prefetch
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
@@ -67,11 +68,14 @@ class UnitHooks:
     Args:
         units: all units; the one named ``""`` is the root.
         reducer: told of uses and gradients; its ``flush`` runs at the end of each backward.
+        prefetch: told of the units that forward and backward reach.
     """
 
-    def __init__(self, units: list[Unit], reducer: Reducer) -> None:
+    def __init__(self, units: list[Unit], reducer: Reducer, prefetch: Prefetch | None = None) -> None:
         self.units = units
         self.reducer = reducer
+        self.prefetch = prefetch or Prefetch(enabled=False)
+        reducer.on_order = self.prefetch.follow
         self.handles: list[RemovableHandle] = []
         self._external_modules: list[nn.Module] = []
         self._calls: dict[Unit, _Call] = {}
@@ -159,6 +163,7 @@ class UnitHooks:
             self.abandon()
         for unit in self.units:
             unit.depth = 0
+        self.prefetch.drop()
         self._calls.clear()
 
     def abandon(self) -> None:
@@ -190,6 +195,7 @@ class UnitHooks:
             unit.depth += 1
             if unit.depth > 1:
                 return None
+            self.prefetch.forward(unit)
             if torch.is_grad_enabled():
                 self.reducer.record_use(unit)
         if unit.sharded and torch.is_grad_enabled():
@@ -211,10 +217,12 @@ class UnitHooks:
                 _on_gradient(tensor, partial(self._pre_backward, unit, call))
             if watched and call is not None and call.inputs and not recomputing:
                 unit.awaited += 1
-            if unit.name == "" and module is unit.module and watched:
-                return  # backward starts with the root: keep it
+            if watched and ((unit.name == "" and module is unit.module) or unit is self.prefetch.last):
+                return  # backward starts with the root and the last unit: keep them
         if not recomputing:
             unit.release()
+            if unit.name == "":
+                self.prefetch.drop()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -225,6 +233,7 @@ class UnitHooks:
                 self.reducer.reopen(unit)
                 call.begin()
             unit.gather()
+            self.prefetch.backward(unit)
         self._queue_flush()
 
     def _queue_flush(self) -> None:
@@ -251,6 +260,7 @@ class UnitHooks:
             unit.open_calls.clear()
         self._begun.clear()
         self.reducer.flush()
+        self.prefetch.drop()
 
     def _on_gradient(self, unit: Unit, buffer: GradientBuffer, index: int, param: Tensor) -> None:
         if param.grad is not None and self.reducer.on_gradient(buffer, index):

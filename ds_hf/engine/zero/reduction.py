@@ -44,6 +44,7 @@ class Reducer:
         self._by_call = {buffer for unit, bs in buffers.items() if unit.sharded for buffer in bs}
         self._order = self._reversed(self.units)
         self._agreed = False
+        self.on_order: Callable[[list[Unit]], None] = lambda units: None  # told the order of use, once
         self._next = 0
         self._complete: set[GradientBuffer] = set()
         self._reduced: set[GradientBuffer] = set()  # by the end of a call
@@ -118,10 +119,14 @@ class Reducer:
         """Fix the order for the rest of the run. Ranks may have used different units, or in another order."""
         used = [*self.used, *(unit for unit in self.units if unit not in self.used)]
         first = self._order[0].buffer
-        indices = torch.tensor([self.units.index(unit) for unit in used], device=first.device)
+        places = [len(self.used), *(self.units.index(unit) for unit in used)]
+        indices = torch.tensor(places, device=first.device)
         collectives.broadcast(indices, first.axis, what="the order of the units")
-        self._order = self._reversed([self.units[index] for index in indices.tolist()])
+        count, *places = indices.tolist()
+        ordered = [self.units[place] for place in places]
+        self._order = self._reversed(ordered)
         self._agreed = True
+        self.on_order(ordered[:count])
 
     def flush(self) -> None:
         """End of backward: reduce what has not been reduced, release what is still gathered."""
@@ -156,7 +161,7 @@ class Reducer:
         """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left."""
         for buffer in self.buffers:
             buffer.collect(self.factor)
-            if buffer.partial is not None or (buffer.owned is None and buffer.buffer.axis.world_size > 1):
+            if buffer.partial is not None or (not buffer.has_reduced and buffer.buffer.axis.world_size > 1):
                 buffer.reduce()
 
     def clear(self) -> None:

@@ -54,6 +54,11 @@ class Unit:
         for buffer in self.buffers:
             buffer.gather()
 
+    def start_gather(self) -> bool:
+        """Begin to make the unit's parameters available, unless they are. Collective when they are sharded."""
+        began = [buffer.start_gather() for buffer in self.buffers]  # all of them
+        return any(began)
+
     def release(self) -> None:
         """Give the gathered parameters' memory back."""
         for buffer in self.buffers:

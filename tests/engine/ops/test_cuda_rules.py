@@ -61,12 +61,12 @@ def test_pointers_of_different_alignment(ops: Any) -> None:
 
 
 def test_many_tensors(ops: Any, machine: Emulator) -> None:
-    sizes = [index * 37 % 700 for index in range(130)]
+    sizes = [index * 37 % 700 for index in range(530)]
     cases.check_update(ops, "adamw", cases.make(sizes, grad=BF16, out=BF16))
-    assert machine.launches == [("update", 4)] * 3
+    assert machine.launches == [("update", 4)] * 2, "500 at once"
     cases.check_update(ops, "adamw", cases.make([0, 0]))
     cases.check_update(ops, "adamw", cases.make([]))
-    assert len(machine.launches) == 3
+    assert len(machine.launches) == 2
 
 
 def test_rate_on_device(ops: Any) -> None:

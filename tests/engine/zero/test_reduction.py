@@ -79,11 +79,11 @@ def test_collectives_of_a_step() -> None:
             assert counts[0, gas] == {"reduce_gradient": UNITS}  # at the boundary only; no gather, no norm to sum
             assert counts[1, gas] == {"reduce_gradient": UNITS, "all_reduce_sum": 1, "all_gather": UNITS}
             assert counts[2, gas] == {"reduce_gradient": UNITS * gas, "all_reduce_sum": 1, "all_gather": UNITS}
-            # forward gathers all; backward gathers the blocks again, the root stayed
+            # forward gathers all; backward gathers the blocks again, but the root and the last stayed
             assert counts[3, gas] == {
                 "reduce_gradient": UNITS * gas,
                 "all_reduce_sum": 1,
-                "all_gather": (2 * UNITS - 1) * gas,
+                "all_gather": (2 * UNITS - 2) * gas,
             }
 
 

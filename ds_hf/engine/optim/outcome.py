@@ -1,0 +1,65 @@
+"""What became of a step: the gradient norm, and whether it was skipped. The GPU knows first, the host when it asks.
+
+Asking waits until the norm is there and no longer: what was queued after it, the update, goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Outcome", "remember_schedule"]
+
+
+class Outcome:
+    """Of one step.
+
+    Args:
+        norm: 0-dim, of the gradients with their loss scale; inf or nan if one of them is.
+        scale: that loss scale.
+        checked: a norm that is not finite skips the step.
+    """
+
+    def __init__(self, norm: Tensor, scale: float, checked: bool) -> None:
+        self.scale = scale
+        self.checked = checked
+        self._event: torch.cuda.Event | None = None
+        self._norm = norm
+        if norm.is_cuda:
+            self._norm = torch.empty_like(norm, device="cpu", pin_memory=True)
+            self._norm.copy_(norm, non_blocking=True)
+            self._event = torch.cuda.current_stream(norm.device).record_event()
+
+    def _value(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return float(self._norm)
+
+    @property
+    def norm(self) -> float:
+        """Without the loss scale; infinite also where a gradient was nan: accelerate's users compare with numbers."""
+        value = self._value()
+        return value / self.scale if math.isfinite(value) else math.inf
+
+    @property
+    def overflow(self) -> bool:
+        """The step was skipped."""
+        return self.checked and not math.isfinite(self._value())
+
+
+def remember_schedule(scheduler: Any, groups: list[dict[str, Any]]) -> Callable[[], None]:
+    """A function that takes a scheduler, and what it writes into ``groups``, back to where they are now."""
+    state = {key: list(value) if type(value) is list else value for key, value in scheduler.state_dict().items()}
+    values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def undo() -> None:
+        scheduler.load_state_dict(state)
+        for group, before in zip(groups, values, strict=True):
+            group.update(before)
+
+    return undo
