@@ -242,6 +242,9 @@ def _make_parts(
     if inner is not None:
         policy = _policy(settings, plan, axis, device, inner)
         optimizer = ShardedOptimizer(inner, groups, reducer, build_loss_scaler(settings), axis, policy, masters)
+    for unit in units:
+        for buffer in unit.buffers:
+            buffer.count_users()
     names: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         for path, part in opaque_parts(param):

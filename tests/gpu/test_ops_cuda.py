@@ -270,7 +270,7 @@ def test_devices() -> None:
 
 
 def test_launches_of_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty entries fill a launch: one call of 61 needs two."""
+    """Five hundred entries fill a launch: one call of 501 needs two."""
     launches: list[int] = []
     machine = cuda_launch.gpu(torch.cuda.current_device())
     launch = machine.launch
@@ -280,5 +280,5 @@ def test_launches_of_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(*args, **named)
 
     monkeypatch.setattr(machine, "launch", count)
-    cases.check_update(cuda, "adamw", cases.make([100] * 61, "cuda"))
-    assert launches == [60, 1]
+    cases.check_update(cuda, "adamw", cases.make([100] * 501, "cuda"))
+    assert launches == [500, 1]

@@ -16,21 +16,29 @@ __all__ = ["Outcome", "remember_schedule"]
 
 
 class Outcome:
-    """Of one step.
+    """Of the latest step."""
 
-    Args:
-        norm: 0-dim, of the gradients with their loss scale; inf or nan if one of them is.
-        scale: that loss scale.
-        checked: a norm that is not finite skips the step.
-    """
-
-    def __init__(self, norm: Tensor, scale: float, checked: bool) -> None:
-        self.scale = scale
-        self.checked = checked
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.checked = False
         self._event: torch.cuda.Event | None = None
-        self._norm = norm
+        self._norm = torch.zeros(())
+        self._pinned: Tensor | None = None  # allocated once: that may wait for the device, holding the interpreter
+
+    def take(self, norm: Tensor, scale: float, checked: bool) -> None:
+        """Of a new step; ``overflow`` of the one before must have been asked for, if anybody will.
+
+        Args:
+            norm: 0-dim, of the gradients with their loss scale; inf or nan if one of them is.
+            scale: that loss scale.
+            checked: a norm that is not finite skips the step.
+        """
+        self.scale, self.checked = scale, checked
+        self._norm, self._event = norm, None
         if norm.is_cuda:
-            self._norm = torch.empty_like(norm, device="cpu", pin_memory=True)
+            if self._pinned is None:
+                self._pinned = torch.empty_like(norm, device="cpu", pin_memory=True)
+            self._norm = self._pinned
             self._norm.copy_(norm, non_blocking=True)
             self._event = torch.cuda.current_stream(norm.device).record_event()
 

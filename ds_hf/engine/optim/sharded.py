@@ -86,7 +86,8 @@ class ShardedOptimizer(Optimizer):
                 f"{type(inner).__name__} rounds bf16 master weights to nearest, so that small updates are lost: "
                 "ds_hf.stochastic_rounding has no effect on it; AdamW and Lion round stochastically"
             )
-        self._outcome: Outcome | None = None
+        self._outcome = Outcome()
+        self._stepped = False
         self._gradients = {gradient.buffer: gradient for gradient in groups}
         self._axis_device = next((buffer.device for buffer in masters), policy.device)
         self._apply = Stepping(inner, self._update, self.segments, groups, masters, policy, axis, self._axis_device)
@@ -175,7 +176,8 @@ class ShardedOptimizer(Optimizer):
         owned = [g.owned for g in self.segments if g.owned is not None]
         device = next((t.device for t in owned), self.policy.device)
         norm = global_norm(owned, self.axis, whole=self.policy.whole, device=device, axis_device=self._axis_device)
-        self._outcome = Outcome(norm, scale, checked)
+        self._outcome.take(norm, scale, checked)
+        self._stepped = True
         if self.decides_later or not self._outcome.overflow:
             plain = scale == 1.0 and self.policy.max_norm <= 0 and not (checked and self.decides_later)
             self._apply(None if plain else self._control(norm, scale, checked and self.decides_later))
@@ -206,14 +208,14 @@ class ShardedOptimizer(Optimizer):
     @property
     def skipped(self) -> bool:
         """As ``overflow``, for the engine."""
-        return self._outcome is not None and self._outcome.overflow
+        return self._outcome.overflow
 
     def grad_norm(self) -> float | None:
         """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Waits for it.
 
         Infinite when a gradient was inf or nan: accelerate's users compare it with numbers.
         """
-        return None if self._outcome is None else self._outcome.norm
+        return self._outcome.norm if self._stepped else None
 
     def free(self) -> None:
         """Drop masters, moments and gradients (``engine.destroy``); the inner optimizer has the model's own again."""
@@ -248,7 +250,6 @@ class ShardedOptimizer(Optimizer):
     def masters_changed(self, buffer: FlatBuffer) -> None:
         """The masters were written from outside: the parameters follow. Collective."""
         self._apply.publish(buffer)
-        buffer.lane.join()
 
     def gradient(self, buffer: FlatBuffer) -> Tensor | None:
         """Averaged, unscaled fp32 gradient over what this rank owns; collective while sums are still partial."""

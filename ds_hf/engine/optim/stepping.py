@@ -24,8 +24,6 @@ from ds_hf.engine.zero.gradients import GradientBuffer
 
 __all__ = ["OptimizerPolicy", "Stepping"]
 
-_BATCH_NUMEL = 1 << 25  # 0.2 ms of an H100's memory bandwidth
-
 
 @dataclass(frozen=True)
 class OptimizerPolicy:
@@ -83,17 +81,7 @@ class Stepping:
         self.axis_device = axis_device
 
     def __call__(self, control: Tensor | None) -> None:
-        """Update and publish, some units at a time where the rule can; then the parameters may be used."""
-        self._update_all(control)
-        for buffer in self.masters:
-            buffer.lane.join()
-
-    @property
-    def observed(self) -> bool:
-        """Somebody hooked ``step``."""
-        return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
-
-    def _update_all(self, control: Tensor | None) -> None:
+        """Update and publish, unit after unit where the rule can."""
         if isinstance(self.inner, TensorwiseOptimizer):
             for hook in self.inner._optimizer_step_pre_hooks.values():
                 hook(self.inner, (), {})
@@ -104,6 +92,11 @@ class Stepping:
             self._whole(control)
         else:
             self._units(self.update, control)
+
+    @property
+    def observed(self) -> bool:
+        """Somebody hooked ``step``."""
+        return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
 
     def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
         for batch in self._batches():
@@ -126,19 +119,12 @@ class Stepping:
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
     def _batches(self) -> Iterator[list[GradientBuffer]]:
-        """The units in turn. On a GPU several at once: a launch costs as much as the update of a million elements, and
-        those that have been updated are gathered meanwhile."""
-        batch: list[GradientBuffer] = []
-        numel = 0
-        for gradient in self.segments:
-            master = self.masters[gradient.buffer]
-            batch.append(gradient)
-            numel += master.numel()
-            if numel >= _BATCH_NUMEL or master.device.type == "cpu":
-                yield batch
-                batch, numel = [], 0
-        if batch:
-            yield batch
+        """What is updated together: on a GPU everything, for a launch costs as much as the update of a million
+        elements; in host memory one unit, which goes up while the next is updated."""
+        on_device = [gradient for gradient in self.segments if self.masters[gradient.buffer].device.type != "cpu"]
+        if on_device:
+            yield on_device
+        yield from ([gradient] for gradient in self.segments if self.masters[gradient.buffer].device.type == "cpu")
 
     def _pieces(self, optimizer: TensorwiseOptimizer, control: Tensor | None) -> None:
         units, copies_of = [], {}
@@ -198,15 +184,12 @@ class Stepping:
         return torch.empty(owned.shape, dtype=owned.dtype, device=master.device, pin_memory=pin)
 
     def publish(self, buffer: FlatBuffer, copies: Tensor | None = None) -> None:
-        """Give the parameters the masters' values, from ``copies`` where they were written already.
-
-        The caller joins the buffer's lane before they are used.
-        """
+        """Give the parameters the masters' values, from ``copies`` where they were written already."""
         owned = buffer.owned(whole=self.policy.whole)
         source = self.masters[buffer] if copies is None else copies
         if owned.data_ptr() != source.data_ptr():
             owned.copy_(source)
-        buffer.publish(whole=self.policy.whole, join=False)
+        buffer.publish(whole=self.policy.whole)
 
 
 def _on(control: Tensor | None, device: torch.device) -> Tensor | None:

@@ -7,7 +7,8 @@ Invariants
   error and never a read of freed memory. Gathered again, ``full`` refills *the same storage object*, so tensors that
   autograd saved as views of it (``weight.t()``) are valid again in backward.
 - With one process ``full`` *is* ``shard``: gathering attaches views and copies nothing.
-- Gathers run on the buffer's lane: in flight, ``full`` has its storage, and parameters are as if released.
+- Gathers run on the buffer's lane: in flight, ``full`` has its storage, and parameters are as if released. Replicated
+  and in flight, after a step, they are guarded (``landing``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.dist.streams import Lane, wait
+from ds_hf.engine.zero.landing import can_land_later, landed, take_off
 from ds_hf.engine.zero.layout import FlatLayout, Slot
 from ds_hf.errors import DsHfError
 
@@ -136,6 +138,7 @@ class FlatBuffer:
         self.frozen = not any(p.requires_grad for p in params)
         self.lane = Lane()  # the builder gives the buffers of an engine one in common
         self._arrival: torch.cuda.Event | None = None
+        self._users_at_rest = 0  # tensors that share the storage of a replicated buffer when nobody else looks at it
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
         self._gone: set[int] = set()  # parameters that another buffer took over
 
@@ -176,13 +179,13 @@ class FlatBuffer:
     def _place(self, full: Tensor) -> None:
         low, high = self.layout.shard_range(self.axis.rank)
         if self.sharded and (self.axis.world_size > 1 or self.shard_device != self.device):
-            self.shard = full[low:high].to(self.shard_device, copy=True)
+            self._shard = full[low:high].to(self.shard_device, copy=True)
             # adopt()'s result may be this very tensor: give back our own storage, never the caller's
-            self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+            self._full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         else:
-            self.full = full
-            self.shard = full[low:high]
-        self.aliased = not self.sharded or self.shard.data_ptr() == self.full.data_ptr()
+            self._full = full
+            self._shard = full[low:high]
+        self.aliased = not self.sharded or self._shard.data_ptr() == self._full.data_ptr()
         self._make_views()
         self._mark_params()
         self._attach()
@@ -194,12 +197,26 @@ class FlatBuffer:
             _mark(param, self, slot)
 
     def _make_views(self) -> None:
-        self.views = tuple(self.full[s.offset : s.end].view(s.shape) for s in self.layout.slots)
+        self.views = tuple(self._full[s.offset : s.end].view(s.shape) for s in self.layout.slots)
         self._own_users = self._storage_users()
 
     def _storage_users(self) -> int:
         """How many tensors share the storage of ``full``."""
-        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
+        return torch._C._storage_Use_Count(self._full.untyped_storage()._cdata)
+
+    @property
+    def full(self) -> Tensor:
+        """All values, ``[numel]``, as far as they are here."""
+        if not self.sharded:
+            self.gather()
+        return self._full
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's, ``[shard_numel]``."""
+        if not self.sharded:
+            self.gather()
+        return self._shard
 
     # -- gather and release -------------------------------------------------------------------------------------
 
@@ -208,10 +225,10 @@ class FlatBuffer:
         if self.state is not BufferState.RELEASED:
             return False
         if not self.aliased:
-            with torch.no_grad(), self.lane.running():
-                self.full.untyped_storage().resize_(self.layout.numel * self.full.element_size())
+            with torch.no_grad(), self.lane:
+                self._full.untyped_storage().resize_(self.layout.numel * self._full.element_size())
                 collectives.all_gather(
-                    self.full, self.shard.to(self.device, non_blocking=True), self.axis, self.weights_label
+                    self._full, self._shard.to(self.device, non_blocking=True), self.axis, self.weights_label
                 )
             self._arrival = self.lane.event()
         self.state = BufferState.IN_FLIGHT
@@ -224,7 +241,11 @@ class FlatBuffer:
         self.start_gather()
         wait(self._arrival)
         self._arrival = None
-        self._attach()
+        if self.sharded:
+            self._attach()
+        else:
+            landed(self.params)
+            self.state = BufferState.GATHERED
 
     def release(self, *, force: bool = False, spare_users: bool = False) -> None:
         """Give the whole parameters' memory back; nothing happens while a ``GatheredParameters`` holds it.
@@ -245,10 +266,10 @@ class FlatBuffer:
         self._point(self.placeholders, ParamStatus.NOT_AVAILABLE)
         if not self.aliased:
             in_use = spare_users and self._storage_users() > self._own_users
-            if in_use or not self.full.untyped_storage().resizable():  # .numpy() of a parameter pins it
-                self.full = torch.empty_like(self.full)
+            if in_use or not self._full.untyped_storage().resizable():  # .numpy() of a parameter pins it
+                self._full = torch.empty_like(self._full)
                 self._make_views()
-            self.full.untyped_storage().resize_(0)
+            self._full.untyped_storage().resize_(0)
         self.state = BufferState.RELEASED
 
     def _attach(self) -> None:
@@ -256,11 +277,12 @@ class FlatBuffer:
         self.state = BufferState.GATHERED
 
     def _point(self, values: Sequence[Tensor], status: ParamStatus) -> None:
+        gone = self._gone
         for param, value in zip(self.params, values, strict=True):
-            if id(param) not in self._gone:
+            if not gone or id(param) not in gone:
                 param.data = value
         for param in self.owners if self.sharded else ():
-            if id(param) not in self._gone:
+            if not gone or id(param) not in gone:
                 param.ds_status = status  # type: ignore[attr-defined]
 
     def give_up(self, param: Tensor) -> None:
@@ -273,11 +295,14 @@ class FlatBuffer:
         """The values this rank's optimizer writes: all of them (``whole``) or its shard."""
         return self.full if whole else self.shard
 
-    def publish(self, *, whole: bool, join: bool = True) -> None:
+    def count_users(self) -> None:
+        """Note who shares the parameters' memory: nobody but the engine. A later one will see every step at once."""
+        self._users_at_rest = self._storage_users()
+
+    def publish(self, *, whole: bool) -> None:
         """Make the values that the optimizer wrote to ``owned`` the parameters' values everywhere.
 
-        Args:
-            join: the current stream goes on when they are; else the caller joins the lane.
+        Where parameters are replicated that goes on beside what comes next, up to their use.
         """
         if self.sharded:
             self.release(force=True)  # whatever is gathered is stale
@@ -292,10 +317,15 @@ class FlatBuffer:
                     "place (param.data.copy_(...))"
                 )
         if not whole:
-            with self.lane.running():
-                collectives.all_gather(self.full, self.shard, self.axis, self.weights_label)
-            if join:
+            with self.lane:
+                collectives.all_gather(self._full, self._shard, self.axis, self.weights_label)
+            later = self._storage_users() <= self._users_at_rest and can_land_later(self.params)
+            self._arrival = self.lane.event() if later and self.axis.world_size > 1 else None
+            if self._arrival is None:
                 self.lane.join()
+            else:
+                take_off(self.params, self.gather)
+                self.state = BufferState.IN_FLIGHT
 
     @torch.no_grad()
     def write_back(self, source_rank: int | None = None) -> None:
@@ -309,18 +339,18 @@ class FlatBuffer:
                 view.copy_(param.data)
                 param.data = view
         if source_rank is not None:
-            collectives.broadcast(self.full, self.axis, source_rank, self.weights_label)
+            collectives.broadcast(self._full, self.axis, source_rank, self.weights_label)
         if not self.aliased:
             low, high = self.layout.shard_range(self.axis.rank)
-            self.shard.copy_(self.full[low:high])
+            self._shard.copy_(self._full[low:high])
         if self.states is not None:
             self.states.values_changed(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes this buffer holds now on its devices."""
-        held = self.full.untyped_storage().nbytes()
-        return held if self.aliased else held + self.shard.untyped_storage().nbytes()
+        held = self._full.untyped_storage().nbytes()
+        return held if self.aliased else held + self._shard.untyped_storage().nbytes()
 
     def detach(self) -> None:
         """Make the parameters ordinary tensors again, each with its own whole value. Collective when sharded."""

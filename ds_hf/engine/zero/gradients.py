@@ -122,8 +122,9 @@ class GradientBuffer:
             if self.buffer.axis.world_size == 1:
                 return
             self.partial = self._empty(missing=True)
+        self.lane.settle()
         partial, self.partial = self.partial.to(self.dtype), None
-        with self.lane.running():
+        with self.lane:
             reduced = collectives.reduce_gradient(
                 partial,
                 self.buffer.axis,
@@ -136,7 +137,7 @@ class GradientBuffer:
                 self._owned = reduced
             else:
                 self._owned = self._owned.to(self.policy.accumulation_dtype).add_(reduced)
-        self.lane.keep(partial)
+        self.lane.keep([partial])
 
     def clear(self) -> None:
         """Drop everything accumulated."""
