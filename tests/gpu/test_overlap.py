@@ -197,6 +197,7 @@ def no_growth(stage: int) -> tuple[int, int, int]:
     engine.destroy()
     del engine, batches
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
     return *grown, torch.cuda.memory_allocated() - start
 
 
@@ -206,7 +207,7 @@ def test_memory_stays(stage: int) -> None:
     world = min(2, torch.cuda.device_count())
     for allocated, reserved, left in run_distributed(no_growth, world, stage, timeout=240, backend="nccl"):
         assert (allocated, reserved) == (0, 0)
-        assert left < 32 * 2**20, "cuBLAS keeps a workspace"
+        assert left < 2**20
 
 
 def trained(stage: int) -> list[float]:
@@ -223,8 +224,8 @@ def test_runs_are_alike(stage: int) -> None:
     assert first == run_distributed(trained, 2, stage, timeout=120, backend="nccl")
 
 
-def profiled(stage: int, folder: str) -> dict[str, tuple[float, float]]:
-    """For each kind of collective: milliseconds, and how many of them computation ran at the same time."""
+def profiled(stage: int, folder: str) -> dict[str, list[float]]:
+    """For each kind of collective: the share of each one's time in which computation ran as well."""
     engine = engine_of(stage)
     x = data(8192)
     for _ in range(4):
@@ -239,12 +240,14 @@ def profiled(stage: int, folder: str) -> dict[str, tuple[float, float]]:
     profiler.export_chrome_trace(str(trace))
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events]
-    compute = sorted((begin, end) for begin, end, name in spans if "nccl" not in name)
+    started = sorted(begin for begin, _, name in spans if name == "update")[0]  # ranks begin to trace at other times
+    compute = sorted((begin, end) for begin, end, name in spans if "nccl" not in name and end > started)
     result = {}
     for kind in ("ReduceScatter", "AllGather"):
-        mine = [(begin, end) for begin, end, name in spans if "nccl" in name and kind in name]
-        beside = sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in mine for b, e in compute)
-        result[kind] = (sum(end - begin for begin, end in mine) / 1e3, beside / 1e3)
+        mine = [(b, e) for b, e, name in spans if "nccl" in name and kind in name and b > started]
+        result[kind] = [
+            sum(max(0.0, min(end, e) - max(begin, b)) for b, e in compute) / (end - begin) for begin, end in mine
+        ]
     engine.destroy()
     return result
 
@@ -253,6 +256,7 @@ def profiled(stage: int, folder: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_communication_runs_beside_computation(stage: int, tmp_path: Path) -> None:
     for result in run_distributed(profiled, 2, stage, str(tmp_path), timeout=180, backend="nccl"):
-        for kind, (total, beside) in result.items():
-            assert total > 0, kind
-            assert beside > 0.5 * total, (kind, total, beside)
+        for kind, shares in result.items():
+            assert len(shares) >= 2 * BLOCKS, kind
+            hidden = sum(share > 0.7 for share in shares)
+            assert hidden >= 0.7 * len(shares), (kind, [round(share, 2) for share in shares])

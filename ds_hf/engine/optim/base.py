@@ -236,7 +236,8 @@ def advance(states: Sequence[dict[str, Any]], control: Tensor | None) -> None:
     if control is None:
         torch._foreach_add_(steps, 1)
     else:
-        torch._foreach_add_(steps, (control[1] == 0).float())
+        one = (control[1] == 0).float()
+        torch._foreach_add_(steps, [one] * len(steps))  # of a single tensor it would ask for the value: the host waits
 
 
 def alike(lists: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:

@@ -100,23 +100,29 @@ class Stepping:
 
     def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
         for batch in self._batches():
-            calls: dict[tuple[int, bool], tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
-            written: dict[GradientBuffer, Tensor | None] = {}
-            for gradient in batch:
-                grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
-                written[gradient] = copies if grads is not None else None
-                for s in self.segments[gradient] if grads is not None else ():
-                    params, given, outs = calls.setdefault((s.group, copies is None), ([], [], []))
-                    params.append(s.param)
-                    given.append(grads[s.start : s.end])  # type: ignore[index]
-                    if copies is not None:
-                        outs.append(copies[s.start : s.end])
-            for (index, _), (params, given, outs) in calls.items():
-                update(self.inner.param_groups[index], params, given, outs, _on(control, params[0].device))
-            for gradient, copies in written.items():
+            for gradient, copies in self._update_units(update, batch, control).items():
                 gradient.clear()
                 self.publish(gradient.buffer, copies)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+
+    def _update_units(
+        self, update: UnitUpdate, batch: Sequence[GradientBuffer], control: Tensor | None
+    ) -> dict[GradientBuffer, Tensor | None]:
+        """One call for each parameter group; returns where new parameters were written beside the masters."""
+        calls: dict[tuple[int, bool], tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+        written: dict[GradientBuffer, Tensor | None] = {}
+        for gradient in batch:
+            grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
+            written[gradient] = copies if grads is not None else None
+            for s in self.segments[gradient] if grads is not None else ():
+                params, given, outs = calls.setdefault((s.group, copies is None), ([], [], []))
+                params.append(s.param)
+                given.append(grads[s.start : s.end])  # type: ignore[index]
+                if copies is not None:
+                    outs.append(copies[s.start : s.end])
+        for (index, _), (params, given, outs) in calls.items():
+            update(self.inner.param_groups[index], params, given, outs, _on(control, params[0].device))
+        return written
 
     def _batches(self) -> Iterator[list[GradientBuffer]]:
         """What is updated together: on a GPU everything, for a launch costs as much as the update of a million
