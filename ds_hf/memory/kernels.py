@@ -33,6 +33,9 @@ class AsOnCuda(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func is F.dropout and args[0].is_meta:
             return _dropout(*args, **kwargs)
+        if func is F.softmax and args[0].is_meta and args[0].dtype in _HALVES and kwargs.get("dtype") is torch.float32:
+            dim = kwargs["dim"] if "dim" in kwargs else args[1]
+            return torch._softmax(args[0], dim, True)  # without a copy in fp32
         return func(*args, **kwargs)
 
 
@@ -49,8 +52,9 @@ def _attention(
     """[B, H, S, D] each; flash, memory-efficient or plain attention, as torch picks for these arguments."""
     head = query.shape[-1]
     scale = 1 / math.sqrt(head) if scale is None else scale
+    same_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     same_heads = query.shape[-3] == key.shape[-3]
-    if query.dim() == 4 and attn_mask is None and query.dtype in _HALVES and head <= _FLASH_HEAD:
+    if query.dim() == 4 and attn_mask is None and query.dtype in _HALVES and same_width and head <= _FLASH_HEAD:
         spare = -head % 8
         if spare:
             query, key, value = (F.pad(tensor, (0, spare)) for tensor in (query, key, value))

@@ -92,7 +92,10 @@ def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
         if not hasattr(known, key):
             short = ", ".join(_SHORT)
             raise UnpredictableError(f"{text}: a {kind} configuration has no {key!r}; short names: {short}")
-    return CONFIG_MAPPING[kind](**values)  # type: ignore[no-any-return]
+    config: PretrainedConfig = CONFIG_MAPPING[kind](**values)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    return config
 
 
 def _number(text: str) -> Any:
@@ -113,7 +116,7 @@ def _architecture(config: PretrainedConfig) -> str:
 
 
 def _model_class(config: PretrainedConfig) -> Any:
-    """What ``architectures`` names, if it computes a loss; else the type's causal language model, or the next best."""
+    """What ``architectures`` names, if it computes a loss; else what the type is trained as."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -121,12 +124,13 @@ def _model_class(config: PretrainedConfig) -> Any:
         found = getattr(transformers, name, None)
         if found is not None and "For" in name:
             return found
-    for mapping in (
-        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    both_sides = (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+    one_side = (
         auto.MODEL_FOR_MASKED_LM_MAPPING,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-    ):
+    )
+    for mapping in both_sides if getattr(config, "is_encoder_decoder", False) else one_side:
         if type(config) in mapping:
             return mapping[type(config)]
     raise UnpredictableError(f"{type(config).__name__}: transformers has no model with a loss for it")
@@ -163,7 +167,7 @@ def example_inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if config is None:
         raise UnpredictableError(
-            f"{type(model).__name__} is not a transformers model: give Workload(inputs={{...}}), one batch of its forward"
+            f"{type(model).__name__} is no transformers model: give Workload(inputs={{...}}), one batch of its forward"
         )
     batch, length = workload.micro_batch, _possible_length(config, workload.seq_len)
     tokens = torch.zeros(batch, length, dtype=torch.long, device=META)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.memory.models import META, build, example_inputs, without_values
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
 from ds_hf.memory.pricing import Costs, price
-from ds_hf.memory.timeline import Sharding, Timeline, record
+from ds_hf.memory.timeline import Sharding, Timeline, between, record
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,19 +85,34 @@ class Predictor:
         batch = micro_batch or _micro_batch(settings, world_size) or self.workload.micro_batch
         return price(self._timeline(settings, plan, batch), plan, self._costs(settings, world_size), micro_batch=batch)
 
-    def largest_micro_batch(self, config: Any, *, world_size: int = 1, device_memory: int) -> int:
-        """Most samples that fit ``device_memory`` bytes; 0 if not even one does."""
+    def largest_micro_batch(self, config: Any, *, world_size: int = 1, device_memory: int, exact: bool = True) -> int:
+        """Most samples that fit ``device_memory`` bytes; 0 if not even one does.
+
+        Memory is nearly linear in the micro-batch: it is looked for between two recordings, and then checked.
+
+        Args:
+            exact: check; otherwise the answer may be a little low.
+        """
         settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
+        plan, costs = plan_states(settings), self._costs(settings, world_size)
 
-        def fits(batch: int) -> bool:
-            return self.predict(settings, world_size=world_size, micro_batch=batch).device_total <= device_memory
+        def fits(timeline: Timeline, batch: int) -> bool:
+            return price(timeline, plan, costs, micro_batch=batch).device_total <= device_memory
 
-        low, high = 0, 1
-        while high <= _LIMIT and fits(high):
-            low, high = high, high * 2
+        def recorded(batch: int) -> Timeline:
+            return self._timeline(settings, plan, batch)
+
+        if not fits(recorded(1), 1):
+            return 0
+        low, high = 1, 8
+        while high < _LIMIT and fits(recorded(high), high):
+            low, high = high, high * 8
         while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            guess = _guess(recorded(low), recorded(high), (low, high), fits)
+            if not exact:
+                return guess
+            guess = max(guess, low + 1)
+            low, high = (guess, high) if fits(recorded(guess), guess) else (low, guess)
         return low
 
     def _costs(self, settings: Config, world_size: int) -> Costs:
@@ -132,6 +148,16 @@ class Predictor:
         return self._timelines[key]
 
 
+def _guess(first: Timeline, last: Timeline, bounds: tuple[int, int], fits: Callable[[Timeline, int], bool]) -> int:
+    """The largest micro-batch that fits if memory is linear between ``bounds``, of which only the lower one fits."""
+    low, high = bounds
+    while high - low > 1:
+        middle = (low + high) // 2
+        guess = between(first, last, (middle - bounds[0]) / (bounds[1] - bounds[0]))
+        low, high = (middle, high) if fits(guess, middle) else (low, middle)
+    return low
+
+
 def predict(
     model: nn.Module | PretrainedConfig | str | Path,
     config: Any,
@@ -160,13 +186,13 @@ def _recorded(model: nn.Module, workload: Workload, sharding: Sharding) -> Timel
     inputs = _accepted(model, example_inputs(model, workload))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     inputs = {key: _as(value, dtype) for key, value in inputs.items()}
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     wide = int(getattr(text, "vocab_size", 0) or 0)
     try:
         with _quiet():
             return record(model, inputs, sharding, wide=wide, keeps_outputs=workload.keeps_outputs)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:
+    except Exception as error:  # whatever a model's forward raises when it looks at values
         reason = str(error).strip().splitlines()
         raise UnpredictableError(
             f"{type(model).__name__} does not run without values (on the meta device): "
@@ -239,13 +265,13 @@ def _place(sharded: bool, device: str | None) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what transformers says about deprecated names and caches: nothing is trained here."""
-    from transformers.utils import logging
+    from transformers.utils import logging as verbosity
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    before = verbosity.get_verbosity()
+    verbosity.set_verbosity(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(before)
+        verbosity.set_verbosity(before)

@@ -25,7 +25,7 @@ from ds_hf.engine.zero.unit import Unit
 from ds_hf.memory.kernels import AsOnCuda
 from ds_hf.memory.tracker import Kind, LiveTensors
 
-__all__ = ["BufferSpec", "Event", "Sharding", "Step", "Timeline", "record"]
+__all__ = ["BufferSpec", "Event", "Sharding", "Step", "Timeline", "between", "record"]
 
 _META = torch.device("meta")
 _ALONE = Axis(None, 0, 1)
@@ -120,6 +120,25 @@ class Timeline:
         step = self.steps[-1]
         if sum(live) + scratch > sum(step.peak) + step.scratch:
             step.peak, step.scratch = tuple(live), scratch
+
+
+def between(first: Timeline, last: Timeline, share: float) -> Timeline:
+    """The timeline of a micro-batch between two: ``share`` 0 is the first, 1 the last."""
+
+    def mix(a: int, b: int) -> int:
+        return round(a + (b - a) * share)
+
+    steps = [
+        Step(
+            one.event,
+            one.buffer,
+            tuple(map(mix, one.before, other.before)),
+            tuple(map(mix, one.peak, other.peak)),
+            mix(one.scratch, other.scratch),
+        )
+        for one, other in zip(first.steps, last.steps, strict=True)
+    ]
+    return Timeline(first.buffers, first.constants, steps)
 
 
 class _Buffer(FlatBuffer):

@@ -38,7 +38,7 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // ALLOCATION) * ALLOCATION
 
 
-class LiveTensors(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts, as long as it is entered.
 
     Args:
@@ -47,7 +47,7 @@ class LiveTensors(TorchDispatchMode):
     """
 
     def __init__(self, on_change: Callable[[Sequence[int], int], None], wide: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = [0] * len(Kind)
         self._on_change = on_change
         self._wide = wide
