@@ -100,11 +100,9 @@ def initialize(
     if mesh_param is not None:
         raise ConfigError("initialize(mesh_param=...) is for sequence parallelism, which ds_hf does not have yet")
     source = _config_source(args, config, config_params)
-    if (stand_in := rehearsal()) is not None:
-        return stand_in(
-            model=model, optimizer=optimizer, model_parameters=model_parameters, config=source, data=training_data
-        )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if (stand_in := rehearsal()) is not None:
+        return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     axis = data_parallel_axis(mpu)
     settings = load_config(source, world_size=axis.world_size)
     watch_for_hangs(axis, settings.ds_hf.hang_timeout)
