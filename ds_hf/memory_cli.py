@@ -142,7 +142,7 @@ def _print(subject: Subject, machine: Machine, table: list[Row]) -> None:
     grid = Table(box=None, pad_edge=False, header_style="bold")
     grid.add_column("stage")
     grid.add_column("offload")
-    for name in ("GPU", "host", "disk", "largest micro-batch"):
+    for name in ("GPU", "host", "disk", "micro-batch"):
         grid.add_column(name, justify="right")
     grid.add_column("")
     shown = _shown(subject, table)
@@ -150,7 +150,10 @@ def _print(subject: Subject, machine: Machine, table: list[Row]) -> None:
         grid.add_row(*_cells(row, machine), style="bold" if row is shown else "" if row.fits else "dim")
     console.print(grid)
     per_host = min(machine.processes_per_host, machine.world_size)
-    console.print(Text(f"GiB; GPU of each process, host and disk of the {per_host} on one host", "dim"), soft_wrap=True)
+    where = f"GPU of each process, host and disk of the {per_host} on one host"
+    console.print(Text(f"GiB: {where}; micro-batch: the largest that fits", "dim"), soft_wrap=True)
+    for reason in dict.fromkeys(row.refused for row in table if row.refused):
+        console.print(Text(f"refused: {reason}", "dim"), soft_wrap=True)
     if shown is not None and shown.prediction is not None:
         console.print()
         _print_parts(console, shown, shown.prediction)
@@ -162,11 +165,11 @@ def _title(subject: Subject, machine: Machine, table: list[Row]) -> Text:
     workload = subject.predictor.workload
     predicted = next((row.prediction for row in table if row.prediction is not None), None)
     batch = predicted.micro_batch if predicted is not None else workload.micro_batch
-    trains = "" if trained == total else f", of which {trained / 1e9:.3g} B train"
+    trains = "" if trained == total else f", of which {_count(trained)} train"
     processes = f"{machine.world_size} process{'es' if machine.world_size > 1 else ''}"
     return Text.assemble(
         (type(subject.predictor.model).__name__, "bold"),
-        f": {total / 1e9:.3g} B parameters{trains}; micro-batch {batch} x {workload.seq_len} tokens; {processes} with "
+        f": {_count(total)} parameters{trains}; micro-batch {batch} x {workload.seq_len} tokens; {processes} with "
         f"{_gib(machine.device_memory)} GiB each",
     )
 
@@ -183,7 +186,7 @@ def _shown(subject: Subject, table: list[Row]) -> Row | None:
 
 def _cells(row: Row, machine: Machine) -> tuple[str, ...]:
     if row.prediction is None:
-        return str(row.stage), row.offload, "-", "-", "-", "-", row.refused
+        return str(row.stage), row.offload, "-", "-", "-", "-", "refused"
     processes = min(machine.processes_per_host, machine.world_size)
     host, disk = (getattr(row.prediction, name) * processes for name in ("host_total", "disk_total"))
     room = row.prediction.device_total <= machine.device_memory
@@ -220,6 +223,10 @@ def _print_parts(console: Console, row: Row, prediction: Prediction) -> None:
             after = " (before training)" if name == "loading" else ""
             grid.add_row(Text("" if index else place, "bold"), name + after, _gib(size))
     console.print(grid)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
 
 
 def _gib(nbytes: int) -> str:

@@ -69,7 +69,7 @@ def _described(text: str) -> PretrainedConfig:
         return _from_description(kind, rest, text)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(text)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers and huggingface_hub have classes of their own for a wrong file
         hint = "give a folder with a config.json, a name in the local cache, a .py script, or llama:hidden=4096,..."
         reason = str(error).strip().splitlines()[0]
         raise UnpredictableError(f"no model {text!r}: {reason}\n  {hint}") from error
@@ -92,7 +92,10 @@ def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
         if not hasattr(known, key):
             short = ", ".join(_SHORT)
             raise UnpredictableError(f"{text}: a {kind} configuration has no {key!r}; short names: {short}")
-    config: PretrainedConfig = CONFIG_MAPPING[kind](**values)
+    try:
+        config: PretrainedConfig = CONFIG_MAPPING[kind](**values)
+    except Exception as error:  # values that do not go together
+        raise UnpredictableError(f"{text}: {' '.join(str(error).split())}") from error
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     return config

@@ -24,7 +24,7 @@ MIB = 1 << 20
 CUBLAS = 2 * 32 * MIB
 CONTEXT = 560 * MIB
 NCCL = 700 * MIB
-SEGMENT = 20 * MIB  # what the caching allocator may hold and not use: one segment of small blocks, one of large
+SEGMENT, SPLIT = 20 * MIB, 0.02  # what the caching allocator holds and cannot use: a segment, and a share of the rest
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     parts = {name: nbytes for name, nbytes in peak.parts.items() if nbytes}
     host, disk = _elsewhere(timeline, sizes, plan, costs)
     kept = sum(nbytes for name, nbytes in host.items() if name != "loading")
-    outside = {"CUDA context": CONTEXT, "allocator": SEGMENT} | ({"NCCL": NCCL} if costs.world_size > 1 else {})
+    unusable = SEGMENT + int(SPLIT * peak.total)
+    outside = {"CUDA context": CONTEXT, "allocator": unusable} | ({"NCCL": NCCL} if costs.world_size > 1 else {})
     pinned = kept if costs.pinned else 0
     return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, costs.world_size)
 

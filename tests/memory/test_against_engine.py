@@ -75,5 +75,14 @@ def test_peaks_of_real_training(world_size: int) -> None:
         predicted = prediction.device_peak - prediction.device["workspaces"]
         seen = max(rank[index] for rank in peaks)
         if abs(predicted / seen - 1) > 0.005:
-            wrong.append((CELLS[index], seen, predicted, f"{predicted / seen - 1:+.1%}", prediction.moment, dict(prediction.device)))
+            wrong.append(
+                (
+                    CELLS[index],
+                    seen,
+                    predicted,
+                    f"{predicted / seen - 1:+.1%}",
+                    prediction.moment,
+                    dict(prediction.device),
+                )
+            )
     assert not wrong, "\n".join(map(str, wrong))
