@@ -38,6 +38,7 @@ __all__ = ["Predictor", "largest_micro_batch", "predict"]
 _LIMIT = 1 << 16  # samples; no micro-batch is larger
 # tensors of state that are as large as the parameters; anything else is taken for an Adam
 _MOMENTS = {"sgd": 0, "lion": 1, "fusedlion": 1, "cpulion": 1, "adagrad": 1, "cpuadagrad": 1, "rmsprop": 1, "muon": 1}
+_MOMENTS |= {"adafactor": 0}  # a row and a column of each matrix
 # updated unit by unit, without a copy of all gradients
 _STREAMED = {"adam", "adamw", "fusedadam", "cpuadam", "lion", "fusedlion", "cpulion", "adagrad", "cpuadagrad", "sgd"}
 _STREAMED |= {"lamb", "fusedlamb", "muon"}

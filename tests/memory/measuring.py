@@ -49,7 +49,7 @@ class LiveStorages(TorchDispatchMode):
 
 def train(model: nn.Module, config: dict[str, Any], batch: dict[str, Tensor], steps: int = 3) -> int:
     """Peak bytes of the last of ``steps`` steps."""
-    engine, optimizer, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+    engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
     accumulation = config.get("gradient_accumulation_steps", 1)
     tracker = LiveStorages()
     for step in range(steps * accumulation):
