@@ -58,6 +58,7 @@ class Predictor:
 
     def __init__(self, model: nn.Module | PretrainedConfig | str | Path, workload: Workload | None = None) -> None:
         self.workload = workload or Workload()
+        self.streams = True  # the device has them; a CPU, on which predictions are tested, has none
         given = isinstance(model, nn.Module)
         self._model = without_values(model).train() if given else build(model, self.workload)  # type: ignore[arg-type]
         with _quiet():
@@ -133,12 +134,15 @@ class Predictor:
             optimizer_place=_place(plan.shards_optimizer, zero.offload_optimizer.device),
             parameter_place=_place(plan.shards_parameters, zero.offload_param.device),
             pinned=zero.offload_optimizer.pin_memory,
+            streams=self.streams,
         )
 
     def _timeline(self, settings: Config, plan: StatePlan, batch: int) -> Timeline:
         sharding = Sharding(False)
         if plan.shards_parameters:
-            sharding = Sharding(True, plan.whole_below, plan.whole_in_all)
+            zero = settings.zero_optimization
+            ahead, most = zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters
+            sharding = Sharding(True, plan.whole_below, plan.whole_in_all, ahead, most)
         leaf = settings.zero_optimization.leaf_module
         key = (batch, plan.parameters.dtype, sharding, leaf)
         if key not in self._timelines:

@@ -39,6 +39,7 @@ class Costs:
         whole_step: the optimizer makes its own ``step()`` over gradients in the masters' dtype.
         optimizer_place, parameter_place: ``"device"``, ``"cpu"`` or ``"nvme"``.
         pinned: host states are page-locked.
+        streams: reductions run beside the computation, so that what is reduced from lives a little longer.
     """
 
     world_size: int
@@ -49,6 +50,7 @@ class Costs:
     optimizer_place: str
     parameter_place: str
     pinned: bool
+    streams: bool = True
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class _Run:
         self.many = costs.accumulation_steps > 1
         self.moment = "forward"
         self.gathered = 0
+        self.kept = 0  # flat gradients that are being reduced: ``Lane.keep``
         # sums of the micro-batches before: reduced where every one is, and this process's own where only the last is
         self.flat = sum(self._before(size.flat, size.summed) for size in sizes) if self.many and not self.every else 0
         reduced = self.many and self.every and self.gradients_here
@@ -210,6 +213,7 @@ class _Run:
             self._offer(step.before, size.summed if before != size.summed else 0)
             self.flat += size.summed - before
         else:
+            self.kept = 0  # ``Lane.settle``
             self.flat += size.flat
             self._offer(step.before, 0)
 
@@ -219,6 +223,8 @@ class _Run:
         shard = size.owned if self.costs.world_size > 1 and size.owned != size.flat else 0
         self._offer(step.before, cast + shard)
         self.flat -= partial
+        if self.costs.streams and self.costs.world_size > 1:
+            self.kept += size.flat
         if not self.gradients_here:
             return
         if self.many and self.every:
@@ -230,7 +236,7 @@ class _Run:
 
     def _step(self) -> None:
         """Everything reduced; optimizers that step as a whole want gradients in the masters' dtype, all at once."""
-        self.moment = "step"
+        self.moment, self.kept = "step", 0
         wide = self.costs.whole_step and self.gradients_here
         cast = sum(size.owned_summed for size in self.sizes) if wide else 0
         self._offer(tuple(0 for _ in Kind), cast)
@@ -239,7 +245,7 @@ class _Run:
         parts = {
             **self.base,
             "gathered units": self.gathered,
-            "gradients": live[Kind.GRADIENTS] + self.flat + self.owned,
+            "gradients": live[Kind.GRADIENTS] + self.flat + self.kept + self.owned,
             "activations": live[Kind.ACTIVATIONS],
             "logits and loss": live[Kind.LOGITS],
             "temporary": live[Kind.TEMPORARY] + extra,

@@ -20,6 +20,7 @@ from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.grouping import keep_small_whole, make_units
 from ds_hf.engine.zero.hooks import UnitHooks
+from ds_hf.engine.zero.prefetch import Prefetch
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.memory.kernels import AsOnCuda
@@ -58,11 +59,14 @@ class Sharding:
     Attributes:
         parameters: units are gathered and released.
         whole_below, whole_in_all: see ``StatePlan``.
+        prefetch, max_live: see ``Prefetch``.
     """
 
     parameters: bool
     whole_below: int = 0
     whole_in_all: int = 0
+    prefetch: bool = True
+    max_live: int | None = None
 
 
 @dataclass(frozen=True)
@@ -146,13 +150,19 @@ class _Buffer(FlatBuffer):
 
     note: Callable[[Event], None]
 
+    def start_gather(self) -> bool:
+        if self.state is not BufferState.RELEASED:
+            return False
+        self.state = BufferState.IN_FLIGHT
+        self.note(Event.GATHER)
+        return True
+
     def gather(self) -> None:
-        if self.state is BufferState.RELEASED:
-            self.state = BufferState.GATHERED
-            self.note(Event.GATHER)
+        self.start_gather()
+        self.state = BufferState.GATHERED
 
     def release(self, *, force: bool = False, spare_users: bool = False) -> None:
-        if self.sharded and self.state is BufferState.GATHERED:
+        if self.sharded and self.state is not BufferState.RELEASED:
             self.state = BufferState.RELEASED
             self.note(Event.RELEASE)
 
@@ -199,12 +209,14 @@ def record(
         tracker.ignore(tensor)
     gradients = _stand_in(units, sharding, timeline, tracker)
     reducer = Reducer(units, gradients, every_micro_batch=True)
-    hooks = UnitHooks(units, reducer)
+    hooks = UnitHooks(units, reducer, Prefetch(sharding.prefetch, sharding.max_live))
     labels = [param.register_post_accumulate_grad_hook(_Label(tracker)) for param in _trained(gradients)]  # type: ignore[no-untyped-call]
     hooks.install(model)
     timeline.note(Event.START, -1, tracker.live)
     try:
         with tracker:
+            if sharding.parameters:
+                _teach_order(model, inputs, hooks, timeline)
             with AsOnCuda():
                 outputs = model(**inputs)
                 loss = loss_of(outputs)
@@ -220,6 +232,16 @@ def record(
         for param in model.parameters():
             param.grad = None
     return timeline
+
+
+def _teach_order(model: nn.Module, inputs: Mapping[str, Any], hooks: UnitHooks, timeline: Timeline) -> None:
+    """A forward that is not recorded: units are gathered ahead once it is known in which order they are used."""
+    with AsOnCuda():
+        model(**inputs)
+    hooks.flush()
+    hooks.reset()
+    del timeline.steps[1:]
+    timeline.steps[0].peak, timeline.steps[0].scratch = timeline.steps[0].before, 0
 
 
 def _backward(loss: Tensor) -> None:

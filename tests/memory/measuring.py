@@ -47,7 +47,7 @@ class LiveStorages(TorchDispatchMode):
         self.peak = max(self.peak, total)
 
 
-def train(model: nn.Module, config: dict[str, Any], batch: dict[str, Tensor], steps: int = 3) -> int:
+def train(model: nn.Module, config: dict[str, Any], batch: dict[str, Tensor], steps: int = 2) -> int:
     """Peak bytes of the last of ``steps`` steps."""
     engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
     accumulation = config.get("gradient_accumulation_steps", 1)

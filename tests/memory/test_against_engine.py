@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from ds_hf.memory import Predictor, Workload
 from tests.helpers.distributed import run_distributed
 from tests.memory.measuring import train
 
-BATCH, LENGTH = 4, 64
+BATCH, LENGTH = 4, 48
 LLAMA = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -24,11 +23,10 @@ LLAMA = {
 }
 # stage, dtype, checkpointing, accumulation steps, tied weights
 CELLS = [
-    *[(stage, "bf16", False, 1, False) for stage in range(4)],
-    *[(stage, "bf16", True, 1, False) for stage in (0, 3)],
-    *[(stage, "bf16", False, 3, False) for stage in range(4)],
-    *[(stage, "bf16", True, 2, False) for stage in (1, 2)],
-    *[(stage, "fp32", False, 1, False) for stage in (1, 3)],
+    *[(stage, "bf16", False, 1, False) for stage in (0, 2, 3)],
+    *[(stage, "bf16", False, 3, False) for stage in (1, 2, 3)],
+    *[(stage, "bf16", True, 2, False) for stage in (1, 3)],
+    *[(stage, "fp32", True, 1, False) for stage in (1, 3)],
     *[(stage, "bf16", False, 1, True) for stage in (2, 3)],
 ]
 
@@ -58,12 +56,12 @@ def measured() -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_peaks_of_real_training(world_size: int) -> None:
     """To half a percent: gathers, gradients, sums and states too, not only activations."""
     from transformers import LlamaConfig
 
-    peaks = run_distributed(measured, world_size, timeout=100)
+    peaks = run_distributed(measured, world_size, timeout=110)
     wrong = []
     predictors: dict[Any, Predictor] = {}
     for index, (stage, dtype, checkpointing, accumulation, tied) in enumerate(CELLS):
@@ -71,6 +69,7 @@ def test_peaks_of_real_training(world_size: int) -> None:
         if key not in predictors:
             workload = Workload(seq_len=LENGTH, gradient_checkpointing=checkpointing)
             predictors[key] = Predictor(LlamaConfig(**LLAMA, tie_word_embeddings=tied), workload)
+            predictors[key].streams = False
         prediction = predictors[key].predict(configuration(stage, dtype, accumulation), world_size=world_size)
         predicted = prediction.device_peak - prediction.device["workspaces"]
         seen = max(rank[index] for rank in peaks)
