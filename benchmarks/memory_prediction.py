@@ -83,7 +83,9 @@ class Cell:
             "optimizer": {"type": self.optimizer, "params": params},
             "zero_optimization": zero,
         }
-        return config | ({} if self.dtype == "fp32" else {self.dtype: {"enabled": True}})
+        if self.dtype == "fp16":  # a scale that never overflows: a skipped step makes no moments
+            return config | {"fp16": {"enabled": True, "loss_scale": 128}}
+        return config | ({"bf16": {"enabled": True}} if self.dtype == "bf16" else {})
 
     def workload(self) -> Workload:
         """What a micro-batch is."""

@@ -82,6 +82,15 @@ def test_what_is_wrong_is_named(arguments: list[str], text: str) -> None:
     assert out == ""
 
 
+def test_arguments_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; raise SystemExit(' '.join(sys.argv[1:]))")
+    _, _, err = run(str(script), "--deepspeed", "ds.json", "--lr", "1e-3", "--world-size", "4", "--bf16", "--out=o")
+    assert "exit code --deepspeed ds.json --lr 1e-3 --bf16 --out=o" in err
+    _, _, err = run(str(script), "--json", "--", "--config", "a", "--json")
+    assert "exit code --config a --json" in err
+
+
 def test_amounts() -> None:
     assert parse_bytes("80") == parse_bytes("80GiB") == parse_bytes(" 80 g ") == 80 << 30
     assert parse_bytes("24GB") == 24 * 10**9
