@@ -30,6 +30,7 @@ from ds_hf.engine.optim.muon_groups import mark_matrices
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.streaming import is_elementwise
 from ds_hf.engine.parts import EngineParts
+from ds_hf.engine.rehearsal import rehearsal
 from ds_hf.engine.zero.advice import whole_model_advice
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
@@ -100,6 +101,8 @@ def initialize(
         raise ConfigError("initialize(mesh_param=...) is for sequence parallelism, which ds_hf does not have yet")
     source = _config_source(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if (stand_in := rehearsal()) is not None:
+        return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     axis = data_parallel_axis(mpu)
     settings = load_config(source, world_size=axis.world_size)
     watch_for_hangs(axis, settings.ds_hf.hang_timeout)

@@ -1,0 +1,219 @@
+"""From whatever names a model to a copy of it on the meta device, in the dtype it trains in.
+
+A module (also one sharded by ``zero.Init``) is copied without its values; a configuration, a folder, a name in the
+local cache or a short description (``llama:hidden=4096,layers=32``) becomes a causal language model, or what the
+configuration's ``architectures`` says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.zero.buffer import home_of, logical_shape
+from ds_hf.memory.prediction import UnpredictableError, Workload
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["build", "example_inputs", "without_values"]
+
+META = torch.device("meta")
+
+# short names in a description -> the configuration's own
+_SHORT = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "intermediate": "intermediate_size",
+    "vocab": "vocab_size",
+    "positions": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "experts": "num_local_experts",
+}
+
+
+def build(source: str | Path | PretrainedConfig, workload: Workload) -> nn.Module:
+    """The model that ``source`` names, on the meta device, as transformers builds it for training.
+
+    Raises:
+        UnpredictableError: there is no such model, or transformers cannot build it.
+    """
+    config = _described(str(source)) if isinstance(source, str | Path) else copy.deepcopy(source)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    attention = workload.attention
+    if attention and attention.startswith("flash"):
+        attention = "sdpa"  # keeps the same; the package may not be installed here
+    options = {"attn_implementation": attention} if attention else {}
+    try:
+        with META:
+            model: nn.Module = _model_class(config)._from_config(config, **options)
+    except (ValueError, ImportError, AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
+        raise UnpredictableError(f"{source}: transformers cannot build {_architecture(config)}: {error}") from error
+    return model.train()
+
+
+def _described(text: str) -> PretrainedConfig:
+    """A configuration from a folder, a name or a description."""
+    from transformers import AutoConfig
+
+    kind, colon, rest = text.partition(":")
+    if colon and not Path(text).exists():
+        return _from_description(kind, rest, text)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(text)
+    except Exception as error:  # transformers and huggingface_hub have classes of their own for a wrong file
+        hint = "give a folder with a config.json, a name in the local cache, a .py script, or llama:hidden=4096,..."
+        reason = str(error).strip().splitlines()[0]
+        raise UnpredictableError(f"no model {text!r}: {reason}\n  {hint}") from error
+    return config
+
+
+def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        raise UnpredictableError(f"{text}: transformers knows no model type {kind!r} (llama, qwen2, gpt2, bert, ...)")
+    values: dict[str, Any] = {}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UnpredictableError(f"{text}: {pair!r} is not of the form key=value")
+        values[_SHORT.get(key.strip(), key.strip())] = _number(value.strip())
+    known = CONFIG_MAPPING[kind]()
+    for key in values:
+        if not hasattr(known, key):
+            short = ", ".join(_SHORT)
+            raise UnpredictableError(f"{text}: a {kind} configuration has no {key!r}; short names: {short}")
+    try:
+        config: PretrainedConfig = CONFIG_MAPPING[kind](**values)
+    except Exception as error:  # values that do not go together
+        raise UnpredictableError(f"{text}: {' '.join(str(error).split())}") from error
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    return config
+
+
+def _number(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    scale = {"k": 1024, "m": 1 << 20}.get(text[-1:].lower())
+    for convert in (int, float):
+        try:
+            return convert(text[:-1]) * scale if scale else convert(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _architecture(config: PretrainedConfig) -> str:
+    names = getattr(config, "architectures", None) or ["a causal language model"]
+    return str(names[0])
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """What ``architectures`` names, if it computes a loss; else what the type is trained as."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if found is not None and "For" in name:
+            return found
+    both_sides = (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING)
+    one_side = (
+        auto.MODEL_FOR_MASKED_LM_MAPPING,
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    )
+    for mapping in both_sides if getattr(config, "is_encoder_decoder", False) else one_side:
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise UnpredictableError(f"{type(config).__name__}: transformers has no model with a loss for it")
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on the meta device; neither it nor its values are touched.
+
+    Raises:
+        UnpredictableError: it holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        home = home_of(param)
+        dtype = param.dtype if home is None else home.buffer.dtype
+        value = torch.empty(logical_shape(param), dtype=dtype, device=META)
+        memo[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=META)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise UnpredictableError(f"{type(model).__name__} cannot be copied to the meta device: {error}") from error
+
+
+def example_inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
+    """Keyword arguments of ``model``'s forward on the meta device, of ``workload``'s shape.
+
+    Raises:
+        UnpredictableError: what the model takes is not known.
+    """
+    if workload.inputs is not None:
+        return {key: _resized(value, workload.micro_batch) for key, value in workload.inputs.items()}
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UnpredictableError(
+            f"{type(model).__name__} is no transformers model: give Workload(inputs={{...}}), one batch of its forward"
+        )
+    batch, length = workload.micro_batch, _possible_length(config, workload.seq_len)
+    tokens = torch.zeros(batch, length, dtype=torch.long, device=META)
+    name = getattr(model, "main_input_name", "input_ids")
+    inputs: dict[str, Any] = {name: tokens if name == "input_ids" else _signal(config, name, batch)}
+    task = type(model).__name__
+    if task.endswith(("SequenceClassification", "ImageClassification", "AudioClassification", "MultipleChoice")):
+        inputs["labels"] = torch.zeros(batch, dtype=torch.long, device=META)
+    elif task.endswith("QuestionAnswering"):
+        inputs["start_positions"] = inputs["end_positions"] = torch.zeros(batch, dtype=torch.long, device=META)
+    else:
+        inputs["labels"] = tokens
+    return inputs
+
+
+def _possible_length(config: Any, length: int) -> int:
+    """As long as the model's positions allow, where it has a table of them."""
+    limit = getattr(config, "n_positions", None)
+    if limit is None and getattr(config, "position_embedding_type", None) == "absolute":
+        limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise UnpredictableError(f"a sequence of {length} tokens is more than the model's {limit} positions")
+    return length
+
+
+def _signal(config: Any, name: str, batch: int) -> Tensor:
+    """Pixels or audio features."""
+    if name == "pixel_values":
+        size = getattr(config, "image_size", None)
+        if isinstance(size, int):
+            return torch.zeros(batch, getattr(config, "num_channels", 3), size, size, device=META)
+    if name == "input_features" and hasattr(config, "num_mel_bins"):
+        return torch.zeros(batch, config.num_mel_bins, 2 * config.max_source_positions, device=META)
+    raise UnpredictableError(f"what the model takes as {name!r} is not known: give Workload(inputs={{...}})")
+
+
+def _resized(value: Any, batch: int) -> Any:
+    """A tensor of the same shape with ``batch`` samples, on the meta device; nests of them too."""
+    if isinstance(value, Tensor):
+        shape = (batch, *value.shape[1:]) if value.dim() else ()
+        return torch.empty(shape, dtype=value.dtype, device=META)
+    if isinstance(value, Mapping):
+        return {key: _resized(item, batch) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_resized(item, batch) for item in value)
+    return value

@@ -1,0 +1,282 @@
+"""``Predictor``: one model and workload, priced for any configuration and number of processes.
+
+A timeline depends on the micro-batch, the dtype and whether units are gathered; it is recorded once for each of these
+and then priced in a millisecond, so a table over stages and offload costs two recordings.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ds_hf.config import load_config
+from ds_hf.config.plan import StatePlan, plan_states
+from ds_hf.config.types import Config
+from ds_hf.engine.casting import place_buffers
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.zero.leaf import mark_leaves
+from ds_hf.memory.models import META, build, example_inputs, without_values
+from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
+from ds_hf.memory.pricing import Costs, price
+from ds_hf.memory.timeline import Sharding, Timeline, between, record
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["Predictor", "largest_micro_batch", "predict"]
+
+_LIMIT = 1 << 16  # samples; no micro-batch is larger
+# tensors of state that are as large as the parameters; anything else is taken for an Adam
+_MOMENTS = {"sgd": 0, "lion": 1, "fusedlion": 1, "cpulion": 1, "adagrad": 1, "cpuadagrad": 1, "rmsprop": 1, "muon": 1}
+_MOMENTS |= {"adafactor": 0}  # a row and a column of each matrix
+# updated unit by unit, without a copy of all gradients
+_STREAMED = {"adam", "adamw", "fusedadam", "cpuadam", "lion", "fusedlion", "cpulion", "adagrad", "cpuadagrad", "sgd"}
+_STREAMED |= {"lamb", "fusedlamb", "muon"}
+
+
+class Predictor:
+    """Predicts for one model.
+
+    Args:
+        model: a module (it is copied without its values, and left as it is), a transformers configuration, or what
+            names one: a folder, a name in the local cache, ``"llama:hidden=4096,layers=32"``.
+        workload: what one process computes; default 1 x 2048 tokens.
+
+    Raises:
+        UnpredictableError: the model cannot be built or run without values.
+    """
+
+    def __init__(self, model: nn.Module | PretrainedConfig | str | Path, workload: Workload | None = None) -> None:
+        self.workload = workload or Workload()
+        self.streams = True  # the device has them; a CPU, on which predictions are tested, has none
+        given = isinstance(model, nn.Module)
+        self._model = without_values(model).train() if given else build(model, self.workload)  # type: ignore[arg-type]
+        with _quiet():
+            _set_checkpointing(self._model, self.workload.gradient_checkpointing)
+        self._timelines: dict[Any, Timeline] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The copy on the meta device, in the dtype in which it was given."""
+        return self._model
+
+    def predict(self, config: Any, *, world_size: int = 1, micro_batch: int | None = None) -> Prediction:
+        """Bytes for a configuration.
+
+        Args:
+            config: what ``initialize`` takes (path, dict, JSON text, preset) or a ``Config``; "auto" may be left in it.
+            world_size: data-parallel processes.
+            micro_batch: samples; default the configuration's, else the workload's.
+
+        Raises:
+            ConfigError: the configuration has faults.
+            UnpredictableError: the model does not run without values.
+        """
+        settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
+        plan = plan_states(settings)
+        batch = micro_batch or _micro_batch(settings, world_size) or self.workload.micro_batch
+        return price(self._timeline(settings, plan, batch), plan, self._costs(settings, world_size), micro_batch=batch)
+
+    def largest_micro_batch(self, config: Any, *, world_size: int = 1, device_memory: int, exact: bool = True) -> int:
+        """Most samples that fit ``device_memory`` bytes; 0 if not even one does.
+
+        Memory is nearly linear in the micro-batch: it is looked for between two recordings, and then checked.
+
+        Args:
+            exact: check; otherwise the answer may be a little low.
+        """
+        settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
+        plan, costs = plan_states(settings), self._costs(settings, world_size)
+
+        def fits(timeline: Timeline, batch: int) -> bool:
+            return price(timeline, plan, costs, micro_batch=batch).device_total <= device_memory
+
+        def recorded(batch: int) -> Timeline:
+            return self._timeline(settings, plan, batch)
+
+        if not fits(recorded(1), 1):
+            return 0
+        low, high = 1, 8
+        while high < _LIMIT and fits(recorded(high), high):
+            low, high = high, high * 8
+        while high - low > 1:
+            guess = _guess(recorded(low), recorded(high), (low, high), fits)
+            if not exact:
+                return guess
+            guess = max(guess, low + 1)
+            low, high = (guess, high) if fits(recorded(guess), guess) else (low, guess)
+        return low
+
+    def _costs(self, settings: Config, world_size: int) -> Costs:
+        zero = settings.zero_optimization
+        optimizer = settings.optimizer.type if settings.optimizer is not None else self.workload.optimizer
+        params = dict(settings.optimizer.params) if settings.optimizer is not None else {}
+        moments = _MOMENTS.get(optimizer.lower(), 2)
+        if optimizer.lower() == "sgd" and params.get("momentum"):
+            moments = 1
+        plan = plan_states(settings)
+        return Costs(
+            world_size=world_size,
+            moments=moments,
+            accumulation_steps=_accumulation(settings, world_size),
+            source_itemsize=max((p.element_size() for p in self._model.parameters()), default=4),
+            whole_step=optimizer.lower() not in _STREAMED,
+            optimizer_place=_place(plan.shards_optimizer, zero.offload_optimizer.device),
+            parameter_place=_place(plan.shards_parameters, zero.offload_param.device),
+            pinned=zero.offload_optimizer.pin_memory,
+            streams=self.streams,
+        )
+
+    def _timeline(self, settings: Config, plan: StatePlan, batch: int) -> Timeline:
+        sharding = Sharding(False)
+        if plan.shards_parameters:
+            zero = settings.zero_optimization
+            ahead, most = zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters
+            sharding = Sharding(True, plan.whole_below, plan.whole_in_all, ahead, most)
+        leaf = settings.zero_optimization.leaf_module
+        key = (batch, plan.parameters.dtype, sharding, leaf)
+        if key not in self._timelines:
+            workload = dataclasses.replace(self.workload, micro_batch=batch)
+            model = copy.deepcopy(self._model)
+            mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
+            self._timelines[key] = _recorded(_cast(model, plan.parameters.dtype), workload, sharding)
+        return self._timelines[key]
+
+
+def _guess(first: Timeline, last: Timeline, bounds: tuple[int, int], fits: Callable[[Timeline, int], bool]) -> int:
+    """The largest micro-batch that fits if memory is linear between ``bounds``, of which only the lower one fits."""
+    low, high = bounds
+    while high - low > 1:
+        middle = (low + high) // 2
+        guess = between(first, last, (middle - bounds[0]) / (bounds[1] - bounds[0]))
+        low, high = (middle, high) if fits(guess, middle) else (low, middle)
+    return low
+
+
+def predict(
+    model: nn.Module | PretrainedConfig | str | Path,
+    config: Any,
+    workload: Workload | None = None,
+    *,
+    world_size: int = 1,
+) -> Prediction:
+    """Bytes on device, host and disk of one process; for many configurations of one model use ``Predictor``."""
+    return Predictor(model, workload).predict(config, world_size=world_size)
+
+
+def largest_micro_batch(
+    model: nn.Module | PretrainedConfig | str | Path,
+    config: Any,
+    workload: Workload | None = None,
+    *,
+    world_size: int = 1,
+    device_memory: int,
+) -> int:
+    """Most samples of one micro-batch that fit ``device_memory`` bytes; 0 if not even one does."""
+    predictor = Predictor(model, workload)
+    return predictor.largest_micro_batch(config, world_size=world_size, device_memory=device_memory)
+
+
+def _recorded(model: nn.Module, workload: Workload, sharding: Sharding) -> Timeline:
+    inputs = _accepted(model, example_inputs(model, workload))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    inputs = {key: _as(value, dtype) for key, value in inputs.items()}
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    wide = int(getattr(text, "vocab_size", 0) or 0)
+    try:
+        with _quiet():
+            return record(model, inputs, sharding, wide=wide, keeps_outputs=workload.keeps_outputs)
+    except Exception as error:  # whatever a model's forward raises when it looks at values
+        reason = str(error).strip().splitlines()
+        raise UnpredictableError(
+            f"{type(model).__name__} does not run without values (on the meta device): "
+            f"{type(error).__name__}: {reason[0] if reason else ''}"
+        ) from error
+
+
+def _accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what the model's forward does not take; ``None`` values stay."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(inputs)
+    names = {parameter.name for parameter in parameters}
+    return {key: value for key, value in inputs.items() if key in names}
+
+
+def _as(value: Any, dtype: torch.dtype) -> Any:
+    """Floating inputs in the model's dtype, as the engine casts them."""
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if floating else value
+
+
+def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
+    """The model as the engine trains it."""
+    if dtype is not None:
+        target = getattr(torch, dtype)
+        for param in model.parameters():
+            if param.is_floating_point():
+                param.data = param.data.to(target)
+        place_buffers(model, Axis(None, 0, 1), META, target)
+    return model
+
+
+def _set_checkpointing(model: nn.Module, wanted: bool | None) -> None:
+    if wanted is None:
+        return
+    verb = "enable" if wanted else "disable"
+    # the first name is that of transformers from 5.18 on
+    for name in (f"activation_checkpointing_{verb}", f"gradient_checkpointing_{verb}"):
+        if hasattr(model, name):
+            getattr(model, name)()
+            return
+    if wanted:
+        raise UnpredictableError(f"{type(model).__name__} has no gradient_checkpointing_enable()")
+
+
+def _micro_batch(settings: Config, world_size: int) -> int | None:
+    """Of the batch triple, as far as it is given."""
+    micro = settings.train_micro_batch_size_per_gpu
+    if micro is not None:
+        return int(micro)
+    if settings.train_batch_size is None:
+        return None
+    return max(1, int(settings.train_batch_size) // (int(settings.gradient_accumulation_steps or 1) * world_size))
+
+
+def _accumulation(settings: Config, world_size: int) -> int:
+    if settings.gradient_accumulation_steps is not None:
+        return int(settings.gradient_accumulation_steps)
+    if settings.train_batch_size is None or settings.train_micro_batch_size_per_gpu is None:
+        return 1
+    return max(1, int(settings.train_batch_size) // (int(settings.train_micro_batch_size_per_gpu) * world_size))
+
+
+def _place(sharded: bool, device: str | None) -> str:
+    """Where a row of states rests; what is not sharded is not offloaded."""
+    return device if sharded and device in ("cpu", "nvme") else "device"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers says about deprecated names and caches: nothing is trained here."""
+    from transformers.utils import logging as verbosity
+
+    before = verbosity.get_verbosity()
+    verbosity.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        verbosity.set_verbosity(before)

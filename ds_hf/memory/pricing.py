@@ -1,0 +1,289 @@
+"""From a timeline and a plan to bytes: what the buffers hold at each of the timeline's events.
+
+A pure function of the timeline, the plan and the number of processes. It knows what ``engine.zero`` allocates: the
+gathered unit, the flat gradient beside the gradients it is made of, the shard beside the flat gradient it is reduced
+from; and what lies elsewhere: masters, moments and reduced gradients that the plan keeps on the host or on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ds_hf.config.plan import Placement, StatePlan
+from ds_hf.engine.zero.estimate import ITEM_NBYTES
+from ds_hf.engine.zero.layout import FlatLayout
+from ds_hf.memory.prediction import Prediction
+from ds_hf.memory.timeline import BufferSpec, Event, Step, Timeline
+from ds_hf.memory.tracker import Kind, rounded
+
+__all__ = ["Costs", "price"]
+
+MIB = 1 << 20
+# Of an H100 with CUDA 13; an A100 takes less. cuBLAS keeps one workspace a thread that computes: forward and backward.
+CUBLAS = 2 * 32 * MIB
+CONTEXT = 560 * MIB
+NCCL = 700 * MIB
+SEGMENT, SPLIT = 20 * MIB, 0.02  # what the caching allocator holds and cannot use: a segment, and a share of the rest
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What else must be known to price a timeline.
+
+    Attributes:
+        world_size: processes.
+        moments: full-size tensors of state that the optimizer keeps.
+        accumulation_steps: micro-batches to a step.
+        source_itemsize: bytes an element of the model as it was loaded.
+        whole_step: the optimizer makes its own ``step()`` over gradients in the masters' dtype.
+        optimizer_place, parameter_place: ``"device"``, ``"cpu"`` or ``"nvme"``.
+        pinned: host states are page-locked.
+        streams: reductions run beside the computation, so that what is reduced from lives a little longer.
+    """
+
+    world_size: int
+    moments: int
+    accumulation_steps: int
+    source_itemsize: int
+    whole_step: bool
+    optimizer_place: str
+    parameter_place: str
+    pinned: bool
+    streams: bool = True
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one buffer: whole and owned parameters and gradients, masters, moments."""
+
+    whole: int
+    shard: int
+    rests: int
+    gathered: int
+    upload: int
+    flat: int
+    summed: int
+    owned: int
+    owned_summed: int
+    master: int
+    moments: int
+
+
+@dataclass
+class _Peak:
+    """The moment at which most is in use so far."""
+
+    total: int = -1
+    moment: str = ""
+    parts: dict[str, int] = field(default_factory=dict)
+
+    def offer(self, moment: str, parts: dict[str, int]) -> None:
+        total = sum(parts.values())
+        if total > self.total:
+            self.total, self.moment, self.parts = total, moment, dict(parts)
+
+
+def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int) -> Prediction:
+    """What one process needs."""
+    sizes = [_sizes(spec, plan, costs) for spec in timeline.buffers]
+    peak = _Peak()
+    base = _resident(timeline, sizes, costs)
+    _initialize(timeline, sizes, costs, peak)
+    _Run(timeline, sizes, plan, costs, base, peak).play()
+    parts = {name: nbytes for name, nbytes in peak.parts.items() if nbytes}
+    host, disk = _elsewhere(timeline, sizes, plan, costs)
+    kept = sum(nbytes for name, nbytes in host.items() if name != "loading")
+    unusable = SEGMENT + int(SPLIT * peak.total)
+    outside = {"CUDA context": CONTEXT, "allocator": unusable} | ({"NCCL": NCCL} if costs.world_size > 1 else {})
+    pinned = kept if costs.pinned else 0
+    return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, costs.world_size)
+
+
+def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs) -> _Sizes:
+    layout = FlatLayout(spec.shapes, costs.world_size)
+    owned = layout.numel if not plan.shards_optimizer else layout.shard_numel
+    sixteen = spec.itemsize == 2
+    grad = ITEM_NBYTES[plan.communication_dtype] if plan.communication_dtype else spec.itemsize
+    summed = ITEM_NBYTES[plan.gradients.dtype or "float32"]
+    target = ITEM_NBYTES[plan.optimizer.dtype or "float32"] if sixteen else spec.itemsize
+    aliased = target == spec.itemsize and costs.optimizer_place == "device"
+    apart = spec.sharded and (costs.world_size > 1 or costs.parameter_place != "device")
+    whole, shard = rounded(layout.numel * spec.itemsize), rounded(layout.shard_numel * spec.itemsize)
+    trains = int(spec.trains)
+    moment = ITEM_NBYTES[plan.moments] if sixteen else spec.itemsize
+    return _Sizes(
+        whole=whole,
+        shard=shard,
+        rests=shard if apart else whole,
+        gathered=whole if apart else 0,
+        upload=shard if apart and costs.parameter_place != "device" and costs.world_size > 1 else 0,
+        flat=trains * rounded(layout.numel * grad),
+        summed=trains * rounded(layout.numel * summed),
+        owned=trains * rounded(owned * grad),
+        owned_summed=trains * rounded(owned * summed),
+        master=0 if aliased else trains * rounded(owned * target),
+        moments=trains * costs.moments * rounded(owned * moment),
+    )
+
+
+def _resident(timeline: Timeline, sizes: list[_Sizes], costs: Costs) -> dict[str, int]:
+    """What stays on the device all the time."""
+    here = costs.optimizer_place == "device"
+    return {
+        "parameters": sum(
+            size.rests
+            for spec, size in zip(timeline.buffers, sizes, strict=True)
+            if not spec.sharded or costs.parameter_place == "device"
+        )
+        + timeline.constants,
+        "masters": sum(size.master for size in sizes) if here else 0,
+        "moments": sum(size.moments for size in sizes) if here else 0,
+        "workspaces": CUBLAS,
+    }
+
+
+def _initialize(timeline: Timeline, sizes: list[_Sizes], costs: Costs, peak: _Peak) -> None:
+    """Unit after unit: its values in the widest dtype, cast, and its master; moments come with the first step."""
+    done = 0
+    for spec, size in zip(timeline.buffers, sizes, strict=True):
+        wide = max(costs.source_itemsize, spec.itemsize)
+        staged = size.whole * wide // spec.itemsize
+        cast = size.whole if wide != spec.itemsize else 0
+        again = size.gathered  # a storage of its own for gathers, before it is released
+        on_device = not spec.sharded or costs.parameter_place == "device"
+        kept = (size.rests if on_device else 0) + (size.master if costs.optimizer_place == "device" else 0)
+        extra = staged + cast + again - (0 if size.gathered else size.whole)
+        peak.offer("initialize", {"parameters": done + kept, "temporary": extra})
+        done += kept
+
+
+class _Run:
+    """One micro-batch with a step at its end, late in a run."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        sizes: list[_Sizes],
+        plan: StatePlan,
+        costs: Costs,
+        base: dict[str, int],
+        peak: _Peak,
+    ) -> None:
+        self.timeline, self.sizes, self.plan, self.costs = timeline, sizes, plan, costs
+        self.base, self.peak = base, peak
+        self.every = plan.reduces_every_micro_batch
+        self.gradients_here = costs.optimizer_place == "device"
+        self.many = costs.accumulation_steps > 1
+        self.moment = "forward"
+        self.gathered = 0
+        self.kept = 0  # flat gradients that are being reduced: ``Lane.keep``
+        # sums of the micro-batches before: reduced where every one is, and this process's own where only the last is
+        self.flat = sum(self._before(size.flat, size.summed) for size in sizes) if self.many and not self.every else 0
+        reduced = self.many and self.every and self.gradients_here
+        self.owned = sum(self._before(size.owned, size.owned_summed) for size in sizes) if reduced else 0
+
+    def _before(self, single: int, summed: int) -> int:
+        """A sum: in the communication dtype as long as it is one gradient."""
+        return summed if self.costs.accumulation_steps > 2 else single
+
+    def play(self) -> None:
+        for step in self.timeline.steps:
+            if step.event is Event.BACKWARD:
+                self.moment = "backward"
+            elif step.buffer >= 0:
+                self._event(step, self.sizes[step.buffer])
+            self._offer(step.peak, step.scratch)
+        self._step()
+
+    def _event(self, step: Step, size: _Sizes) -> None:
+        if step.event is Event.GATHER:
+            self.gathered += size.gathered
+            self._offer(step.before, size.upload)
+        elif step.event is Event.RELEASE:
+            self.gathered -= size.gathered
+        elif step.event is Event.COLLECT:
+            self._collect(step, size)
+        elif step.event is Event.REDUCE:
+            self._reduce(step, size)
+
+    def _collect(self, step: Step, size: _Sizes) -> None:
+        if self.many and not self.every:
+            before = self._before(size.flat, size.summed)
+            self._offer(step.before, size.summed if before != size.summed else 0)
+            self.flat += size.summed - before
+        else:
+            self.kept = 0  # ``Lane.settle``
+            self.flat += size.flat
+            self._offer(step.before, 0)
+
+    def _reduce(self, step: Step, size: _Sizes) -> None:
+        partial = size.summed if self.many and not self.every else size.flat
+        cast = size.flat if partial != size.flat else 0
+        shard = size.owned if self.costs.world_size > 1 and size.owned != size.flat else 0
+        self._offer(step.before, cast + shard)
+        self.flat -= partial
+        if self.costs.streams and self.costs.world_size > 1:
+            self.kept += size.flat
+        if not self.gradients_here:
+            return
+        if self.many and self.every:
+            before = self._before(size.owned, size.owned_summed)
+            self.owned += size.owned_summed - before
+            self._offer(step.before, size.owned + (before if before != size.owned_summed else 0))
+        else:
+            self.owned += size.owned
+
+    def _step(self) -> None:
+        """Everything reduced; optimizers that step as a whole want gradients in the masters' dtype, all at once."""
+        self.moment, self.kept = "step", 0
+        wide = self.costs.whole_step and self.gradients_here
+        cast = sum(size.owned_summed for size in self.sizes) if wide else 0
+        self._offer(tuple(0 for _ in Kind), cast)
+
+    def _offer(self, live: tuple[int, ...], extra: int) -> None:
+        parts = {
+            **self.base,
+            "gathered units": self.gathered,
+            "gradients": live[Kind.GRADIENTS] + self.flat + self.kept + self.owned,
+            "activations": live[Kind.ACTIVATIONS],
+            "logits and loss": live[Kind.LOGITS],
+            "temporary": live[Kind.TEMPORARY] + extra,
+        }
+        self.peak.offer(self.moment, parts)
+
+
+def _elsewhere(
+    timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: Costs
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Parts in host memory and on disk. What is on disk passes through the host one unit at a time."""
+    host = {"loading": sum(_loaded(spec) for spec in timeline.buffers) * costs.source_itemsize}
+    disk: dict[str, int] = {}
+    for name, place, nbytes, largest in _rows(timeline, sizes, plan, costs):
+        if place == "cpu":
+            host[name] = nbytes
+        elif place == "nvme":
+            disk[name] = nbytes
+            host[f"{name} on their way"] = 2 * largest
+    return {key: value for key, value in host.items() if value}, disk
+
+
+def _loaded(spec: BufferSpec) -> int:
+    return sum(shape.numel() for shape in spec.shapes)
+
+
+def _rows(
+    timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: Costs
+) -> Iterator[tuple[str, str, int, int]]:
+    """(name, place, bytes, bytes of the largest buffer)."""
+    accumulates = costs.accumulation_steps > 1
+    gradients = [size.owned_summed if accumulates else size.owned for size in sizes]
+    shards = [size.shard if spec.sharded else 0 for spec, size in zip(timeline.buffers, sizes, strict=True)]
+    place = costs.optimizer_place
+    yield "masters", place, sum(size.master for size in sizes), max(size.master for size in sizes)
+    yield "moments", place, sum(size.moments for size in sizes), max(size.moments for size in sizes)
+    # reduced gradients stay in host memory, also where the states are on disk
+    kept = "cpu" if place == "nvme" else place
+    yield "gradients", kept, sum(gradients), max(gradients)
+    if plan.parameters.placement is Placement.SHARDED:
+        yield "parameters", costs.parameter_place, sum(shards), max(shards)

@@ -1,0 +1,129 @@
+"""What ``ds-hf memory`` was asked about: a script, a model or a description becomes a predictor and a configuration."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ds_hf.config import load_config
+from ds_hf.memory.prediction import UnpredictableError, Workload
+from ds_hf.memory.predictor import Predictor
+from ds_hf.memory.script import Learned, rehearse, with_length
+
+__all__ = ["Request", "Subject"]
+
+DEFAULT_LENGTH = 2048
+_DEFAULT_CONFIG: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user gave beside the target; ``None``: not given.
+
+    Attributes:
+        config: file or preset.
+        micro_batch, seq_len, checkpointing, attention: of the workload.
+        load_weights: for scripts, see ``rehearse``.
+    """
+
+    config: str | None = None
+    micro_batch: int | None = None
+    seq_len: int | None = None
+    checkpointing: bool | None = None
+    attention: str | None = None
+    load_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Attributes:
+    predictor: of the model.
+    config: DeepSpeed's configuration as a dict.
+    given: whether the user or the script gave it.
+    notes: what was taken for granted.
+    """
+
+    predictor: Predictor
+    config: dict[str, Any]
+    given: bool
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, target: str, arguments: Sequence[str], request: Request) -> Subject:
+        """``target`` is a script where it ends in ``.py``, else it names a model.
+
+        Raises:
+            UnpredictableError, ConfigError: nothing can be said; the text says why.
+        """
+        if target.endswith(".py"):
+            return _of_script(Path(target), arguments, request)
+        if arguments:
+            raise UnpredictableError(f"{' '.join(arguments)}: only scripts take arguments, and {target} is none")
+        config, notes = _configuration(request.config)
+        workload = Workload(
+            micro_batch=request.micro_batch or 1,
+            seq_len=request.seq_len or DEFAULT_LENGTH,
+            gradient_checkpointing=request.checkpointing,
+            attention=request.attention,
+        )
+        predictor = Predictor(target, workload)
+        limit = getattr(getattr(predictor.model, "config", None), "max_position_embeddings", None)
+        if request.seq_len is None and isinstance(limit, int) and 0 < limit < DEFAULT_LENGTH:
+            predictor.workload = replace(workload, seq_len=limit)
+        return cls(predictor, config, request.config is not None, notes)
+
+
+def _of_script(script: Path, arguments: Sequence[str], request: Request) -> Subject:
+    if not script.is_file():
+        raise UnpredictableError(f"{script} does not exist")
+    if request.attention is not None:
+        raise UnpredictableError("--attention is for models; a script says itself how it attends")
+    learned = rehearse(script, arguments, load_weights=request.load_weights)
+    config, notes = _configuration(request.config or learned.config)
+    predictor = Predictor(learned.model, _workload(script, learned, request, notes))
+    return Subject(predictor, config, True, notes)
+
+
+def _workload(script: Path, learned: Learned, request: Request, notes: list[str]) -> Workload:
+    inputs, shape = learned.inputs, learned.shape
+    if not inputs:
+        if request.seq_len is None:
+            raise UnpredictableError(
+                f"{script} stopped before its first batch: {learned.stopped}\n  give --seq-len, and --micro-batch"
+            )
+        notes.append(f"the script stopped before its first batch: {learned.stopped}")
+    elif request.seq_len is not None:
+        if shape is None:
+            raise UnpredictableError(f"{script}: --seq-len, but its batches have no input_ids of [samples, tokens]")
+        inputs = with_length(inputs, shape[1], request.seq_len)
+    elif shape is not None:
+        notes.append(f"sequences of {shape[1]} tokens, as in the script's first batch; --seq-len for other ones")
+    samples = shape[0] if shape else 1
+    return Workload(
+        micro_batch=request.micro_batch or samples,
+        seq_len=request.seq_len or (shape[1] if shape else DEFAULT_LENGTH),
+        gradient_checkpointing=request.checkpointing,
+        optimizer=learned.optimizer or "AdamW",
+        inputs=inputs or None,
+    )
+
+
+def _configuration(source: Any) -> tuple[dict[str, Any], list[str]]:
+    """As a dict, with "auto" of bf16 decided."""
+    if source is None:
+        return copy.deepcopy(_DEFAULT_CONFIG), ["no configuration given: bf16 with AdamW"]
+    config = copy.deepcopy(load_config(source, allow_auto=True, check_batch=False).resolved)
+    notes = []
+    for name, value in (("bf16", True), ("fp16", False)):
+        block = config.get(name)
+        if isinstance(block, dict) and block.get("enabled") == "auto":
+            block["enabled"] = value and not _is_on(config.get("fp16"))
+            notes.append(f'{name}.enabled is "auto": taken as {str(block["enabled"]).lower()}')
+    return config, notes
+
+
+def _is_on(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("enabled") is True

@@ -1,0 +1,317 @@
+"""One forward and backward of a model on the meta device, as a timeline of live bytes and of what its units do.
+
+The engine's own hooks and reducer run; only the buffers they drive are stand-ins that note gather, release, collect and
+reduce. So the timeline follows the engine in every detail (checkpointing, shared weights, unused parameters) and holds
+for any number of processes: what the noted events cost is priced by ``pricing``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
+from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
+from ds_hf.engine.zero.grouping import keep_small_whole, make_units
+from ds_hf.engine.zero.hooks import UnitHooks
+from ds_hf.engine.zero.prefetch import Prefetch
+from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.unit import Unit
+from ds_hf.memory.kernels import AsOnCuda
+from ds_hf.memory.tracker import Kind, LiveTensors
+
+__all__ = ["BufferSpec", "Event", "Sharding", "Step", "Timeline", "between", "record"]
+
+_META = torch.device("meta")
+_ALONE = Axis(None, 0, 1)
+_POLICY = GradientPolicy(
+    whole=True,
+    every_micro_batch=True,
+    scale_before=1.0,
+    scale_after=1.0,
+    communication_dtype=None,
+    accumulation_dtype=torch.float32,
+    device=_META,
+)
+
+
+class Event(Enum):
+    """What happened to a buffer."""
+
+    START = "start"
+    GATHER = "gather"
+    RELEASE = "release"
+    COLLECT = "collect"  # gradients into the flat buffer
+    REDUCE = "reduce"
+    BACKWARD = "backward"  # begins; of no buffer
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What of a plan changes the timeline.
+
+    Attributes:
+        parameters: units are gathered and released.
+        whole_below, whole_in_all: see ``StatePlan``.
+        prefetch, max_live: see ``Prefetch``.
+    """
+
+    parameters: bool
+    whole_below: int = 0
+    whole_in_all: int = 0
+    prefetch: bool = True
+    max_live: int | None = None
+
+
+@dataclass(frozen=True)
+class BufferSpec:
+    """A flat buffer: the parameters of a unit that are alike.
+
+    Attributes:
+        unit: name of the unit.
+        shapes: of the parameters, in layout order.
+        itemsize: bytes an element.
+        trains: gets gradients and optimizer states.
+        sharded: rests as a shard.
+    """
+
+    unit: str
+    shapes: tuple[torch.Size, ...]
+    itemsize: int
+    trains: bool
+    sharded: bool
+
+
+@dataclass
+class Step:
+    """An event, and the most that is live between it and the next: bytes by ``Kind``, and scratch of a kernel.
+
+    Attributes:
+        before: what is live at the event itself.
+    """
+
+    event: Event
+    buffer: int
+    before: tuple[int, ...]
+    peak: tuple[int, ...]
+    scratch: int = 0
+
+
+@dataclass
+class Timeline:
+    """Attributes:
+    buffers: flat buffers, in the engine's order.
+    steps: in time.
+    constants: bytes of the model's buffers (``nn.Module.register_buffer``).
+    """
+
+    buffers: list[BufferSpec]
+    constants: int
+    steps: list[Step] = field(default_factory=list)
+
+    def note(self, event: Event, buffer: int, live: Sequence[int]) -> None:
+        """An event; ``live`` bytes by kind."""
+        self.steps.append(Step(event, buffer, tuple(live), tuple(live)))
+
+    def changed(self, live: Sequence[int], scratch: int) -> None:
+        """Tensors were made."""
+        step = self.steps[-1]
+        if sum(live) + scratch > sum(step.peak) + step.scratch:
+            step.peak, step.scratch = tuple(live), scratch
+
+
+def between(first: Timeline, last: Timeline, share: float) -> Timeline:
+    """The timeline of a micro-batch between two: ``share`` 0 is the first, 1 the last."""
+
+    def mix(a: int, b: int) -> int:
+        return round(a + (b - a) * share)
+
+    steps = [
+        Step(
+            one.event,
+            one.buffer,
+            tuple(map(mix, one.before, other.before)),
+            tuple(map(mix, one.peak, other.peak)),
+            mix(one.scratch, other.scratch),
+        )
+        for one, other in zip(first.steps, last.steps, strict=True)
+    ]
+    return Timeline(first.buffers, first.constants, steps)
+
+
+class _Buffer(FlatBuffer):
+    """Notes what is done to it."""
+
+    note: Callable[[Event], None]
+
+    def start_gather(self) -> bool:
+        if self.state is not BufferState.RELEASED:
+            return False
+        self.state = BufferState.IN_FLIGHT
+        self.note(Event.GATHER)
+        return True
+
+    def gather(self) -> None:
+        self.start_gather()
+        self.state = BufferState.GATHERED
+
+    def release(self, *, force: bool = False, spare_users: bool = False) -> None:
+        if self.sharded and self.state is not BufferState.RELEASED:
+            self.state = BufferState.RELEASED
+            self.note(Event.RELEASE)
+
+
+class _Gradient(GradientBuffer):
+    """Notes what is done to it; ``partial`` and ``owned`` hold nothing."""
+
+    note: Callable[[Event], None]
+
+    def collect(self, factor: float = 1.0) -> None:
+        params = [self.buffer.params[index] for index in self.ready]
+        self.ready.clear()
+        if not any(param.grad is not None for param in params):
+            return
+        self.note(Event.COLLECT)
+        for param in params:
+            param.grad = None
+        self.partial = torch.empty(0)
+
+    def reduce(self) -> None:
+        if self.partial is None:
+            self.note(Event.COLLECT)  # takes part with zeros
+        self.note(Event.REDUCE)
+        self.partial, self.owned = None, torch.empty(0)
+
+
+def record(
+    model: nn.Module, inputs: Mapping[str, Any], sharding: Sharding, *, wide: int = 0, keeps_outputs: bool = False
+) -> Timeline:
+    """Run forward and backward of ``model``, which lies on the meta device in the dtype it trains in.
+
+    Args:
+        inputs: keyword arguments of its forward, on the meta device; it must return a loss.
+        wide: size of the vocabulary, by which logits are known.
+        keeps_outputs: see ``Workload``.
+    """
+    units = make_units(model)
+    if sharding.parameters:
+        units = keep_small_whole(units, sharding.whole_below, sharding.whole_in_all)
+    constants = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
+    timeline = Timeline([], constants)
+    tracker = LiveTensors(timeline.changed, wide)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tracker.ignore(tensor)
+    gradients = _stand_in(units, sharding, timeline, tracker)
+    reducer = Reducer(units, gradients, every_micro_batch=True)
+    hooks = UnitHooks(units, reducer, Prefetch(sharding.prefetch, sharding.max_live))
+    labels = [param.register_post_accumulate_grad_hook(_Label(tracker)) for param in _trained(gradients)]  # type: ignore[no-untyped-call]
+    hooks.install(model)
+    timeline.note(Event.START, -1, tracker.live)
+    try:
+        with tracker:
+            if sharding.parameters:
+                _teach_order(model, inputs, hooks, timeline)
+            with AsOnCuda():
+                outputs = model(**inputs)
+                loss = loss_of(outputs)
+            if not keeps_outputs:
+                del outputs
+            timeline.note(Event.BACKWARD, -1, tracker.live)
+            with hooks.driving():
+                _backward(loss)
+    finally:
+        hooks.remove()
+        for handle in labels:
+            handle.remove()
+        for param in model.parameters():
+            param.grad = None
+    return timeline
+
+
+def _teach_order(model: nn.Module, inputs: Mapping[str, Any], hooks: UnitHooks, timeline: Timeline) -> None:
+    """A forward that is not recorded: units are gathered ahead once it is known in which order they are used."""
+    with AsOnCuda():
+        model(**inputs)
+    hooks.flush()
+    hooks.reset()
+    del timeline.steps[1:]
+    timeline.steps[0].peak, timeline.steps[0].scratch = timeline.steps[0].before, 0
+
+
+def _backward(loss: Tensor) -> None:
+    """Backward, with recomputations as on CUDA.
+
+    ``loss.backward()`` would leave the function mode for as long as it runs, so this calls what that calls.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    with AsOnCuda():
+        engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss in what a model's forward returned."""
+    loss = getattr(outputs, "loss", None)
+    if loss is None and isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    if loss is None and isinstance(outputs, tuple | list) and outputs:
+        loss = outputs[0]
+    loss = outputs if loss is None else loss
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+class _Label:
+    """The gradient of a parameter is in its place."""
+
+    def __init__(self, tracker: LiveTensors) -> None:
+        self.tracker = tracker
+
+    def __call__(self, param: Tensor) -> None:
+        if param.grad is not None:
+            self.tracker.relabel(param.grad, Kind.GRADIENTS)
+
+
+def _trained(gradients: Mapping[Unit, Sequence[GradientBuffer]]) -> list[nn.Parameter]:
+    return [param for buffers in gradients.values() for buffer in buffers for param in buffer.buffer.params]
+
+
+def _stand_in(
+    units: Sequence[Unit], sharding: Sharding, timeline: Timeline, tracker: LiveTensors
+) -> dict[Unit, list[GradientBuffer]]:
+    """Give the units buffers that note what is done to them."""
+    gradients: dict[Unit, list[GradientBuffer]] = {}
+
+    def noter(index: int) -> Callable[[Event], None]:
+        return lambda event: timeline.note(event, index, tracker.live)
+
+    for unit in units:
+        for params, whole in ((unit.params, False), (unit.whole, True)):
+            for alike in _alike(params):
+                sharded = sharding.parameters and not whole
+                buffer = _Buffer(alike, _ALONE, dtype=alike[0].dtype, device=_META, sharded=sharded)
+                buffer.state = BufferState.RELEASED if sharded else BufferState.GATHERED
+                buffer.device = torch.device("cpu")  # where the reducer makes the little it needs
+                buffer.note = noter(len(timeline.buffers))
+                unit.buffers.append(buffer)
+                trains = alike[0].requires_grad
+                shapes = tuple(param.shape for param in alike)
+                timeline.buffers.append(BufferSpec(unit.name, shapes, alike[0].element_size(), trains, sharded))
+                if trains:
+                    gradient = _Gradient(buffer, _POLICY)
+                    gradient.note = buffer.note
+                    gradients.setdefault(unit, []).append(gradient)
+    return gradients
+
+
+def _alike(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """As the builder splits a unit: by dtype and whether they train."""
+    found: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+    for param in params:
+        found.setdefault((param.dtype, param.requires_grad), []).append(param)
+    return list(found.values())

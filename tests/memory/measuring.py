@@ -1,0 +1,80 @@
+"""The most bytes that live tensors took while a real engine trained on the CPU, looked at after every operator."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_hf.engine.builder import initialize
+
+__all__ = ["LiveStorages", "train"]
+
+_SMALL = 512
+
+
+class LiveStorages(TorchDispatchMode):
+    """Sums the storages that operators made and that live, as large as they are now: gathers resize them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[Any]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the tensor's storage."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((result, args)):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                self.add(leaf)
+        self.look()
+        return result
+
+    def look(self) -> None:
+        """Take the sum now."""
+        alive = [reference() for reference in list(self._storages.values())]
+        total = sum(-(-storage.nbytes() // _SMALL) * _SMALL for storage in alive if storage is not None)
+        self.peak = max(self.peak, total)
+
+
+def train(model: nn.Module, config: dict[str, Any], batch: dict[str, Tensor], steps: int = 2) -> int:
+    """Peak bytes of the last of ``steps`` steps."""
+    engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    tracker = LiveStorages()
+    for step in range(steps * accumulation):
+        if step == (steps - 1) * accumulation:
+            _count_states(tracker, engine)
+            tracker.__enter__()
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        del loss
+        engine.step()
+    tracker.__exit__(None, None, None)
+    engine.destroy()
+    return tracker.peak
+
+
+def _count_states(tracker: LiveStorages, engine: Any) -> None:
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            tracker.add(buffer.full)
+            tracker.add(buffer.shard)
+    for master in engine.optimizer.masters.values():
+        tracker.add(master)
+    for state in engine.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim():
+                tracker.add(value)
+    for buffer in engine.module.buffers():
+        tracker.add(buffer)

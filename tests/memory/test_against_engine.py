@@ -1,0 +1,87 @@
+"""Predictions against what a real engine takes: the same models trained on the CPU, every live tensor counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf.memory import Predictor, Workload
+from tests.helpers.distributed import run_distributed
+from tests.memory.measuring import train
+
+BATCH, LENGTH = 4, 48
+LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "use_cache": False,
+}
+# stage, dtype, checkpointing, accumulation steps, tied weights
+CELLS = [
+    *[(stage, "bf16", False, 1, False) for stage in (0, 2, 3)],
+    *[(stage, "bf16", False, 3, False) for stage in (1, 2, 3)],
+    *[(stage, "bf16", True, 2, False) for stage in (1, 3)],
+    *[(stage, "fp32", True, 1, False) for stage in (1, 3)],
+    *[(stage, "bf16", False, 1, True) for stage in (2, 3)],
+]
+
+
+def configuration(stage: int, dtype: str, accumulation: int) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage},
+    }
+    return config | ({dtype: {"enabled": True}} if dtype != "fp32" else {})
+
+
+def measured() -> list[int]:
+    """Peak bytes of every cell, on this rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    found = []
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    for stage, dtype, checkpointing, accumulation, tied in CELLS:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        found.append(train(model, configuration(stage, dtype, accumulation), {"input_ids": tokens, "labels": tokens}))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_peaks_of_real_training(world_size: int) -> None:
+    """To half a percent: gathers, gradients, sums and states too, not only activations."""
+    from transformers import LlamaConfig
+
+    peaks = run_distributed(measured, world_size, timeout=110)
+    wrong = []
+    predictors: dict[Any, Predictor] = {}
+    for index, (stage, dtype, checkpointing, accumulation, tied) in enumerate(CELLS):
+        key = (checkpointing, tied)
+        if key not in predictors:
+            workload = Workload(seq_len=LENGTH, gradient_checkpointing=checkpointing)
+            predictors[key] = Predictor(LlamaConfig(**LLAMA, tie_word_embeddings=tied), workload)
+            predictors[key].streams = False
+        prediction = predictors[key].predict(configuration(stage, dtype, accumulation), world_size=world_size)
+        predicted = prediction.device_peak - prediction.device["workspaces"]
+        seen = max(rank[index] for rank in peaks)
+        if abs(predicted / seen - 1) > 0.005:
+            wrong.append(
+                (
+                    CELLS[index],
+                    seen,
+                    predicted,
+                    f"{predicted / seen - 1:+.1%}",
+                    prediction.moment,
+                    dict(prediction.device),
+                )
+            )
+    assert not wrong, "\n".join(map(str, wrong))

@@ -1,0 +1,84 @@
+"""Models by name, by description and as modules; nothing of them is loaded or changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_hf.memory import UnpredictableError, Workload
+from ds_hf.memory.models import build, example_inputs, without_values
+from tests.helpers.models import TinyLM
+
+TINY = "llama:hidden=64,layers=2,heads=4,kv_heads=2,intermediate=128,vocab=1k"
+
+
+def test_a_description() -> None:
+    model = build(TINY, Workload())
+    assert {param.device.type for param in model.parameters()} == {"meta"}
+    assert model.training
+    assert model.config.vocab_size == 1024
+    assert not model.config.use_cache
+    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert sum(p.numel() for p in model.parameters()) == 2 * 1024 * 64 + 2 * per_layer + 64
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    from transformers import BertConfig
+
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config.architectures = ["BertForSequenceClassification"]
+    config.save_pretrained(tmp_path)
+    model = build(tmp_path, Workload())
+    assert type(model).__name__ == "BertForSequenceClassification"
+    inputs = example_inputs(model, Workload(micro_batch=3, seq_len=7))
+    assert inputs["input_ids"].shape == (3, 7)
+    assert inputs["labels"].shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("no/such/model", "no model 'no/such/model'"),
+        ("lama:hidden=64", "no model type 'lama'"),
+        ("llama:hiden=64", "no 'hiden'"),
+        ("llama:hidden", "'hidden' is not of the form"),
+        ("llama:hidden=65,heads=4", "llama:hidden=65"),
+    ],
+)
+def test_bad_names(source: str, text: str) -> None:
+    with pytest.raises(UnpredictableError, match=text):
+        build(source, Workload())
+
+
+@pytest.mark.parametrize("name", ["micro_batch", "seq_len"])
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_bad_shapes(name: str, value: float) -> None:
+    with pytest.raises(UnpredictableError, match=name):
+        Workload(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_sequence_longer_than_the_positions() -> None:
+    model = build("gpt2:n_embd=32,n_layer=1,n_head=2,n_positions=128", Workload())
+    with pytest.raises(UnpredictableError, match="129 tokens is more than the model's 128"):
+        example_inputs(model, Workload(seq_len=129))
+
+
+def test_a_module_stays_as_it_is() -> None:
+    model = TinyLM()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    copy = without_values(model)
+    assert {tensor.device.type for tensor in (*copy.parameters(), *copy.buffers())} == {"meta"}
+    assert copy.head.weight is copy.embedding.weight, "tied in the copy too"
+    assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+def test_a_module_of_ones_own_needs_a_batch() -> None:
+    with pytest.raises(UnpredictableError, match="Workload"):
+        example_inputs(without_values(TinyLM()), Workload())
+    inputs = example_inputs(TinyLM(), Workload(micro_batch=5, inputs={"tokens": torch.zeros(2, 9), "flag": True}))
+    assert inputs["tokens"].shape == (5, 9)
+    assert inputs["tokens"].is_meta
+    assert inputs["flag"] is True

@@ -1,0 +1,127 @@
+"""Bytes of a hand-made timeline: two buffers, every stage, offload and accumulation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf.config import load_config
+from ds_hf.config.plan import plan_states
+from ds_hf.memory.prediction import Prediction
+from ds_hf.memory.pricing import CUBLAS, NCCL, Costs, price
+from ds_hf.memory.timeline import BufferSpec, Event, Step, Timeline
+
+N = 1 << 20  # elements of each of the two buffers; 2 bytes each
+MB = 1 << 20
+ALONE = Costs(
+    world_size=1,
+    moments=2,
+    accumulation_steps=1,
+    source_itemsize=2,
+    whole_step=False,
+    optimizer_place="device",
+    parameter_place="device",
+    pinned=True,
+)
+
+
+def timeline(*, sharded: bool) -> Timeline:
+    """Backward of the second buffer, then of the first: 2 MB of gradient each, 6 MB of activations before them."""
+    specs = [BufferSpec(name, (torch.Size([N]),), 2, True, sharded) for name in ("a", "b")]
+    found = Timeline(specs, constants=0)
+
+    def step(event: Event, buffer: int, activations: int, gradients: int) -> None:
+        live = (activations * MB, 0, gradients * MB, 0)
+        found.steps.append(Step(event, buffer, live, live))
+
+    step(Event.START, -1, 0, 0)
+    for buffer, activations in ((0, 3), (1, 6)):
+        if sharded:
+            step(Event.GATHER, buffer, activations - 3, 0)
+            step(Event.RELEASE, buffer, activations, 0)
+    step(Event.BACKWARD, -1, 6, 0)
+    for buffer, activations in ((1, 4), (0, 0)):
+        if sharded:
+            step(Event.GATHER, buffer, activations + 2, 0)
+        step(Event.COLLECT, buffer, activations, 2)
+        step(Event.REDUCE, buffer, activations, 0)
+        if sharded:
+            step(Event.RELEASE, buffer, activations, 0)
+    return found
+
+
+def priced(stage: int, costs: Costs = ALONE, **zero: Any) -> Prediction:
+    config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}, check_batch=False)
+    return price(timeline(sharded=stage == 3), plan_states(config), costs, micro_batch=1)
+
+
+def parts(prediction: Prediction) -> dict[str, int]:
+    """In MB, without the workspaces."""
+    assert prediction.device["workspaces"] == CUBLAS
+    return {name: nbytes // MB for name, nbytes in prediction.device.items() if name != "workspaces"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "expected"),
+    [
+        # collect of the second buffer: 2 MB in .grad, 2 MB flat
+        (0, 1, {"parameters": 4, "masters": 8, "moments": 16, "gradients": 4, "activations": 4}),
+        (0, 4, {"parameters": 4, "masters": 8, "moments": 16, "gradients": 4, "activations": 4}),
+        (1, 4, {"parameters": 4, "masters": 2, "moments": 4, "gradients": 4, "activations": 4}),
+        (2, 4, {"parameters": 4, "masters": 2, "moments": 4, "gradients": 4, "activations": 4}),
+        (3, 4, {"parameters": 1, "masters": 2, "moments": 4, "gathered units": 2, "gradients": 4, "activations": 4}),
+        # gathered units of one process are its shards
+        (3, 1, {"parameters": 4, "masters": 8, "moments": 16, "gradients": 4, "activations": 4}),
+    ],
+)
+def test_stages(stage: int, world_size: int, expected: dict[str, int]) -> None:
+    prediction = priced(stage, dataclasses.replace(ALONE, world_size=world_size))
+    assert parts(prediction) == expected
+    assert prediction.moment == "backward"
+    assert ("NCCL" in prediction.outside) == (world_size > 1)
+    assert prediction.outside.get("NCCL", NCCL) == NCCL
+    assert prediction.device_total == prediction.device_peak + sum(prediction.outside.values())
+
+
+def test_sums_over_micro_batches() -> None:
+    """fp32: 4 MB a buffer, all processes' own at stage 1, shares of a quarter at stage 2."""
+    costs = dataclasses.replace(ALONE, world_size=4, accumulation_steps=4)
+    one, two = priced(1, costs), priced(2, costs)
+    # the last micro-batch's reduction: both sums, one of them once more in bf16, and a quarter of that
+    assert parts(one)["gradients"] + parts(one)["activations"] + parts(one).get("temporary", 0) == 4 + 4 + 4 + 2
+    # .grad, flat, and both shards' sums
+    assert parts(two)["gradients"] == 2 + 2 + 1 + 1
+
+
+def test_optimizer_on_the_host() -> None:
+    costs = dataclasses.replace(ALONE, world_size=4, optimizer_place="cpu")
+    prediction = priced(2, costs, offload_optimizer={"device": "cpu"})
+    assert parts(prediction) == {"parameters": 4, "gradients": 4, "activations": 4}
+    host = {name: nbytes / MB for name, nbytes in prediction.host.items()}
+    assert host == {"loading": 4, "masters": 2, "moments": 4, "gradients": 1}
+    assert prediction.pinned == 7 * MB
+    assert prediction.host_total == 7 * MB
+    assert prediction.disk_total == 0
+
+
+def test_everything_elsewhere() -> None:
+    costs = dataclasses.replace(ALONE, world_size=4, optimizer_place="nvme", parameter_place="nvme")
+    prediction = priced(3, costs, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    assert {name: nbytes / MB for name, nbytes in prediction.disk.items()} == {
+        "masters": 2,
+        "moments": 4,
+        "parameters": 1,
+    }
+    assert "parameters" not in prediction.device
+    assert prediction.host["gradients"] == MB
+    assert prediction.host["moments on their way"] == 2 * 2 * MB  # two buffers, of half the moments each
+
+
+def test_an_optimizer_that_steps_as_a_whole_wants_wide_gradients() -> None:
+    narrow, wide = priced(0), priced(0, dataclasses.replace(ALONE, whole_step=True))
+    assert narrow.device_peak - CUBLAS == 36 * MB
+    assert wide.moment == "step"
+    assert wide.device_peak - CUBLAS == (4 + 8 + 16 + 4 + 8) * MB
