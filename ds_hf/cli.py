@@ -30,6 +30,7 @@ from ds_hf.config.schema import schema_text
 from ds_hf.config.triple import WorldSize
 from ds_hf.config.types import Config, OriginKind
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.launch_cli import add_run_command
 
 __all__ = ["app", "main"]
 
@@ -39,6 +40,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Check, explain and write configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+add_run_command(app)
 
 File = Annotated[
     str, typer.Argument(help="Configuration file, preset name, or - for standard input.", show_default=False)
