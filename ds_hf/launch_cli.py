@@ -1,7 +1,7 @@
-"""The commands ``deepspeed`` (also ``ds``), ``ds-hf run`` and ``ds_report``.
+"""The commands ``deepspeed`` (also ``ds``) and ``ds-hf run``.
 
-The first two are one command with DeepSpeed's launcher arguments; where a real DeepSpeed is installed, ``deepspeed``
-and ``ds_report`` hand over to it. Exit codes: 0 fine, 2 wrong usage or not ready to start (nothing was started),
+They are one command with DeepSpeed's launcher arguments; where a real DeepSpeed is installed, ``deepspeed``
+hands over to it. Exit codes: 0 fine, 2 wrong usage or not ready to start (nothing was started),
 otherwise that of the process that failed first, 128 + N where signal N ended it.
 """
 
@@ -21,7 +21,7 @@ from ds_hf.launcher.handover import call_real, real_deepspeed
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE
 from ds_hf.launcher.options import LAUNCHERS, Options
 
-__all__ = ["EXAMPLES", "add_run_command", "deepspeed_main", "report_main"]
+__all__ = ["EXAMPLES", "add_run_command", "deepspeed_main"]
 
 
 def _dashes_too(token: str) -> str:
@@ -175,12 +175,3 @@ def deepspeed_main() -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings=CONTEXT, epilog=EXAMPLES)(run_command)
     app(prog_name="deepspeed")
-
-
-def report_main() -> None:
-    """Entry point of the script ``ds_report``: what ``ds-hf doctor`` prints."""
-    if real_deepspeed() is not None:
-        sys.exit(call_real("deepspeed.env_report", "cli_main"))
-    from ds_hf.cli import app
-
-    app(["doctor", *sys.argv[1:]], prog_name="ds-hf")

@@ -55,9 +55,8 @@ def worker_command(spec: NodeSpec, processes: int, restart: int = 0) -> list[str
     python = [] if spec.no_python else [sys.executable, "-u", *(["-m"] if spec.module else [])]
     command = [*python, *spec.command]
     cores = None if spec.bind_cores is None else cores_by_rank(processes, spec.bind_cores)
-    if not (spec.local_rank_argument or cores or spec.log_dir or restart):
-        return command
     setup = {
+        "agent": os.getpid(),
         "local_rank_at": len(python) + 1 if spec.local_rank_argument else None,
         "cores": cores,
         "log_dir": spec.log_dir,
@@ -139,7 +138,7 @@ def run_workers(attempt: Attempt, on_failure: OnFailure) -> bool:
     """
     spec = attempt.spec
     slots = spec.slots[attempt.node]
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said better above
+    _hush_torch()
     command = worker_command(spec, len(slots), attempt.number)
     with tempfile.TemporaryDirectory(prefix="ds_hf_run_", ignore_cleanup_errors=True) as folder:
         agent = WorkerAgent(
@@ -152,6 +151,13 @@ def run_workers(attempt: Attempt, on_failure: OnFailure) -> bool:
         )
         result = agent.run()
     return not result.is_failed()
+
+
+def _hush_torch() -> None:
+    """What torch's agent logs about failures and signals, ``failure`` and ``leash`` say once and in order."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _worker_spec(attempt: Attempt, command: list[str]) -> WorkerSpec:

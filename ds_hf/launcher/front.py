@@ -80,7 +80,7 @@ def _spec(options: Options, resources: Resources, *, travels: bool) -> NodeSpec:
     alone = len(hosts) == 1 and not travels
     least = options.min_elastic_nodes if options.min_elastic_nodes > 0 else 1
     return NodeSpec(
-        run_id=uuid.uuid4().hex[:16],
+        run_id="no_ssh" if options.no_ssh else uuid.uuid4().hex[:16],  # hosts started one by one must agree on it
         hosts=hosts,
         slots=[list(slots) for slots in resources.pool.values()],
         command=options.command,

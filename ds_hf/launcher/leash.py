@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ds_hf.launcher.failure import Failure, describe, exit_code, first_of, from_json
 from ds_hf.launcher.spec import NodeSpec

@@ -225,7 +225,7 @@ def _end_here(signum: int) -> None:
 
 
 def _mark(spec: NodeSpec, node: int) -> str:
-    return f"{spec.run_id}/{node}"
+    return f"{spec.run_id}/{node}/{os.getpid()}"
 
 
 def _sweep(spec: NodeSpec, node: int) -> None:

@@ -95,7 +95,7 @@ def _openmpi(spec: NodeSpec, options: Options) -> list[Start]:
     command = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "--leave-session-attached"]
     for name, value in {
         "plm_rsh_args": ssh,
-        "odls_base_sigkill_timeout": "10",
+        "odls_base_sigkill_timeout": "2",  # it always waits so long, twice
         "oob_tcp_keepalive_time": "3",
         "oob_tcp_keepalive_intvl": "2",
         "oob_tcp_keepalive_probes": "3",

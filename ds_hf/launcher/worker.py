@@ -1,21 +1,29 @@
 """Runs before the script in each process: adds ``--local_rank``, binds cores, redirects output, becomes the script.
 
-Run by path with ``python -I -S`` and the standard library alone, so that it costs milliseconds; ``exec`` keeps the
-process id that torch's agent watches. Usage: ``worker.py JSON command...``; JSON has ``local_rank_at`` (index in the
-command where the argument goes, or null), ``cores`` (a list of core lists by local rank, or null), ``log_dir``,
-``restart`` (number of the attempt, or null).
+It also has the kernel kill the process when the agent that started it is gone, however that ended: an agent killed by
+SIGKILL leaves no worker. Run by path with ``python -I -S`` and the standard library alone, so that it costs
+milliseconds; ``exec`` keeps the process id that torch's agent watches.
+
+Usage: ``worker.py JSON command...``; JSON has ``agent`` (its process id), ``local_rank_at`` (index in the command where
+the argument goes, or null), ``cores`` (a list of core lists by local rank, or null), ``log_dir``, ``restart`` (number
+of the attempt, or null).
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
+
+PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
     """Prepare this process as the JSON says and become the command."""
     setup = json.loads(arguments[0])
+    _die_with(setup["agent"])
     command = arguments[1:]
     local_rank = int(os.environ["LOCAL_RANK"])
     if setup["restart"]:
@@ -32,6 +40,12 @@ def main(arguments: list[str]) -> None:
         os.execvp(command[0], command)
     except OSError as error:
         sys.exit(f"{command[0]}: {error.strerror}")
+
+
+def _die_with(agent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != agent:  # gone before we asked
+        sys.exit(1)
 
 
 def _redirect(folder: str, rank: str) -> None:

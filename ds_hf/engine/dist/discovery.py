@@ -50,7 +50,7 @@ def _mpi_address(env: Mapping[str, str], size: str, local_size: str) -> str | No
         return LOOPBACK
     if "MASTER_ADDR" in env or find_spec("mpi4py") is None:
         return None
-    from mpi4py import MPI
+    from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
 
     mine = _own_address() if MPI.COMM_WORLD.Get_rank() == 0 else None
     address: str | None = MPI.COMM_WORLD.bcast(mine, root=0)
