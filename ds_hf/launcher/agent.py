@@ -72,7 +72,7 @@ class WorkerAgent(LocalElasticAgent):
         super().__init__(spec, **options)
         self._on_failure = on_failure
         self._host = host
-        self._told_of: object = None
+        self._told_of: Any = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # torch stops the other workers inside of this call, and returns only then
@@ -88,6 +88,10 @@ class WorkerAgent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         self._kill_later()
         super()._shutdown(*args, **kwargs)
+        context: Any = self._pcontext
+        if context is not None and context is self._told_of:
+            # what failed workers had started themselves must not meet the next start
+            _kill_groups([handler.proc for handler in context.subprocess_handlers.values()], all_of_them=True)
 
     def _look(self, worker_group: WorkerGroup) -> list[Failure]:
         context: Any = self._pcontext
@@ -108,9 +112,10 @@ class WorkerAgent(LocalElasticAgent):
             timer.start()
 
 
-def _kill_groups(processes: list[Any]) -> None:
+def _kill_groups(processes: list[Any], *, all_of_them: bool = False) -> None:
+    """Kill the groups of processes that still run; with ``all_of_them`` also what is left of others."""
     for process in processes:
-        if process.returncode is None:
+        if all_of_them or process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 

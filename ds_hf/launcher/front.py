@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -24,7 +24,7 @@ from ds_hf.launcher.environment import exported, read_environment_files
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.node import run_node
 from ds_hf.launcher.options import DEFAULT_PORT, Options
-from ds_hf.launcher.preflight import Meeting, preflight
+from ds_hf.launcher.preflight import Meeting, end_far_sides, preflight
 from ds_hf.launcher.remote import Start, check_tools, start_commands
 from ds_hf.launcher.resources import Resources, find_resources
 from ds_hf.launcher.spec import NodeSpec
@@ -33,6 +33,7 @@ __all__ = ["launch"]
 
 OTHERS_S = 12.0  # after one host has ended badly, for the others to end by the leash
 END_S = 14.0  # after they were told to end
+FAR_END_S = 10.0
 
 
 def launch(options: Options) -> int:
@@ -58,7 +59,8 @@ def launch(options: Options) -> int:
         _print_plan(spec, options, start_commands(spec, options))
         return 0
     check_tools(options)
-    return _supervise(start_commands(_at_meeting(spec, options), options), spec)
+    spec = _at_meeting(spec, options)
+    return _supervise(start_commands(spec, options), spec, options)
 
 
 def is_this_host(name: str) -> bool:
@@ -152,7 +154,7 @@ class _Running:
     process: subprocess.Popen[bytes]
 
 
-def _supervise(starts: list[Start], spec: NodeSpec) -> int:
+def _supervise(starts: list[Start], spec: NodeSpec, options: Options) -> int:
     """Run ``starts`` to their end; a failure or a signal ends them all."""
     received: list[int] = []
     with _signals(received):
@@ -160,7 +162,7 @@ def _supervise(starts: list[Start], spec: NodeSpec) -> int:
         try:
             code = _wait(running, received, spec)
         finally:
-            _end(running, received)
+            _end(running, received, lambda hosts: end_far_sides(hosts, spec.run_id, options, FAR_END_S))
     return 128 + received[0] if received else code
 
 
@@ -199,13 +201,18 @@ def _popen(start: Start) -> subprocess.Popen[bytes]:
     return subprocess.Popen(start.command, stdin=stdin, env={**os.environ, **start.env}, start_new_session=True)
 
 
-def _end(running: list[_Running], received: list[int]) -> None:
+def _end(running: list[_Running], received: list[int], end_far_sides: Callable[[list[str]], None]) -> None:
     """Tell those that still run to end, and make sure that they have."""
     alive = [one for one in running if one.process.poll() is None]
     for one in alive:
         if one.process.stdin is not None:
             one.process.stdin.close()
-        else:
+            continue
+        if one.start.end_by_ssh:
+            end_far_sides(one.start.hosts)
+            with suppress(subprocess.TimeoutExpired):
+                one.process.wait(1.0)  # it ends when its far sides have
+        if one.process.poll() is None:
             with suppress(ProcessLookupError):
                 one.process.terminate()
     limit = time.monotonic() + END_S

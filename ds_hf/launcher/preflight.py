@@ -23,7 +23,7 @@ from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.options import DEFAULT_PORT, Options
 from ds_hf.launcher.remote import ssh_command
 
-__all__ = ["PACKAGES", "Meeting", "preflight"]
+__all__ = ["PACKAGES", "Meeting", "end_far_sides", "preflight"]
 
 PACKAGES = ("ds-hf", "torch", "transformers", "accelerate", "safetensors", "numpy")
 ANSWER_S = 30.0
@@ -62,6 +62,13 @@ def preflight(hosts: Sequence[str], options: Options, pythonpath: str = "", cwd:
         if faults:
             raise LaunchError("not ready to start:\n" + "\n".join(f"- {fault}" for fault in faults))
         return _meet(hosts, looks[0]["addresses"], question, pool)
+
+
+def end_far_sides(hosts: Sequence[str], run_id: str, options: Options, seconds: float) -> None:
+    """Tell the node processes of a run to end, on all hosts at once, and wait for it; hosts out of reach end alone."""
+    question = _Question(options, "", None)
+    with ThreadPoolExecutor(min(64, len(hosts))) as pool:
+        list(pool.map(lambda host: _ask(host, {"end": run_id, "seconds": seconds}, question), hosts))
 
 
 def _differences(hosts: Sequence[str], looks: list[dict[str, Any]], cwd: str | None) -> list[str]:

@@ -2,7 +2,8 @@
 
 Its last argument is base64 of JSON. ``{"look": ...}`` prints versions, addresses and what is missing;
 ``{"listen": port}`` prints the port it took and answers on it until its input closes; ``{"reach": [[address, port],
-...]}`` prints which of them answer.
+...]}`` prints which of them answer; ``{"end": run, "seconds": s}`` ends the node processes of a run and prints how
+many.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import base64
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 
@@ -92,6 +95,39 @@ def reach(targets: list[tuple[str, int]]) -> list[bool]:
     return found
 
 
+def end(run: str, seconds: float) -> int:
+    """Ask the processes whose arguments have ``--run=RUN`` to end, kill what is left after ``seconds``."""
+    pids = _of_run(run)
+    for pid in pids:
+        _send(pid, signal.SIGTERM)
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit and _of_run(run):
+        time.sleep(0.1)
+    for pid in _of_run(run):
+        _send(pid, signal.SIGKILL)
+    return len(pids)
+
+
+def _of_run(run: str) -> list[int]:
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+        except OSError:
+            continue
+        if b"ds_hf.launcher.node" in words and b"--run=" + run.encode("ascii") in words:
+            found.append(int(name))
+    return found
+
+
+def _send(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except OSError:  # it has ended
+        return
+
+
 def main() -> None:
     """Do the task in the last argument."""
     task = json.loads(base64.urlsafe_b64decode(sys.argv[-1]))
@@ -99,6 +135,8 @@ def main() -> None:
         print(json.dumps(look(task["look"])), flush=True)
     elif "listen" in task:
         listen(task["listen"])
+    elif "end" in task:
+        print(end(task["end"], task["seconds"]), flush=True)
     else:
         print(json.dumps(reach(task["reach"])), flush=True)
 

@@ -26,12 +26,17 @@ PDSH_FAN_OUT = 1024
 
 @dataclass(frozen=True)
 class Start:
-    """One process on the launching host. ``stdin_leash``: closing its input ends the far side."""
+    """One process on the launching host.
+
+    ``stdin_leash``: closing its input ends the far side. ``end_by_ssh``: it does not pass signals on, so the far sides
+    must be told one by one.
+    """
 
     hosts: list[str]
     command: list[str]
     env: dict[str, str]
     stdin_leash: bool = False
+    end_by_ssh: bool = False
 
 
 def ssh_command(host: str, remote: str, options: Options) -> list[str]:
@@ -44,7 +49,8 @@ def ssh_command(host: str, remote: str, options: Options) -> list[str]:
 def node_command(spec: NodeSpec, node_rank: str, options: Options, *, stdin_leash: bool = False) -> list[str]:
     """The command of one host, as words; ``PYTHONPATH`` and ``--venv_script`` must be there before Python starts."""
     leash = ["--stdin_leash"] if stdin_leash else []
-    command = [sys.executable, "-u", "-m", "ds_hf.launcher.node", f"--node_rank={node_rank}", *leash, encode(spec)]
+    command = [sys.executable, "-u", "-m", "ds_hf.launcher.node", f"--run={spec.run_id}"]
+    command += [f"--node_rank={node_rank}", *leash, encode(spec)]
     path = spec.env.get("PYTHONPATH", "")
     if "\n" in path:
         raise LaunchError("PYTHONPATH has a newline in it\n  fix: take it out")
@@ -87,7 +93,7 @@ def _pdsh(spec: NodeSpec, options: Options) -> list[Start]:
     appended = shlex.join(["-o", "BatchMode=yes", *KEEP_ALIVE, *port])
     extra = shlex.split(options.launcher_args)
     command = ["pdsh", "-S", "-R", "ssh", "-f", str(PDSH_FAN_OUT), *extra, "-w", ",".join(spec.hosts), remote]
-    return [Start(spec.hosts, command, {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": appended})]
+    return [Start(spec.hosts, command, {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": appended}, end_by_ssh=True)]
 
 
 def _openmpi(spec: NodeSpec, options: Options) -> list[Start]:

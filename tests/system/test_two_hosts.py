@@ -172,13 +172,13 @@ def test_the_launcher_is_killed(launcher: str, start: Callable[..., Run]) -> Non
     run.nothing_left(END_S)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize(
+    ("launcher", "lost"),
+    [pytest.param(*one.values, 1, marks=one.marks) for one in LAUNCHERS] + [pytest.param("ssh", 0)],
+)
 def test_a_host_is_cut_off_and_training_resumes(
     launcher: str, lost: int, hosts: Hosts, start: Callable[..., Run]
 ) -> None:
-    if lost == 0 and launcher != "ssh":
-        pytest.skip("the first host is the same for all launchers; shown by ssh")
     run = start("--launcher", launcher, script=("--steps", "10000", "--slow", "0.2"))
     run.until_step(2)
     hosts.cut(lost)
