@@ -1,12 +1,13 @@
 """``--max_restarts`` and the Trainer: training that was started again goes on from the checkpoint it last wrote.
 
 torch's agent (torchrun, ``deepspeed``, ``ds-hf run``) starts all processes again after a failure and says so in
-TORCHELASTIC_RESTART_COUNT. Few scripts look; without this they would begin from step 0. Only checkpoints of this very run
-count, those written since the agent started: an older run's may lie in the same folder.
+TORCHELASTIC_RESTART_COUNT. Few scripts look; without this they would begin from step 0. Only checkpoints of this very
+run count, those written since the agent started: an older run's may lie in the same folder.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,8 @@ def go_on_after_restart(
 
 def _newest(folder: Path, since: float) -> Path | None:
     """The last checkpoint in ``folder`` that is whole and written after ``since`` (seconds since the epoch)."""
-    from transformers import trainer  # whose get_last_checkpoint passes over unfinished ones: see ``hf.trainer``
+    # this module's get_last_checkpoint passes over unfinished ones: see ``hf.trainer``
+    trainer: Any = importlib.import_module("transformers.trainer")
 
     if not folder.is_dir():
         return None

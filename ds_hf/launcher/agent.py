@@ -184,8 +184,7 @@ def _worker_spec(attempt: Attempt, command: list[str]) -> WorkerSpec:
         entrypoint=command[0],
         args=tuple(argument.replace("$", "$$") for argument in command[1:]),  # the agent fills in templates
         rdzv_handler=get_rendezvous_handler(parameters),
-        # Several hosts restart together, by the leash; one host, and an elastic run, by torch.
-        max_restarts=spec.max_restarts if nodes == 1 or elastic else 0,
+        max_restarts=spec.max_restarts if elastic else 0,  # otherwise ``node`` makes a new attempt, on a new port
         monitor_interval=0.1,
         master_addr=None if elastic else spec.master_addr,
         master_port=None if elastic else attempt.port,

@@ -24,6 +24,7 @@ from ds_hf.launcher.environment import exported, read_environment_files
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.node import run_node
 from ds_hf.launcher.options import DEFAULT_PORT, Options
+from ds_hf.launcher.ports import bindable
 from ds_hf.launcher.preflight import Meeting, end_far_sides, preflight
 from ds_hf.launcher.remote import Start, check_tools, start_commands
 from ds_hf.launcher.resources import Resources, find_resources
@@ -119,13 +120,10 @@ def _port(asked: int, *, look_here: bool) -> int:
     if not look_here:
         return wanted
     for port in (wanted, 0):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind(("", port))
-                return int(sock.getsockname()[1])
-            except OSError as error:
-                reason = error.strerror
+        try:
+            return bindable(port)
+        except OSError as error:
+            reason = error.strerror
         if asked != -1:
             break
     raise LaunchError(f"port {wanted} cannot be used: {reason}\n  fix: another --master_port, or none for a free one")

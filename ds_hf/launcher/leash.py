@@ -23,6 +23,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ds_hf.launcher.failure import Failure, describe, exit_code, first_of, from_json
+from ds_hf.launcher.ports import free_port
 from ds_hf.launcher.spec import NodeSpec
 
 __all__ = ["Ending", "Leash"]
@@ -297,7 +298,7 @@ class _Hub:
             self._decide(attempt, Ending("failed", code, text))
             return
         text = f"{text}\nstarting again, attempt {attempt + 1} of {self.spec.max_restarts}"
-        self._decide(attempt, Ending("restart", code, text, _free_port()))
+        self._decide(attempt, Ending("restart", code, text, free_port()))
 
     def _decide(self, attempt: int, ending: Ending) -> None:
         self.decided = attempt
@@ -306,9 +307,3 @@ class _Hub:
 
 def _aged(failure: Failure, seconds: float) -> Failure:
     return Failure(**{**failure.as_json(), "age": failure.age + seconds})
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])

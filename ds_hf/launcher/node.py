@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.failure import Failure, describe, exit_code, first_of
+from ds_hf.launcher.ports import free_port
 from ds_hf.launcher.spec import NodeSpec, decode
 
 if TYPE_CHECKING:
@@ -84,20 +85,24 @@ def run_node(spec: NodeSpec, node: int) -> int:
 
 
 def _alone(spec: NodeSpec, node: int) -> int:
-    """One host (or one of an elastic run): torch's agent does all of it."""
+    """One host (or one of an elastic run, whose restarts torch does itself)."""
     from ds_hf.launcher.agent import Attempt, run_workers
 
     codes: list[int] = []
 
     def tell(failures: list[Failure]) -> None:
         codes.append(exit_code(first_of(failures).code))
-        again = (
-            f"\nstarting again, attempt {len(codes)} of {spec.max_restarts}" if len(codes) <= spec.max_restarts else ""
-        )
+        left = len(codes) <= spec.max_restarts
+        again = f"\nstarting again, attempt {len(codes)} of {spec.max_restarts}" if left else ""
         _say(describe(failures) + again)
 
-    ended_well = run_workers(Attempt(spec, node, 0, spec.master_port), tell)
-    return 0 if ended_well else (codes or [1])[-1]
+    attempt = Attempt(spec, node, 0, spec.master_port)
+    while not run_workers(attempt, tell):
+        if spec.min_nodes or attempt.number >= spec.max_restarts:
+            return (codes or [1])[-1]
+        # A fresh port: torch's workers would find the keys of the last attempt in the store of the old one.
+        attempt = Attempt(spec, node, attempt.number + 1, free_port())
+    return 0
 
 
 def _together(spec: NodeSpec, node: int) -> int:
