@@ -174,7 +174,7 @@ def _worker_spec(attempt: Attempt, command: list[str]) -> WorkerSpec:
         endpoint=f"{spec.master_addr}:{attempt.port}",
         run_id=f"{spec.run_id}-{attempt.number}",
         min_nodes=spec.min_nodes or nodes,
-        max_nodes=nodes,
+        max_nodes=spec.max_nodes or nodes,
         **({"is_host": attempt.node == 0} if elastic else {"rank": attempt.node}),
         timeout=JOIN_S,
     )

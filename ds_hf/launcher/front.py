@@ -98,6 +98,7 @@ def _spec(options: Options, resources: Resources, *, travels: bool) -> NodeSpec:
         local_rank_argument=not options.no_local_rank,
         max_restarts=options.max_restarts,
         min_nodes=least if options.elastic_training and len(hosts) > 1 else 0,
+        max_nodes=max(options.max_elastic_nodes, 0) if options.elastic_training else 0,
         prefix=options.prefix_output,
         log_dir=os.path.abspath(options.log_dir) if options.log_dir else None,
         pid_file_of=os.getpid() if options.save_pid else 0,

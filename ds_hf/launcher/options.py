@@ -76,5 +76,8 @@ class Options:
             raise LaunchError("--node_rank has no effect without --no_ssh\n  fix: add --no_ssh, or leave it out")
         if self.no_ssh and self.node_rank < 0:
             raise LaunchError("--no_ssh needs --node_rank\n  fix: add --node_rank K, 0 on the first host")
-        if self.elastic_training and self.min_elastic_nodes == 0:
-            raise LaunchError("--min_elastic_nodes is 0\n  fix: 1 or more")
+        least, most = self.min_elastic_nodes, self.max_elastic_nodes
+        if not self.elastic_training and (least != -1 or most != -1):
+            raise LaunchError("--min_elastic_nodes and --max_elastic_nodes need --elastic_training\n  fix: add it")
+        if 0 in (least, most) or -1 < most < least:
+            raise LaunchError(f"elastic between {least} and {most} nodes\n  fix: 1 or more, and the least first")

@@ -29,7 +29,7 @@ class NodeSpec:
         command: script and its arguments.
         env: variables set on every host.
         cwd: folder on every host; None leaves the one the process starts in.
-        min_nodes: > 0 makes the run elastic between this and the number of hosts.
+        min_nodes: > 0 makes the run elastic between this and ``max_nodes`` (0: the number of hosts).
         bind_cores: ``""`` for all cores, a list such as ``0-3,8`` for these, None for no binding.
     """
 
@@ -48,6 +48,7 @@ class NodeSpec:
     local_rank_argument: bool = True
     max_restarts: int = 0
     min_nodes: int = 0
+    max_nodes: int = 0
     prefix: bool = False
     log_dir: str | None = None
     pid_file_of: int = 0
