@@ -35,8 +35,28 @@ from ds_hf.launch_cli import add_run_command
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(help="Train HuggingFace models with ZeRO, from a DeepSpeed JSON file.", no_args_is_help=True)
-config_app = typer.Typer(help="Check, explain and write configurations.", no_args_is_help=True)
+app = typer.Typer(
+    help="Train HuggingFace models with ZeRO, from a DeepSpeed JSON file.",
+    no_args_is_help=True,
+    epilog="""\b
+Examples:
+  ds-hf config new --preset zero2 -o ds_config.json
+  ds-hf run --num_gpus 2 train.py --deepspeed ds_config.json
+  ds-hf checkpoint inspect output/checkpoint-100
+  ds-hf doctor --json
+Exit codes: docs/command-line.md
+""",
+)
+config_app = typer.Typer(
+    help="Check, explain and write configurations.",
+    no_args_is_help=True,
+    epilog="""\b
+Examples:
+  ds-hf config check ds_config.json --world-size 8
+  ds-hf config explain ds_config.json --all
+  ds-hf config new --preset zero2 -o ds_config.json
+""",
+)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 add_run_command(app)

@@ -165,7 +165,7 @@ def run_command(
 
 def add_run_command(app: typer.Typer) -> None:
     """Put ``run`` into the application ``ds-hf``."""
-    app.command("run", context_settings=CONTEXT, epilog=EXAMPLES.replace("deepspeed -", "ds-hf run -"))(run_command)
+    app.command("run", context_settings=CONTEXT, epilog=EXAMPLES.replace("  deepspeed ", "  ds-hf run "))(run_command)
 
 
 def deepspeed_main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from ds_hf.launcher.cores import cores_by_rank, physical_cores
 from tests.helpers.distributed import free_port
 
 SCRIPT = Path(__file__).with_name("echo.py")
+TRAINING = Path(__file__).parents[1] / "system" / "train_small.py"
 ROOT = Path(__file__).parents[2]
 START = "import sys; sys.argv[0] = 'deepspeed'; from ds_hf.launch_cli import deepspeed_main; deepspeed_main()"
 LIMIT_S = 100.0
@@ -197,6 +199,34 @@ def test_hosts_started_one_by_one_restart_together(tmp_path: Path) -> None:
     assert [rank["RANK"] for rank in again] == ["0", "1"]
     assert again[0]["MASTER_PORT"] == again[1]["MASTER_PORT"] != told(tmp_path)[0]["MASTER_PORT"]
     end_all(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_elastic_run_goes_on_without_a_host(tmp_path: Path) -> None:
+    common = ["--no_ssh", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "127.0.0.1", "--elastic_training"]
+    common += ["--master_port", str(free_port()), "--min_elastic_nodes", "1", "--max_restarts", "2"]
+    script = [str(TRAINING), "--folder", "saved", "--steps", "12", "--slow", "0.5"]
+    hosts = [begin(tmp_path, *common, "--node_rank", str(n), *script, name=f"log{n}") for n in range(2)]
+
+    def text() -> str:
+        return "".join(path.read_text() for path in tmp_path.glob("log*"))
+
+    try:
+        limit = time.monotonic() + LIMIT_S
+        while "step 2 loss" not in text():
+            assert time.monotonic() < limit, text()
+            time.sleep(0.1)
+        hosts[1].kill()  # the first one keeps the rendezvous
+        assert hosts[0].wait(200) == 0, text()
+    finally:
+        for host in hosts:
+            host.kill()
+    again = re.findall(r"start rank 0 of 1 on .* at step (\d+)", text())
+    assert len(again) == 1
+    assert int(again[0]) >= 2
+    assert "step 11 loss" in text()
+    nothing_left(tmp_path, END_S)
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ class Run:
         for process in psutil.process_iter():
             try:
                 line = " ".join(process.cmdline())
-                if str(self.folder) in line or "ds_hf.launcher.node" in line:
+                if str(self.folder) in line or process.cwd() == str(self.folder):
                     found.append(f"{process.pid} {line[:200]}")
             except psutil.Error:
                 continue
