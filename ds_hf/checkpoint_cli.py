@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 
 __all__ = ["checkpoint_app"]
 
-checkpoint_app = typer.Typer(help="Look at, check and convert checkpoints.", no_args_is_help=True)
+checkpoint_app = typer.Typer(
+    help="Look at, check and convert checkpoints.",
+    no_args_is_help=True,
+    epilog="""\b
+Examples:
+  ds-hf checkpoint inspect output/checkpoint-100
+  ds-hf checkpoint verify output/checkpoint-100 --json
+  ds-hf checkpoint convert output/checkpoint-100 model --to hf
+""",
+)
 
 _QUIET_S = 2.0  # no progress bar for what takes less
 Report = Callable[[int, int], None]

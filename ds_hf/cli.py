@@ -29,18 +29,40 @@ from ds_hf.config.report import grouped
 from ds_hf.config.schema import schema_text
 from ds_hf.config.triple import WorldSize
 from ds_hf.config.types import Config, OriginKind
+from ds_hf.doctor_cli import doctor_command
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.launch_cli import add_run_command
 from ds_hf.memory_cli import SETTINGS, memory_command
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Train HuggingFace models with ZeRO, from a DeepSpeed JSON file.", no_args_is_help=True, add_completion=False
+    help="Train HuggingFace models with ZeRO, from a DeepSpeed JSON file.",
+    no_args_is_help=True,
+    epilog="""\b
+Examples:
+  ds-hf config new --preset zero2 -o ds_config.json
+  ds-hf run --num_gpus 2 train.py --deepspeed ds_config.json
+  ds-hf checkpoint inspect output/checkpoint-100
+  ds-hf doctor --json
+Exit codes: docs/command-line.md
+""",
 )
-config_app = typer.Typer(help="Check, explain and write configurations.", no_args_is_help=True)
+config_app = typer.Typer(
+    help="Check, explain and write configurations.",
+    no_args_is_help=True,
+    epilog="""\b
+Examples:
+  ds-hf config check ds_config.json --world-size 8
+  ds-hf config explain ds_config.json --all
+  ds-hf config new --preset zero2 -o ds_config.json
+""",
+)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("memory", context_settings=SETTINGS)(memory_command)
+add_run_command(app)
+app.command("doctor")(doctor_command)
 
 File = Annotated[
     str, typer.Argument(help="Configuration file, preset name, or - for standard input.", show_default=False)
@@ -50,42 +72,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the file.")]
 PresetName = Enum("PresetName", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
-
-
-@app.command("doctor")
-def doctor_command(as_json: AsJson = False) -> None:
-    """Tell what is installed, which devices there are, and who computes each operator."""
-    from ds_hf.doctor import examine as examine_machine  # imports torch
-
-    report = examine_machine()
-    if as_json:
-        _print_json(report.as_json())
-        return
-    console = Console(highlight=False)
-    width = max(len(fact.name) for fact in report.facts)
-    for fact in report.facts:
-        _line(console, fact.name, width, fact.value)
-        if fact.fix:
-            _line(console, "", width, f"-> {fact.fix}")
-    console.print()
-    reasons = {op.reason for op in report.operators if op.reason}
-    for op in report.operators:
-        why = f" ({op.reason})" if op.reason and len(reasons) > 1 else ""
-        console.print(f"{op.name:<24} {op.device:<5} {op.implementation}{why}", soft_wrap=True)
-    if len(reasons) == 1:
-        console.print(f"plain torch because: {reasons.pop()}", soft_wrap=True)
-
-
-def _line(console: Console, name: str, width: int, value: str) -> None:
-    """A name and a text beside it, which wraps under itself on a terminal."""
-    if not console.is_terminal:
-        print(f"{name:<{width}}  {value}".rstrip())
-        return
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(width=width)
-    grid.add_column()
-    grid.add_row(Text(name, "bold"), Text(value))
-    console.print(grid)
 
 
 @config_app.command("check")

@@ -1,6 +1,8 @@
-"""What ``ds-hf doctor`` tells: versions, devices, who serves the name ``deepspeed``, and who computes each operator.
+"""What ``ds-hf doctor`` tells: versions, devices, who serves the name ``deepspeed``, who computes each operator.
 
-Looks and reports; changes nothing, compiles nothing, and never fails because something is missing.
+Links, memory, disk and known-bad combinations come from ``doctor_hardware`` and ``doctor_known_bad``. Looks and
+reports; changes nothing (but for a file that it writes, reads and deletes to time the disk), compiles nothing, and
+never fails because something is missing.
 """
 
 from __future__ import annotations
@@ -9,9 +11,15 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ds_hf import doctor_hardware
+from ds_hf.doctor_hardware import Gpu
+from ds_hf.doctor_known_bad import Machine, problems, this_machine
+from ds_hf.launcher.handover import real_deepspeed
 
 __all__ = ["Fact", "Operator", "Report", "examine"]
 
@@ -49,10 +57,16 @@ class Report:
         return {"facts": [vars(fact) for fact in self.facts], "operators": [vars(op) for op in self.operators]}
 
 
-def examine() -> Report:
-    """Look at this machine and this environment."""
+def examine(folder: Path | None = None) -> Report:
+    """Look at this machine and this environment; ``folder`` is whose disk is timed, None for none."""
     versions = Fact("versions", f"Python {platform.python_version()}, " + ", ".join(_versions()))
-    return Report([versions, _deepspeed(), _cpu(), *_devices(), *_groups()], _operators())
+    gpus = doctor_hardware.gpus()
+    machine = this_machine(gpus, doctor_hardware.shm_nbytes(), doctor_hardware.host_memory()[1])
+    facts = [versions, _deepspeed(), _cpu(), *_devices(), *_links(gpus), *_groups(machine), *_memory(gpus)]
+    if folder is not None:
+        facts.append(_disk(folder))
+    facts += [Fact("problem", text, fix) for text, fix in problems(machine)]
+    return Report(facts, _operators())
 
 
 def _versions() -> list[str]:
@@ -70,10 +84,11 @@ def _deepspeed() -> Fact:
     if spec is None or spec.origin is None:
         fix = f"put {Path(__file__).parent / 'compat'} on PYTHONPATH, or reinstall ds-hf with pip"
         return Fact("deepspeed", "nobody serves the name: transformers will not use ds_hf", fix)
-    if Path(spec.origin).is_relative_to(Path(__file__).parent):
+    folder = real_deepspeed()
+    if folder is None:
         return Fact("deepspeed", "served by ds_hf")
     fix = "pip uninstall deepspeed, then reinstall ds-hf, to let the Trainer and accelerate use ds_hf"
-    return Fact("deepspeed", f"a real DeepSpeed at {Path(spec.origin).parent}; `import ds_hf` works beside it", fix)
+    return Fact("deepspeed", f"a real DeepSpeed at {folder}; `import ds_hf` works beside it", fix)
 
 
 def _cpu() -> Fact:
@@ -105,11 +120,39 @@ def _devices() -> list[Fact]:
     return facts
 
 
-def _groups() -> list[Fact]:
+def _groups(machine: Machine) -> list[Fact]:
     import torch.distributed as dist
 
     names = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
-    return [Fact("collectives", ", ".join(names))]
+    facts = [Fact("collectives", ", ".join(names))]
+    if machine.nccl is not None:
+        settings = [f"{name}={value}" for name, value in sorted(machine.env.items()) if name.startswith("NCCL_")]
+        facts.append(Fact("NCCL", ", ".join([".".join(map(str, machine.nccl)), *settings])))
+    return facts
+
+
+def _links(gpus: list[Gpu]) -> list[Fact]:
+    text = doctor_hardware.links() if len(gpus) > 1 else ""
+    return [Fact("links", text)] if text else []
+
+
+def _memory(gpus: list[Gpu]) -> list[Fact]:
+    available, total = doctor_hardware.host_memory()
+    facts = [Fact("memory", f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free")]
+    for gpu in gpus:
+        facts.append(Fact(f"memory {gpu.index}", f"{gpu.free_mib / 1024:.1f} of {gpu.total_mib / 1024:.1f} GiB free"))
+    return facts
+
+
+def _disk(folder: Path) -> Fact:
+    try:
+        speed = doctor_hardware.disk_speed(folder)
+    except OSError as error:
+        return Fact("disk", f"{folder}: {error.strerror}", "give a folder that can be written: --disk FOLDER")
+    free = shutil.disk_usage(folder).free / 2**30
+    return Fact(
+        "disk", f"{folder}: writes {speed.write / 1e6:.0f}, reads {speed.read / 1e6:.0f} MB/s, {free:.0f} GiB free"
+    )
 
 
 def _operators() -> list[Operator]:

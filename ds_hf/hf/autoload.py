@@ -19,6 +19,7 @@ from types import ModuleType
 
 import wrapt
 
+from ds_hf.engine.dist.failure_record import record_failures
 from ds_hf.log import logger
 
 __all__ = ["install", "serves_deepspeed"]
@@ -41,6 +42,7 @@ HOOKS = {
 def install() -> None:
     """Register all hooks; a second call does nothing."""
     try:
+        record_failures()
         for target, (module, function) in HOOKS.items():
             _register(target, _guarded(target, module, function))
     except Exception:

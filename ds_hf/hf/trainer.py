@@ -6,6 +6,7 @@
 - checkpoints that are written in the background: ``save_total_limit`` never counts one that is not on disk yet.
 - ``resume_from_checkpoint=True`` passes over a checkpoint whose saving was interrupted.
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
+- training that was started again after a failure (``--max_restarts``) resumes: see ``hf.restart``.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
 
 Without DeepSpeed every hook only calls what it wraps, and the engine is never imported.
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
+from ds_hf.hf.restart import go_on_after_restart
 from ds_hf.log import logger
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ Kwargs = dict[str, Any]
 def wrap_trainer(module: ModuleType) -> None:
     """Hook of ``transformers.trainer``."""
     hooks = {
+        "train": go_on_after_restart,
         "create_accelerator_and_postprocess": _lift_refusals,
         "_update_auto_batch_size": _tell_batch_size,
         "_prepare_for_training": _forget_destroyed_engine,

@@ -34,7 +34,7 @@ INSTEAD = {
     "deepspeed.comm.configure": "torch.profiler, which times every collective",
     "deepspeed.inference": "deepspeed.initialize without an optimizer (ZeRO stage 3 shards what infers)",
     "deepspeed.init_inference": "deepspeed.initialize without an optimizer (ZeRO stage 3 shards what infers)",
-    "deepspeed.launcher": "torchrun or accelerate launch",
+    "deepspeed.launcher": "the command `deepspeed` (docs/command-line.md)",
     "deepspeed.linear": "LoRA of peft",
     "deepspeed.moe": "a mixture-of-experts model of transformers",
     "deepspeed.monitor": "the report_to argument of the Trainer, or the trackers of accelerate",

@@ -49,6 +49,8 @@ from torch.distributed import (
     send,
 )
 
+from ds_hf.engine.dist.discovery import discover
+from ds_hf.engine.dist.failure_record import record_failures
 from ds_hf.errors import DsHfError
 from ds_hf.log import logger
 
@@ -87,12 +89,9 @@ __all__ = [
 ]
 
 DEFAULT_PORT = 29500
-LAUNCH_HINT = "start the script with `torchrun --nproc-per-node N script.py ...`, which sets all of them"
-
-# What mpirun (Open MPI; MPICH and Intel MPI) puts in the environment: rank, world size, local rank.
-MPI_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+LAUNCH_HINT = (
+    "start the script with `torchrun --nproc-per-node N script.py ...`, which sets all of them; under mpirun on several "
+    "hosts say `-x MASTER_ADDR=FIRST_HOST` (or install mpi4py, which finds it)"
 )
 
 
@@ -130,7 +129,7 @@ def init_distributed(
 
     Args:
         dist_backend: ``"nccl"``, ``"gloo"``, ...; None takes nccl when CUDA is there and gloo otherwise.
-        auto_mpi_discovery: read mpirun's variables when torchrun's are absent.
+        auto_mpi_discovery: read mpirun's or srun's variables when torchrun's are absent, and set torchrun's.
         distributed_port: port of the rendezvous when MASTER_PORT is not set.
         verbose: log what was created, on rank 0.
         timeout: limit of one collective; None keeps torch's.
@@ -149,11 +148,14 @@ def init_distributed(
             "torch.distributed.init_process_group() first, or leave dist_init_required out"
         )
     backend = dist_backend or default_backend()
-    env = _with_mpi_variables(os.environ) if auto_mpi_discovery else os.environ
+    record_failures()
+    found = discover(os.environ) if auto_mpi_discovery else {}
+    env = {**os.environ, **found}
     where = find_rendezvous(env, port=distributed_port, rank=rank, world_size=world_size, need_address=not init_method)
     if "nccl" in backend:
         torch.cuda.set_device(_local_device(env))
     _create_group(backend, where, init_method, timeout)
+    os.environ.update(found)  # accelerate, transformers and scripts read them
     if "gloo" in backend:
         atexit.register(_destroy_at_exit)
     if verbose and where.rank == 0:
@@ -178,7 +180,7 @@ def default_backend() -> str:
 
 def get_local_rank() -> int:
     """Index of this process among those of its machine (LOCAL_RANK)."""
-    local_rank = _integer(_with_mpi_variables(os.environ), "LOCAL_RANK")
+    local_rank = _integer({**os.environ, **discover(os.environ)}, "LOCAL_RANK")
     if local_rank is not None:
         return local_rank
     if is_initialized() and get_world_size() > 1:
@@ -232,19 +234,6 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
         return int(text)
     except ValueError:
         raise DistributedError(f"{name} is {text!r}, which is not a whole number") from None
-
-
-def _with_mpi_variables(env: Mapping[str, str]) -> Mapping[str, str]:
-    """``env`` with RANK, WORLD_SIZE and LOCAL_RANK filled in from mpirun's variables, if torchrun did not set them."""
-    if "RANK" in env or "WORLD_SIZE" in env:
-        return env
-    for rank, size, local_rank in MPI_VARIABLES:
-        if rank in env and size in env:
-            found = {"RANK": env[rank], "WORLD_SIZE": env[size]}
-            if local_rank in env:
-                found["LOCAL_RANK"] = env[local_rank]
-            return {**found, **env}
-    return env
 
 
 def _local_device(env: Mapping[str, str]) -> int:

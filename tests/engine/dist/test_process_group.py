@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_hf.engine.dist import process_group
+from ds_hf.engine.dist.discovery import discover
 from ds_hf.engine.dist.process_group import DistributedError, Rendezvous, find_rendezvous
 from tests.helpers.distributed import free_port, run_distributed
 
@@ -59,8 +60,8 @@ def test_mpirun_variables_serve_where_torchruns_are_absent(monkeypatch: pytest.M
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
     assert process_group.get_local_rank() == 1
-    env = process_group._with_mpi_variables(os.environ)
-    assert find_rendezvous({**env, "MASTER_ADDR": "a"}) == Rendezvous(5, 8, "a", 29500)
+    env = {**os.environ, **discover(os.environ), "MASTER_ADDR": "a"}
+    assert find_rendezvous(env) == Rendezvous(5, 8, "a", 29500)
 
 
 def alone() -> list[float]:

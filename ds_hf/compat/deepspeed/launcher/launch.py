@@ -1,0 +1,12 @@
+"""``deepspeed.launcher.launch``: one host's processes, for scripts that run it with ``python -m`` on every host."""
+
+from __future__ import annotations
+
+from ds_hf.launcher.one_host import main
+
+from .._missing import missing
+
+__getattr__ = missing(__name__)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

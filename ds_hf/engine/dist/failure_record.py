@@ -1,0 +1,40 @@
+"""A worker's last exception, written where torch's elastic agent looks for it.
+
+torchrun names a file in TORCHELASTIC_ERROR_FILE and shows what is in it when the worker fails; torch fills it for
+functions decorated with ``@record``, which scripts rarely have. The format is torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+__all__ = ["record_failures"]
+
+Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
+
+
+@functools.cache
+def record_failures() -> None:
+    """Record uncaught exceptions from now on, in a process that an elastic agent started; once."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        sys.excepthook = _recording(os.environ["TORCHELASTIC_ERROR_FILE"], os.getpid(), sys.excepthook)
+
+
+def _recording(path: str, pid: int, then: Hook) -> Hook:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> object:
+        if os.getpid() == pid and issubclass(kind, Exception) and not os.path.exists(path):
+            text = "".join(traceback.format_exception(kind, error, trace))
+            extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+            with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
+        return then(kind, error, trace)
+
+    return hook

@@ -1,0 +1,191 @@
+"""The processes of one host, under torch's elastic agent, as ``python -m torch.distributed.run`` starts them.
+
+``WorkerAgent`` adds two things to torch's ``LocalElasticAgent``: it tells of the first failure before the other workers
+are stopped, and a worker that does not end within ``GRACE_S`` of being asked is killed with its process group (torch
+waits 30 s). Everything else, from the rendezvous to restarts, is torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from ds_hf.launcher import worker
+from ds_hf.launcher.cores import cores_by_rank
+from ds_hf.launcher.failure import Failure
+from ds_hf.launcher.spec import NodeSpec
+
+__all__ = ["GRACE_S", "Attempt", "SignalException", "WorkerAgent", "run_workers", "worker_command"]
+
+GRACE_S = 8.0
+JOIN_S = 300
+
+OnFailure = Callable[[list[Failure]], None]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of this host's workers: ``number`` counts from 0, ``port`` is its rendezvous."""
+
+    spec: NodeSpec
+    node: int
+    number: int
+    port: int
+
+
+def worker_command(spec: NodeSpec, processes: int, restart: int = 0) -> list[str]:
+    """What the agent executes for each worker (their ranks come by the environment)."""
+    python = [] if spec.no_python else [sys.executable, "-u", *(["-m"] if spec.module else [])]
+    command = [*python, *spec.command]
+    cores = None if spec.bind_cores is None else cores_by_rank(processes, spec.bind_cores)
+    setup = {
+        "agent": os.getpid(),
+        "local_rank_at": len(python) + 1 if spec.local_rank_argument else None,
+        "cores": cores,
+        "log_dir": spec.log_dir,
+        "restart": restart or None,
+    }
+    return [sys.executable, "-I", "-S", str(Path(worker.__file__)), json.dumps(setup), *command]
+
+
+class WorkerAgent(LocalElasticAgent):
+    """torch's agent with an earlier word about failures and a shorter patience."""
+
+    def __init__(self, spec: WorkerSpec, on_failure: OnFailure, host: str, **options: Any) -> None:
+        super().__init__(spec, **options)
+        self._on_failure = on_failure
+        self._host = host
+        self._told_of: Any = None
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # torch stops the other workers inside of this call, and returns only then
+        if self._told_of is not self._pcontext:
+            failures = self._look(worker_group)
+            if failures:
+                self._told_of = self._pcontext
+                self._kill_later()
+                self._on_failure(failures)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        self._kill_later()
+        super()._shutdown(*args, **kwargs)
+        context: Any = self._pcontext
+        if context is not None and context is self._told_of:
+            # what failed workers had started themselves must not meet the next start
+            _kill_groups([handler.proc for handler in context.subprocess_handlers.values()], all_of_them=True)
+
+    def _look(self, worker_group: WorkerGroup) -> list[Failure]:
+        context: Any = self._pcontext
+        found = []
+        for local_rank, handler in getattr(context, "subprocess_handlers", {}).items():
+            code = handler.proc.poll()
+            if code:
+                rank = worker_group.workers[local_rank].global_rank
+                text, age = _recorded(context.error_files[local_rank])
+                found.append(Failure(rank, local_rank, self._host, code, age, text))
+        return found
+
+    def _kill_later(self) -> None:
+        handlers = list(getattr(self._pcontext, "subprocess_handlers", {}).values())
+        if any(handler.proc.poll() is None for handler in handlers):
+            timer = threading.Timer(GRACE_S, _kill_groups, [[handler.proc for handler in handlers]])
+            timer.daemon = True
+            timer.start()
+
+
+def _kill_groups(processes: list[Any], *, all_of_them: bool = False) -> None:
+    """Kill the groups of processes that still run; with ``all_of_them`` also what is left of others."""
+    for process in processes:
+        if all_of_them or process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _recorded(path: str) -> tuple[str, float]:
+    """Traceback and age in seconds of the failure in a worker's error file."""
+    try:
+        message = json.loads(Path(path).read_text("utf-8"))["message"]
+        age = max(0.0, time.time() - os.stat(path).st_mtime)
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", 0.0
+    if isinstance(message, str):
+        return message, age
+    return str(message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")), age
+
+
+def run_workers(attempt: Attempt, on_failure: OnFailure) -> bool:
+    """Start this host's workers and wait for them.
+
+    Returns:
+        Whether all ended well; ``on_failure`` was called if not.
+
+    Raises:
+        SignalException: this process was asked to end; the workers have ended.
+    """
+    spec = attempt.spec
+    slots = spec.slots[attempt.node]
+    _hush_torch()
+    command = worker_command(spec, len(slots), attempt.number)
+    with tempfile.TemporaryDirectory(prefix="ds_hf_run_", ignore_cleanup_errors=True) as folder:
+        agent = WorkerAgent(
+            _worker_spec(attempt, command),
+            on_failure,
+            spec.hosts[attempt.node],
+            logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.ALL if spec.prefix else Std.NONE),
+            start_method="spawn",
+            log_line_prefix_template=f"[{spec.hosts[attempt.node]} ${{rank}}] " if spec.prefix else None,
+        )
+        result = agent.run()
+    return not result.is_failed()
+
+
+def _hush_torch() -> None:
+    """What torch's agent logs about failures and signals, ``failure`` and ``leash`` say once and in order."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _worker_spec(attempt: Attempt, command: list[str]) -> WorkerSpec:
+    spec = attempt.spec
+    nodes = len(spec.hosts)
+    elastic = spec.min_nodes > 0
+    parameters = RendezvousParameters(
+        backend="c10d" if elastic else "static",
+        endpoint=f"{spec.master_addr}:{attempt.port}",
+        run_id=f"{spec.run_id}-{attempt.number}",
+        min_nodes=spec.min_nodes or nodes,
+        max_nodes=spec.max_nodes or nodes,
+        **({"is_host": attempt.node == 0} if elastic else {"rank": attempt.node}),
+        timeout=JOIN_S,
+    )
+    return WorkerSpec(
+        role="default",
+        local_world_size=len(spec.slots[attempt.node]),
+        entrypoint=command[0],
+        args=tuple(argument.replace("$", "$$") for argument in command[1:]),  # the agent fills in templates
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=spec.max_restarts if elastic else 0,  # otherwise ``node`` makes a new attempt, on a new port
+        monitor_interval=0.1,
+        master_addr=None if elastic else spec.master_addr,
+        master_port=None if elastic else attempt.port,
+    )
