@@ -1,0 +1,156 @@
+"""Short trainings at a few learning rates decide; this module says which ones come next, and which rate wins.
+
+A range test alone is not enough: it tells where training breaks, while the best rate for a whole training lies
+somewhere below, by a factor that depends on the model, the optimizer and the data. ``decide`` is a conversation: it
+yields a ``Run``, is sent what came of it, and returns the ``Decision``.
+
+1. A ladder of rates, half a decade apart, downwards from the limit of stability; it goes on while its end is the best.
+2. Around the best rung, steps of a quarter decade, with trainings ``FINE`` times as long, for every seed.
+3. A parabola through the three rates around the best of these, over the logarithm of the rate; its lowest point wins.
+
+A run is a training in small: a warm-up, then a decay to zero. Rates that only win before the decay do not win here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_hf.lr.rules import Landmarks
+
+__all__ = ["Decision", "Run", "RunResult", "decide", "run_lr"]
+
+RUNG = 10**0.5
+STEP = 10**0.25
+FINE = 2
+RUNGS = 4  # of the ladder, before it is extended
+MORE = 6  # rates by which either search may be extended
+WARMUP = 0.1  # of a run
+NEAR = 0.02  # of the best loss: as good
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training to be made: ``steps`` updates with peak ``lr``, from the same start as all others."""
+
+    lr: float
+    steps: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came of it: the held-out loss at its end, infinite when it diverged."""
+
+    run: Run
+    loss: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self.run), "loss": self.loss if math.isfinite(self.loss) else None}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Attributes:
+    lr: suggested peak learning rate.
+    low, high: rates around it that did nearly as well, or ``lr`` itself.
+    reason: one sentence.
+    """
+
+    lr: float
+    low: float
+    high: float
+    reason: str
+
+
+Conversation = Generator[Run, float, Decision]
+
+
+def run_lr(run: Run, step: int) -> float:
+    """Learning rate of the update ``step`` (0-based) of a run: a linear warm-up, then a linear decay towards zero."""
+    warm = max(1, round(WARMUP * run.steps))
+    if step < warm:
+        return run.lr * (step + 1) / warm
+    return run.lr * (run.steps - step) / (run.steps - warm + 1)
+
+
+def decide(marks: Landmarks, steps: int, seeds: Iterable[int]) -> Conversation:
+    """Ask for runs and decide.
+
+    Args:
+        marks: of the range test.
+        steps: updates of a run of the ladder.
+        seeds: orders of the data for the longer runs; the ladder takes the first.
+
+    Raises:
+        ValueError: every run diverged.
+    """
+    seeds = list(seeds)
+    coarse: dict[float, float] = {}
+    for rung in range(RUNGS):
+        lr = marks.limit / RUNG**rung
+        coarse[lr] = yield Run(lr, steps, seeds[0])
+    yield from _extend(coarse, RUNG, steps, seeds[:1])
+    centre = min(coarse, key=lambda lr: coarse[lr])
+    if not math.isfinite(coarse[centre]):
+        raise ValueError(
+            f"short trainings diverge at every learning rate from {min(coarse):.3g} to {max(coarse):.3g}: "
+            "look at the data and the model first"
+        )
+    fine: dict[float, float] = {}
+    for lr in (centre, centre * STEP, centre / STEP):
+        fine[lr] = yield from _mean(lr, FINE * steps, seeds)
+    yield from _extend(fine, STEP, FINE * steps, seeds)
+    if not any(map(math.isfinite, fine.values())):
+        fine = coarse
+    return _decision(fine)
+
+
+def _mean(lr: float, steps: int, seeds: list[int]) -> Generator[Run, float, float]:
+    losses: list[float] = []
+    for seed in seeds:
+        losses.append((yield Run(lr, steps, seed)))
+        if not math.isfinite(losses[-1]):
+            break
+    return sum(losses) / len(losses)
+
+
+def _extend(losses: dict[float, float], factor: float, steps: int, seeds: list[int]) -> Generator[Run, float, None]:
+    """Try further rates while the best is at an end, and also below while nothing has held."""
+    for _ in range(MORE):
+        best = min(losses, key=lambda lr: losses[lr])
+        if best == min(losses) or not math.isfinite(losses[best]):
+            lr = min(losses) / factor
+        elif best == max(losses):
+            lr = max(losses) * factor
+        else:
+            return
+        losses[lr] = yield from _mean(lr, steps, seeds)
+
+
+def _decision(losses: dict[float, float]) -> Decision:
+    rates = sorted(losses)
+    best = min(losses, key=lambda lr: losses[lr])
+    near = [lr for lr in rates if losses[lr] <= losses[best] + NEAR * abs(losses[best])]
+    lr = _lowest_point(losses, best)
+    reason = (
+        f"lowest held-out loss ({losses[best]:.4g}) of the longer confirming runs at {best:.3g}"
+        + (f", and {lr:.3g} at the lowest point of a parabola through its neighbours" if lr != best else "")
+    )
+    return Decision(lr, min(near[0], lr), max(near[-1], lr), reason)
+
+
+def _lowest_point(losses: dict[float, float], best: float) -> float:
+    """Of the parabola through the best rate and its neighbours, at most half a step away; ``best`` at an end."""
+    rates = sorted(losses)
+    at = rates.index(best)
+    if at in (0, len(rates) - 1):
+        return best
+    below, above = losses[rates[at - 1]] - losses[best], losses[rates[at + 1]] - losses[best]
+    if not math.isfinite(below + above) or below + above <= 0:
+        return best
+    shift = 0.5 * (below - above) / (below + above)
+    return float(best * (rates[at + 1] / best) ** shift)
