@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ds_hf.autotune.lr.cli import REST, lr_find_command
 from ds_hf.checkpoint_cli import checkpoint_app
 from ds_hf.config.docs import configuration_page
 from ds_hf.config.explain import Row, auto_keys, rows, summary
@@ -39,6 +40,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Check, explain and write configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("lr-find", context_settings=REST)(lr_find_command)
 
 File = Annotated[
     str, typer.Argument(help="Configuration file, preset name, or - for standard input.", show_default=False)

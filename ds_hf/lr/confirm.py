@@ -7,6 +7,9 @@ yields a ``Run``, is sent what came of it, and returns the ``Decision``.
 1. A ladder of rates, half a decade apart, downwards from the limit of stability; it goes on while its end is the best.
 2. Around the best rung, steps of a quarter decade, with trainings ``FINE`` times as long, for every seed.
 3. A parabola through the three rates around the best of these, over the logarithm of the rate; its lowest point wins.
+4. Longer trainings want lower rates: with the length known, the rate falls with it to the power ``HORIZON``, which
+   Bjorck et al. (2024, "Scaling Optimal LR Across Token Horizons") measured for language models. Not where the next
+   higher rate diverges: what stability allows does not depend on the length.
 
 A run is a training in small: a warm-up, then a decay to zero. Rates that only win before the decay do not win here.
 """
@@ -29,6 +32,7 @@ RUNGS = 4  # of the ladder, before it is extended
 MORE = 6  # rates by which either search may be extended
 WARMUP = 0.1  # of a run
 NEAR = 0.02  # of the best loss: as good
+HORIZON = -0.32
 
 
 @dataclass(frozen=True)
@@ -77,13 +81,14 @@ def run_lr(run: Run, step: int) -> float:
     return run.lr * (run.steps - step) / (run.steps - warm + 1)
 
 
-def decide(marks: Landmarks, steps: int, seeds: Iterable[int]) -> Conversation:
+def decide(marks: Landmarks, steps: int, seeds: Iterable[int], total_steps: int | None = None) -> Conversation:
     """Ask for runs and decide.
 
     Args:
         marks: of the range test.
         steps: updates of a run of the ladder.
         seeds: orders of the data for the longer runs; the ladder takes the first.
+        total_steps: updates of the training to come, if known.
 
     Raises:
         ValueError: every run diverged.
@@ -105,8 +110,8 @@ def decide(marks: Landmarks, steps: int, seeds: Iterable[int]) -> Conversation:
         fine[lr] = yield from _mean(lr, FINE * steps, seeds)
     yield from _extend(fine, STEP, FINE * steps, seeds)
     if not any(map(math.isfinite, fine.values())):
-        fine = coarse
-    return _decision(fine)
+        return _decision(coarse, steps, total_steps)
+    return _decision(fine, FINE * steps, total_steps)
 
 
 def _mean(lr: float, steps: int, seeds: list[int]) -> Generator[Run, float, float]:
@@ -131,15 +136,18 @@ def _extend(losses: dict[float, float], factor: float, steps: int, seeds: list[i
         losses[lr] = yield from _mean(lr, steps, seeds)
 
 
-def _decision(losses: dict[float, float]) -> Decision:
+def _decision(losses: dict[float, float], steps: int, total_steps: int | None) -> Decision:
     rates = sorted(losses)
     best = min(losses, key=lambda lr: losses[lr])
     near = [lr for lr in rates if losses[lr] <= losses[best] + NEAR * abs(losses[best])]
     lr = _lowest_point(losses, best)
-    reason = (
-        f"lowest held-out loss ({losses[best]:.4g}) of the longer confirming runs at {best:.3g}"
-        + (f", and {lr:.3g} at the lowest point of a parabola through its neighbours" if lr != best else "")
-    )
+    reason = f"of runs of {steps} updates the one at {best:.3g} ended lowest ({losses[best]:.4g})"
+    if lr != best:
+        reason += f", a parabola through its neighbours at {lr:.3g}"
+    above = losses[rates[min(rates.index(best) + 1, len(rates) - 1)]]
+    if total_steps is not None and total_steps > steps and math.isfinite(above):
+        lr *= (total_steps / steps) ** HORIZON
+        reason += f"; lowered to {lr:.3g} for a training of {total_steps}"
     return Decision(lr, min(near[0], lr), max(near[-1], lr), reason)
 
 

@@ -81,7 +81,11 @@ def mean_curve(sweeps: Sequence[Sweep], *, held_out: bool) -> Curve:
     """The mean over sweeps, as far as every one of them has finite losses; possibly empty."""
     columns: list[dict[float, float]] = []
     for sweep in sweeps:
-        pairs = zip(sweep.held_out_lrs, sweep.held_out, strict=True) if held_out else zip(sweep.lrs, sweep.train, strict=True)
+        pairs = (
+            zip(sweep.held_out_lrs, sweep.held_out, strict=True)
+            if held_out
+            else zip(sweep.lrs, sweep.train, strict=True)
+        )
         column: dict[float, float] = {}
         for lr, loss in pairs:
             if not math.isfinite(loss):

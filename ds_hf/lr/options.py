@@ -22,11 +22,11 @@ class LrOptions:
         moment_steps: updates at ``min_lr`` before a sweep, so that the moments of Adam are warm; not before runs,
             which begin with a warm-up.
         train_batches: batches kept and used again, in other orders.
-        held_out_batches: batches set aside.
+        held_out_batches: batches set aside; runs are judged by all of them, sweeps by a quarter.
         held_out_every: updates between two looks at these during a sweep.
         stop_factor: a sweep ends when the smoothed loss stands above its start by this part of what it had fallen.
         confirm_steps: updates of a short confirming run, the longer ones have twice as many; 0 for none.
-        total_steps: updates of the training to come; only shapes the schedules.
+        total_steps: updates of the training to come: shapes the schedules, and longer ones get a lower rate.
         seed: of everything random.
     """
 
@@ -38,7 +38,7 @@ class LrOptions:
     seeds: int = 2
     moment_steps: int = 5
     train_batches: int = 64
-    held_out_batches: int = 4
+    held_out_batches: int = 16
     held_out_every: int = 4
     stop_factor: float = 0.5
     confirm_steps: int = 60

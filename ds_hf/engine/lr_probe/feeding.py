@@ -41,8 +41,8 @@ def range_test(
     counts = _least_of_all(engine, [len(train) // steps, len(aside) // steps])
     if not all(counts):
         raise DsHfError(
-            f"a learning-rate test needs batches for at least two updates ({steps} micro-batches each), one to train on "
-            f"and one set aside; a process has {counts[0]} and {counts[1]}"
+            f"a learning-rate test needs batches for at least two updates ({steps} micro-batches each), one to train "
+            f"on and one set aside; a process has {counts[0]} and {counts[1]}"
         )
     options = replace(options, train_batches=counts[0], held_out_batches=counts[1])
     compute = loss_of or _loss_of
@@ -88,7 +88,7 @@ def drive(searching: Search, feed: Callable[[Want], Fed]) -> LrResult:
 
 
 def _loss_of(engine: Any, batch: Any) -> Tensor:
-    """The loss that the model returns for a batch: keywords from a mapping, positions from a list, else one argument."""
+    """The loss that the model returns for a batch: a mapping of keywords, a sequence of arguments, or one argument."""
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         batch = {key: _placed(value, engine) for key, value in batch.items()}
         output = engine(**batch)

@@ -1,8 +1,8 @@
 """The range test and the confirming runs on a live engine: its own forward, reduction, clipping and optimizer.
 
-``search`` is a generator: it yields a ``Want`` and is sent the loss of the micro-batch in question, with its graph where
-it is to train. Who computes the loss - the library from stored batches, or the user's own script - is ``feeding``'s and
-``script``'s matter. Before each sweep and run, and at the end whatever happens, the engine is put back to its start.
+``search`` is a generator: it yields a ``Want`` and is sent the loss of that micro-batch, with a graph where it is to
+train. Who computes the loss - the library from stored batches, or the user's own script - is the matter of ``feeding``
+and ``script``. Before each sweep and run, and at the end whatever happens, the engine is put back to its start.
 
 Every number that steers the search is a sum over the ranks, so all of them take the same way.
 """
@@ -113,7 +113,8 @@ def _search(work: _Work, started: float) -> Search:
     try:
         marks = landmarks(sweeps)
         if options.confirm_steps:
-            asking = decide(marks, options.confirm_steps, [options.seed + index for index in range(options.seeds)])
+            seeds = [options.seed + index for index in range(options.seeds)]
+            asking = decide(marks, options.confirm_steps, seeds, options.total_steps)
             run = next(asking)
             while decision is None:
                 runs.append(RunResult(run, (yield from work.run(run))))
@@ -166,9 +167,11 @@ class _Work:
             skipped += self.optimizer.overflow
             if step % options.held_out_every == 0 and math.isfinite(loss):
                 columns["held_out_lrs"].append(lr)
-                columns["held_out"].append((yield from self._held_out()))
+                columns["held_out"].append((yield from self._held_out(-(-options.held_out_batches // 4))))
                 watch.held_out(columns["held_out"][-1])
-            self.tell({"phase": "sweep", "seed": seed, "step": step + 1, "of": options.num_steps, "lr": lr, "loss": loss})
+            self.tell(
+                {"phase": "sweep", "seed": seed, "step": step + 1, "of": options.num_steps, "lr": lr, "loss": loss}
+            )
             if watch.diverged(loss, self.optimizer.overflow):
                 break
         if step == 0:
@@ -186,7 +189,7 @@ class _Work:
             if watch.diverged(loss, self.optimizer.overflow):
                 self.tell({"phase": "run", "lr": run.lr, "steps": run.steps, "seed": run.seed, "loss": None})
                 return math.inf
-        held_out = yield from self._held_out()
+        held_out = yield from self._held_out(self.options.held_out_batches)
         self.tell({"phase": "run", "lr": run.lr, "steps": run.steps, "seed": run.seed, "loss": held_out})
         return held_out if math.isfinite(held_out) else math.inf
 
@@ -229,15 +232,15 @@ class _Work:
         self.updates += 1
         return self._mean(losses)
 
-    def _held_out(self) -> Generator[Want, Fed, float]:
-        """Mean loss of the batches set aside, in eval mode where the loss can be computed again."""
+    def _held_out(self, count: int) -> Generator[Want, Fed, float]:
+        """Mean loss of the first ``count`` batches set aside, in eval mode where the loss can be computed again."""
         engine, losses = self.engine, []
         states = torch.get_rng_state()
-        for batch in range(self.options.held_out_batches):
+        for batch in range(count):
             for micro in range(self.micro_batches):
                 engine.eval()
                 fed = yield Want(batch, micro, held_out=True)
-                losses.append(fed.loss.detach().float() * fed.share / self.options.held_out_batches)
+                losses.append(fed.loss.detach().float() * fed.share / count)
                 if not fed.evaluated:  # its graph has to be used up: units wait for their backward
                     type(engine).backward(engine, fed.loss, **fed.backward)
                     self.optimizer.zero_grad()

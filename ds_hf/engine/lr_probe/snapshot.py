@@ -127,11 +127,15 @@ class Snapshot:
     @torch.no_grad()
     def differences(self) -> list[str]:
         """Names of what is not, to the bit, what it was. Local; copies one tensor at a time."""
-        wrong = [f"{kind} {name}" for (kind, name), live in self._live_tensors() if not _same(live, self.tensors[kind, name])]
+        wrong = [
+            f"{kind} {name}" for (kind, name), live in self._live_tensors() if not _same(live, self.tensors[kind, name])
+        ]
         state = self.optimizer.state
         for index, (param, saved) in enumerate(self.states):
             live = state.get(param, {})
-            wrong += [f"{key} of stretch {index}" for key in {**saved, **live} if not _same(live.get(key), saved.get(key))]
+            wrong += [
+                f"{key} of stretch {index}" for key in {**saved, **live} if not _same(live.get(key), saved.get(key))
+            ]
         wrong += ["an optimizer state"] * (len(state) != len(self.states))
         rest = self._live_rest()
         wrong += [key for key in rest if digest_of(rest[key]) != digest_of(self.rest[key])]
