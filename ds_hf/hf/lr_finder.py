@@ -65,7 +65,7 @@ class LrFinderCallback(TrainerCallback):
         batches = list(islice(kwargs["train_dataloader"], wanted))
         self.result = range_test(engine, batches, None, self._loss, options)
         if self.apply:
-            scale_rates(engine, self.result.lr)
+            scale_rates(engine, kwargs.get("lr_scheduler"), self.result.lr)
             args.learning_rate = self.result.lr
         if self.trainer.is_world_process_zero():
             logger.warning("learning rate %.3g: %s", self.result.lr, self.result.reason)
@@ -79,14 +79,16 @@ class LrFinderCallback(TrainerCallback):
             return self.trainer.compute_loss(engine, inputs)
 
 
-def scale_rates(engine: Engine, lr: float) -> None:
-    """Let the engine's schedule peak at ``lr``; groups keep their ratios.
+def scale_rates(engine: Engine, schedule: Any, lr: float) -> None:
+    """Let the engine's schedule, or else the Trainer's, peak at ``lr``; groups keep their ratios.
 
     Raises:
         DsHfError: its present peak is 0, or it is a schedule of an unknown kind.
     """
     assert engine.optimizer is not None
-    schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
+    groups = engine.optimizer.param_groups
+    if engine.lr_scheduler is not None:
+        schedule = engine.lr_scheduler
     peaks = _peaks(schedule, groups)
     largest = max(peaks)
     if largest <= 0:

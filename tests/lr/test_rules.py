@@ -92,9 +92,9 @@ def test_moving_average() -> None:
 def plain_valley(lrs: list[float], losses: list[float]) -> float:
     """fastai's definition, by dynamic programming."""
     lengths, best, end = [1] * len(losses), 1, 0
-    for i, j in ((i, j) for i in range(len(losses)) for j in range(i)):
-        if losses[i] < losses[j]:
-            lengths[i] = max(lengths[i], lengths[j] + 1)
+    for k, j in itertools.combinations(range(len(losses)), 2):
+        if losses[j] < losses[k]:
+            lengths[j] = max(lengths[j], lengths[k] + 1)
     for i, length in enumerate(lengths):
         if length > best:
             best, end = length, i

@@ -67,6 +67,7 @@ def find(command: Sequence[str], options: FindOptions | None = None, on_event: O
         LrSearchError: the script failed, ended too early, took too long, or no rate works.
     """
     options = options or FindOptions()
+    full = launch_command(command, options.processes)
     folder = options.output.absolute()
     job, progress, result, log = (folder / name for name in ("job.json", "progress.jsonl", RESULT, "log.txt"))
     try:
@@ -80,7 +81,6 @@ def find(command: Sequence[str], options: FindOptions | None = None, on_event: O
         raise LrSearchError(
             f"cannot write into {folder}: {error.strerror}; choose another folder (--output)"
         ) from error
-    full = launch_command(command, options.processes)
     with output:
         code = _run(
             full,

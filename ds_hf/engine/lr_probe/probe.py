@@ -215,11 +215,6 @@ class _Work:
     def _update(self, batch: int, lr: float) -> Generator[Want, Fed, float]:
         """One optimizer step; the loss before it."""
         engine = self.engine
-        for group, ratio in zip(self.optimizer.param_groups, self.ratios, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr * ratio)
-            else:
-                group["lr"] = lr * ratio
         losses = []
         for micro in range(self.micro_batches):
             engine.train()
@@ -227,10 +222,18 @@ class _Work:
             losses.append(fed.loss.detach().float() * fed.share)
             engine.set_gradient_accumulation_boundary(micro == self.micro_batches - 1)
             type(engine).backward(engine, fed.loss, **fed.backward)
+            self._set_lr(lr)  # only now: a script that steps a schedule of its own has written its rate meanwhile
             with contextlib.suppress(LossScaleError):  # an overflow at the smallest scale: noticed as divergence
                 type(engine).step(engine)
         self.updates += 1
         return self._mean(losses)
+
+    def _set_lr(self, lr: float) -> None:
+        for group, ratio in zip(self.optimizer.param_groups, self.ratios, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr * ratio)
+            else:
+                group["lr"] = lr * ratio
 
     def _held_out(self, count: int) -> Generator[Want, Fed, float]:
         """Mean loss of the first ``count`` batches set aside, in eval mode where the loss can be computed again."""
