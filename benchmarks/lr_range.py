@@ -252,11 +252,12 @@ def trained(task: Task, lr: float) -> float:
     return mean if math.isfinite(mean) else math.inf
 
 
-def measure(task: Task) -> dict[str, Any]:
+def measure(task: Task, known: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     result = suggest(task)
     search_s = time.perf_counter() - started
-    grid = {lr: trained(task, lr) for lr in task.grid()}
+    earlier = {lr: math.inf if loss is None else loss for lr, loss in known.get(task.name, {}).get("grid", [])}
+    grid = earlier or {lr: trained(task, lr) for lr in task.grid()}
     best = min(grid.values())
     rates = {"ds_hf": result.lr, "valley": result.marks.valley, "steepest": result.marks.steepest}
     losses = {rule: math.inf if lr is None else trained(task, lr) for rule, lr in rates.items()}
@@ -297,12 +298,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--task", choices=TASKS, action="append", help="only this one; may be repeated")
+    parser.add_argument(
+        "--grid", type=Path, help="take the grid's losses, which no rule changes, from this earlier file"
+    )
     args = parser.parse_args()
+    known = {row["task"]: row for row in json.loads(args.grid.read_text())["tasks"]} if args.grid else {}
     torch.set_num_threads(1)
     print(f"{'task':<42} {'best lr':>9} {'loss':>8}  {'ds_hf':>19}  {'valley':>19}  {'steepest':>19}  updates")
     rows = []
     for name in args.task or TASKS:
-        rows.append(measure(TASKS[name]()))
+        rows.append(measure(TASKS[name](), known))
         show(rows[-1])
     summary = {
         rule: sum(

@@ -4,7 +4,8 @@ A range test alone is not enough: it tells where training breaks, while the best
 somewhere below, by a factor that depends on the model, the optimizer and the data. ``decide`` is a conversation: it
 yields a ``Run``, is sent what came of it, and returns the ``Decision``.
 
-1. A ladder of rates, half a decade apart, downwards from the limit of stability; it goes on while its end is the best.
+1. A ladder of rates, half a decade apart, downwards from the limit of stability; it goes on until its lower end is
+   clearly worse than the best, since a plateau at a high rate may hide a better place below.
 2. Around the best rung, steps of a quarter decade, with trainings ``FINE`` times as long, for every seed.
 3. A parabola through the three rates around the best of these, over the logarithm of the rate; its lowest point wins.
 4. Longer trainings want lower rates: with the length known, the rate falls with it to the power ``HORIZON``, which
@@ -32,6 +33,7 @@ RUNGS = 4  # of the ladder, before it is extended
 MORE = 6  # rates by which either search may be extended
 WARMUP = 0.1  # of a run
 NEAR = 0.02  # of the best loss: as good
+CLEARLY = 0.04  # above the best loss: worse, whatever the noise of one short run
 HORIZON = -0.32
 
 
@@ -98,7 +100,7 @@ def decide(marks: Landmarks, steps: int, seeds: Iterable[int], total_steps: int 
     for rung in range(RUNGS):
         lr = marks.limit / RUNG**rung
         coarse[lr] = yield Run(lr, steps, seeds[0])
-    yield from _extend(coarse, RUNG, steps, seeds[:1])
+    yield from _extend(coarse, RUNG, steps, seeds[:1], CLEARLY)
     centre = min(coarse, key=lambda lr: coarse[lr])
     if not math.isfinite(coarse[centre]):
         raise ValueError(
@@ -123,14 +125,16 @@ def _mean(lr: float, steps: int, seeds: list[int]) -> Generator[Run, float, floa
     return sum(losses) / len(losses)
 
 
-def _extend(losses: dict[float, float], factor: float, steps: int, seeds: list[int]) -> Generator[Run, float, None]:
-    """Try further rates while the best is at an end, and also below while nothing has held."""
+def _extend(
+    losses: dict[float, float], factor: float, steps: int, seeds: list[int], margin: float = 0.0
+) -> Generator[Run, float, None]:
+    """Try further rates while an end is the best, or nothing has held, or the lower end is within ``margin`` of it."""
     for _ in range(MORE):
-        best = min(losses, key=lambda lr: losses[lr])
-        if best == min(losses) or not math.isfinite(losses[best]):
-            lr = min(losses) / factor
-        elif best == max(losses):
-            lr = max(losses) * factor
+        best, low, high = min(losses, key=lambda lr: losses[lr]), min(losses), max(losses)
+        if losses[low] <= losses[best] + margin * abs(losses[best]):  # also inf <= inf
+            lr = low / factor
+        elif best == high:
+            lr = high * factor
         else:
             return
         losses[lr] = yield from _mean(lr, steps, seeds)
