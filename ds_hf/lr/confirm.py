@@ -131,7 +131,7 @@ def _extend(
     """Try further rates while an end is the best, or nothing has held, or the lower end is within ``margin`` of it."""
     for _ in range(MORE):
         best, low, high = min(losses, key=lambda lr: losses[lr]), min(losses), max(losses)
-        if losses[low] <= losses[best] + margin * abs(losses[best]):  # also inf <= inf
+        if math.isinf(losses[best]) or losses[low] <= losses[best] + margin * abs(losses[best]):
             lr = low / factor
         elif best == high:
             lr = high * factor

@@ -80,6 +80,20 @@ def test_when_only_short_runs_hold_they_decide() -> None:
     assert 3e-4 < decision.lr < 3e-3
 
 
+def test_longer_runs_go_down_until_they_hold() -> None:
+    """They diverge at rates at which the short ones did best."""
+    decision, _ = converse(lambda run: math.inf if run.steps > 50 and run.lr > 5e-3 else bowl(0.03)(run), limit=0.1)
+    assert 2e-3 < decision.lr <= 5e-3
+
+
+def test_a_plateau_at_high_rates_does_not_end_the_ladder() -> None:
+    def loss(run: Run) -> float:
+        return min(2.6 + 0.1 * math.log10(run.lr / 0.08) ** 2, 2 + 2 * math.log10(run.lr / 3e-3) ** 2)
+
+    decision, _ = converse(loss, limit=0.8)
+    assert decision.lr == pytest.approx(3e-3, rel=0.1)
+
+
 def test_a_run_warms_up_and_decays() -> None:
     rates = [run_lr(Run(1.0, 50, 0), step) for step in range(50)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
