@@ -39,6 +39,7 @@ class Snapshot:
     def __init__(self, engine: Engine) -> None:
         if engine.optimizer is None:
             raise DsHfError("a learning-rate test needs an engine with an optimizer")
+        engine._settle()
         if not all(gradient.empty for gradient in engine.reducer.buffers):
             raise DsHfError("a learning-rate test begins between optimizer steps, not inside an accumulation")
         self.engine = engine
@@ -47,6 +48,7 @@ class Snapshot:
         self.states = [(param, _kept(state)) for param, state in self.optimizer.state.items()]
         self.rest = copy.deepcopy(self._live_rest())
         self.modes = [(module, module.training) for module in engine.module.modules()]
+        self.outcome = engine.optimizer._outcome
         self.random = random_states()
 
     # -- what there is ----------------------------------------------------------------------------------------------
@@ -58,6 +60,7 @@ class Snapshot:
     def _live_tensors(self) -> Iterator[tuple[Any, Tensor]]:
         """Masters, values that are not their masters, and buffers of modules; what is shared comes once."""
         for index, buffer in enumerate(self._buffers()):
+            buffer.lane.join()
             master, owned = self.optimizer.masters[buffer], buffer.owned(whole=self.optimizer.whole)
             yield ("master", index), master
             if owned.data_ptr() != master.data_ptr():
@@ -73,7 +76,6 @@ class Snapshot:
             "scaler": optimizer.loss_scaler.state_dict(),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "accumulation": (engine.accumulation.micro_steps, engine.accumulation.forced),
-            "optimizer": (optimizer.overflow, optimizer._norm, optimizer._norm_scale),
             "extra": {name: child.get_extra_state() for name, child in extra_states(engine.module).items()},
             "data": loader.state_dict() if hasattr(loader, "state_dict") else None,
         }
@@ -84,6 +86,7 @@ class Snapshot:
     def restore(self) -> None:
         """Make the engine what it was. Collective, at the end of an update or of a failed one."""
         engine, optimizer = self.engine, self.optimizer
+        engine._settle()
         engine.hooks.reset()
         optimizer.reducer.abandon()
         for key, live in self._live_tensors():
@@ -114,7 +117,7 @@ class Snapshot:
         for name, value in rest["counters"].items():
             setattr(engine, name, value)
         engine.accumulation.micro_steps, engine.accumulation.forced = rest["accumulation"]
-        optimizer.overflow, optimizer._norm, optimizer._norm_scale = rest["optimizer"]
+        optimizer._outcome = self.outcome
         for name, child in extra_states(engine.module).items():
             if name in rest["extra"]:
                 child.set_extra_state(rest["extra"][name])
