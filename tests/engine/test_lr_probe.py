@@ -237,6 +237,25 @@ def test_a_script_whose_model_returns_the_loss(tmp_path: Path, monkeypatch: pyte
     engine.destroy()
 
 
+def test_a_script_that_scales_the_loss_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the Trainer does on several processes; here by 3, with two micro-batches an update that it divides itself."""
+    path = job(tmp_path, monkeypatch)
+    engine = build(config(1, gradient_accumulation_steps=2))
+    usual = sum(float(engine.module(tokens).detach()) for tokens in batches(16)) / 16
+
+    def script() -> None:
+        for tokens in batches(100):
+            loss = engine(tokens)
+            loss *= 3
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
+
+    with pytest.raises(SystemExit):
+        script()
+    assert outcome(path).sweeps[0].train[0] == pytest.approx(2 * 3 * usual, rel=0.5)  # batches differ
+    engine.destroy()
+
+
 def test_a_script_that_computes_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own loop feeds the search; two micro-batches an update."""
     path = job(tmp_path, monkeypatch)

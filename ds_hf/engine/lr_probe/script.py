@@ -105,8 +105,8 @@ class _Script:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = type(self.engine).forward(self.engine, *args, **kwargs)
         if self.recording and torch.is_grad_enabled():
-            loss = loss_in(output)
-            self.forwards.append((*tree_map(_held, (args, kwargs)), None if loss is None else loss.detach()))
+            loss = loss_in(output)  # a copy is kept: the Trainer multiplies it in place by the number of processes
+            self.forwards.append((*tree_map(_held, (args, kwargs)), None if loss is None else loss.detach().clone()))
         return output
 
     def step(self, *args: Any, **kwargs: Any) -> None:
