@@ -64,9 +64,11 @@ def _sweeps(made: Any, result: LrResult) -> None:
     marks = {"steepest": result.marks.steepest, "valley": result.marks.valley, "limit": result.marks.limit}
     for name, lr in marks.items():
         if lr is not None:
-            made.add_vline(
-                x=lr, line={"color": TRAIN, "dash": "dash", "width": 1}, annotation_text=name,
-                annotation_position="top right", annotation_textangle=-90, row=1, col=1,
+            made.add_vline(x=lr, line={"color": TRAIN, "dash": "dash", "width": 1}, row=1, col=1)
+            # Annotations of a logarithmic axis are placed by the logarithm, which add_vline does not know.
+            made.add_annotation(
+                x=math.log10(lr), y=1, xref="x", yref="y domain", text=name, textangle=-90, showarrow=False,
+                xanchor="left", yanchor="top",
             )  # fmt: skip
 
 
