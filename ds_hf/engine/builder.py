@@ -22,6 +22,7 @@ from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, wat
 from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.engine import Engine
+from ds_hf.engine.lr_probe import script as lr_script
 from ds_hf.engine.lr_schedules import build_scheduler
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.build import build_optimizer
@@ -123,6 +124,7 @@ def initialize(
     progress.attach(engine)
     if compiled or settings.ds_hf.compile:
         engine.compile()
+    lr_script.attach(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

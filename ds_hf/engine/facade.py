@@ -5,8 +5,10 @@ Kept apart so that ``engine.py`` shows only how training goes. Nothing here chan
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
     from ds_hf.engine.accumulation import Accumulation
     from ds_hf.engine.compiling import CompileReport, ModuleCompiler
     from ds_hf.engine.dist.mesh import Axis
+    from ds_hf.engine.engine import Engine
     from ds_hf.engine.optim.sharded import ShardedOptimizer
     from ds_hf.engine.zero.unit import Unit
+    from ds_hf.lr import LrOptions, LrResult
 
 __all__ = ["EngineFacade"]
 
@@ -190,6 +194,37 @@ class EngineFacade:
 
     def dynamic_loss_scale(self) -> bool:
         return self.fp16_enabled() and not self.settings.fp16.loss_scale
+
+    # -- learning rate --------------------------------------------------------------------------------------------
+
+    def lr_range_test(
+        self,
+        batches: Iterable[Any],
+        *,
+        held_out: Iterable[Any] | None = None,
+        loss_of: Callable[[Any, Any], Tensor] | None = None,
+        options: LrOptions | None = None,
+        **changes: Any,
+    ) -> LrResult:
+        """Find a learning rate by range tests and short trainings; the engine is unchanged afterwards. Collective.
+
+        Args:
+            batches: this rank's micro-batches: mappings of the model's keywords, sequences of its arguments, or one.
+            held_out: others to judge by; by default the last of ``batches`` are set aside.
+            loss_of: gives the loss of ``(engine, batch)`` where the model does not return it.
+            options: see ``ds_hf.lr.LrOptions``; ``changes`` to single ones of them.
+
+        Returns:
+            ``lr``, ``interval``, the curves, and ``advice()`` with schedules.
+
+        Raises:
+            DsHfError: there are too few batches, the call comes inside an accumulation, or every rate diverges.
+        """
+        from ds_hf.engine.lr_probe.feeding import range_test
+        from ds_hf.lr import LrOptions
+
+        chosen = replace(LrOptions() if options is None else options, **changes)
+        return range_test(cast("Engine", self), batches, held_out, loss_of, chosen)
 
     # -- weights --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Searching settings by launching the user's script: nothing here imports the engine."""

@@ -1,0 +1,12 @@
+"""Finding a learning rate with somebody's script: launch it, read what its engine measured, show it.
+
+``find(command, options) -> LrResult`` is what ``ds-hf lr-find`` and ``ds-hf autotune --lr`` call; the arithmetic is in
+``ds_hf.lr``, the measuring in ``ds_hf.engine.lr_probe``. Nothing here imports the engine or torch.
+"""
+
+from ds_hf.autotune.lr.figure import figure
+from ds_hf.autotune.lr.find import FindOptions, LrSearchError, find
+from ds_hf.autotune.lr.summary import summary
+from ds_hf.lr import LrOptions, LrResult
+
+__all__ = ["FindOptions", "LrOptions", "LrResult", "LrSearchError", "figure", "find", "summary"]

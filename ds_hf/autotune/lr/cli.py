@@ -1,0 +1,93 @@
+"""``ds-hf lr-find [options] train.py <its arguments> --deepspeed ds_config.json``.
+
+Options come before the script; everything from the script on is passed on untouched. Exit codes: 0 found, 1 the search
+failed, 2 wrong usage, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+from rich.console import Console
+
+from ds_hf.autotune.lr.figure import figure
+from ds_hf.autotune.lr.find import RESULT, FindOptions, LrSearchError, find
+from ds_hf.autotune.lr.summary import event_line, summary
+from ds_hf.lr import LrOptions, LrResult
+
+__all__ = ["REST", "lr_find_command"]
+
+REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}  # what follows the script is the script's
+
+_DEFAULTS = LrOptions()
+
+
+def lr_find_command(
+    command: Annotated[list[str], typer.Argument(help="The script and its arguments.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the result.")] = Path("ds_hf_lr"),
+    processes: Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Processes; default one a GPU.")] = None,
+    min_lr: Annotated[float, typer.Option(help="Start of the sweep.")] = _DEFAULTS.min_lr,
+    max_lr: Annotated[float, typer.Option(help="End of the sweep.")] = _DEFAULTS.max_lr,
+    steps: Annotated[int, typer.Option(help="Updates of one sweep.")] = _DEFAULTS.num_steps,
+    mode: Annotated[str, typer.Option(help="exp, or linear as DeepSpeed's LRRangeTest.")] = _DEFAULTS.mode,
+    seeds: Annotated[int, typer.Option(help="Sweeps, each with another order.")] = _DEFAULTS.seeds,
+    confirm_steps: Annotated[int, typer.Option(help="Updates of a confirming run; 0: none.")] = _DEFAULTS.confirm_steps,
+    train_batches: Annotated[int, typer.Option(help="Batches to train on.")] = _DEFAULTS.train_batches,
+    held_out_batches: Annotated[int, typer.Option(help="Batches set aside.")] = _DEFAULTS.held_out_batches,
+    total_steps: Annotated[int | None, typer.Option(help="Updates of the training to come.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = 3600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find a learning rate with the user's own script, model, data and optimizer."""
+    try:
+        search = LrOptions(
+            min_lr=min_lr, max_lr=max_lr, num_steps=steps, mode=cast(Literal["exp", "linear"], mode), seeds=seeds,
+            confirm_steps=confirm_steps, train_batches=train_batches, held_out_batches=held_out_batches,
+            total_steps=_total_steps(command) if total_steps is None else total_steps,
+        )  # fmt: skip
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    console = Console(stderr=True, highlight=False)
+    try:
+        result = _find(command, FindOptions(search, output, processes, timeout), console)
+    except LrSearchError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; what the script printed is in {output / 'log.txt'}", err=True)
+        raise typer.Exit(130) from None
+    page = output / "lr_report.html"
+    figure(result).write_html(page, include_plotlyjs=True, full_html=True)
+    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else f"{summary(result)}\n")
+    typer.echo(f"curves: {page}\nresult: {output / RESULT}", err=as_json)
+
+
+def _find(command: list[str], options: FindOptions, console: Console) -> LrResult:
+    if not console.is_terminal:
+        return find(command, options, _plain(console))
+    with console.status("starting the script") as status:
+        return find(command, options, lambda event: status.update(event_line(event)))
+
+
+def _plain(console: Console) -> Any:
+    """Off a terminal: what ends, and no counting."""
+
+    def show(event: dict[str, Any]) -> None:
+        if event.get("step", event.get("of")) == event.get("of"):
+            console.print(event_line(event), soft_wrap=True)
+
+    return show
+
+
+def _total_steps(command: list[str]) -> int | None:
+    """``--max_steps`` of the script, if it is given."""
+    for index, word in enumerate(command):
+        name, _, value = word.partition("=")
+        if name in ("--max_steps", "--max-steps"):
+            text = value or (command[index + 1] if index + 1 < len(command) else "")
+            return int(text) if text.isdecimal() and int(text) > 0 else None
+    return None

@@ -1,0 +1,197 @@
+"""Runs a user's unchanged script under torchrun and has its engine search a learning rate: ``find``.
+
+The script is told by one environment variable that names a job file (``ds_hf.engine.lr_probe.script`` answers it), and
+ends by itself. Everything that it printed is in ``log.txt``; nothing of it outlives the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ds_hf.errors import DsHfError
+from ds_hf.lr import LrOptions, LrResult
+
+__all__ = ["FindOptions", "LrSearchError", "find", "launch_command"]
+
+ENVIRONMENT = "DS_HF_LR_PROBE"
+RESULT = "lr_result.json"
+TAIL_LINES = 25
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "ds-hf")
+GRACE_S = 10.0  # between being asked to end and being killed
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+class LrSearchError(DsHfError):
+    """No learning rate was found; the text says why and shows the end of what the script printed."""
+
+
+@dataclass(frozen=True)
+class FindOptions:
+    """How to launch.
+
+    Attributes:
+        search: what is searched.
+        output: folder for ``lr_result.json`` and ``log.txt``.
+        processes: of one machine; ``None`` for one a GPU, or one without.
+        timeout_s: seconds for the whole script.
+        env: further environment variables.
+    """
+
+    search: LrOptions = field(default_factory=LrOptions)
+    output: Path = Path("ds_hf_lr")
+    processes: int | None = None
+    timeout_s: float = 3600.0
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def find(command: Sequence[str], options: FindOptions | None = None, on_event: OnEvent | None = None) -> LrResult:
+    """Launch ``command`` (``train.py`` and its arguments, or a launcher and all that follows) and return the result.
+
+    Args:
+        on_event: called with each step of the search as it happens.
+
+    Raises:
+        LrSearchError: the script failed, ended too early, took too long, or no rate works.
+    """
+    options = options or FindOptions()
+    full = launch_command(command, options.processes)
+    folder = options.output.absolute()
+    job, progress, result, log = (folder / name for name in ("job.json", "progress.jsonl", RESULT, "log.txt"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in (progress, result):
+            stale.unlink(missing_ok=True)
+        content = {"options": options.search.to_dict(), "result": str(result), "progress": str(progress)}
+        job.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        output = log.open("w", encoding="utf-8")
+    except OSError as error:
+        raise LrSearchError(
+            f"cannot write into {folder}: {error.strerror}; choose another folder (--output)"
+        ) from error
+    with output:
+        code = _run(
+            full,
+            {**os.environ, **options.env, ENVIRONMENT: str(job)},
+            output,
+            options.timeout_s,
+            _Tail(progress, on_event),
+        )
+    return _read(result, log, code, options.timeout_s)
+
+
+def launch_command(command: Sequence[str], processes: int | None = None) -> list[str]:
+    """``command`` under torchrun, unless it begins with a launcher already.
+
+    Raises:
+        LrSearchError: there is no command, or no such script.
+    """
+    if not command:
+        raise LrSearchError("no script: ds-hf lr-find [options] train.py <its arguments> --deepspeed ds_config.json")
+    if Path(command[0]).name in LAUNCHERS:
+        return [sys.executable, *command[1:]] if command[0].startswith("python") else list(command)
+    if not Path(command[0]).is_file():
+        raise LrSearchError(f"there is no script {command[0]}")
+    count = str(processes) if processes is not None else "gpu" if _has_gpu() else "1"
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *command]
+
+
+def _has_gpu() -> bool:
+    """Without importing torch, which takes seconds."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
+
+class _Tail:
+    """Passes on the lines that appear in a file."""
+
+    def __init__(self, path: Path, on_event: OnEvent | None) -> None:
+        self.path, self.on_event = path, on_event
+        self.offset = 0
+
+    def __call__(self) -> None:
+        if self.on_event is None or not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        for line in whole.splitlines():
+            self.on_event(json.loads(line))
+
+
+def _run(
+    command: list[str], env: dict[str, str], output: Any, timeout_s: float, look: Callable[[], None]
+) -> int | None:
+    """Exit code of the command; ``None`` when its time was over. It is gone afterwards, also after Ctrl-C."""
+    try:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    except OSError as error:
+        raise LrSearchError(f"cannot start {command[0]}: {error.strerror}") from error
+    deadline = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+            look()
+        return process.poll()
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End the launcher and all that it started: torchrun gives each of its workers a session of its own."""
+    if process.poll() is not None:
+        return
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    for left in family:
+        with contextlib.suppress(psutil.Error):
+            left.kill()
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResult:
+    content: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(result.read_text("utf-8"))
+    if "result" in content:
+        found = LrResult.from_dict(content["result"])
+        result.write_text(json.dumps(content["result"], indent=1) + "\n", "utf-8")
+        return found
+    if "error" in content:
+        why = str(content["error"])
+    elif code is None:
+        why = f"the script did not end within {timeout_s:g} s; give it more (--timeout), or smaller --steps"
+    elif code == 0:
+        why = "the script ended well, but never trained with a ds_hf engine: does it use --deepspeed or initialize()?"
+    else:
+        why = f"the script failed with exit code {code}"
+    raise LrSearchError(f"{why}\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text("utf-8", errors="replace").rstrip().splitlines()
+    return (
+        f"the end of {log}:\n" + "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
+        if lines
+        else f"{log} is empty"
+    )

@@ -1,0 +1,94 @@
+"""What a learning-rate search found, as one value: kept as JSON, drawn by ``ds_hf.autotune.lr``, given to users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ds_hf.lr.confirm import Decision, Run, RunResult
+from ds_hf.lr.curves import Sweep
+from ds_hf.lr.rules import Landmarks
+from ds_hf.lr.schedules import Advice, advise
+
+__all__ = ["LrResult"]
+
+
+@dataclass(frozen=True)
+class LrResult:
+    """Attributes:
+    lr: the suggestion, the peak of a schedule with warm-up and decay.
+    interval: from where learning begins to where training breaks.
+    near: rates whose confirming runs did nearly as well as the best; ``lr`` itself when there were none.
+    reason: why, in a sentence.
+    marks: what the range test alone shows, with the rules of fastai (``valley``) and Lightning (``steepest``).
+    sweeps, runs: everything measured.
+    optimizer: class name. cycles_momentum: whether it has Adam's betas, which 1Cycle moves.
+    total_steps: updates of the training to come, when known; shapes the schedules.
+    updates: optimizer updates that the search took. seconds: its wall time.
+    """
+
+    lr: float
+    interval: tuple[float, float]
+    near: tuple[float, float]
+    reason: str
+    marks: Landmarks
+    sweeps: tuple[Sweep, ...]
+    runs: tuple[RunResult, ...]
+    optimizer: str
+    cycles_momentum: bool
+    total_steps: int | None
+    updates: int
+    seconds: float
+
+    def advice(self) -> list[Advice]:
+        """The suggestion as DeepSpeed's schedules and as arguments of HuggingFace's Trainer."""
+        return advise(self.lr, self.total_steps, cycles_momentum=self.cycles_momentum)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, with the schedules spelt out."""
+        return {
+            "lr": self.lr,
+            "interval": list(self.interval),
+            "near": list(self.near),
+            "reason": self.reason,
+            "marks": asdict(self.marks),
+            "schedules": [asdict(advice) for advice in self.advice()],
+            "optimizer": self.optimizer,
+            "cycles_momentum": self.cycles_momentum,
+            "total_steps": self.total_steps,
+            "updates": self.updates,
+            "seconds": round(self.seconds, 2),
+            "sweeps": [sweep.to_dict() for sweep in self.sweeps],
+            "runs": [run.to_dict() for run in self.runs],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LrResult:
+        """What ``to_dict`` gave.
+
+        Raises:
+            KeyError: it is something else.
+        """
+        runs = (
+            RunResult(Run(run["lr"], run["steps"], run["seed"]), float("inf") if run["loss"] is None else run["loss"])
+            for run in values["runs"]
+        )
+        plain = ("lr", "reason", "optimizer", "cycles_momentum", "total_steps", "updates", "seconds")
+        return cls(
+            interval=(values["interval"][0], values["interval"][1]),
+            near=(values["near"][0], values["near"][1]),
+            marks=Landmarks(**values["marks"]),
+            sweeps=tuple(map(Sweep.from_dict, values["sweeps"])),
+            runs=tuple(runs),
+            **{key: values[key] for key in plain},
+        )
+
+    @classmethod
+    def of(cls, marks: Landmarks, decision: Decision | None, **measured: Any) -> LrResult:
+        """From the range test and, if there were confirming runs, what they decided."""
+        if decision is None:
+            lr = min(marks.best, marks.limit / 2)
+            decision = Decision(lr, lr, lr, "lowest held-out loss of the range test, without confirming runs")
+        interval = (min(marks.low, decision.lr), max(marks.limit, decision.lr))
+        return cls(decision.lr, interval, (decision.low, decision.high), decision.reason, marks, **measured)
