@@ -44,6 +44,7 @@ from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer, unshard
+from ds_hf.engine.zero.publish import publish
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
@@ -226,7 +227,7 @@ def _publish_buffer(engine: Checkpointable, buffer: FlatBuffer) -> None:
     if engine.optimizer is not None and engine.optimizer.master(buffer) is not None:
         engine.optimizer.masters_changed(buffer)
     else:
-        buffer.publish(whole=False)
+        publish([buffer], whole=False)
 
 
 def _load_custom(engine: Checkpointable, manifest: Manifest, files: TensorFiles, load: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ which hangs are explained, whose values they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ds_hf.engine.dist.mesh import Axis
 
-__all__ = ["all_gather", "all_reduce_max", "all_reduce_sum", "broadcast", "reduce_gradient"]
+__all__ = ["all_gather", "all_gather_each", "all_reduce_max", "all_reduce_sum", "broadcast", "reduce_gradient"]
 
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,6 +33,20 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis, what: str = "") -> None:
         _all_gather(full, shard, group=axis.group)
 
 
+def all_gather_each(fulls: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis, whats: Sequence[str]) -> None:
+    """``all_gather`` of each, with NCCL in one launch: each costs the host a tenth of a millisecond."""
+    if axis.world_size == 1 or len(fulls) == 1 or not _is_nccl(fulls[0], axis):
+        for full, shard, what in zip(fulls, shards, whats, strict=True):
+            all_gather(full, shard, axis, what)
+        return
+    for shard, what in zip(shards[:-1], whats[:-1], strict=True):
+        axis.log("all-gather", what, shard)
+    group = dist.group.WORLD if axis.group is None else axis.group
+    assert group is not None
+    with axis.log("all-gather", whats[-1], shards[-1]):
+        group.allgather_into_tensor_coalesced(list(fulls), list(shards)).wait()
+
+
 def reduce_gradient(
     full: Tensor, axis: Axis, *, scatter: bool, scale_before: float, scale_after: float, what: str = ""
 ) -> Tensor:
@@ -40,8 +55,8 @@ def reduce_gradient(
     ``scale_before`` multiplies before the sum: fp16 sums overflow otherwise. ``full`` is consumed.
     """
     op = dist.ReduceOp.SUM
-    if scale_before == 1 / axis.world_size and axis.world_size > 1 and _divides_itself(full, axis):
-        op = dist.ReduceOp.AVG
+    if scale_before == 1 / axis.world_size and axis.world_size > 1 and _is_nccl(full, axis):
+        op = dist.ReduceOp.AVG  # multiplies each summand while it reads it: saves a pass over the gradients
     elif scale_before != 1.0:
         full.mul_(scale_before)
     result = full
@@ -56,8 +71,7 @@ def reduce_gradient(
     return result.mul_(scale_after) if scale_after != 1.0 else result
 
 
-def _divides_itself(tensor: Tensor, axis: Axis) -> bool:
-    """NCCL's mean multiplies each summand while it reads it, which saves a pass over the gradients."""
+def _is_nccl(tensor: Tensor, axis: Axis) -> bool:
     return tensor.is_cuda and dist.get_backend(axis.group) == "nccl"
 
 

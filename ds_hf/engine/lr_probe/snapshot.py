@@ -19,6 +19,7 @@ from ds_hf.engine.checkpoint.interface import extra_states
 from ds_hf.engine.checkpoint.rng import random_states, restore_random_states
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.publish import publish
 from ds_hf.errors import DsHfError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Snapshot:
         for key, live in self._live_tensors():
             live.copy_(self.tensors[key])
         for buffer in self._buffers():
-            buffer.publish(whole=optimizer.whole)
+            publish([buffer], whole=optimizer.whole)
         self._restore_states()
         self._restore_rest()
         for module, mode in self.modes:

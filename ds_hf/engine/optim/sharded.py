@@ -249,7 +249,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def masters_changed(self, buffer: FlatBuffer) -> None:
         """The masters were written from outside: the parameters follow. Collective."""
-        self._apply.publish(buffer)
+        self._apply.publish({buffer: None})
 
     def gradient(self, buffer: FlatBuffer) -> Tensor | None:
         """Averaged, unscaled fp32 gradient over what this rank owns; collective while sums are still partial."""

@@ -21,6 +21,7 @@ from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.streaming import UnitUpdate
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.publish import publish
 
 __all__ = ["OptimizerPolicy", "Stepping"]
 
@@ -100,9 +101,10 @@ class Stepping:
 
     def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
         for batch in self._batches():
-            for gradient, copies in self._update_units(update, batch, control).items():
+            written = self._update_units(update, batch, control)
+            for gradient in written:
                 gradient.clear()
-                self.publish(gradient.buffer, copies)
+            self.publish({gradient.buffer: copies for gradient, copies in written.items()})
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
     def _update_units(
@@ -154,9 +156,10 @@ class Stepping:
             )
         device = self.policy.device
         optimizer.update_pieces(units, _on(control, device))
-        for gradient, copies in copies_of.items():
+        for gradient in copies_of:
             gradient.clear()
-            self.publish(gradient.buffer, copies)
+        units.clear()
+        self.publish({gradient.buffer: copies for gradient, copies in copies_of.items()})
         optimizer._opt_called = True
 
     def _whole(self, control: Tensor | None) -> None:
@@ -170,10 +173,10 @@ class Stepping:
             for s in segments:
                 s.param.grad = None if grads is None else grads[s.start : s.end].view(s.shape)
         self.inner.step()
-        for gradient, segments in self.segments.items():
+        for segments in self.segments.values():
             for s in segments:
                 s.param.grad = None
-            self.publish(gradient.buffer)
+        self.publish({gradient.buffer: None for gradient in self.segments})
 
     def _owned_gradient(self, gradient: GradientBuffer) -> Tensor | None:
         """The reduced gradient beside its master, as it was reduced."""
@@ -189,13 +192,14 @@ class Stepping:
         pin = master.is_pinned()
         return torch.empty(owned.shape, dtype=owned.dtype, device=master.device, pin_memory=pin)
 
-    def publish(self, buffer: FlatBuffer, copies: Tensor | None = None) -> None:
-        """Give the parameters the masters' values, from ``copies`` where they were written already."""
-        owned = buffer.owned(whole=self.policy.whole)
-        source = self.masters[buffer] if copies is None else copies
-        if owned.data_ptr() != source.data_ptr():
-            owned.copy_(source)
-        buffer.publish(whole=self.policy.whole)
+    def publish(self, written: Mapping[FlatBuffer, Tensor | None]) -> None:
+        """Give the parameters the masters' values, from copies where they were written already."""
+        for buffer, copies in written.items():
+            owned = buffer.owned(whole=self.policy.whole)
+            source = self.masters[buffer] if copies is None else copies
+            if owned.data_ptr() != source.data_ptr():
+                owned.copy_(source)
+        publish(list(written), whole=self.policy.whole)
 
 
 def _on(control: Tensor | None, device: torch.device) -> Tensor | None:

@@ -299,16 +299,18 @@ class FlatBuffer:
         """Note who shares the parameters' memory: nobody but the engine. A later one will see every step at once."""
         self._users_at_rest = self._storage_users()
 
-    def publish(self, *, whole: bool) -> None:
-        """Make the values that the optimizer wrote to ``owned`` the parameters' values everywhere.
+    def refresh(self) -> None:
+        """The shard was written: whatever is gathered is stale."""
+        self.release(force=True)
+        if self.holds:
+            self.gather()
 
-        Where parameters are replicated that goes on beside what comes next, up to their use.
+    def check_views(self) -> None:
+        """The parameters of a replicated buffer are still where it keeps them.
+
+        Raises:
+            DsHfError: somebody moved them.
         """
-        if self.sharded:
-            self.release(force=True)  # whatever is gathered is stale
-            if self.holds:
-                self.gather()
-            return
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 raise DsHfError(
@@ -316,16 +318,15 @@ class FlatBuffer:
                     "was cast or moved, or param.data replaced, after initialize(). Do that before it, or write in "
                     "place (param.data.copy_(...))"
                 )
-        if not whole:
-            with self.lane:
-                collectives.all_gather(self._full, self._shard, self.axis, self.weights_label)
-            later = self._storage_users() <= self._users_at_rest and can_land_later(self.params)
-            self._arrival = self.lane.event() if later and self.axis.world_size > 1 else None
-            if self._arrival is None:
-                self.lane.join()
-            else:
-                take_off(self.params, self.gather)
-                self.state = BufferState.IN_FLIGHT
+
+    def take_off(self, arrival: torch.cuda.Event | None) -> bool:
+        """Wait for ``arrival`` when somebody needs the values; ``False`` where somebody might see stale ones."""
+        if arrival is None or self._storage_users() > self._users_at_rest or not can_land_later(self.params):
+            return False
+        self._arrival = arrival
+        self.state = BufferState.IN_FLIGHT
+        take_off(self.params, self.gather)
+        return True
 
     @torch.no_grad()
     def write_back(self, source_rank: int | None = None) -> None:

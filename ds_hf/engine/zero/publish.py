@@ -1,0 +1,52 @@
+"""From what the optimizer wrote to the parameters everywhere.
+
+Sharded parameters are gathered when they are needed. Replicated ones are gathered at once, beside what comes next:
+whoever uses them waits (``landing``). Small buffers share a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.zero.buffer import FlatBuffer
+
+__all__ = ["publish"]
+
+_TOGETHER_NBYTES = 256 << 20  # a millisecond of NVLink: who waits for the first of them should not wait much longer
+
+
+def publish(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
+    """Make what was written to ``owned`` the parameters' values on all ranks. Collective.
+
+    Args:
+        whole: every rank wrote everything.
+
+    Raises:
+        DsHfError: parameters are no longer where their buffer keeps them.
+    """
+    together: list[FlatBuffer] = []
+    for buffer in buffers:
+        if buffer.sharded:
+            buffer.refresh()
+            continue
+        buffer.check_views()
+        if whole:
+            continue
+        together.append(buffer)
+        if sum(b.full.nbytes for b in together) >= _TOGETHER_NBYTES:
+            _gather(together)
+            together = []
+    if together:
+        _gather(together)
+
+
+def _gather(buffers: Sequence[FlatBuffer]) -> None:
+    lane, axis = buffers[0].lane, buffers[0].axis
+    with lane:
+        fulls, shards = [b.full for b in buffers], [b.shard for b in buffers]
+        collectives.all_gather_each(fulls, shards, axis, [b.weights_label for b in buffers])
+    arrival = lane.event() if axis.world_size > 1 else None
+    put_off = [buffer.take_off(arrival) for buffer in buffers]
+    if not all(put_off):
+        lane.join()
