@@ -5,6 +5,7 @@ Order: configuration -> process group -> axis -> plan -> units and masters -> op
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from ds_hf.config import load_config
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
-from ds_hf.engine import progress
+from ds_hf.engine import progress, trial
 from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
@@ -51,6 +52,7 @@ from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import ConfigError
 from ds_hf.log import warn_once
+from ds_hf.measure.protocol import TRIAL_ENV
 
 __all__ = ["initialize"]
 
@@ -125,6 +127,8 @@ def initialize(
     if compiled or settings.ds_hf.compile:
         engine.compile()
     lr_script.attach(engine)
+    if request := os.environ.get(TRIAL_ENV):
+        trial.attach(engine, request)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -1,0 +1,163 @@
+"""What happens when in a trial, as long as the script believes that it trains.
+
+At the script's first training forward its batch is taken and every point of the request is replayed; then the script
+goes on, ``natural_steps`` of its own steps are timed, and the process ends (or the state comes back, and it trains).
+Only the engine's ``forward`` is replaced, on this one object; the rest is a step hook.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch, resized
+from ds_hf.engine.trial.clock import Clock
+from ds_hf.engine.trial.memory import memory_meter
+from ds_hf.engine.trial.replay import NoLoss, Replay
+from ds_hf.engine.trial.snapshot import Snapshot, room_for_snapshot
+from ds_hf.engine.trial.split import split_of
+from ds_hf.engine.trial.survey import facts, set_checkpointing, survey
+from ds_hf.measure.protocol import TrialRequest
+
+if TYPE_CHECKING:
+    from ds_hf.engine.engine import Engine
+
+__all__ = ["Driver", "attach"]
+
+LONGEST_NUMEL = 32  # samples looked up for the memory check; more are repeated
+
+
+def attach(engine: Engine, request: str | Path | TrialRequest) -> Driver | None:
+    """Make ``engine`` measure what the request asks for. Engines without an optimizer, and second ones, do not."""
+    if engine.optimizer is None:
+        return None
+    given = request if isinstance(request, TrialRequest) else TrialRequest.read(request)
+    return Driver(engine, given)
+
+
+class Driver:
+    """One engine's trial.
+
+    Attributes:
+        measured: the replay is over, or was found impossible.
+        done: everything asked for is measured.
+    """
+
+    def __init__(self, engine: Engine, request: TrialRequest) -> None:
+        self.engine, self.request = engine, request
+        self.measured = self.done = False
+        self._file: TextIO | None = None
+        if engine.axis.rank == 0:
+            self._file = Path(request.events).open("a", encoding="utf-8")  # noqa: SIM115  # until the process ends
+        self.meter = memory_meter(engine, request.memory_limit)
+        self.loaders = LoaderWatch()
+        if request.gradient_checkpointing is not None and not set_checkpointing(engine, request.gradient_checkpointing):
+            self.emit("note", text="the model has no gradient checkpointing to switch on")
+        self._forward = engine.forward
+        engine.forward = self.forward  # type: ignore[method-assign]  # nn.Module calls what the object has
+        engine.step_hooks.append(self.after_step)
+        self._clock = Clock(engine.device)
+        self._natural = 0
+        self.emit("facts", **facts(engine, self.meter.total))
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Append an event; rank 0 only."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+            self._file.flush()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the engine's: the first one that trains is where everything is measured."""
+        if not self.measured and torch.is_grad_enabled() and self.engine.module.training:
+            self.measured = True
+            self._measure(args, kwargs)
+            if self.request.natural_steps == 0:
+                self._finish()
+            self._clock.mark()
+        return self._forward(*args, **kwargs)
+
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        numel = batch_numel(args, kwargs)
+        if not self.request.points or numel is None:
+            if numel is None:
+                self.emit("note", text="the batch has no tensors, so it cannot be resized")
+            return
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        keep = None
+        if not self.request.finish or room_for_snapshot(self.engine, local):
+            keep = Snapshot(self.engine)
+        replay = Replay(self.engine, Batch(args, kwargs, numel), self.request, self.meter, self.emit)
+        try:
+            with replay.prepared():
+                self._replay(replay)
+        except NoLoss as error:
+            replay.clean_up()
+            self.emit("note", text=str(error), resizable=False)
+        finally:
+            if keep is not None:
+                keep.restore()
+
+    def _replay(self, replay: Replay) -> None:
+        if self.request.longest:
+            self._find_longest(replay)
+        if self.request.survey:
+            survey(replay, self.emit)
+            if self.request.gradient_checkpointing is not None:
+                set_checkpointing(self.engine, self.request.gradient_checkpointing)
+        best = replay.measure_all()
+        if best is not None:
+            micro, accumulation = best
+            shares = split_of(replay, resized(replay.batch, micro), accumulation)
+            self.emit("split", micro=micro, accumulation=accumulation, **shares)
+
+    def _find_longest(self, replay: Replay) -> None:
+        """The longest samples, if that is possible on every rank."""
+        try:
+            found = longest_batch(self.loaders.loader, replay.batch, LONGEST_NUMEL)
+        except Exception as error:  # the data set is the script's; any fault in it only costs the check
+            found = f"{type(error).__name__}: {error}"
+        flag = torch.tensor([isinstance(found, str)], dtype=torch.int32, device=self.engine.device)
+        collectives.all_reduce_max(flag, self.engine.axis, "whether the longest batch is known")
+        if isinstance(found, str):
+            self.emit("note", text=f"memory was not checked with the longest batch: {found}")
+        elif not bool(flag):
+            replay.worst = found
+
+    def after_step(self, engine: Engine) -> None:
+        """Step hook: times the script's own steps."""
+        if not self.measured or self.done or not self.request.natural_steps:
+            return
+        self._clock.mark()
+        self._natural += 1
+        if self._natural > self.request.natural_steps:  # the first one is warm-up
+            for seconds in self._clock.read()[1:]:
+                micro, accumulation = engine.batch.micro, engine.batch.accumulation_steps
+                self.emit("step", micro=micro, accumulation=accumulation, seconds=seconds, kind="natural")
+            self._finish()
+
+    def _finish(self) -> None:
+        """Say so, and end the process or leave the engine alone."""
+        self.done = True
+        self.emit("done")
+        self.loaders.remove()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if not self.request.finish:
+            self.engine.__dict__.pop("forward", None)
+            return
+        collectives.barrier(self.engine.axis)
+        with suppress(Exception):
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # SystemExit would be caught by scripts, and run callbacks that upload or save

@@ -1,0 +1,85 @@
+"""The language between the autotuner and the engines of its trials.
+
+The autotuner writes a request, puts its path into one environment variable, and starts the user's script. The engine's
+rank 0 appends one JSON object a line to ``events``. Sizes are samples, memory is bytes, time is seconds.
+
+========  =======================================================================================================
+event     fields
+========  =======================================================================================================
+facts     of the engine when it is made: parameter counts, dtype, batch, world size, device and its memory
+survey    bytes and operations of one sample, bandwidth of the collectives (``request.survey``)
+step      one measured step: ``micro``, ``accumulation``, ``seconds``; ``kind`` "replay", or "natural": the script's own
+point     all steps of one (micro, accumulation): median, interval, peak, ``optimizer_seconds``; ``outcome`` "ok" or "oom"
+split     where the time of one step goes, by kind of work
+note      something that could not be measured, and why
+done      everything asked for was measured
+========  =======================================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TRIAL_ENV", "TrialRequest", "read_events"]
+
+TRIAL_ENV = "DS_HF_TRIAL"
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """What an engine is asked to measure.
+
+    Attributes:
+        events: file to which rank 0 appends.
+        points: (micro-batch, accumulation steps) to measure by resizing the script's own batch, in this order.
+        natural_steps: optimizer steps of the script itself to time afterwards.
+        survey: also measure what the cost model needs to know of the model.
+        gradient_checkpointing: switch it on or off in the model; ``None`` leaves it as the script has it.
+        memory_limit: bytes that count as the device's memory; ``None`` for the real one.
+        steps: most replayed steps a point; ``point_seconds``: most time a point.
+        precision: half width of the interval, relative to the median, at which a point is measured well enough.
+        longest: check memory with the longest samples of the data set.
+        finish: end the process when everything is measured; otherwise restore the state and let the script go on.
+    """
+
+    events: str
+    points: tuple[tuple[int, int], ...] = ()
+    natural_steps: int = 0
+    survey: bool = False
+    gradient_checkpointing: bool | None = None
+    memory_limit: int | None = None
+    steps: int = 20
+    point_seconds: float = 20.0
+    precision: float = 0.02
+    longest: bool = True
+    finish: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Save as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1), "utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> TrialRequest:
+        """Load what ``write`` saved."""
+        values = json.loads(Path(path).read_text("utf-8"))
+        values["points"] = tuple((int(micro), int(steps)) for micro, steps in values["points"])
+        return cls(**values)
+
+
+def read_events(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Whole lines after byte ``offset``, each with the offset behind it; a line still being written is left."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            yield json.loads(line), offset
