@@ -1,1 +1,70 @@
 """Searching settings by launching the user's script: nothing here imports the engine."""
+"""The autotuner: from a script and a JSON file to the fastest JSON file, with reasons.
+
+``command`` reads the user's command line, ``space`` says what is free, ``cost`` predicts, ``trial`` launches, ``study``
+searches, ``result`` and ``report`` write what was found, ``run`` is the whole. It never imports the engine that trains:
+it starts processes, and the engines in them answer by files (``ds_hf.measure``).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_hf.autotune.options import Options
+    from ds_hf.autotune.result import Result
+
+__all__ = ["run_from_deepspeed", "tune", "tuned_config"]
+
+
+def tune(words: Sequence[str], options: Options | None = None, **changes: Any) -> Result:
+    """Find the fastest configuration for ``["train.py", ..., "--deepspeed", "ds_config.json"]``.
+
+    Args:
+        changes: fields of ``Options`` by name.
+    """
+    import dataclasses
+
+    from ds_hf.autotune.options import Options
+    from ds_hf.autotune.run import tune as run
+
+    return run(words, dataclasses.replace(options or Options(), **changes))
+
+
+def run_from_deepspeed(mode: str, command: list[str]) -> int:
+    """``deepspeed --autotuning tune|run train.py ...``: search, and with "run" train with the result.
+
+    Args:
+        mode: "tune" or "run".
+        command: the script with its arguments.
+
+    Returns:
+        exit code: 0, 1 for a failed search, or that of the training.
+    """
+    from ds_hf.autotune.cli import run_command
+
+    return run_command(mode, command)
+
+
+def tuned_config(config: str, **changes: Any) -> str:
+    """For use inside a training script: path of the tuned file for this script and its arguments.
+
+    The first time it searches, by launching this script again; later it finds the result. Call it before anything uses
+    the GPU; under torchrun the first process searches and the others wait. In the launches themselves it returns
+    ``config``.
+
+    Args:
+        config: the user's file.
+        changes: fields of ``ds_hf.autotune.options.Options``, e.g. ``budget=600``.
+    """
+    from ds_hf.measure.protocol import TRIAL_ENV
+
+    if os.environ.get(TRIAL_ENV):
+        named = [word for word in sys.argv if word.endswith("ds_config.json")]
+        return named[-1] if named else config
+    from ds_hf.autotune.inside import search_from_script
+
+    return search_from_script(config, changes)

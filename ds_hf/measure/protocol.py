@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class TrialRequest:
     Attributes:
         events: file to which rank 0 appends.
         points: (micro-batch, accumulation steps) to measure by resizing the script's own batch, in this order.
+        own_axis: measure the script's own batch, and every division of it into micro-batches from ``low_micro`` to
+            ``high_micro``; nobody but the engine knows it before the first launch.
         natural_steps: optimizer steps of the script itself to time afterwards.
         survey: also measure what the cost model needs to know of the model.
         gradient_checkpointing: switch it on or off in the model; ``None`` leaves it as the script has it.
@@ -44,11 +46,15 @@ class TrialRequest:
         steps: most replayed steps a point; ``point_seconds``: most time a point.
         precision: half width of the interval, relative to the median, at which a point is measured well enough.
         longest: check memory with the longest samples of the data set.
+        best: seconds a sample of the best point known; much slower ones get few steps.
         finish: end the process when everything is measured; otherwise restore the state and let the script go on.
     """
 
     events: str
     points: tuple[tuple[int, int], ...] = ()
+    own_axis: bool = False
+    low_micro: int = 1
+    high_micro: int = 1 << 30
     natural_steps: int = 0
     survey: bool = False
     gradient_checkpointing: bool | None = None
@@ -57,8 +63,8 @@ class TrialRequest:
     point_seconds: float = 20.0
     precision: float = 0.02
     longest: bool = True
+    best: float | None = None
     finish: bool = True
-    extra: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Save as JSON."""

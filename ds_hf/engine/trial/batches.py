@@ -137,7 +137,9 @@ def _lengths(dataset: Any) -> tuple[dict[int, int], int]:
 
 def _length(sample: Any) -> int | None:
     """Elements of a sample's longest member; text and images of one size do not matter here."""
-    values = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else [sample]
+    values = (
+        sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else [sample]
+    )
     found = [len(value) for value in values if isinstance(value, Sized) and not isinstance(value, str | bytes)
              and not (isinstance(value, Tensor) and value.dim() == 0)]  # fmt: skip
     return max(found, default=None)

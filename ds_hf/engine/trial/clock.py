@@ -35,5 +35,9 @@ class Clock:
         if self.on_device:
             torch.cuda.synchronize(self.device)
             pairs = zip(marks, marks[1:], strict=False)
-            return [a.elapsed_time(b) / 1e3 for a, b in pairs if isinstance(a, torch.cuda.Event) and not isinstance(b, float)]
+            return [
+                a.elapsed_time(b) / 1e3
+                for a, b in pairs
+                if isinstance(a, torch.cuda.Event) and not isinstance(b, float)
+            ]
         return [float(b) - float(a) for a, b in zip(marks, marks[1:], strict=False)]  # type: ignore[arg-type]

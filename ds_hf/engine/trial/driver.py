@@ -87,10 +87,13 @@ class Driver:
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         numel = batch_numel(args, kwargs)
-        if not self.request.points or numel is None:
+        points = self._points()  # before a replay changes the engine's batch sizes
+        if not points or numel is None:
             if numel is None:
-                self.emit("note", text="the batch has no tensors, so it cannot be resized")
+                self.emit("note", text="the batch has no tensors, so it cannot be resized", resizable=False)
             return
+        if self.request.gradient_checkpointing is not None:  # the script may have set it after it made the engine
+            set_checkpointing(self.engine, self.request.gradient_checkpointing)
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         keep = None
         if not self.request.finish or room_for_snapshot(self.engine, local):
@@ -98,7 +101,7 @@ class Driver:
         replay = Replay(self.engine, Batch(args, kwargs, numel), self.request, self.meter, self.emit)
         try:
             with replay.prepared():
-                self._replay(replay)
+                self._replay(replay, points)
         except NoLoss as error:
             replay.clean_up()
             self.emit("note", text=str(error), resizable=False)
@@ -106,14 +109,25 @@ class Driver:
             if keep is not None:
                 keep.restore()
 
-    def _replay(self, replay: Replay) -> None:
+    def _points(self) -> list[tuple[int, int]]:
+        """What to measure: from the script's own batch outwards, larger ones first."""
+        request, batch = self.request, self.engine.batch
+        if not request.own_axis:
+            return list(request.points)
+        share = batch.micro * batch.accumulation_steps
+        sizes = [m for m in range(1, share + 1) if share % m == 0 and request.low_micro <= m <= request.high_micro]
+        larger = [micro for micro in sizes if micro > batch.micro]
+        smaller = [micro for micro in sizes[::-1] if micro < batch.micro]
+        return [(micro, share // micro) for micro in (batch.micro, *larger, *smaller)]
+
+    def _replay(self, replay: Replay, points: list[tuple[int, int]]) -> None:
         if self.request.longest:
             self._find_longest(replay)
         if self.request.survey:
             survey(replay, self.emit)
             if self.request.gradient_checkpointing is not None:
                 set_checkpointing(self.engine, self.request.gradient_checkpointing)
-        best = replay.measure_all()
+        best = replay.measure_all(points)
         if best is not None:
             micro, accumulation = best
             shares = split_of(replay, resized(replay.batch, micro), accumulation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ class Replay:
     def __init__(self, engine: Engine, batch: Batch, request: TrialRequest, meter: MemoryMeter, emit: Emit) -> None:
         self.engine, self.batch, self.request, self.meter, self.emit = engine, batch, request, meter, emit
         self.worst: Batch | None = None  # the longest samples of the data set
-        self.best = float("inf")  # seconds a sample
+        self.best = float("inf") if request.best is None else request.best  # seconds a sample
         self.fastest: tuple[int, int] | None = None
 
     @contextmanager
@@ -143,16 +143,22 @@ class Replay:
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def measure_all(self) -> tuple[int, int] | None:
-        """Every point of the request; after one that did not fit, no larger one. Returns the fastest."""
-        limit = float("inf")
-        slower = 0
-        for micro, accumulation in self.request.points:
+    def measure_all(self, points: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """Every (micro-batch, accumulation); after one that did not fit, no larger one. Returns the fastest."""
+        limit, slower = float("inf"), 0
+        before = points[0][0] if points else 0
+        upwards = True
+        for micro, accumulation in points:
+            if (micro > before) != upwards and micro != before:
+                upwards, slower = micro > before, 0
+            before = micro
             if micro >= limit:
                 reason = "a smaller one did not fit"
                 self.emit("point", micro=micro, accumulation=accumulation, outcome="oom", reason=reason)
             elif slower == GIVE_UP:
-                self.emit("point", micro=micro, accumulation=accumulation, outcome="slower", reason="the last ones were")
+                self.emit(
+                    "point", micro=micro, accumulation=accumulation, outcome="slower", reason="the last ones were"
+                )
             else:
                 seconds = self.measure(micro, accumulation)
                 limit = micro if seconds is None else limit

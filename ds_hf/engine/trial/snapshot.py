@@ -57,9 +57,7 @@ class Snapshot:
 
     def _lasting(self) -> list[Tensor]:
         engine = self.engine
-        owned = [
-            buffer.shard if buffer.sharded else buffer.full for unit in engine.units for buffer in unit.buffers
-        ]
+        owned = [buffer.shard if buffer.sharded else buffer.full for unit in engine.units for buffer in unit.buffers]
         masters = [] if engine.optimizer is None else list(engine.optimizer.masters.values())
         return [*owned, *masters, *engine.module.buffers()]
 

@@ -113,7 +113,11 @@ def _peaks(replay: Replay) -> dict[str, int]:
 
 def _sample_numel(batch: Batch) -> int:
     """Elements of one sample's largest input: tokens of a text."""
-    numels = [torch.Size(shape).numel() // batch.numel for shape in shapes_of(batch).values() if shape and shape[0] == batch.numel]
+    numels = [
+        torch.Size(shape).numel() // batch.numel
+        for shape in shapes_of(batch).values()
+        if shape and shape[0] == batch.numel
+    ]
     return max(numels, default=1)
 
 
@@ -142,7 +146,9 @@ def _bandwidth(engine: Engine) -> float | None:
         _settle(engine)
         best = min(best, time.perf_counter() - start)
     moved = BANDWIDTH_NBYTES * 2 * (axis.world_size - 1) / axis.world_size
-    slowest = torch.tensor([best], dtype=torch.float64 if engine.device.type == "cpu" else torch.float32, device=engine.device)
+    slowest = torch.tensor(
+        [best], dtype=torch.float64 if engine.device.type == "cpu" else torch.float32, device=engine.device
+    )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=axis.group)
     return moved / float(slowest)
 

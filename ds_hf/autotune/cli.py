@@ -1,0 +1,170 @@
+"""``ds-hf autotune``: options on the command line, what it shows, and its exit codes.
+
+0: a configuration was written (also when the user's own was kept). 1: the search failed; the script's own error is
+shown. 2: wrong usage. 130: interrupted before anything was measured.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ds_hf.errors import ConfigError, DsHfError
+
+__all__ = ["autotune_command", "run_command"]
+
+SEARCH, SPACE, TRIALS = "Search", "What may change", "Launches"
+Words = Annotated[list[str], typer.Argument(
+    metavar="train.py [its arguments] --deepspeed ds_config.json", help="The training script as you start it.",
+    show_default=False)]  # fmt: skip
+ResultsDir = Annotated[
+    Path, typer.Option(help="Everything is written here; the same folder resumes a search.", rich_help_panel=SEARCH)
+]
+Budget = Annotated[str, typer.Option(help="Time for the whole search: 90s, 10m, 1.5h.", rich_help_panel=SEARCH)]
+Trials = Annotated[int, typer.Option(min=1, help="Launches at most.", rich_help_panel=SEARCH)]
+MetricOption = Annotated[str, typer.Option(help="throughput, latency, flops or memory.", rich_help_panel=SEARCH)]
+Tune = Annotated[list[str], typer.Option(
+    help="A key that your file sets and that may change all the same, e.g. zero_optimization.stage; all frees every one. "
+    "May be repeated.", show_default=False, rich_help_panel=SPACE)]  # fmt: skip
+Fix = Annotated[
+    list[str],
+    typer.Option(help="A key that stays as it is. May be repeated.", show_default=False, rich_help_panel=SPACE),
+]
+Batch = Annotated[str | None, typer.Option(
+    help="Interval for the global batch, e.g. 64:256. Without it your global batch is kept.", rich_help_panel=SPACE)]  # fmt: skip
+Micro = Annotated[str, typer.Option(help="Interval for the micro-batch.", rich_help_panel=SPACE)]
+MemoryLimit = Annotated[str | None, typer.Option(
+    help="Memory of each device, e.g. 2GiB, if it is to be less than there is. On a CPU bytes of tensors count.",
+    rich_help_panel=SPACE)]  # fmt: skip
+Processes = Annotated[int | None, typer.Option(
+    "--nproc-per-node", "-n", min=1, help="Processes; one a GPU if not given.", rich_help_panel=TRIALS)]  # fmt: skip
+Launcher = Annotated[str | None, typer.Option(
+    help='Start the script behind these words instead of torchrun, e.g. "srun -N 2 torchrun ...".', rich_help_panel=TRIALS)]  # fmt: skip
+TrialTimeout = Annotated[str, typer.Option(help="Longest launch.", rich_help_panel=TRIALS)]
+StallTimeout = Annotated[
+    str, typer.Option(help="Longest silence of a launch before it counts as hung.", rich_help_panel=TRIALS)
+]
+Patience = Annotated[int, typer.Option(min=1, help="End after so many launches without gain.", rich_help_panel=SEARCH)]
+Seed = Annotated[int, typer.Option(help="Of Optuna's sampler.", rich_help_panel=SEARCH)]
+Overwrite = Annotated[bool, typer.Option(help="Throw an earlier search in the folder away.", rich_help_panel=SEARCH)]
+Confirm = Annotated[
+    bool, typer.Option(help="Start the result once as you would, for its real figure.", rich_help_panel=SEARCH)
+]
+Train = Annotated[bool, typer.Option("--run", help="Train with the result afterwards.", rich_help_panel=SEARCH)]
+
+
+def autotune_command(
+    words: Words,
+    results_dir: ResultsDir = Path("autotuning_results"),
+    budget: Budget = "30m",
+    trials: Trials = 50,
+    metric: MetricOption = "throughput",
+    patience: Patience = 5,
+    tune: Tune = [],  # noqa: B006  # typer copies it
+    fix: Fix = [],  # noqa: B006
+    batch: Batch = None,
+    micro: Micro = "1:1024",
+    memory_limit: MemoryLimit = None,
+    processes: Processes = None,
+    launcher: Launcher = None,
+    trial_timeout: TrialTimeout = "15m",
+    stall_timeout: StallTimeout = "5m",
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    confirm: Confirm = True,
+    train: Train = False,
+) -> None:
+    """Find the fastest configuration for a training script: ds-hf autotune --budget 10m train.py --deepspeed ds.json
+
+    Your script is started unchanged, several times, for a few steps each. The global batch stays what it is. Keys that
+    your file leaves out or has as "auto" may change; those that it sets stay, unless --tune names them.
+    """
+    from ds_hf.autotune.options import Metric, Options, nbytes_of, seconds_of
+
+    def options() -> Options:
+        if metric not in [known.value for known in Metric]:
+            raise ConfigError(f"unknown metric {metric!r}: throughput, latency, flops or memory")
+        low, high = _interval(batch) if batch else (None, None)
+        low_micro, high_micro = _interval(micro)
+        return Options(
+            results_dir=results_dir, budget=seconds_of(budget), trials=trials, metric=Metric(metric), patience=patience,
+            tune=tuple(tune), fix=tuple(fix), low_batch=low, high_batch=high, low_micro=low_micro, high_micro=high_micro,
+            memory_limit=nbytes_of(memory_limit) if memory_limit else None, processes=processes,
+            launcher=tuple(shlex.split(launcher or "")), trial_timeout=seconds_of(trial_timeout),
+            stall_timeout=seconds_of(stall_timeout), seed=seed, overwrite=overwrite, confirm=confirm,
+        )  # fmt: skip
+
+    code = _guarded(lambda: _tune_and_train(words, options(), train))
+    if code:
+        raise typer.Exit(code)
+
+
+def run_command(mode: str, command: list[str]) -> int:
+    """What ``deepspeed --autotuning MODE`` does; the options come from the file's ``autotuning`` section."""
+    from ds_hf.autotune.options import Options
+
+    if mode not in ("tune", "run"):
+        print(f'--autotuning takes "tune" or "run", not {mode!r}', file=sys.stderr)
+        return 2
+    return _guarded(lambda: _tune_and_train(command, Options(), mode == "run"))
+
+
+def _tune_and_train(words: list[str], options: object, train: bool) -> int:
+    from ds_hf.autotune.options import Options
+    from ds_hf.autotune.run import tune
+
+    assert isinstance(options, Options)
+    result = tune(words, options, Console())
+    if not train:
+        return 0
+    print(f"\n$ {shlex.join(result.words)}", flush=True)
+    whole = (
+        [sys.executable, "-m", "torch.distributed.run", *result.words[1:]]
+        if result.words[0] == "torchrun"
+        else result.words
+    )
+    return subprocess.run(whole, check=False).returncode
+
+
+def _guarded(work: object) -> int:
+    """Run ``work``; errors become a message and an exit code."""
+    from ds_hf.autotune.study import TuneError
+
+    assert callable(work)
+    try:
+        return int(work())
+    except KeyboardInterrupt:
+        print("interrupted before your own file was measured: nothing was written", file=sys.stderr)
+        return 130
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except TuneError as error:
+        if error.tail:
+            print(
+                "the end of the script's output:\n" + "\n".join(f"  | {line}" for line in error.tail.splitlines()),
+                file=sys.stderr,
+            )
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    except DsHfError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _interval(text: str) -> tuple[int, int]:
+    """ "8:64" as two numbers; "8" is both ends.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    low, _, high = text.partition(":")
+    if not low.isdecimal() or not (high or low).isdecimal() or int(low) < 1:
+        raise ConfigError(f"{text!r} is no interval: write 8:64")
+    return int(low), int(high or low)

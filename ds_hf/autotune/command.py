@@ -1,0 +1,127 @@
+"""The user's command line: which script, where the configuration stands in it, and how it looks with other values."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_hf.errors import ConfigError, Fault
+
+__all__ = ["Command"]
+
+HF_MAPPINGS = {
+    "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
+    "gradient_accumulation_steps": "--gradient_accumulation_steps",
+    "gradient_checkpointing": "--gradient_checkpointing",
+    "dataloader_num_workers": "--dataloader_num_workers",
+}
+CONFIG_FLAGS = ("--deepspeed", "--deepspeed_config")
+TRUE = ("true", "1", "yes", "on", "y", "t")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A script with its arguments.
+
+    Attributes:
+        script: the Python file (or ``-m`` and a module, as two words).
+        args: everything after it.
+        config_at: index in ``args`` of the word that names the configuration; ``inline`` when it is ``--flag=FILE``.
+        mappings: configuration keys to options of the script.
+    """
+
+    script: tuple[str, ...]
+    args: tuple[str, ...]
+    config_at: int
+    inline: bool
+    mappings: Mapping[str, str]
+
+    @classmethod
+    def parse(cls, words: Sequence[str], mappings: Mapping[str, str] | None = None) -> Command:
+        """Find the script and the configuration in ``train.py --lr 1 --deepspeed ds_config.json``.
+
+        A script whose ``--deepspeed`` takes the file is a Trainer's: its batch options are known by their names.
+
+        Raises:
+            ConfigError: there is no script, it is not there, or no configuration is named.
+        """
+        words = list(words)
+        if words and Path(words[0]).name.startswith("python"):
+            words = words[1:]
+        if not words:
+            raise ConfigError("no script: ds-hf autotune [options] train.py <its arguments> --deepspeed ds_config.json")
+        count = 2 if words[0] == "-m" else 1
+        script, args = tuple(words[:count]), tuple(words[count:])
+        if count == 1 and not Path(script[0]).is_file():
+            raise ConfigError(f"the script {script[0]} does not exist")
+        for flag in CONFIG_FLAGS[::-1]:
+            for index, word in enumerate(args):
+                if word.startswith(flag + "="):
+                    return cls(script, args, index, True, _mappings(flag, mappings))
+                if word == flag and index + 1 < len(args) and not args[index + 1].startswith("--"):
+                    return cls(script, args, index + 1, False, _mappings(flag, mappings))
+        fault = Fault(
+            "",
+            "the command names no configuration, so there is nothing to tune",
+            "add --deepspeed ds_config.json (Trainer scripts) or --deepspeed_config ds_config.json behind the script",
+        )
+        raise ConfigError([fault], shlex.join(words))
+
+    @property
+    def config(self) -> str:
+        """What the user named as configuration."""
+        word = self.args[self.config_at]
+        return word.split("=", 1)[1] if self.inline else word
+
+    def words(self, config: str | Path, values: Mapping[str, object] | None = None) -> list[str]:
+        """Script and arguments with another configuration, and mapped keys set to ``values``."""
+        args = list(self.args)
+        flag = args[self.config_at].split("=", 1)[0]
+        args[self.config_at] = f"{flag}={config}" if self.inline else str(config)
+        for key, value in (values or {}).items():
+            if key in self.mappings:
+                _put(args, self.mappings[key], str(value))
+        return [*self.script, *args]
+
+    def given(self, key: str) -> str | None:
+        """The value that the command line gives to a mapped key; "True" for a bare flag."""
+        option = self.mappings.get(key)
+        for index, word in enumerate(self.args):
+            if option is not None and word == option:
+                following = self.args[index + 1] if index + 1 < len(self.args) else "--"
+                return "True" if following.startswith("--") else following
+            if option is not None and word.startswith(option + "="):
+                return word.split("=", 1)[1]
+        return None
+
+    def given_flag(self, key: str) -> bool | None:
+        """``given`` as a truth value."""
+        found = self.given(key)
+        return None if found is None else found.lower() in TRUE
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether the script takes the options of transformers' TrainingArguments."""
+        return self.mappings.get("dataloader_num_workers") == HF_MAPPINGS["dataloader_num_workers"]
+
+
+def _mappings(flag: str, mappings: Mapping[str, str] | None) -> dict[str, str]:
+    known = dict(HF_MAPPINGS) if flag == "--deepspeed" else {}
+    return {
+        **known,
+        **{key: option if option.startswith("-") else f"--{option}" for key, option in (mappings or {}).items()},
+    }
+
+
+def _put(args: list[str], option: str, value: str) -> None:
+    for index, word in enumerate(args):
+        if word == option:
+            bare = index + 1 >= len(args) or args[index + 1].startswith("--")
+            args[index + 1 : index + (1 if bare else 2)] = [value]
+            return
+        if word.startswith(option + "="):
+            args[index] = f"{option}={value}"
+            return
+    args += [option, value]

@@ -1,0 +1,246 @@
+"""What a setting will need and how long its step will take, before it is launched; corrected by every launch.
+
+Memory: the model states of the plan (``zero.estimate``), plus what a sample's activations were measured to take, plus
+what was measured beyond both in the user's own setting. Time: a roofline. Compute as measured for each micro-batch in
+the user's setting, communication as bytes over measured bandwidth, the update as elements over measured speed. What the
+roofline has wrong is learned: a ridge regression of log(measured / predicted) on the values of the axes. Units: bytes,
+seconds, samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ds_hf.autotune.space import CHECKPOINTING, COMPILE, Setting, config_of
+from ds_hf.config.load import examine
+from ds_hf.config.plan import Placement, StatePlan, plan_states
+from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estimate_states
+
+__all__ = ["CostModel", "Prediction", "Survey"]
+
+RECOMPUTE = 4 / 3  # forward again: 1 of 3 parts
+COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs/performance.md)
+HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
+HOST_UPDATE = 1.5e8  # elements a second that one process updates on the host
+HOST_COPY = 2e10  # bytes a second between device and host
+MARGIN = 1.1  # a prediction this much above the memory is believed
+RIDGE = 0.5
+PRIOR_SPREAD = 0.15  # of log(measured / predicted) before anything is known
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What the first trial found: the events "facts" and "survey", and its points.
+
+    Attributes:
+        facts, found: the two events.
+        points: micro-batch -> (seconds, accumulation, seconds of the update, peak bytes), in the user's setting.
+    """
+
+    facts: dict[str, Any]
+    found: dict[str, Any] = field(default_factory=dict)
+    points: dict[int, tuple[float, int, float, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one setting at one micro-batch.
+
+    Attributes:
+        seconds: of an optimizer step; ``spread``: standard deviation of its logarithm.
+        nbytes: peak on the device.
+    """
+
+    seconds: float
+    nbytes: int
+    spread: float
+
+
+class CostModel:
+    """Predicts settings of one search.
+
+    Args:
+        tree: the user's configuration. own: the user's setting.
+        memory: bytes of the device, ``None`` where nothing limits it.
+    """
+
+    def __init__(self, tree: dict[str, Any], own: Setting, survey: Survey, memory: int | None) -> None:
+        self.tree, self.own, self.survey, self.memory = tree, own, survey, memory
+        facts = survey.facts
+        self.world = int(facts["world_size"])
+        self.size = ModelSize(facts["total"], facts["trainable"], facts["largest_unit"])
+        self.bandwidth = float(survey.found.get("bandwidth") or math.inf)
+        self.hidden = HIDDEN if facts.get("cuda") else 0.0
+        self.activations = {on: self._slope(name) for on, name in ((False, "plain"), (True, "checkpointed"))}
+        self.beyond = 0
+        self._seen: list[tuple[Setting, float]] = []
+        self._weights: dict[tuple[str, Any], float] = {}
+        self.spread = PRIOR_SPREAD
+        self._plans: dict[str, StatePlan] = {}
+        self._calibrate()
+
+    def _slope(self, name: str) -> float | None:
+        """Activation bytes of one more sample."""
+        peaks = {int(numel): nbytes for numel, nbytes in (self.survey.found.get(name) or {}).items()}
+        if len(peaks) < 2:
+            return None
+        (low, first), *_, (high, last) = sorted(peaks.items())
+        return max(0.0, (last - first) / (high - low))
+
+    def _calibrate(self) -> None:
+        """What the user's own setting takes beyond the estimate."""
+        extra = [
+            peak - self._estimate(self.own, micro, steps) for micro, (_, steps, _, peak) in self.survey.points.items()
+        ]
+        if extra:
+            self.beyond = int(np.median(extra))
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def plan(self, setting: Setting) -> StatePlan:
+        """The state plan of a setting."""
+        key = repr(sorted(setting.items(), key=lambda item: item[0]))
+        if key not in self._plans:
+            self._plans[key] = plan_states(examine(config_of(self.tree, setting), world=None, allow_auto=True))
+        return self._plans[key]
+
+    def states(self, setting: Setting, accumulation: int) -> StateBytes:
+        """Bytes of the model states of one rank."""
+        return estimate_states(
+            self.plan(setting), self.size, self.world, module_dtype=self._dtype, accumulates=accumulation > 1
+        )
+
+    @property
+    def _dtype(self) -> str:
+        dtype = str(self.survey.facts.get("module_dtype"))
+        return dtype if dtype in ITEM_NBYTES else "float32"
+
+    def _estimate(self, setting: Setting, micro: int, accumulation: int) -> int:
+        slope = self.activations.get(self._checkpoints(setting))
+        return self.states(setting, accumulation).device + int((slope or 0.0) * micro)
+
+    def _checkpoints(self, setting: Setting) -> bool:
+        return bool(setting.get(CHECKPOINTING, self.survey.facts.get("checkpointing", False)))
+
+    def nbytes(self, setting: Setting, micro: int, accumulation: int) -> int:
+        """Peak bytes on the device."""
+        return max(0, self._estimate(setting, micro, accumulation) + self.beyond)
+
+    def cannot_fit(self, setting: Setting, micro: int, accumulation: int) -> bool:
+        """Whether the prediction is so far above the memory that nobody need try."""
+        return self.memory is not None and self.nbytes(setting, micro, accumulation) > MARGIN * self.memory
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def predict(self, setting: Setting, micro: int, accumulation: int) -> Prediction:
+        """Seconds and bytes of one setting, with what was learned so far."""
+        seconds = self.roofline(setting, micro, accumulation) * math.exp(self._correction(setting))
+        return Prediction(seconds, self.nbytes(setting, micro, accumulation), self.spread)
+
+    def roofline(self, setting: Setting, micro: int, accumulation: int) -> float:
+        """Seconds of a step by the roofline alone."""
+        each, boundary = self._communication(setting)
+        own_each, _ = self._communication(self.own)
+        compute = max(0.3 * self._measured_micro(micro), self._measured_micro(micro) - self._exposed(own_each, 0.0))
+        compute *= _ratio(self._checkpoints(setting), self._checkpoints(self.own), RECOMPUTE)
+        compute *= _ratio(bool(setting.get(COMPILE)), bool(self.own.get(COMPILE)), COMPILED)
+        micro_seconds = compute + self._exposed(each, compute)
+        return accumulation * micro_seconds + boundary / self.bandwidth + self._update(setting)
+
+    def _exposed(self, nbytes: float, compute: float) -> float:
+        """Seconds of communication that are not behind compute."""
+        seconds = nbytes / self.bandwidth
+        return max(seconds - self.hidden * compute, seconds * (1 - self.hidden))
+
+    def _communication(self, setting: Setting) -> tuple[float, float]:
+        """Bytes that a ring moves for each micro-batch, and once a step."""
+        if self.world == 1:
+            return 0.0, 0.0
+        plan = self.plan(setting)
+        share = (self.world - 1) / self.world
+        parameter = ITEM_NBYTES[plan.parameters.dtype or self._dtype]
+        sent = ITEM_NBYTES[plan.communication_dtype] if plan.communication_dtype else parameter
+        weights, gradients = share * self.size.total * parameter, share * self.size.trainable * sent
+        reduction = gradients if plan.optimizer.placement is Placement.SHARDED else 2 * gradients
+        gathers = 2 * weights if plan.shards_parameters else 0.0
+        publish = weights if plan.shards_optimizer and not plan.shards_parameters else 0.0
+        if plan.reduces_every_micro_batch:
+            return gathers + reduction, publish
+        return gathers, reduction + publish
+
+    def _update(self, setting: Setting) -> float:
+        """Seconds of the optimizer step."""
+        plan, own = self.plan(setting), self.plan(self.own)
+        numel = self._owned(plan)
+        if plan.optimizer.device == "cpu" and self.survey.facts.get("cuda"):
+            return numel / HOST_UPDATE + 6 * numel / HOST_COPY
+        measured = [update for _, _, update, _ in self.survey.points.values()]
+        base = float(np.median(measured)) if measured else 0.0
+        if own.optimizer.device == "cpu" and self.survey.facts.get("cuda"):
+            return base * 0.05
+        return base * numel / max(1.0, self._owned(own))
+
+    def _owned(self, plan: StatePlan) -> float:
+        return self.size.trainable / (self.world if plan.shards_optimizer else 1)
+
+    def _measured_micro(self, micro: int) -> float:
+        """Seconds of forward and backward in the user's setting: as measured, or on the line between and beyond."""
+        points = sorted(self.survey.points.items())
+        if not points:
+            return 1e-3 * micro  # nothing of the user's setting fits: only the order counts
+        each = {m: max(1e-9, (seconds - update) / steps) for m, (seconds, steps, update, _) in points}
+        if micro in each:
+            return each[micro]
+        sizes = np.array(list(each), dtype=float)
+        times = np.array(list(each.values()))
+        if micro < sizes[0] or len(sizes) == 1:
+            return float(times[0] * max(micro / sizes[0], 0.5))
+        if micro > sizes[-1]:
+            slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+            return float(times[-1] + max(0.0, slope) * (micro - sizes[-1]))
+        return float(np.interp(micro, sizes, times))
+
+    # -- learning -------------------------------------------------------------------------------------------------
+
+    def observe(self, setting: Setting, measured: Sequence[tuple[int, int, float]]) -> None:
+        """Learn from (micro-batch, accumulation, seconds of a step) measured in ``setting``."""
+        for micro, accumulation, seconds in measured:
+            self._seen.append((setting, math.log(seconds / self.roofline(setting, micro, accumulation))))
+        self._fit()
+
+    def _fit(self) -> None:
+        """Ridge regression of the errors on what differs from the user's setting."""
+        if not self._seen:
+            return
+        names = sorted({(k, v) for s, _ in self._seen for k, v in self._features(s)}, key=repr)
+        matrix = np.array([[float(name in self._features(s)) for name in names] for s, _ in self._seen])
+        errors = np.array([error for _, error in self._seen])
+        if not names:
+            self.spread = max(0.02, float(np.std(errors)))
+            return
+        weights = np.linalg.solve(matrix.T @ matrix + RIDGE * np.eye(len(names)), matrix.T @ errors)
+        self._weights = dict(zip(names, weights.tolist(), strict=True))
+        rest = errors - matrix @ weights
+        count = len(rest)
+        variance = (float(rest @ rest) + 2 * PRIOR_SPREAD**2) / (count + 2)
+        self.spread = max(0.02, math.sqrt(variance))
+
+    def _features(self, setting: Setting) -> set[tuple[str, Any]]:
+        return {(name, value) for name, value in setting.items() if value != self.own.get(name)}
+
+    def _correction(self, setting: Setting) -> float:
+        return sum(self._weights.get(feature, 0.0) for feature in self._features(setting))
+
+    def surprise(self, setting: Setting) -> float:
+        """How little is known of the setting: the share of its differences that no launch has had yet."""
+        features = self._features(setting)
+        return len([f for f in features if f not in self._weights]) / len(features) if features else 0.0
+
+
+def _ratio(on: bool, own: bool, factor: float) -> float:
+    return 1.0 if on == own else factor if on else 1 / factor

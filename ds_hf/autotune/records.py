@@ -1,0 +1,138 @@
+"""What a search remembers of its trials, and how it is kept in Optuna's journal.
+
+A record is one setting: launched, or ruled out without a launch. Everything the report needs is in the trial's user
+attributes, so a search that was killed, or one of several workers, knows what all of them found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import optuna
+import psutil
+from optuna.trial import FrozenTrial, TrialState
+
+from ds_hf.autotune.options import Metric
+from ds_hf.autotune.space import Setting, key_of, label_of
+from ds_hf.autotune.trial import Outcome, Point
+
+__all__ = ["Record", "attributes_of", "is_orphan", "record_of", "records_of", "value_of"]
+
+ROLE_OWN = "own"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One setting.
+
+    Attributes:
+        number: Optuna's. setting: axis -> value. kind, reason: as in ``Outcome``; "ruled out": never launched.
+        own: the user's file.
+        points: measured. predicted: micro-batch -> (seconds, bytes) before the launch.
+        best: the point with the best value. value: in the metric's unit.
+        started, seconds: wall clock of the launch.
+        split: shares of a step's time.
+    """
+
+    number: int
+    setting: Setting
+    kind: str
+    reason: str = ""
+    own: bool = False
+    points: tuple[Point, ...] = ()
+    too_large: tuple[int, ...] = ()
+    predicted: dict[int, tuple[float, int]] = field(default_factory=dict)
+    natural: tuple[float, ...] = ()
+    events: dict[str, Any] = field(default_factory=dict)
+    started: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return key_of(self.setting)
+
+    @property
+    def label(self) -> str:
+        return label_of(self.setting)
+
+    def best(self, metric: Metric, world_size: int) -> Point | None:
+        """The measured point that is best by ``metric``."""
+        sign = -1 if metric.maximize else 1
+        return min(self.points, key=lambda point: sign * value_of(point, metric, world_size), default=None)
+
+
+def value_of(point: Point, metric: Metric, world_size: int, flops: float = 1.0) -> float:
+    """A point in the metric's unit; ``flops`` are the operations of one sample."""
+    numel = point.micro * point.accumulation
+    if metric is Metric.LATENCY:
+        return point.seconds
+    if metric is Metric.MEMORY:
+        return float(point.peak)
+    if metric is Metric.FLOPS:
+        return flops * numel / point.seconds
+    return numel * world_size / point.seconds
+
+
+def attributes_of(
+    setting: Setting, outcome: Outcome, predicted: dict[int, tuple[float, int]], started: float
+) -> dict[str, Any]:
+    """What is kept of a launch, as JSON."""
+    return {
+        "setting": setting,
+        "kind": outcome.kind,
+        "reason": outcome.reason,
+        "points": [dataclasses.asdict(point) for point in outcome.points],
+        "too_large": outcome.too_large,
+        "natural": outcome.natural,
+        "events": {**outcome.events, "notes": outcome.notes},
+        "predicted": {str(micro): list(value) for micro, value in predicted.items()},
+        "started": started,
+        "seconds": outcome.seconds,
+    }
+
+
+def record_of(trial: FrozenTrial) -> Record | None:
+    """The record in a trial; ``None`` for one that says nothing: still running, or a suggestion that was dropped."""
+    kept = trial.user_attrs
+    if "kind" not in kept:
+        return None
+    return Record(
+        number=trial.number,
+        setting=dict(kept["setting"]),
+        kind=kept["kind"],
+        reason=kept.get("reason", ""),
+        own=kept.get("role") == ROLE_OWN,
+        points=tuple(Point(**point) for point in kept.get("points", ())),
+        too_large=tuple(kept.get("too_large", ())),
+        predicted={int(micro): (value[0], value[1]) for micro, value in kept.get("predicted", {}).items()},
+        natural=tuple(kept.get("natural", ())),
+        events=dict(kept.get("events", {})),
+        started=kept.get("started", 0.0),
+        seconds=kept.get("seconds", 0.0),
+    )
+
+
+def records_of(study: optuna.Study) -> list[Record]:
+    """All records, in the order of their trials."""
+    return [record for trial in study.get_trials(deepcopy=False) if (record := record_of(trial)) is not None]
+
+
+def worker_attributes(setting: Setting) -> dict[str, Any]:
+    """Who runs a trial, so that others leave its setting alone, and find out when it was killed."""
+    return {"running": key_of(setting), "host": socket.gethostname(), "pid": os.getpid(),
+            "born": psutil.Process().create_time()}  # fmt: skip
+
+
+def is_orphan(trial: FrozenTrial) -> bool:
+    """Whether a running trial's worker was on this host and is gone."""
+    kept = trial.user_attrs
+    if trial.state is not TrialState.RUNNING or kept.get("host", socket.gethostname()) != socket.gethostname():
+        return False
+    try:
+        return bool(psutil.Process(kept.get("pid", -1)).create_time() != kept.get("born"))
+    except (psutil.Error, ValueError):
+        return True

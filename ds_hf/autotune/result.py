@@ -1,0 +1,354 @@
+"""What came out: the best setting or the user's own, why each key was changed, and the files that say so."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_hf.autotune.options import Metric
+from ds_hf.autotune.records import Record, records_of, value_of
+from ds_hf.autotune.space import (
+    CHECKPOINTING,
+    COMMUNICATION,
+    COMPILE,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    STAGE,
+    Setting,
+)
+from ds_hf.autotune.study import Search
+from ds_hf.autotune.trial import Outcome, Point, launch_words
+from ds_hf.autotune.view import gib, show_value
+from ds_hf.config.load import examine
+from ds_hf.config.triple import WorldSize
+from ds_hf.errors import DsHfError
+
+__all__ = ["Change", "Result", "limits_of", "make_result", "write_result"]
+
+LEAST_GAIN = 1.01
+MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+TUNED = "ds_config.tuned.json"
+
+
+class NothingFits(DsHfError):
+    """No setting could be measured."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that is not as the user had it, and why."""
+
+    key: str
+    before: Any
+    after: Any
+    reason: str
+
+
+@dataclass
+class Result:
+    """The end of a search.
+
+    Attributes:
+        best: record and point that won; ``own``: the user's, ``None`` when that did not fit.
+        kept: the user's file stays, as nothing was better by more than the noise.
+        gain: how many times better the best is (1 when kept).
+        confirmed: the script's own steps with the result; ``None`` when that was not tried.
+        limits: shares of a step's time, and what limits it.
+    """
+
+    best: tuple[Record, Point]
+    own: Point | None
+    kept: bool
+    gain: float
+    config: dict[str, Any]
+    changes: list[Change] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    confirmed: Outcome | None = None
+    limits: dict[str, float] = field(default_factory=dict)
+    limit: str = ""
+    why_stopped: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def make_result(search: Search) -> Result:
+    """Choose among what was measured.
+
+    Raises:
+        NothingFits: nothing was.
+    """
+    measured = [(record, point) for record in search.launched() for point in record.points]
+    if not measured:
+        raise NothingFits(_why_nothing_fits(search))
+    best = min(measured, key=lambda pair: search.cost(pair[1]))
+    facts = search.own.events["facts"]
+    own = next((point for point in search.own.points if point.micro == facts["micro"]), None)
+    gain, kept = 1.0, False
+    if own is not None:
+        gain = search.cost(own) / max(search.cost(best[1]), 1e-12)
+        kept = best[1] is own or gain < LEAST_GAIN or not _separated(best[1], own, search.options.metric)
+    if kept and own is not None:
+        best, gain = (search.own, own), 1.0
+    size = (best[1].micro, best[1].accumulation)
+    config = search.final_config(best[0].setting, size)
+    result = Result(best, own, kept, gain, config, why_stopped=search.why_stopped)
+    result.changes = [] if kept else changes_of(search, best)
+    result.words = _words(search, best[0].setting, size)
+    result.limits, result.limit = limits_of(search, best)
+    examine(config, world=WorldSize(search.world_size, "the search"), allow_auto=True)  # never write a bad file
+    return result
+
+
+def _separated(best: Point, own: Point, metric: Metric) -> bool:
+    """Whether the intervals do not overlap."""
+    if metric is Metric.MEMORY:
+        return best.peak < own.peak
+    each = (best.micro * best.accumulation, own.micro * own.accumulation) if metric is not Metric.LATENCY else (1, 1)
+    return best.high / each[0] < own.low / each[1]
+
+
+def _why_nothing_fits(search: Search) -> str:
+    records = records_of(search.study)
+    lines = [f"  {record.label}: {record.reason or record.kind}" for record in records[:8]]
+    return "\n".join([
+        "no setting could be measured; nearest first:", *lines,
+        "free more keys (--tune all, with offload and gradient checkpointing), use more devices, or a smaller model",
+    ])  # fmt: skip
+
+
+def _words(search: Search, setting: Setting, size: tuple[int, int]) -> list[str]:
+    """The whole command with the tuned file."""
+    values: dict[str, object] = {MICRO: size[0], STEPS: size[1]}
+    if CHECKPOINTING in setting and setting[CHECKPOINTING] != search.space.own[CHECKPOINTING]:
+        values[CHECKPOINTING] = setting[CHECKPOINTING]
+    path = search.options.results_dir / TUNED
+    words = search.command.words(path, values)
+    whole = launch_words(search.options.launcher, search.problem.processes, words)
+    return ["torchrun", *whole[3:]] if not search.options.launcher else whole
+
+
+# -- reasons ------------------------------------------------------------------------------------------------------
+
+
+def changes_of(search: Search, best: tuple[Record, Point]) -> list[Change]:
+    """Every key that differs from the user's, with its reason."""
+    record, point = best
+    facts = search.own.events["facts"]
+    own_size = {MICRO: facts["micro"], STEPS: facts["accumulation"], TOTAL: facts["train_batch"]}
+    new_size = {
+        MICRO: point.micro,
+        STEPS: point.accumulation,
+        TOTAL: point.micro * point.accumulation * search.world_size,
+    }
+    changes = [
+        Change(name, search.space.own[name], value, _reason(search, best, name))
+        for name, value in record.setting.items()
+        if value != search.own.setting.get(name)
+    ]
+    for name in (MICRO, STEPS, TOTAL):
+        if own_size[name] != new_size[name]:
+            changes.append(Change(name, own_size[name], new_size[name], _batch_reason(search, best, name)))
+    return changes
+
+
+def _batch_reason(search: Search, best: tuple[Record, Point], name: str) -> str:
+    record, point = best
+    if name == STEPS:
+        return f"keeps the global batch at {point.micro * point.accumulation * search.world_size}"
+    if name == TOTAL:
+        return "inside the interval that you allowed"
+    others = sorted((p for p in record.points if p.micro != point.micro), key=search.cost)
+    text = f"{gib(point.peak)} at the peak"
+    if search.model.memory:
+        text += f" of {gib(search.model.memory)}, {1 - point.peak / search.model.memory:.0%} left"
+    if others:
+        text += f"; {search.cost(others[0]) / search.cost(point):.2f} x better than micro-batch {others[0].micro}"
+    too_large = [micro for micro in record.too_large if micro > point.micro]
+    return text + (f"; {min(too_large)} runs out of memory" if too_large else "")
+
+
+def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
+    record, point = best
+    value = record.setting[name]
+    effect = _effect(search, best, name)
+    states = search.model.states(record.setting, point.accumulation)
+    room = f" of {gib(search.model.memory)}" if search.model.memory else ""
+    texts = {
+        STAGE: {
+            0: f"everything whole on each device takes {gib(states.device)}{room}; gradients are reduced once a step",
+            1: f"optimizer states divided: {gib(states.device)}{room} a device; gradients are reduced once a step, not "
+            "every micro-batch",
+            2: f"optimizer states and gradients divided: {gib(states.device)}{room} a device; parameters are not gathered "
+            "for every micro-batch",
+            3: f"parameters divided as well: {gib(states.device)}{room} a device, which leaves room for activations",
+        }.get(value, ""),
+        OFFLOAD_OPTIMIZER: "optimizer states in host memory make room on the device" if value == "cpu"
+        else "optimizer states fit on the device, where the update is faster",
+        OFFLOAD_PARAM: "parameters in host memory make room on the device" if value == "cpu" else "parameters fit on the device",
+        COMPILE: "compiled blocks compute faster" if value else "eager blocks are faster here",
+        CHECKPOINTING: "recomputing activations makes room for a larger micro-batch" if value
+        else "activations fit, so nothing is computed twice",
+        COMMUNICATION: f"gradients travel as {value}",
+    }  # fmt: skip
+    return "; ".join(part for part in (texts.get(name, ""), effect) if part)
+
+
+def _effect(search: Search, best: tuple[Record, Point], name: str) -> str:
+    """What the key alone does: measured where a launch differs in nothing else, otherwise by the corrected model."""
+    record, point = best
+    alone = {**record.setting, name: search.own.setting[name]}
+    twin = next((r for r in search.launched() if r.points and r.setting == alone), None)
+    if twin is not None:
+        other = min(twin.points, key=search.cost)
+        return f"{search.cost(other) / search.cost(point):.2f} x against {_show(search.own.setting[name])}, measured"
+    if not search.space.is_legal(alone):
+        return ""
+    expected = search.model.predict(alone, point.micro, point.accumulation).seconds
+    return f"{expected / point.seconds:.2f} x against {_show(search.own.setting[name])}, by the cost model"
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value)
+
+
+def limits_of(search: Search, best: tuple[Record, Point]) -> tuple[dict[str, float], str]:
+    """Shares of a step's time in the best setting, and the kind that limits it."""
+    record, point = best
+    split = record.events.get("split", {})
+    update = point.optimizer_seconds / point.seconds if point.seconds else 0.0
+    shares = {"optimizer": update}
+    rest = 1 - update
+    shares["communication"] = rest * float(split.get("communication", 0.0))
+    shares["host"] = rest * float(split.get("idle", 0.0))
+    shares["compute"] = max(0.0, 1 - sum(shares.values()))
+    own = next((p for p in search.own.points if p.micro == search.own.events["facts"]["micro"]), None)
+    if own is not None and search.own.natural:
+        natural = sorted(search.own.natural)[len(search.own.natural) // 2]
+        outside = max(0.0, natural - own.seconds)
+        whole = point.seconds + outside
+        shares = {kind: share * point.seconds / whole for kind, share in shares.items()}
+        shares["data and script"] = outside / whole
+    return shares, max(shares, key=lambda kind: shares[kind])
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+def write_result(search: Search, result: Result) -> dict[str, Path]:
+    """The tuned file, its reasons, the command, the table of trials, and DeepSpeed's names for the same."""
+    folder = search.options.results_dir
+    text = json.dumps(result.config, indent=2) + "\n"
+    command = shlex.join(result.words) + "\n"
+    paths = {"config": folder / TUNED, "reasons": folder / "ds_config.tuned.reasons.json", "command": folder / "command.txt",
+             "trials": folder / "trials.csv"}  # fmt: skip
+    paths["config"].write_text(text, "utf-8")
+    (folder / "ds_config_optimal.json").write_text(text, "utf-8")
+    paths["reasons"].write_text(json.dumps(reasons_of(search, result), indent=2) + "\n", "utf-8")
+    paths["command"].write_text(command, "utf-8")
+    (folder / "cmd_optimal.txt").write_text(command, "utf-8")
+    (folder / "summary.txt").write_text("\n".join(summary_lines(search, result)) + "\n", "utf-8")
+    _write_trials(search, paths["trials"])
+    return paths
+
+
+def reasons_of(search: Search, result: Result) -> dict[str, Any]:
+    """The sidecar of the tuned file, as JSON."""
+    record, point = result.best
+    return {
+        "metric": search.options.metric.value,
+        "value": value_of(point, search.options.metric, search.world_size, search.flops),
+        "own": None
+        if result.own is None
+        else value_of(result.own, search.options.metric, search.world_size, search.flops),
+        "gain": result.gain,
+        "kept_yours": result.kept,
+        "changes": [change.__dict__ for change in result.changes],
+        "kept": search.space.kept,
+        "limits": result.limits,
+        "limited_by": result.limit,
+        "why_stopped": result.why_stopped,
+        "notes": search.own.events.get("notes", []),
+        "setting": record.setting,
+        "confirmed_seconds": None if result.confirmed is None else _median(result.confirmed.natural),
+        "own_seconds": _median(list(search.own.natural)),
+    }
+
+
+def summary_lines(search: Search, result: Result) -> list[str]:
+    """The result in a few lines of plain text."""
+    metric = search.options.metric
+    record, point = result.best
+    lines = []
+    if result.own is not None:
+        lines.append(f"your file: {_line(search, result.own)}")
+    else:
+        lines.append("your file: does not fit into memory")
+    if result.kept:
+        lines.append("no significant gain, kept yours")
+    else:
+        value = show_value(value_of(point, metric, search.world_size, search.flops), metric)
+        times = f", {result.gain:.2f} x" if result.own is not None else ""
+        lines.append(f"tuned:     {_line(search, point)}{times}   [{record.label}]")
+        lines += [
+            f"  {change.key}: {_show(change.before)} -> {_show(change.after)}: {change.reason}"
+            for change in result.changes
+        ]
+        if result.confirmed is not None:
+            lines.append(_confirmation(search, result, value))
+    shares = ", ".join(
+        f"{kind} {share:.0%}" for kind, share in sorted(result.limits.items(), key=lambda i: -i[1]) if share > 0.005
+    )
+    lines.append(f"limited by {result.limit} ({shares})")
+    launched = len(search.launched())
+    ruled = len(records_of(search.study)) - launched
+    lines.append(f"{launched} launches, {ruled} settings ruled out without one; stopped: {result.why_stopped}")
+    return lines
+
+
+def _line(search: Search, point: Point) -> str:
+    metric = search.options.metric
+    value = show_value(value_of(point, metric, search.world_size, search.flops), metric)
+    noise = f"{point.low / point.seconds - 1:+.1%} {point.high / point.seconds - 1:+.1%}"
+    return f"{value} ({point.seconds * 1e3:,.1f} ms/step, {noise}), {gib(point.peak)}, micro-batch {point.micro} x {point.accumulation}"
+
+
+def _confirmation(search: Search, result: Result, value: str) -> str:
+    assert result.confirmed is not None
+    after, before = _median(result.confirmed.natural), _median(list(search.own.natural))
+    if after is None:
+        return f"  NOT confirmed: started as a user would, the result failed: {result.confirmed.reason}"
+    text = f"  confirmed: the script itself takes {after * 1e3:,.1f} ms/step with it"
+    return text + (f", and {before * 1e3:,.1f} ms/step with your file" if before is not None else "")
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None
+
+
+def _write_trials(search: Search, path: Path) -> None:
+    """One row a measured point, or a setting without any."""
+    names = ["trial", "setting", "outcome", "reason", "micro", "accumulation", "seconds", "low", "high", "samples_per_s",
+             "peak_bytes", "predicted_seconds", "predicted_bytes", "launch_seconds", "own"]  # fmt: skip
+    axes = [axis.name for axis in search.space.axes]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*names, *axes])
+        writer.writeheader()
+        for record in records_of(search.study):
+            row: dict[str, Any] = {"trial": record.number, "setting": record.label, "outcome": record.kind,
+                   "reason": record.reason, "launch_seconds": record.seconds, "own": record.own, **record.setting}  # fmt: skip
+            for point in record.points or (None,):
+                writer.writerow({**row, **_point_cells(search, record, point)})
+
+
+def _point_cells(search: Search, record: Record, point: Point | None) -> dict[str, Any]:
+    if point is None:
+        return {}
+    seconds, nbytes = record.predicted.get(point.micro, ("", ""))
+    return {
+        "micro": point.micro, "accumulation": point.accumulation, "seconds": point.seconds, "low": point.low,
+        "high": point.high, "samples_per_s": value_of(point, Metric.THROUGHPUT, search.world_size),
+        "peak_bytes": point.peak, "predicted_seconds": seconds, "predicted_bytes": nbytes,
+    }  # fmt: skip

@@ -1,0 +1,223 @@
+"""A whole search from a command line to files: check, search, confirm, write. Ctrl-C leaves the best so far."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ds_hf.autotune.command import Command
+from ds_hf.autotune.options import Options
+from ds_hf.autotune.report import write_report
+from ds_hf.autotune.result import Result, make_result, summary_lines, write_result
+from ds_hf.autotune.study import JOURNAL, Problem, Run, Search
+from ds_hf.autotune.trial import kill_leftovers, run_launch
+from ds_hf.autotune.view import View
+from ds_hf.config.load import examine
+from ds_hf.config.types import Config
+from ds_hf.errors import ConfigError
+
+__all__ = ["tune"]
+
+SIGNATURE = "search.json"
+LOCK = "own.lock"
+TRUSTED = 1.02  # a result this much slower than the user's file when started as a user would is no gain
+
+
+def tune(words: Sequence[str], options: Options, console: Console | None = None, run: Run = run_launch) -> Result:
+    """Find the fastest configuration for ``train.py <its arguments> --deepspeed ds_config.json``.
+
+    Args:
+        words: the script with its arguments.
+        console: where to show progress; ``None`` shows nothing.
+        run: starts a launch; tests give another one.
+
+    Raises:
+        ConfigError: the command, the file or an option is wrong.
+        TuneError: the script fails by itself, or nothing could be measured.
+    """
+    command = Command.parse(words)
+    config = _config(command)
+    options = options if options.results_dir != Options.results_dir else options.with_section(config)
+    command = Command.parse(words, options.arg_mappings)
+    _check(options)
+    problem = Problem(command, config, options, options.processes or _processes())
+    view = View(console or Console(), options, quiet=console is None)
+    _prepare_folder(problem)
+    search = Search(problem, view, run)
+    interrupted = False
+    try:
+        with view.shown():
+            with _only_one_measures(search):
+                search.begin()
+            view.world_size, view.flops = search.world_size, search.flops
+            search.search()
+    except KeyboardInterrupt:
+        if not hasattr(search, "model"):
+            raise
+        search.why_stopped, interrupted = "interrupted", True
+    return _finish(search, view, interrupted=interrupted)
+
+
+def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
+    result = make_result(search)
+    paths = write_result(search, result)
+    if search.options.confirm and not interrupted and not result.kept:
+        with suppress(KeyboardInterrupt), view.shown():
+            _confirm(search, result, view)
+    paths = write_result(search, result)
+    paths["report"] = write_report(search, result)
+    view.say("")
+    for line in summary_lines(search, result):
+        view.say(line)
+    for name, path in paths.items():
+        view.say(f"  {name:<8} {path}")
+    view.say("start it with:\n  " + paths["command"].read_text("utf-8").strip())
+    return result
+
+
+def _confirm(search: Search, result: Result, view: View) -> None:
+    """Start the result as a user would. What is not better there is no gain."""
+    record, point = result.best
+    view.started(len(search.launched()), f"confirming: {record.label}", None)
+    size = (point.micro, point.accumulation)
+    outcome = search.natural_launch("confirm", record.setting, size)
+    before, after = sorted(search.own.natural), sorted(outcome.natural)
+    result.confirmed = outcome
+    if not before or not after or search.options.metric.value in ("memory",):
+        return
+    own = search.own.events["facts"]
+    was = before[len(before) // 2] / (own["micro"] * own["accumulation"])
+    now = after[len(after) // 2] / (point.micro * point.accumulation)
+    if now > was * TRUSTED and result.own is not None:
+        again = replace_best(search, result)
+        again.extra["not confirmed"] = f"{now / was:.2f} x the time of your file when started as a user would"
+        result.__dict__.update(again.__dict__)
+
+
+def replace_best(search: Search, result: Result) -> Result:
+    """The result that keeps the user's file."""
+    assert result.own is not None
+    size = (result.own.micro, result.own.accumulation)
+    kept = Result((search.own, result.own), result.own, True, 1.0, search.final_config(search.own.setting, size))
+    kept.why_stopped, kept.confirmed, kept.limits, kept.limit = (
+        result.why_stopped, result.confirmed, result.limits, result.limit)  # fmt: skip
+    kept.words = search.command.words(search.command.config)
+    return kept
+
+
+def _config(command: Command) -> Config:
+    """The user's file, checked as training would."""
+    source: Any = Path(command.config) if Path(command.config).exists() else command.config
+    if command.config == "auto":
+        raise ConfigError('--deepspeed auto leaves nothing to tune; give a preset ("zero2") or a file')
+    return examine(source, world=None, allow_auto=True)
+
+
+def _check(options: Options) -> None:
+    if options.trials < 1:
+        raise ConfigError("--trials must be 1 or more")
+    if options.low_batch and options.high_batch and options.low_batch > options.high_batch:
+        raise ConfigError(f"the batch interval {options.low_batch}:{options.high_batch} is empty")
+    if options.low_micro > options.high_micro:
+        raise ConfigError(f"the micro-batch interval {options.low_micro}:{options.high_micro} is empty")
+
+
+def _processes() -> int:
+    """One a GPU, or one."""
+    import torch  # only here: the command line starts without it
+
+    return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1
+
+
+def _prepare_folder(problem: Problem) -> None:
+    """Make the results folder; refuse one that belongs to another search.
+
+    Raises:
+        ConfigError: it cannot be written, or holds something else.
+    """
+    folder = problem.options.results_dir
+    fix = "give another --results-dir"
+    try:
+        if problem.options.overwrite and (folder / JOURNAL).exists():
+            kill_leftovers(folder / "trials")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write into {folder}: {error.strerror or error}; {fix}") from None
+    here = _signature(problem)
+    noted = folder / SIGNATURE
+    if noted.exists():
+        try:
+            there = json.loads(noted.read_text("utf-8"))
+        except ValueError:
+            there = {}
+        different = [name for name in here if there.get(name) != here[name]]
+        if different:
+            raise ConfigError(
+                f"{folder} holds a search of something else ({', '.join(different)} differ): "
+                f"--overwrite starts anew, or {fix}"
+            )
+        return
+    if any(folder.iterdir()) and not (folder / JOURNAL).exists() and any(folder.glob("trials/*")):
+        raise ConfigError(f"{folder} has files of something else; {fix}")
+    noted.write_text(json.dumps(here, indent=2) + "\n", "utf-8")
+
+
+def _signature(problem: Problem) -> dict[str, Any]:
+    """What must be equal for two runs to be one search."""
+    options, command = problem.options, problem.command
+    return {
+        "script": list(command.script),
+        "arguments": [word for index, word in enumerate(command.args) if index != command.config_at],
+        "configuration": problem.config.resolved,
+        "metric": options.metric.value,
+        "processes": problem.processes,
+        "launcher": list(options.launcher),
+        "memory_limit": options.memory_limit,
+        "tune": sorted(options.tune),
+        "fix": sorted(options.fix),
+        "batch": [options.low_batch, options.high_batch],
+        "micro": [options.low_micro, options.high_micro],
+    }
+
+
+@contextmanager
+def _only_one_measures(search: Search) -> Iterator[None]:
+    """Of several workers one measures the user's file; the others wait for what it finds."""
+    lock = search.folder / LOCK
+    end = time.monotonic() + search.options.trial_timeout
+    while True:
+        try:
+            handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            break
+        except FileExistsError:
+            if _stale(lock, search.options.trial_timeout) or time.monotonic() > end:
+                lock.unlink(missing_ok=True)
+            time.sleep(0.5)
+    try:
+        os.write(handle, f"{os.uname().nodename} {os.getpid()}".encode())
+        os.close(handle)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _stale(lock: Path, timeout: float) -> bool:
+    """Whether the worker that holds the lock is gone."""
+    with suppress(OSError, ValueError):
+        host, pid = lock.read_text("utf-8").split()
+        if host == os.uname().nodename:
+            return not Path(f"/proc/{pid}").exists()
+        return time.time() - lock.stat().st_mtime > timeout
+    return False

@@ -1,0 +1,249 @@
+"""The search space: which keys are free, which values they may take, and which batches keep the global batch.
+
+The rule for free keys, as a user sees it: a key that the file does not have, or has as "auto", is free; a value that
+the file (or the script's command line) gives is kept, unless ``--tune KEY`` names it; ``--fix KEY`` keeps any key. The
+division of the global batch into micro-batch and accumulation is free, their product with the world size is not.
+Keys that change what is computed (dtype of communication) are free only when named. Keys that ds_hf reads and does not
+act upon (``x-status`` of the schema) are no axes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_hf.autotune.command import Command
+from ds_hf.autotune.options import Options
+from ds_hf.config.load import examine
+from ds_hf.config.schema import load_schema
+from ds_hf.config.types import Config
+from ds_hf.errors import ConfigError
+
+__all__ = ["Axis", "Setting", "Space", "config_of", "key_of", "label_of", "points"]
+
+Setting = dict[str, Any]  # axis name -> value
+
+STAGE = "zero_optimization.stage"
+OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
+OFFLOAD_PARAM = "zero_optimization.offload_param.device"
+COMPILE = "ds_hf.compile"
+CHECKPOINTING = "gradient_checkpointing"
+COMMUNICATION = "communication_data_type"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One free key.
+
+    Attributes:
+        name: dotted key of the file, or of the script's arguments (``gradient_checkpointing``).
+        values: what it may be; the first is the default.
+        named_only: changes results, or seldom pays: free only when the user names it.
+        device_only: pays only where device and host are not the same memory.
+    """
+
+    name: str
+    values: tuple[Any, ...]
+    named_only: bool = False
+    device_only: bool = False
+
+
+AXES = (
+    Axis(STAGE, (0, 1, 2, 3)),
+    Axis(OFFLOAD_OPTIMIZER, ("none", "cpu"), device_only=True),
+    Axis(OFFLOAD_PARAM, ("none", "cpu"), device_only=True),
+    Axis("zero_optimization.offload_optimizer.ratio", (1.0, 0.75, 0.5, 0.25), device_only=True),
+    Axis("zero_optimization.stage3_prefetch_bucket_size", (50_000_000, 0, 500_000_000)),
+    Axis("zero_optimization.stage3_max_live_parameters", (1_000_000_000, 100_000_000), named_only=True),
+    Axis(COMPILE, (False, "blocks"), device_only=True),
+    Axis(CHECKPOINTING, (False, True)),
+    Axis(COMMUNICATION, (None, "bf16", "fp32"), named_only=True),
+)
+STAGE_3_KEYS = ("stage3_", "ratio")
+
+
+class Space:
+    """The free axes of one search, and the settings that they span.
+
+    Attributes:
+        axes: free keys. own: the user's setting.
+        kept: keys that stay as they are, with the reason.
+    """
+
+    def __init__(self, config: Config, command: Command, options: Options, *, cuda: bool, can_checkpoint: bool) -> None:
+        self.tree = config.resolved
+        self.command = command
+        self.kept: dict[str, str] = {}
+        known = {axis.name for axis in AXES} | set(BATCH_KEYS) | {"dataloader_num_workers", "all"}
+        for name in (*options.tune, *options.fix):
+            if name not in known:
+                raise ConfigError(f"{name!r} is no key that can be tuned; there are: {', '.join(sorted(known))}")
+        self.axes = [axis for axis in AXES if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
+        self.own: Setting = {axis.name: self._own(axis) for axis in self.axes}
+        self.axes = [
+            axis if self.own[axis.name] in axis.values else Axis(axis.name, (*axis.values, self.own[axis.name]))
+            for axis in self.axes
+        ]
+
+    def _is_free(self, axis: Axis, options: Options, *, cuda: bool, can_checkpoint: bool) -> bool:
+        named = axis.name in options.tune or ("all" in options.tune and not axis.named_only)
+        reason = ""
+        if axis.name == CHECKPOINTING:
+            if not can_checkpoint:
+                reason = "the model has no gradient checkpointing"
+            elif axis.name not in self.command.mappings:
+                reason = "the script has no option for it (autotuning.arg_mappings names one)"
+            elif self.command.given(axis.name) is not None and not named:
+                reason = "given on the command line"
+        elif not _has_effect(axis.name):
+            reason = "ds_hf does not act upon it"
+        elif self._given(axis.name) and not named:
+            reason = "given in the file"
+        if not reason and axis.name in options.fix:
+            reason = "--fix"
+        if not reason and not named:
+            if axis.named_only:
+                reason = "free only when named by --tune"
+            elif axis.device_only and not cuda:
+                reason = "of no use without an accelerator"
+            elif options.fast and axis.name != STAGE:
+                reason = "autotuning.fast"
+        if reason:
+            self.kept[axis.name] = reason
+        return not reason
+
+    def _given(self, name: str) -> bool:
+        """Whether the file gives a value to the key."""
+        value = _get(self.tree, name)
+        return value is not None and value != "auto"
+
+    def _own(self, axis: Axis) -> Any:
+        """The user's value of the axis."""
+        if axis.name == CHECKPOINTING:
+            return bool(self.command.given_flag(CHECKPOINTING))
+        value = _get(self.tree, axis.name)
+        return axis.values[0] if value is None or value == "auto" else value
+
+    def settings(self) -> Iterator[Setting]:
+        """Every legal setting once, the user's own first."""
+        seen: set[str] = set()
+        spanned = (
+            dict(zip(self.own, values, strict=True))
+            for values in itertools.product(*(axis.values for axis in self.axes))
+        )
+        for setting in itertools.chain([self.own], spanned):
+            plain = self.plain(setting)
+            key = key_of(plain)
+            if key not in seen and self.is_legal(plain):
+                seen.add(key)
+                yield plain
+
+    def plain(self, setting: Setting) -> Setting:
+        """``setting`` with keys that its stage does not read at their defaults: two that do the same are one."""
+        result = dict(setting)
+        stage = result.get(STAGE, _get(self.tree, STAGE) or 0)
+        for axis in self.axes:
+            of_stage_3 = any(part in axis.name for part in STAGE_3_KEYS)
+            if of_stage_3 and stage != 3:
+                result[axis.name] = axis.values[0]
+        return result
+
+    def is_legal(self, setting: Setting) -> bool:
+        """Whether ds_hf takes the configuration."""
+        try:
+            examine(config_of(self.tree, setting), world=None, allow_auto=True)
+        except ConfigError:
+            return False
+        return True
+
+
+def config_of(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
+    """``tree`` with the values of ``setting``; keys at their default are left out unless the file had them."""
+    result = copy.deepcopy(dict(tree))
+    result.pop("autotuning", None)
+    defaults = {axis.name: axis.values[0] for axis in AXES}
+    for name, value in setting.items():
+        if name == CHECKPOINTING or (_get(result, name) is None and value == defaults.get(name) and name != STAGE):
+            continue
+        *path, last = name.split(".")
+        section = result
+        for key in path:
+            if not isinstance(section.get(key), dict):
+                section[key] = {}
+            section = section[key]
+        if value is None:
+            section.pop(last, None)
+        else:
+            section[last] = value
+    return result
+
+
+def points(options: Options, world_size: int, own: tuple[int, int], limit: int | None = None) -> list[tuple[int, int]]:
+    """(micro-batch, accumulation steps) that keep the global batch, or stay in the interval for it, ascending.
+
+    Args:
+        own: the user's.
+        limit: largest micro-batch.
+    """
+    if "train_micro_batch_size_per_gpu" in options.fix or "gradient_accumulation_steps" in options.fix:
+        return [own]
+    share = own[0] * own[1]
+    high = min(options.high_micro, limit or options.high_micro)
+    if options.low_batch is None and options.high_batch is None:
+        return [(micro, share // micro) for micro in range(1, share + 1)
+                if share % micro == 0 and (options.low_micro <= micro <= high or micro == own[0])]  # fmt: skip
+    lowest = -(-(options.low_batch or 1) // world_size)
+    highest = (options.high_batch or share * world_size) // world_size
+    micros = sorted({own[0], *(2**power for power in range(highest.bit_length()))})
+    found = [(micro, highest // micro) for micro in micros if options.low_micro <= micro <= high and micro <= highest]
+    return [(micro, steps) for micro, steps in found if lowest <= micro * steps]
+
+
+def key_of(setting: Setting) -> str:
+    """A text that is the same for equal settings."""
+    return ";".join(f"{name}={setting[name]!r}" for name in sorted(setting))
+
+
+def label_of(setting: Setting) -> str:
+    """A setting in a few words, for tables and plots."""
+    words = []
+    if STAGE in setting:
+        words.append(f"stage {setting[STAGE]}")
+    host = [name for key, name in ((OFFLOAD_OPTIMIZER, "optimizer"), (OFFLOAD_PARAM, "parameters"))
+            if setting.get(key) == "cpu"]  # fmt: skip
+    if host:
+        words.append(f"{' and '.join(host)} on host")
+    if setting.get(CHECKPOINTING):
+        words.append("checkpointing")
+    if setting.get(COMPILE):
+        words.append("compiled")
+    if setting.get(COMMUNICATION):
+        words.append(f"communicates {setting[COMMUNICATION]}")
+    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, COMPILE, COMMUNICATION}
+    defaults = {axis.name: axis.values[0] for axis in AXES}
+    words += [f"{name.rpartition('.')[2]} {value}" for name, value in setting.items()
+              if name not in named and value != defaults.get(name)]  # fmt: skip
+    return ", ".join(words) or "as in the file"
+
+
+def _get(tree: Mapping[str, Any], name: str) -> Any:
+    value: Any = tree
+    for key in name.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+def _has_effect(name: str) -> bool:
+    """Whether the schema says that ds_hf acts upon the key."""
+    node: Any = load_schema()
+    for key in name.split("."):
+        node = node["properties"][key]
+        if node.get("x-status", "implemented") != "implemented":
+            return False
+    return True

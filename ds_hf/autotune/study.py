@@ -1,0 +1,496 @@
+"""The search: the user's own file first, then settings in the order of the cost model and of Optuna's sampler.
+
+Each launch is one Optuna trial in a journal file, so that a search that was killed goes on, and workers on several
+machines share it. Most launches take what the corrected cost model thinks best; every fourth is Optuna's own choice,
+which does not believe the model. It ends when the budget is spent, everything is tried, nothing left can be better
+than the best by the model's own uncertainty, or ``patience`` launches brought no gain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState, create_trial
+
+from ds_hf.autotune.command import Command
+from ds_hf.autotune.cost import CostModel, Survey
+from ds_hf.autotune.options import Metric, Options
+from ds_hf.autotune.records import (
+    ROLE_OWN,
+    Record,
+    attributes_of,
+    is_orphan,
+    records_of,
+    value_of,
+    worker_attributes,
+)
+from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points
+from ds_hf.autotune.trial import Launch, Outcome, Point, launch_words, run_launch
+from ds_hf.autotune.view import View
+from ds_hf.config.types import Config
+from ds_hf.errors import DsHfError
+from ds_hf.measure.protocol import TrialRequest
+
+__all__ = ["Problem", "Search", "TuneError"]
+
+JOURNAL = "journal.log"
+STUDY = "ds_hf"
+EXPLORE_EVERY = 4
+SURE = 2.0  # standard deviations
+STARTUP = 4  # launches before Optuna's sampler and pruner have an opinion
+NATURAL_STEPS = 6
+SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
+
+Run = Callable[[Launch, Any], Outcome]
+
+
+class TuneError(DsHfError):
+    """The search cannot go on; ``tail`` is the output of the script that explains it."""
+
+    def __init__(self, message: str, tail: str = "") -> None:
+        super().__init__(message)
+        self.tail = tail
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is tuned: the user's command and file, and how."""
+
+    command: Command
+    config: Config
+    options: Options
+    processes: int
+
+
+class Search:
+    """One worker's part of a search.
+
+    Args:
+        run: starts a launch; tests give another one.
+
+    Attributes:
+        own: record of the user's file. world_size: processes of a launch. model, space: known after ``begin``.
+    """
+
+    def __init__(self, problem: Problem, view: View, run: Run = run_launch) -> None:
+        self.problem, self.view, self.run = problem, view, run
+        self.options, self.command = problem.options, problem.command
+        self.folder = self.options.results_dir
+        self.study = self._open()
+        self.own: Record
+        self.model: CostModel
+        self.space: Space
+        self.world_size = 1
+        self.started = time.monotonic()
+        self.why_stopped = ""
+
+    def _open(self) -> optuna.Study:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        storage = JournalStorage(JournalFileBackend(str(self.folder / JOURNAL)))
+        with _quiet():
+            return optuna.create_study(
+                study_name=STUDY,
+                storage=storage,
+                sampler=_sampler(self.options),
+                pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=1),
+                direction="maximize" if self.options.metric.maximize else "minimize",
+                load_if_exists=True,
+            )
+
+    # -- the user's own file --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Measure the user's file, or find that another worker has; then model and space.
+
+        Raises:
+            TuneError: the script fails by itself, or never trains.
+        """
+        for trial in self.study.get_trials(deepcopy=False):
+            if is_orphan(trial):
+                self.study.tell(trial.number, state=TrialState.FAIL)
+        own = next((record for record in records_of(self.study) if record.own), None)
+        if own is None:
+            own = self._measure_own()
+        self.own = own
+        facts = own.events["facts"]
+        self.world_size = int(facts["world_size"])
+        self.space = self._make_space(facts)
+        found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in own.points}
+        memory = self.options.memory_limit or facts.get("memory")
+        self.model = CostModel(self.space.tree, own.setting, Survey(facts, own.events.get("survey", {}), found), memory)
+        for record in records_of(self.study):
+            self._learn(record)
+
+    def _make_space(self, facts: dict[str, Any]) -> Space:
+        return Space(
+            self.problem.config,
+            self.command,
+            self.options,
+            cuda=bool(facts["cuda"]),
+            can_checkpoint=bool(facts["can_checkpoint"]),
+        )
+
+    def _measure_own(self) -> Record:
+        self.view.started(0, "your file", None)
+        started = time.time()
+        outcome = self._first_launch()
+        if outcome.kind in ("crash", "hang", "timeout", "no engine", "no steps") and not outcome.points:
+            raise TuneError(f"your script, with your own file, failed: {outcome.reason}", outcome.tail)
+        if "facts" not in outcome.events:
+            raise TuneError(f"your script ran out of memory before it had an engine: {outcome.reason}", outcome.tail)
+        space = self._make_space(outcome.events["facts"])
+        own = space.plain(space.own)
+        return self._tell(own, outcome, {}, started, role=ROLE_OWN)
+
+    def _first_launch(self) -> Outcome:
+        """The user's command with the user's values; the engine alone knows yet which batch that is."""
+        request = self._request("0000-own", [], survey=True, natural=NATURAL_STEPS)
+        config = self._write_config("0000-own", config_of(self.problem.config.resolved, {}))
+        return self._launch("0000-own", self.command.words(config), request, watch=self._progress)
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def search(self) -> None:
+        """Launch until there is a reason to stop, which is then in ``why_stopped``."""
+        while not self.why_stopped:
+            self._rule_out()
+            setting = self._choose()
+            if setting is None:
+                break
+            self._try(setting)
+
+    def _choose(self) -> Setting | None:
+        """The next setting; ``None``, with the reason, when there is none."""
+        self.why_stopped = self._reason_to_stop()
+        if self.why_stopped:
+            return None
+        ranked = self._ranked()
+        if not ranked:
+            self.why_stopped = "every setting that can fit was measured"
+            return None
+        best = self._best_cost()
+        hopeful = [setting for optimistic, setting in ranked if optimistic < best]
+        if not hopeful:
+            self.why_stopped = "no setting that is left can be faster than the best one, by the corrected model"
+            return None
+        launches = len(self.launched())
+        if self.options.sampler == "gridsearch":
+            return next(s for s in self.space.settings() if key_of(s) in {key_of(h) for h in hopeful})
+        if self.options.sampler == "random" or (launches >= STARTUP and launches % EXPLORE_EVERY == 0):
+            return self._suggested({key_of(setting) for _, setting in ranked}) or hopeful[0]
+        return hopeful[0]
+
+    def _reason_to_stop(self) -> str:
+        launched = self.launched()
+        if len(launched) >= self.options.trials:
+            return f"{self.options.trials} launches were asked for"
+        spent = time.monotonic() - self.started
+        typical = sorted(record.seconds for record in launched)[len(launched) // 2]
+        if spent + typical * (1 + self.options.confirm) > self.options.budget:
+            return f"the budget of {self.options.budget:g} s is spent"
+        since = self._launches_since_gain(launched)
+        if since >= self.options.patience:
+            return f"{since} launches in a row brought no gain"
+        return ""
+
+    def _launches_since_gain(self, launched: list[Record]) -> int:
+        best, since = math.inf, 0
+        for record in launched:
+            cost = min((self.cost(point) for point in record.points), default=math.inf)
+            best, since = (cost, 0) if cost < best * 0.99 else (best, since + 1)
+        return since
+
+    def _ranked(self) -> list[tuple[float, Setting]]:
+        """Settings that nobody has taken, most promising first, each with what it may cost at best."""
+        taken = {record.key for record in records_of(self.study)}
+        taken |= {t.user_attrs["running"] for t in self.study.get_trials(deepcopy=False)
+                  if t.state is TrialState.RUNNING and "running" in t.user_attrs}  # fmt: skip
+        found = []
+        for setting in self.space.settings():
+            if key_of(setting) in taken:
+                continue
+            sizes = self._sizes(setting)
+            if sizes:
+                expected = min(self._predicted_cost(setting, *size) for size in sizes)
+                doubt = self.model.spread * (1 + self.model.surprise(setting))
+                optimistic = expected * (math.exp(-SURE * doubt) if self.options.metric is not Metric.MEMORY else 0.9)
+                found.append((expected, optimistic, setting))
+        found.sort(key=lambda item: item[0])
+        return [(optimistic, setting) for _, optimistic, setting in found]
+
+    def _suggested(self, open_keys: set[str]) -> Setting | None:
+        """Optuna's choice, if it is one that nobody has taken."""
+        for _ in range(SUGGESTIONS):
+            with _quiet():
+                trial = self.study.ask()
+                setting = {axis.name: trial.suggest_categorical(axis.name, axis.values) for axis in self.space.axes}
+            self.study.tell(trial.number, state=TrialState.FAIL)
+            plain = self.space.plain(setting)
+            if key_of(plain) in open_keys:
+                return plain
+        return None
+
+    def _rule_out(self) -> None:
+        """Settings of which no batch can fit are recorded, without a launch."""
+        known = {record.key for record in records_of(self.study)}
+        for setting in self.space.settings():
+            if key_of(setting) in known or self._sizes(setting):
+                continue
+            micro, steps = self.all_sizes()[0]
+            need, memory = self.model.nbytes(setting, micro, steps), self.model.memory
+            reason = (
+                f"needs {need / 2**30:.2f} GiB at micro-batch {micro}, and there are {(memory or 0) / 2**30:.2f} GiB"
+            )
+            kept = {"setting": setting, "kind": "ruled out", "reason": reason,
+                    "predicted": {str(micro): [self.model.predict(setting, micro, steps).seconds, need]}}  # fmt: skip
+            self.study.add_trial(create_trial(
+                state=TrialState.PRUNED, params=setting, distributions=self._distributions(), user_attrs=kept))  # fmt: skip
+            self.view.ruled_out(setting, reason)
+
+    # -- one setting ----------------------------------------------------------------------------------------------
+
+    def all_sizes(self) -> list[tuple[int, int]]:
+        """All (micro-batch, accumulation) of the search, ascending."""
+        facts = self.own.events["facts"]
+        return points(self.options, self.world_size, (facts["micro"], facts["accumulation"]))
+
+    def _sizes(self, setting: Setting) -> list[tuple[int, int]]:
+        """The sizes worth measuring for a setting: those that may fit, the most promising first."""
+        fitting = [size for size in self.all_sizes() if not self.model.cannot_fit(setting, *size)]
+        fitting.sort(key=lambda size: self._predicted_cost(setting, *size))
+        return fitting[: self.options.micros]
+
+    def _try(self, setting: Setting) -> None:
+        number = len(self.launched())
+        name = f"{number:04d}-{_short_hash(setting)}"
+        sizes = self._sizes(setting)
+        predictions = {size[0]: self.model.predict(setting, *size) for size in sizes}
+        predicted = {micro: (found.seconds, found.nbytes) for micro, found in predictions.items()}
+        self.view.started(number, setting, predicted)
+        self.study.enqueue_trial(setting)
+        with _quiet():
+            trial = self.study.ask()
+            for axis in self.space.axes:
+                trial.suggest_categorical(axis.name, axis.values)
+        for key, value in worker_attributes(setting).items():
+            trial.set_user_attr(key, value)
+        config = self._write_config(name, config_of(self.space.tree, setting))
+        started = time.time()
+        try:
+            outcome = self._launch_sizes(name, setting, config, sizes, trial)
+        except BaseException:
+            self.study.tell(trial.number, state=TrialState.FAIL)
+            raise
+        self._learn(self._tell(setting, outcome, predicted, started, trial=trial))
+
+    def _launch_sizes(
+        self, name: str, setting: Setting, config: Path, sizes: list[tuple[int, int]], trial: optuna.Trial
+    ) -> Outcome:
+        """One launch for all sizes, or one a size where the engine cannot change them."""
+        checkpointing = setting.get(CHECKPOINTING)
+        best = self._best_point()
+        each = None if best is None else best.seconds / best.micro / best.accumulation
+        if "not resizable" not in self.own.events:
+            request = self._request(name, sizes, checkpointing=checkpointing, best=each)
+            return self._launch(name, self.command.words(config), request, watch=self._pruner(trial))
+        total = Outcome("oom")
+        for micro, accumulation in sizes:
+            part = self.natural_launch(f"{name}-{micro}", setting, (micro, accumulation))
+            total.seconds += part.seconds
+            total.points += part.points
+            if part.kind == "ok":
+                total.kind, total.reason, total.tail = part.kind, part.reason, part.tail
+            elif not total.points:
+                total.kind, total.reason = part.kind, part.reason
+        return total
+
+    def natural_launch(self, name: str, setting: Setting, size: tuple[int, int], **more: Any) -> Outcome:
+        """The script as the user would start it with the result; its own steps become the point."""
+        values = {"train_micro_batch_size_per_gpu": size[0], "gradient_accumulation_steps": size[1], **more}
+        if CHECKPOINTING in setting:
+            values[CHECKPOINTING] = setting[CHECKPOINTING]
+        config = self._write_config(name, self.final_config(setting, size))
+        request = self._request(name, [], natural=NATURAL_STEPS)
+        outcome = self._launch(name, self.command.words(config, values), request, watch=None)
+        if outcome.natural and not outcome.points:
+            ordered = sorted(outcome.natural)
+            middle = ordered[len(ordered) // 2]
+            outcome.points.append(Point(*size, middle, ordered[0], ordered[-1], 0, 0.0, len(ordered)))
+        return outcome
+
+    def final_config(self, setting: Setting, size: tuple[int, int]) -> dict[str, Any]:
+        """The configuration of a setting with its batch written out."""
+        tree = config_of(self.space.tree, setting)
+        batch = dict(zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), size, strict=True))
+        return {**tree, **batch, "train_batch_size": size[0] * size[1] * self.world_size}
+
+    def _request(
+        self,
+        name: str,
+        sizes: list[tuple[int, int]],
+        *,
+        checkpointing: bool | None = None,
+        survey: bool = False,
+        natural: int = 0,
+        best: float | None = None,
+    ) -> TrialRequest:
+        options = self.options
+        return TrialRequest(
+            events=str((self._trial_folder(name) / "events.jsonl").resolve()),
+            points=tuple(sizes),
+            natural_steps=natural,
+            survey=survey,
+            own_axis=survey,
+            low_micro=options.low_micro,
+            high_micro=options.high_micro,
+            gradient_checkpointing=checkpointing,
+            memory_limit=options.memory_limit,
+            steps=options.steps,
+            point_seconds=min(options.point_seconds, max(2.0, options.budget / 60)),
+            best=best,
+        )
+
+    def _launch(self, name: str, words: list[str], request: TrialRequest, watch: Any) -> Outcome:
+        options = self.options
+        whole = launch_words(options.launcher, self.problem.processes, words)
+        left = max(30.0, options.budget - (time.monotonic() - self.started))
+        timeout = min(options.trial_timeout, left)
+        return self.run(Launch(whole, self._trial_folder(name), request, timeout, options.stall_timeout), watch)
+
+    def _trial_folder(self, name: str) -> Path:
+        return self.folder / "trials" / name
+
+    def _write_config(self, name: str, tree: dict[str, Any]) -> Path:
+        folder = self._trial_folder(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = (folder / "ds_config.json").resolve()
+        path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
+        return path
+
+    def _progress(self, event: dict[str, Any]) -> bool:
+        self.view.event(event)
+        return False
+
+    def _pruner(self, trial: optuna.Trial) -> Callable[[dict[str, Any]], bool]:
+        """Reports each point to Optuna; True when its pruner gives the trial up."""
+        values: list[float] = []
+
+        def watch(event: dict[str, Any]) -> bool:
+            self.view.event(event)
+            if event["event"] != "point" or event["outcome"] != "ok":
+                return False
+            point = Point(
+                event["micro"], event["accumulation"], event["seconds"], event["low"], event["high"], event["peak"]
+            )
+            values.append(self._value(point))
+            trial.report(max(values) if self.options.metric.maximize else min(values), len(values))
+            return bool(trial.should_prune())
+
+        return watch
+
+    # -- what is known --------------------------------------------------------------------------------------------
+
+    def _tell(
+        self,
+        setting: Setting,
+        outcome: Outcome,
+        predicted: dict[int, tuple[float, int]],
+        started: float,
+        *,
+        trial: optuna.Trial | None = None,
+        role: str = "",
+    ) -> Record:
+        """Into the journal, and to the view."""
+        kept = attributes_of(setting, outcome, predicted, started)
+        if role:
+            kept["role"] = role
+        best = min(outcome.points, key=self.cost, default=None)
+        value = None if best is None else self._value(best)
+        state = TrialState.FAIL if value is None else TrialState.COMPLETE
+        if trial is None:
+            space = self._make_space(outcome.events["facts"])
+            distributions = {axis.name: CategoricalDistribution(axis.values) for axis in space.axes}
+            self.study.add_trial(create_trial(
+                state=state, value=value, params=setting, distributions=distributions, user_attrs=kept))  # fmt: skip
+            number = self.study.get_trials(deepcopy=False)[-1].number
+        else:
+            for key, attribute in kept.items():
+                trial.set_user_attr(key, attribute)
+            self.study.tell(trial.number, value, state=state)
+            number = trial.number
+        record = next(record for record in records_of(self.study) if record.number == number)
+        self.view.ended(record)
+        return record
+
+    def _distributions(self) -> dict[str, Any]:
+        return {axis.name: CategoricalDistribution(axis.values) for axis in self.space.axes}
+
+    def _learn(self, record: Record) -> None:
+        if record.points:
+            self.model.observe(record.setting, [(p.micro, p.accumulation, p.seconds) for p in record.points])
+
+    def launched(self) -> list[Record]:
+        return [record for record in records_of(self.study) if record.kind != "ruled out"]
+
+    def _value(self, point: Point) -> float:
+        """In the metric's unit, for Optuna."""
+        return value_of(point, self.options.metric, self.world_size, self.flops)
+
+    @property
+    def flops(self) -> float:
+        """Operations of one sample; 1 while they are unknown."""
+        own = getattr(self, "own", None)
+        return float((own.events.get("survey", {}).get("flops") if own else None) or 1.0)
+
+    def cost(self, point: Point) -> float:
+        """What is minimized: bytes, seconds a step, or seconds a sample (throughput and FLOPS are one over it)."""
+        return self._search_cost(point.seconds, point.peak, point.micro * point.accumulation)
+
+    def _predicted_cost(self, setting: Setting, micro: int, accumulation: int) -> float:
+        found = self.model.predict(setting, micro, accumulation)
+        return self._search_cost(found.seconds, found.nbytes, micro * accumulation)
+
+    def _search_cost(self, seconds: float, nbytes: int, numel: int) -> float:
+        metric = self.options.metric
+        return nbytes if metric is Metric.MEMORY else seconds if metric is Metric.LATENCY else seconds / numel
+
+    def _best_cost(self) -> float:
+        return min((self.cost(point) for record in self.launched() for point in record.points), default=math.inf)
+
+    def _best_point(self) -> Point | None:
+        found = [point for record in self.launched() for point in record.points]
+        return min(found, key=lambda p: p.seconds / p.micro / p.accumulation, default=None)
+
+
+def _sampler(options: Options) -> optuna.samplers.BaseSampler:
+    if options.sampler == "random":
+        return optuna.samplers.RandomSampler(seed=options.seed)
+    with _quiet():
+        return optuna.samplers.TPESampler(
+            seed=options.seed, multivariate=True, constant_liar=True, n_startup_trials=STARTUP
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Optuna calls some of its own options experimental, each time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+def _short_hash(setting: Setting) -> str:
+    return hashlib.blake2b(key_of(setting).encode(), digest_size=4).hexdigest()

@@ -1,0 +1,291 @@
+"""One launch: the user's script in processes of its own, watched until it has measured, failed, hung or run too long.
+
+Whatever happens is an ``Outcome`` with a reason in words and never an exception; nothing that it started stays behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, read_events
+
+__all__ = ["Launch", "Outcome", "Point", "kill_leftovers", "launch_words", "run_launch"]
+
+POLL_SECONDS = 0.1
+TAIL_LINES = 40
+LIBRARIES_THAT_UPLOAD = {"WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "disabled"}
+
+Watch = Callable[[dict[str, Any]], bool]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured for one micro-batch: median seconds of a step with its interval, peak bytes."""
+
+    micro: int
+    accumulation: int
+    seconds: float
+    low: float
+    high: float
+    peak: int
+    optimizer_seconds: float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        kind: "ok", "oom", "crash", "hang", "timeout", "pruned", "no engine" or "no steps".
+        reason: in words, for people.
+        points: what was measured, whatever happened afterwards.
+        too_large: micro-batches that ran out of memory.
+        natural: seconds of the script's own steps.
+        events: everything else that the engine said, by event.
+        tail: the end of the output.
+    """
+
+    kind: str
+    reason: str = ""
+    points: list[Point] = field(default_factory=list)
+    too_large: list[int] = field(default_factory=list)
+    natural: list[float] = field(default_factory=list)
+    events: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    tail: str = ""
+    seconds: float = 0.0
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Sort an event in."""
+        kind = event["event"]
+        if kind == "point" and event["outcome"] == "ok":
+            names = ("micro", "accumulation", "seconds", "low", "high", "peak", "optimizer_seconds", "steps")
+            self.points.append(Point(*(event[name] for name in names)))
+        elif kind == "point" and event["outcome"] == "oom":
+            self.too_large.append(event["micro"])
+        elif kind == "step" and event["kind"] == "natural":
+            self.natural.append(event["seconds"])
+        elif kind == "note":
+            self.notes.append(event["text"])
+            if event.get("resizable") is False:
+                self.events["not resizable"] = event
+        elif kind != "step":
+            self.events[kind] = event
+
+    @property
+    def resizable(self) -> bool:
+        """Whether the engine could run other batch sizes than the script's."""
+        return "not resizable" not in self.events
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start: words, the folder for its files, and the limits in seconds."""
+
+    words: Sequence[str]
+    folder: Path
+    request: TrialRequest
+    timeout: float
+    stall: float
+
+
+def launch_words(launcher: Sequence[str], processes: int, words: Sequence[str]) -> list[str]:
+    """``words`` under torchrun, or behind the user's own launcher."""
+    if launcher:
+        return [*launcher, *words]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return [*run, *words]
+
+
+def run_launch(launch: Launch, watch: Watch | None = None) -> Outcome:
+    """Run to its end.
+
+    Args:
+        watch: is told every event; when it answers True the launch is stopped ("pruned").
+    """
+    folder = launch.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    launch.request.write(folder / "request.json")
+    (folder / "command.txt").write_text(shlex.join(launch.words) + "\n", "utf-8")
+    Path(launch.request.events).unlink(missing_ok=True)
+    outcome = Outcome("ok")
+    start = time.monotonic()
+    with (folder / "output.log").open("wb") as output:
+        process = subprocess.Popen(
+            launch.words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={
+                **os.environ,
+                **LIBRARIES_THAT_UPLOAD,
+                "PYTHONFAULTHANDLER": "1",
+                TRIAL_ENV: str(folder / "request.json"),
+            },
+            start_new_session=True,
+        )
+        (folder / "pid").write_text(f"{process.pid} {psutil.Process(process.pid).create_time()}", "utf-8")
+        try:
+            ended = _watch(process, launch, outcome, watch)
+        finally:
+            _end(folder, process.pid, stacks=False)
+            process.wait()
+            (folder / "pid").unlink(missing_ok=True)
+    for event, _ in _rest(launch, outcome):
+        outcome.take(event)
+    outcome.seconds = time.monotonic() - start
+    outcome.tail = _tail(folder / "output.log")
+    _judge(outcome, ended, process.returncode, launch)
+    return outcome
+
+
+def _watch(process: subprocess.Popen[bytes], launch: Launch, outcome: Outcome, watch: Watch | None) -> str:
+    """Read events until the process ends or must be ended; says which."""
+    events, log = Path(launch.request.events), launch.folder / "output.log"
+    start = life = time.monotonic()
+    offset = written = 0
+    while True:
+        running = process.poll() is None
+        for event, behind in list(read_events(events, offset)):
+            offset = behind
+            outcome.take(event)
+            life = time.monotonic()
+            if watch is not None and watch(event):
+                return "pruned"
+        outcome.events["offset"] = {"offset": offset}
+        if not running:
+            return "ended"
+        if log.stat().st_size != written:
+            written, life = log.stat().st_size, time.monotonic()
+        now = time.monotonic()
+        if now - start > launch.timeout or now - life > launch.stall:
+            _end(launch.folder, process.pid, stacks=True)
+            return "timeout" if now - start > launch.timeout else "hang"
+        time.sleep(POLL_SECONDS)
+
+
+def _rest(launch: Launch, outcome: Outcome) -> list[tuple[dict[str, Any], int]]:
+    offset = outcome.events.pop("offset", {}).get("offset", 0)
+    return list(read_events(Path(launch.request.events), offset))
+
+
+def _judge(outcome: Outcome, ended: str, code: int, launch: Launch) -> None:
+    """Set ``kind`` and ``reason``."""
+    if ended in ("timeout", "hang"):
+        limit = launch.timeout if ended == "timeout" else launch.stall
+        did = "took longer than" if ended == "timeout" else "gave no sign of life for"
+        outcome.kind, outcome.reason = ended, f"{did} {limit:g} s; its stacks are in {launch.folder / 'output.log'}"
+    elif ended == "pruned":
+        outcome.kind, outcome.reason = "pruned", "slower than the others so far"
+    elif "facts" not in outcome.events:
+        _judge_without_engine(outcome, code)
+    elif "done" in outcome.events and (outcome.points or outcome.natural):
+        outcome.kind = "ok"
+    elif outcome.too_large and not outcome.points:
+        outcome.kind, outcome.reason = "oom", f"out of memory at micro-batch {min(outcome.too_large)}"
+    elif code != 0 and _says_out_of_memory(outcome.tail):
+        outcome.kind, outcome.reason = "oom", last_error(outcome.tail)
+    elif code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "Signal 9 (SIGKILL)" in outcome.tail:
+        outcome.kind, outcome.reason = "oom", "killed by the system (SIGKILL): most likely host memory ran out"
+    elif code != 0:
+        outcome.kind, outcome.reason = "crash", f"exit code {code}: {last_error(outcome.tail)}"
+    elif not outcome.points and not outcome.natural:
+        outcome.kind = "no steps"
+        outcome.reason = "the script made an engine and ended before it had trained enough steps to measure"
+
+
+def _judge_without_engine(outcome: Outcome, code: int) -> None:
+    if code == 0:
+        outcome.kind = "no engine"
+        outcome.reason = (
+            "the script ended well and never made an engine (deepspeed.initialize, or a Trainer that trains)"
+        )
+    elif code != 0 and _says_out_of_memory(outcome.tail):
+        outcome.kind, outcome.reason = "oom", last_error(outcome.tail)
+    else:
+        outcome.kind, outcome.reason = "crash", f"exit code {code}: {last_error(outcome.tail)}"
+
+
+def _says_out_of_memory(text: str) -> bool:
+    return "OutOfMemoryError" in text or "out of memory" in text
+
+
+def last_error(text: str) -> str:
+    """The line that names the error: the last of a traceback of the script, or of argparse."""
+    own = text.split("torch.distributed.elastic", 1)[0]
+    found = re.findall(
+        r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception|Fault|Exit|Interrupt)\b.*)|(?:[\w.-]+: error: .*))$",
+        own,
+        re.M,
+    )
+    lines = [line for line in own.splitlines() if line.strip()]
+    return (found[-1] if found else lines[-1] if lines else "it printed nothing").strip()[:500]
+
+
+def _tail(path: Path) -> str:
+    """The end of the output, without torchrun's own summary of a failure."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 60_000))
+        text = file.read().decode("utf-8", "replace")
+    lines = [line for line in text.splitlines() if not line.startswith(("USDT:", "W1", "E1", "I1"))]
+    for index, line in enumerate(lines):
+        if "ChildFailedError" in line or "/bin/torchrun" in line:
+            start = next((i for i in range(index, -1, -1) if lines[i].startswith("Traceback")), index)
+            lines = lines[:start]
+            break
+    return "\n".join(lines[-TAIL_LINES:])
+
+
+def _end(folder: Path, pid: int, *, stacks: bool) -> None:
+    """End a launch and all that it started; with ``stacks`` the workers write theirs first."""
+    family = _family(folder, pid)
+    if stacks:
+        for process in family:
+            with suppress(psutil.Error):
+                if process.pid != pid:
+                    process.send_signal(signal.SIGABRT)
+        psutil.wait_procs(family, timeout=3)
+    for process in family:
+        with suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)
+
+
+def _family(folder: Path, pid: int) -> list[psutil.Process]:
+    """The launched process and every one that inherited its mark: workers have sessions of their own, and may be
+    orphans."""
+    mark = str(folder / "request.json")
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid == pid or process.environ().get(TRIAL_ENV) == mark:
+                found.append(process)
+    return found
+
+
+def kill_leftovers(folder: Path) -> None:
+    """End what a killed search left running: processes that its notes name, if they are still the same ones."""
+    for note in folder.glob("*/pid"):
+        with suppress(OSError, ValueError, psutil.Error):
+            pid, created = note.read_text("utf-8").split()
+            if psutil.Process(int(pid)).create_time() == float(created):
+                _end(note.parent, int(pid), stacks=False)
+        note.unlink(missing_ok=True)

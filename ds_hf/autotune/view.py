@@ -1,0 +1,155 @@
+"""What the terminal shows while a search runs: a table that stays in place, or one line an event where it is no
+terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from ds_hf.autotune.options import Metric, Options
+from ds_hf.autotune.records import Record, value_of
+from ds_hf.autotune.space import Setting, label_of
+from ds_hf.autotune.trial import Point
+
+__all__ = ["View", "gib", "show_value"]
+
+SHOWN = 14  # rows of the live table
+STYLES = {"ok": "green", "oom": "yellow", "pruned": "dim", "ruled out": "dim"}
+
+
+def show_value(value: float, metric: Metric) -> str:
+    """A value with its unit."""
+    if metric is Metric.MEMORY:
+        return gib(value)
+    if metric is Metric.FLOPS:
+        return f"{value / 1e12:.3g} TFLOPS"
+    return f"{value * 1e3:,.1f} ms/step" if metric is Metric.LATENCY else f"{value:,.2f} samples/s"
+
+
+def gib(nbytes: float) -> str:
+    """Bytes for people."""
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+class View:
+    """Told by the search what happens.
+
+    Args:
+        quiet: show nothing (tests, and calls from other programs).
+    """
+
+    def __init__(self, console: Console, options: Options, *, quiet: bool = False) -> None:
+        self.console, self.options, self.quiet = console, options, quiet
+        self.records: list[Record] = []
+        self.ruled = 0
+        self.world_size = 1
+        self.flops = 1.0
+        self.now = ""
+        self.detail = ""
+        self.since = time.monotonic()
+        self._live: Live | None = None
+        self._spinner = Spinner("dots")
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Keep the table on the screen inside."""
+        if self.quiet or not self.console.is_terminal:
+            yield
+            return
+        with Live(
+            get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True
+        ) as self._live:
+            yield
+        self._live = None
+
+    def started(self, number: int, setting: Setting | str, predicted: dict[int, tuple[float, int]] | None) -> None:
+        """A launch begins."""
+        self.now = setting if isinstance(setting, str) else label_of(setting)
+        self.detail = ""
+        if predicted:
+            micro, (seconds, nbytes) = next(iter(predicted.items()))
+            self.detail = f"expected {seconds * 1e3:,.0f} ms/step, {gib(nbytes)} at micro-batch {micro}"
+        self._say(f"launch {number}: {self.now}" + (f" ({self.detail})" if self.detail else ""))
+
+    def event(self, event: dict[str, Any]) -> None:
+        """The engine said something."""
+        if event["event"] == "facts":
+            self.world_size = event["world_size"]
+            self.detail = f"{event['total'] / 1e6:,.1f} M parameters on {event['world_size']} x {event['device']}"
+        elif event["event"] == "survey":
+            self.flops = float(event.get("flops") or 1.0)
+        elif event["event"] == "point" and event["outcome"] == "ok":
+            self.detail = f"micro-batch {event['micro']}: {event['seconds'] * 1e3:,.1f} ms/step"
+
+    def ended(self, record: Record) -> None:
+        """A launch is over."""
+        self.records.append(record)
+        self.now = self.detail = ""
+        self._say("  " + "  ".join(part for part in self._cells(record)[1:] if part))
+
+    def ruled_out(self, setting: Setting, reason: str) -> None:
+        """A setting was ruled out by its prediction."""
+        self.ruled += 1
+        self._say(f"ruled out without a launch: {label_of(setting)}: {reason}")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if not self.quiet:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _say(self, text: str) -> None:
+        """A line where there is no live table."""
+        if self._live is None:
+            self.say(text)
+
+    def _cells(self, record: Record) -> tuple[str, ...]:
+        best = record.best(self.options.metric, self.world_size)
+        name = record.label + (" (your file)" if record.own else "")
+        if best is None:
+            return (str(record.number), name, "", "", "", record.kind, record.reason)
+        value = show_value(value_of(best, self.options.metric, self.world_size, self.flops), self.options.metric)
+        low, high = (p / best.seconds - 1 for p in (best.low, best.high))
+        batch = f"{best.micro} x {best.accumulation}"
+        expected = record.predicted.get(best.micro)
+        ratio = f"{best.seconds / expected[0]:.2f} of expected" if expected else ""
+        return (
+            str(record.number),
+            name,
+            batch,
+            f"{value} ({low:+.0%} {high:+.0%})",
+            gib(best.peak),
+            record.kind,
+            ratio,
+        )
+
+    def _render(self) -> Group:
+        table = Table(title="trials", title_justify="left", expand=False)
+        for name in ("#", "setting", "micro x acc.", self.options.metric.value, "memory", "outcome", ""):
+            table.add_column(name, overflow="fold")
+        ordered = sorted(self.records, key=self._order)
+        for record in ordered[:SHOWN]:
+            style = STYLES.get(record.kind, "red")
+            cells = [Text(cell) for cell in self._cells(record)]
+            cells[5].stylize(style)
+            if record is ordered[0] and record.points:
+                cells[3].stylize("bold")
+            table.add_row(*cells)
+        spent = time.monotonic() - self.since
+        head = f"{spent:,.0f} of {self.options.budget:,.0f} s, {len(self.records)} launches, {self.ruled} ruled out"
+        self._spinner.update(text=Text(f" {self.now}  {self.detail}" if self.now else " choosing"))
+        return Group(Text(head, "bold"), table, self._spinner)
+
+    def _order(self, record: Record) -> tuple[bool, float]:
+        best: Point | None = record.best(self.options.metric, self.world_size)
+        if best is None:
+            return True, 0.0
+        value = value_of(best, self.options.metric, self.world_size)
+        return False, -value if self.options.metric.maximize else value
