@@ -20,32 +20,58 @@ from ds_hf.errors import ConfigError, DsHfError
 __all__ = ["autotune_command", "run_command"]
 
 SEARCH, SPACE, TRIALS = "Search", "What may change", "Launches"
-Words = Annotated[list[str], typer.Argument(
-    metavar="train.py [its arguments] --deepspeed ds_config.json", help="The training script as you start it.",
-    show_default=False)]  # fmt: skip
+Words = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="train.py [its arguments] --deepspeed ds_config.json",
+        help="The training script as you start it.",
+        show_default=False,
+    ),
+]
 ResultsDir = Annotated[
     Path, typer.Option(help="Everything is written here; the same folder resumes a search.", rich_help_panel=SEARCH)
 ]
 Budget = Annotated[str, typer.Option(help="Time for the whole search: 90s, 10m, 1.5h.", rich_help_panel=SEARCH)]
 Trials = Annotated[int, typer.Option(min=1, help="Launches at most.", rich_help_panel=SEARCH)]
 MetricOption = Annotated[str, typer.Option(help="throughput, latency, flops or memory.", rich_help_panel=SEARCH)]
-Tune = Annotated[list[str], typer.Option(
-    help="A key that your file sets and that may change all the same, e.g. zero_optimization.stage; all frees every one. "
-    "May be repeated.", show_default=False, rich_help_panel=SPACE)]  # fmt: skip
+Tune = Annotated[
+    list[str],
+    typer.Option(
+        help="A key of your file that may change all the same, e.g. zero_optimization.stage; all frees each. "
+        "May be repeated.",
+        show_default=False,
+        rich_help_panel=SPACE,
+    ),
+]
 Fix = Annotated[
     list[str],
     typer.Option(help="A key that stays as it is. May be repeated.", show_default=False, rich_help_panel=SPACE),
 ]
-Batch = Annotated[str | None, typer.Option(
-    help="Interval for the global batch, e.g. 64:256. Without it your global batch is kept.", rich_help_panel=SPACE)]  # fmt: skip
+Batch = Annotated[
+    str | None,
+    typer.Option(
+        help="Interval for the global batch, e.g. 64:256. Without it your global batch is kept.", rich_help_panel=SPACE
+    ),
+]
 Micro = Annotated[str, typer.Option(help="Interval for the micro-batch.", rich_help_panel=SPACE)]
-MemoryLimit = Annotated[str | None, typer.Option(
-    help="Memory of each device, e.g. 2GiB, if it is to be less than there is. On a CPU bytes of tensors count.",
-    rich_help_panel=SPACE)]  # fmt: skip
-Processes = Annotated[int | None, typer.Option(
-    "--nproc-per-node", "-n", min=1, help="Processes; one a GPU if not given.", rich_help_panel=TRIALS)]  # fmt: skip
-Launcher = Annotated[str | None, typer.Option(
-    help='Start the script behind these words instead of torchrun, e.g. "srun -N 2 torchrun ...".', rich_help_panel=TRIALS)]  # fmt: skip
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of each device, e.g. 2GiB, if it is to be less than there is. On a CPU bytes of tensors count.",
+        rich_help_panel=SPACE,
+    ),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option("--nproc-per-node", "-n", min=1, help="Processes; one a GPU if not given.", rich_help_panel=TRIALS),
+]
+Launcher = Annotated[
+    str | None,
+    typer.Option(
+        help='Start the script behind these words instead of torchrun, e.g. "srun -N 2 torchrun ...".',
+        rich_help_panel=TRIALS,
+    ),
+]
 TrialTimeout = Annotated[str, typer.Option(help="Longest launch.", rich_help_panel=TRIALS)]
 StallTimeout = Annotated[
     str, typer.Option(help="Longest silence of a launch before it counts as hung.", rich_help_panel=TRIALS)
@@ -93,12 +119,26 @@ def autotune_command(
         low, high = _interval(batch) if batch else (None, None)
         low_micro, high_micro = _interval(micro)
         return Options(
-            results_dir=results_dir, budget=seconds_of(budget), trials=trials, metric=Metric(metric), patience=patience,
-            tune=tuple(tune), fix=tuple(fix), low_batch=low, high_batch=high, low_micro=low_micro, high_micro=high_micro,
-            memory_limit=nbytes_of(memory_limit) if memory_limit else None, processes=processes,
-            launcher=tuple(shlex.split(launcher or "")), trial_timeout=seconds_of(trial_timeout),
-            stall_timeout=seconds_of(stall_timeout), seed=seed, overwrite=overwrite, confirm=confirm,
-        )  # fmt: skip
+            results_dir=results_dir,
+            budget=seconds_of(budget),
+            trials=trials,
+            metric=Metric(metric),
+            patience=patience,
+            tune=tuple(tune),
+            fix=tuple(fix),
+            low_batch=low,
+            high_batch=high,
+            low_micro=low_micro,
+            high_micro=high_micro,
+            memory_limit=nbytes_of(memory_limit) if memory_limit else None,
+            processes=processes,
+            launcher=tuple(shlex.split(launcher or "")),
+            trial_timeout=seconds_of(trial_timeout),
+            stall_timeout=seconds_of(stall_timeout),
+            seed=seed,
+            overwrite=overwrite,
+            confirm=confirm,
+        )
 
     code = _guarded(lambda: _tune_and_train(words, options(), train))
     if code:

@@ -90,7 +90,7 @@ class CostModel:
         if len(peaks) < 2:
             return None
         (low, first), *_, (high, last) = sorted(peaks.items())
-        return max(0.0, (last - first) / (high - low))
+        return float(max(0.0, (last - first) / (high - low)))
 
     def _calibrate(self) -> None:
         """What the user's own setting takes beyond the estimate."""

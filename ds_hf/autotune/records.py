@@ -123,8 +123,12 @@ def records_of(study: optuna.Study) -> list[Record]:
 
 def worker_attributes(setting: Setting) -> dict[str, Any]:
     """Who runs a trial, so that others leave its setting alone, and find out when it was killed."""
-    return {"running": key_of(setting), "host": socket.gethostname(), "pid": os.getpid(),
-            "born": psutil.Process().create_time()}  # fmt: skip
+    return {
+        "running": key_of(setting),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "born": psutil.Process().create_time(),
+    }
 
 
 def is_orphan(trial: FrozenTrial) -> bool:

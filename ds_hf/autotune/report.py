@@ -89,8 +89,11 @@ def _head(search: Search, result: Result) -> str:
     metric = search.options.metric
     facts = search.own.events["facts"]
     value = show_value(value_of(result.best[1], metric, search.world_size, search.flops), metric)
-    own = "does not fit" if result.own is None else show_value(
-        value_of(result.own, metric, search.world_size, search.flops), metric)  # fmt: skip
+    own = (
+        "does not fit"
+        if result.own is None
+        else show_value(value_of(result.own, metric, search.world_size, search.flops), metric)
+    )
     gain = "no significant gain" if result.kept else f"{result.gain:.2f} x"
     figures = [("your file", own), ("tuned", value), ("gain", gain), ("limited by", result.limit)]
     shown = "".join(f"<div><span class=dim>{html.escape(n)}</span><b>{html.escape(v)}</b></div>" for n, v in figures)
@@ -101,7 +104,8 @@ def _head(search: Search, result: Result) -> str:
     )
     return (
         f"<h1>ds-hf autotune: {html.escape(' '.join(search.command.script))}</h1><p class=dim>{html.escape(about)}</p>"
-        f"<div class=figure>{shown}</div><pre>{lines}</pre><h2>Command</h2><pre>{html.escape(shlex.join(result.words))}</pre>"
+        f"<div class=figure>{shown}</div><pre>{lines}</pre>"
+        f"<h2>Command</h2><pre>{html.escape(shlex.join(result.words))}</pre>"
     )
 
 
@@ -128,13 +132,22 @@ def _throughput(search: Search, records: list[Record]) -> go.Figure:
         ends = [sorted(v * p.seconds / s for s in (p.low, p.high)) for v, p in zip(values, points, strict=True)]
         if not shown.maximize:
             ends = [[p.low, p.high] for p in points]
-        figure.add_trace(go.Scatter(
-            x=[p.micro for p in points], y=values, mode="lines+markers",
-            name=record.label + (" (yours)" if record.own else ""),
-            line={"width": 3 if record.own else 1.5},
-            error_y={"type": "data", "symmetric": False, "array": [e[1] - v for e, v in zip(ends, values, strict=True)],
-                     "arrayminus": [v - e[0] for e, v in zip(ends, values, strict=True)], "thickness": 1},
-        ))  # fmt: skip
+        figure.add_trace(
+            go.Scatter(
+                x=[p.micro for p in points],
+                y=values,
+                mode="lines+markers",
+                name=record.label + (" (yours)" if record.own else ""),
+                line={"width": 3 if record.own else 1.5},
+                error_y={
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [e[1] - v for e, v in zip(ends, values, strict=True)],
+                    "arrayminus": [v - e[0] for e, v in zip(ends, values, strict=True)],
+                    "thickness": 1,
+                },
+            )
+        )
     figure.update_xaxes(title="micro-batch", type="log", tickvals=sorted({p.micro for r in records for p in r.points}))
     figure.update_yaxes(title=shown.unit, rangemode="tozero")
     figure.update_layout(height=460)
@@ -152,11 +165,31 @@ def _predictions(records: list[Record]) -> go.Figure | None:
         expected = [pair[2][index] / scale for pair in pairs]
         measured = [(pair[1].seconds if index == 0 else pair[1].peak) / scale for pair in pairs]
         texts = [f"{record.label}, micro-batch {point.micro}" for record, point, _ in pairs]
-        figure.add_trace(go.Scatter(x=expected, y=measured, mode="markers", text=texts, showlegend=False,
-                                    marker={"size": 9, "color": "#2f6db5"}), row=1, col=column)  # fmt: skip
+        figure.add_trace(
+            go.Scatter(
+                x=expected,
+                y=measured,
+                mode="markers",
+                text=texts,
+                showlegend=False,
+                marker={"size": 9, "color": "#2f6db5"},
+            ),
+            row=1,
+            col=column,
+        )
         top = 1.05 * max(*expected, *measured)
-        figure.add_trace(go.Scatter(x=[0, top], y=[0, top], mode="lines", showlegend=False, hoverinfo="skip",
-                                    line={"dash": "dot", "color": "#9aa5b1"}), row=1, col=column)  # fmt: skip
+        figure.add_trace(
+            go.Scatter(
+                x=[0, top],
+                y=[0, top],
+                mode="lines",
+                showlegend=False,
+                hoverinfo="skip",
+                line={"dash": "dot", "color": "#9aa5b1"},
+            ),
+            row=1,
+            col=column,
+        )
     figure.update_xaxes(title="predicted before the launch")
     figure.update_yaxes(title="measured")
     figure.update_layout(height=400)
@@ -174,12 +207,17 @@ def _shares(result: Result) -> go.Figure:
 def _timeline(records: list[Record]) -> go.Figure:
     launched = [record for record in records if record.seconds]
     start = min((record.started for record in launched), default=0.0)
-    figure = go.Figure(go.Bar(
-        y=[f"{r.number}: {r.label}" for r in launched], x=[r.seconds for r in launched],
-        base=[r.started - start for r in launched], orientation="h",
-        marker={"color": [COLOURS.get(r.kind, "#c0392b") for r in launched]},
-        text=[r.kind for r in launched], hovertext=[r.reason or r.kind for r in launched],
-    ))  # fmt: skip
+    figure = go.Figure(
+        go.Bar(
+            y=[f"{r.number}: {r.label}" for r in launched],
+            x=[r.seconds for r in launched],
+            base=[r.started - start for r in launched],
+            orientation="h",
+            marker={"color": [COLOURS.get(r.kind, "#c0392b") for r in launched]},
+            text=[r.kind for r in launched],
+            hovertext=[r.reason or r.kind for r in launched],
+        )
+    )
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title="seconds since the start")
     figure.update_layout(height=120 + 28 * len(launched))
@@ -217,8 +255,10 @@ def _trials(search: Search, result: Result, records: list[Record]) -> str:
             cells += [f"{best.micro} x {best.accumulation}", show_value(value, search.options.metric), gib(best.peak)]
         cells += [record.kind, html.escape(record.reason)]
         rows.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{name}</th>" for name in ("#", "setting", "micro x acc.", search.options.metric.value, "memory",
-                                                    "outcome", "reason"))  # fmt: skip
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("#", "setting", "micro x acc.", search.options.metric.value, "memory", "outcome", "reason")
+    )
     kept = "".join(f"<li><code>{html.escape(k)}</code>: {html.escape(v)}</li>" for k, v in search.space.kept.items())
     return (
         f"<h2>All trials</h2><table><tr>{head}</tr>{''.join(rows)}</table><h2>Keys that were kept</h2><ul>{kept}</ul>"

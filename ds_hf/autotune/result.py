@@ -93,7 +93,7 @@ def make_result(search: Search) -> Result:
     if kept and own is not None:
         best, gain = (search.own, own), 1.0
     size = (best[1].micro, best[1].accumulation)
-    config = search.final_config(best[0].setting, size)
+    config = search.launches.final_config(best[0].setting, size, search.world_size)
     result = Result(best, own, kept, gain, config, why_stopped=search.why_stopped)
     result.changes = [] if kept else changes_of(search, best)
     result.words = _words(search, best[0].setting, size)
@@ -113,10 +113,13 @@ def _separated(best: Point, own: Point, metric: Metric) -> bool:
 def _why_nothing_fits(search: Search) -> str:
     records = records_of(search.study)
     lines = [f"  {record.label}: {record.reason or record.kind}" for record in records[:8]]
-    return "\n".join([
-        "no setting could be measured; nearest first:", *lines,
-        "free more keys (--tune all, with offload and gradient checkpointing), use more devices, or a smaller model",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "no setting could be measured; nearest first:",
+            *lines,
+            "free more keys (--tune all, gradient checkpointing), use more devices, or a smaller model",
+        ]
+    )
 
 
 def _words(search: Search, setting: Setting, size: tuple[int, int]) -> list[str]:
@@ -179,20 +182,24 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
     texts = {
         STAGE: {
             0: f"everything whole on each device takes {gib(states.device)}{room}; gradients are reduced once a step",
-            1: f"optimizer states divided: {gib(states.device)}{room} a device; gradients are reduced once a step, not "
-            "every micro-batch",
-            2: f"optimizer states and gradients divided: {gib(states.device)}{room} a device; parameters are not gathered "
-            "for every micro-batch",
+            1: f"optimizer states divided: {gib(states.device)}{room} a device; gradients are reduced once a "
+            "step, not every micro-batch",
+            2: f"optimizer states and gradients divided: {gib(states.device)}{room} a device; parameters are not "
+            "gathered for every micro-batch",
             3: f"parameters divided as well: {gib(states.device)}{room} a device, which leaves room for activations",
         }.get(value, ""),
-        OFFLOAD_OPTIMIZER: "optimizer states in host memory make room on the device" if value == "cpu"
+        OFFLOAD_OPTIMIZER: "optimizer states in host memory make room on the device"
+        if value == "cpu"
         else "optimizer states fit on the device, where the update is faster",
-        OFFLOAD_PARAM: "parameters in host memory make room on the device" if value == "cpu" else "parameters fit on the device",
+        OFFLOAD_PARAM: "parameters in host memory make room on the device"
+        if value == "cpu"
+        else "parameters fit on the device",
         COMPILE: "compiled blocks compute faster" if value else "eager blocks are faster here",
-        CHECKPOINTING: "recomputing activations makes room for a larger micro-batch" if value
+        CHECKPOINTING: "recomputing activations makes room for a larger micro-batch"
+        if value
         else "activations fit, so nothing is computed twice",
         COMMUNICATION: f"gradients travel as {value}",
-    }  # fmt: skip
+    }
     return "; ".join(part for part in (texts.get(name, ""), effect) if part)
 
 
@@ -242,8 +249,12 @@ def write_result(search: Search, result: Result) -> dict[str, Path]:
     folder = search.options.results_dir
     text = json.dumps(result.config, indent=2) + "\n"
     command = shlex.join(result.words) + "\n"
-    paths = {"config": folder / TUNED, "reasons": folder / "ds_config.tuned.reasons.json", "command": folder / "command.txt",
-             "trials": folder / "trials.csv"}  # fmt: skip
+    paths = {
+        "config": folder / TUNED,
+        "reasons": folder / "ds_config.tuned.reasons.json",
+        "command": folder / "command.txt",
+        "trials": folder / "trials.csv",
+    }
     paths["config"].write_text(text, "utf-8")
     (folder / "ds_config_optimal.json").write_text(text, "utf-8")
     paths["reasons"].write_text(json.dumps(reasons_of(search, result), indent=2) + "\n", "utf-8")
@@ -312,7 +323,8 @@ def _line(search: Search, point: Point) -> str:
     metric = search.options.metric
     value = show_value(value_of(point, metric, search.world_size, search.flops), metric)
     noise = f"{point.low / point.seconds - 1:+.1%} {point.high / point.seconds - 1:+.1%}"
-    return f"{value} ({point.seconds * 1e3:,.1f} ms/step, {noise}), {gib(point.peak)}, micro-batch {point.micro} x {point.accumulation}"
+    batch = f"micro-batch {point.micro} x {point.accumulation}"
+    return f"{value} ({point.seconds * 1e3:,.1f} ms/step, {noise}), {gib(point.peak)}, {batch}"
 
 
 def _confirmation(search: Search, result: Result, value: str) -> str:
@@ -330,15 +342,37 @@ def _median(values: list[float]) -> float | None:
 
 def _write_trials(search: Search, path: Path) -> None:
     """One row a measured point, or a setting without any."""
-    names = ["trial", "setting", "outcome", "reason", "micro", "accumulation", "seconds", "low", "high", "samples_per_s",
-             "peak_bytes", "predicted_seconds", "predicted_bytes", "launch_seconds", "own"]  # fmt: skip
+    names = [
+        "trial",
+        "setting",
+        "outcome",
+        "reason",
+        "micro",
+        "accumulation",
+        "seconds",
+        "low",
+        "high",
+        "samples_per_s",
+        "peak_bytes",
+        "predicted_seconds",
+        "predicted_bytes",
+        "launch_seconds",
+        "own",
+    ]
     axes = [axis.name for axis in search.space.axes]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*names, *axes])
         writer.writeheader()
         for record in records_of(search.study):
-            row: dict[str, Any] = {"trial": record.number, "setting": record.label, "outcome": record.kind,
-                   "reason": record.reason, "launch_seconds": record.seconds, "own": record.own, **record.setting}  # fmt: skip
+            row: dict[str, Any] = {
+                "trial": record.number,
+                "setting": record.label,
+                "outcome": record.kind,
+                "reason": record.reason,
+                "launch_seconds": record.seconds,
+                "own": record.own,
+                **record.setting,
+            }
             for point in record.points or (None,):
                 writer.writerow({**row, **_point_cells(search, record, point)})
 
@@ -348,7 +382,13 @@ def _point_cells(search: Search, record: Record, point: Point | None) -> dict[st
         return {}
     seconds, nbytes = record.predicted.get(point.micro, ("", ""))
     return {
-        "micro": point.micro, "accumulation": point.accumulation, "seconds": point.seconds, "low": point.low,
-        "high": point.high, "samples_per_s": value_of(point, Metric.THROUGHPUT, search.world_size),
-        "peak_bytes": point.peak, "predicted_seconds": seconds, "predicted_bytes": nbytes,
-    }  # fmt: skip
+        "micro": point.micro,
+        "accumulation": point.accumulation,
+        "seconds": point.seconds,
+        "low": point.low,
+        "high": point.high,
+        "samples_per_s": value_of(point, Metric.THROUGHPUT, search.world_size),
+        "peak_bytes": point.peak,
+        "predicted_seconds": seconds,
+        "predicted_bytes": nbytes,
+    }

@@ -14,10 +14,11 @@ from typing import Any
 from rich.console import Console
 
 from ds_hf.autotune.command import Command
+from ds_hf.autotune.launches import Problem, Run
 from ds_hf.autotune.options import Options
 from ds_hf.autotune.report import write_report
 from ds_hf.autotune.result import Result, make_result, summary_lines, write_result
-from ds_hf.autotune.study import JOURNAL, Problem, Run, Search
+from ds_hf.autotune.study import JOURNAL, Search
 from ds_hf.autotune.trial import kill_leftovers, run_launch
 from ds_hf.autotune.view import View
 from ds_hf.config.load import examine
@@ -41,7 +42,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
 
     Raises:
         ConfigError: the command, the file or an option is wrong.
-        TuneError: the script fails by itself, or nothing could be measured.
+        DsHfError: the script fails by itself, or nothing could be measured.
     """
     command = Command.parse(words)
     config = _config(command)
@@ -88,7 +89,7 @@ def _confirm(search: Search, result: Result, view: View) -> None:
     record, point = result.best
     view.started(len(search.launched()), f"confirming: {record.label}", None)
     size = (point.micro, point.accumulation)
-    outcome = search.natural_launch("confirm", record.setting, size)
+    outcome = search.launches.natural("confirm", record.setting, size, search.world_size)
     before, after = sorted(search.own.natural), sorted(outcome.natural)
     result.confirmed = outcome
     if not before or not after or search.options.metric.value in ("memory",):
@@ -106,9 +107,15 @@ def replace_best(search: Search, result: Result) -> Result:
     """The result that keeps the user's file."""
     assert result.own is not None
     size = (result.own.micro, result.own.accumulation)
-    kept = Result((search.own, result.own), result.own, True, 1.0, search.final_config(search.own.setting, size))
-    kept.why_stopped, kept.confirmed, kept.limits, kept.limit = (
-        result.why_stopped, result.confirmed, result.limits, result.limit)  # fmt: skip
+    kept = Result(
+        (search.own, result.own),
+        result.own,
+        True,
+        1.0,
+        search.launches.final_config(search.own.setting, size, search.world_size),
+    )
+    kept.why_stopped, kept.confirmed = result.why_stopped, result.confirmed
+    kept.limits, kept.limit = result.limits, result.limit
     kept.words = search.command.words(search.command.config)
     return kept
 

@@ -78,6 +78,7 @@ class Space:
         self.tree = config.resolved
         self.command = command
         self.kept: dict[str, str] = {}
+        self._settings: list[Setting] | None = None
         known = {axis.name for axis in AXES} | set(BATCH_KEYS) | {"dataloader_num_workers", "all"}
         for name in (*options.tune, *options.fix):
             if name not in known:
@@ -103,13 +104,13 @@ class Space:
             reason = "ds_hf does not act upon it"
         elif self._given(axis.name) and not named:
             reason = "given in the file"
+        if not reason and axis.device_only and not cuda and axis.name not in options.tune:
+            reason = "of no use without an accelerator"
         if not reason and axis.name in options.fix:
             reason = "--fix"
         if not reason and not named:
             if axis.named_only:
                 reason = "free only when named by --tune"
-            elif axis.device_only and not cuda:
-                reason = "of no use without an accelerator"
             elif options.fast and axis.name != STAGE:
                 reason = "autotuning.fast"
         if reason:
@@ -130,6 +131,11 @@ class Space:
 
     def settings(self) -> Iterator[Setting]:
         """Every legal setting once, the user's own first."""
+        if self._settings is None:
+            self._settings = list(self._legal())
+        yield from self._settings
+
+    def _legal(self) -> Iterator[Setting]:
         seen: set[str] = set()
         spanned = (
             dict(zip(self.own, values, strict=True))
@@ -194,8 +200,11 @@ def points(options: Options, world_size: int, own: tuple[int, int], limit: int |
     share = own[0] * own[1]
     high = min(options.high_micro, limit or options.high_micro)
     if options.low_batch is None and options.high_batch is None:
-        return [(micro, share // micro) for micro in range(1, share + 1)
-                if share % micro == 0 and (options.low_micro <= micro <= high or micro == own[0])]  # fmt: skip
+        return [
+            (micro, share // micro)
+            for micro in range(1, share + 1)
+            if share % micro == 0 and (options.low_micro <= micro <= high or micro == own[0])
+        ]
     lowest = -(-(options.low_batch or 1) // world_size)
     highest = (options.high_batch or share * world_size) // world_size
     micros = sorted({own[0], *(2**power for power in range(highest.bit_length()))})
@@ -213,8 +222,11 @@ def label_of(setting: Setting) -> str:
     words = []
     if STAGE in setting:
         words.append(f"stage {setting[STAGE]}")
-    host = [name for key, name in ((OFFLOAD_OPTIMIZER, "optimizer"), (OFFLOAD_PARAM, "parameters"))
-            if setting.get(key) == "cpu"]  # fmt: skip
+    host = [
+        name
+        for key, name in ((OFFLOAD_OPTIMIZER, "optimizer"), (OFFLOAD_PARAM, "parameters"))
+        if setting.get(key) == "cpu"
+    ]
     if host:
         words.append(f"{' and '.join(host)} on host")
     if setting.get(CHECKPOINTING):
@@ -225,8 +237,11 @@ def label_of(setting: Setting) -> str:
         words.append(f"communicates {setting[COMMUNICATION]}")
     named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, COMPILE, COMMUNICATION}
     defaults = {axis.name: axis.values[0] for axis in AXES}
-    words += [f"{name.rpartition('.')[2]} {value}" for name, value in setting.items()
-              if name not in named and value != defaults.get(name)]  # fmt: skip
+    words += [
+        f"{name.rpartition('.')[2]} {value}"
+        for name, value in setting.items()
+        if name not in named and value != defaults.get(name)
+    ]
     return ", ".join(words) or "as in the file"
 
 

@@ -9,14 +9,11 @@ than the best by the model's own uncertainty, or ``patience`` launches brought n
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -25,8 +22,8 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState, create_trial
 
-from ds_hf.autotune.command import Command
 from ds_hf.autotune.cost import CostModel, Survey
+from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import (
     ROLE_OWN,
@@ -37,24 +34,19 @@ from ds_hf.autotune.records import (
     value_of,
     worker_attributes,
 )
-from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points
-from ds_hf.autotune.trial import Launch, Outcome, Point, launch_words, run_launch
+from ds_hf.autotune.space import Setting, Space, key_of, points
+from ds_hf.autotune.trial import Outcome, Point, run_launch
 from ds_hf.autotune.view import View
-from ds_hf.config.types import Config
 from ds_hf.errors import DsHfError
-from ds_hf.measure.protocol import TrialRequest
 
-__all__ = ["Problem", "Search", "TuneError"]
+__all__ = ["JOURNAL", "Search", "TuneError"]
 
 JOURNAL = "journal.log"
 STUDY = "ds_hf"
 EXPLORE_EVERY = 4
 SURE = 2.0  # standard deviations
 STARTUP = 4  # launches before Optuna's sampler and pruner have an opinion
-NATURAL_STEPS = 6
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
-
-Run = Callable[[Launch, Any], Outcome]
 
 
 class TuneError(DsHfError):
@@ -63,16 +55,6 @@ class TuneError(DsHfError):
     def __init__(self, message: str, tail: str = "") -> None:
         super().__init__(message)
         self.tail = tail
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is tuned: the user's command and file, and how."""
-
-    command: Command
-    config: Config
-    options: Options
-    processes: int
 
 
 class Search:
@@ -86,7 +68,8 @@ class Search:
     """
 
     def __init__(self, problem: Problem, view: View, run: Run = run_launch) -> None:
-        self.problem, self.view, self.run = problem, view, run
+        self.problem, self.view = problem, view
+        self.launches = Launches(problem, run)
         self.options, self.command = problem.options, problem.command
         self.folder = self.options.results_dir
         self.study = self._open()
@@ -94,7 +77,6 @@ class Search:
         self.model: CostModel
         self.space: Space
         self.world_size = 1
-        self.started = time.monotonic()
         self.why_stopped = ""
 
     def _open(self) -> optuna.Study:
@@ -146,7 +128,7 @@ class Search:
     def _measure_own(self) -> Record:
         self.view.started(0, "your file", None)
         started = time.time()
-        outcome = self._first_launch()
+        outcome = self.launches.own(self._progress)
         if outcome.kind in ("crash", "hang", "timeout", "no engine", "no steps") and not outcome.points:
             raise TuneError(f"your script, with your own file, failed: {outcome.reason}", outcome.tail)
         if "facts" not in outcome.events:
@@ -154,12 +136,6 @@ class Search:
         space = self._make_space(outcome.events["facts"])
         own = space.plain(space.own)
         return self._tell(own, outcome, {}, started, role=ROLE_OWN)
-
-    def _first_launch(self) -> Outcome:
-        """The user's command with the user's values; the engine alone knows yet which batch that is."""
-        request = self._request("0000-own", [], survey=True, natural=NATURAL_STEPS)
-        config = self._write_config("0000-own", config_of(self.problem.config.resolved, {}))
-        return self._launch("0000-own", self.command.words(config), request, watch=self._progress)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -197,7 +173,7 @@ class Search:
         launched = self.launched()
         if len(launched) >= self.options.trials:
             return f"{self.options.trials} launches were asked for"
-        spent = time.monotonic() - self.started
+        spent = time.monotonic() - self.launches.started
         typical = sorted(record.seconds for record in launched)[len(launched) // 2]
         if spent + typical * (1 + self.options.confirm) > self.options.budget:
             return f"the budget of {self.options.budget:g} s is spent"
@@ -216,8 +192,11 @@ class Search:
     def _ranked(self) -> list[tuple[float, Setting]]:
         """Settings that nobody has taken, most promising first, each with what it may cost at best."""
         taken = {record.key for record in records_of(self.study)}
-        taken |= {t.user_attrs["running"] for t in self.study.get_trials(deepcopy=False)
-                  if t.state is TrialState.RUNNING and "running" in t.user_attrs}  # fmt: skip
+        taken |= {
+            t.user_attrs["running"]
+            for t in self.study.get_trials(deepcopy=False)
+            if t.state is TrialState.RUNNING and "running" in t.user_attrs
+        }
         found = []
         for setting in self.space.settings():
             if key_of(setting) in taken:
@@ -254,10 +233,17 @@ class Search:
             reason = (
                 f"needs {need / 2**30:.2f} GiB at micro-batch {micro}, and there are {(memory or 0) / 2**30:.2f} GiB"
             )
-            kept = {"setting": setting, "kind": "ruled out", "reason": reason,
-                    "predicted": {str(micro): [self.model.predict(setting, micro, steps).seconds, need]}}  # fmt: skip
-            self.study.add_trial(create_trial(
-                state=TrialState.PRUNED, params=setting, distributions=self._distributions(), user_attrs=kept))  # fmt: skip
+            kept = {
+                "setting": setting,
+                "kind": "ruled out",
+                "reason": reason,
+                "predicted": {str(micro): [self.model.predict(setting, micro, steps).seconds, need]},
+            }
+            self.study.add_trial(
+                create_trial(
+                    state=TrialState.PRUNED, params=setting, distributions=self._distributions(), user_attrs=kept
+                )
+            )
             self.view.ruled_out(setting, reason)
 
     # -- one setting ----------------------------------------------------------------------------------------------
@@ -287,98 +273,21 @@ class Search:
                 trial.suggest_categorical(axis.name, axis.values)
         for key, value in worker_attributes(setting).items():
             trial.set_user_attr(key, value)
-        config = self._write_config(name, config_of(self.space.tree, setting))
         started = time.time()
         try:
-            outcome = self._launch_sizes(name, setting, config, sizes, trial)
+            outcome = self._launch_sizes(name, setting, sizes, trial)
         except BaseException:
             self.study.tell(trial.number, state=TrialState.FAIL)
             raise
         self._learn(self._tell(setting, outcome, predicted, started, trial=trial))
 
-    def _launch_sizes(
-        self, name: str, setting: Setting, config: Path, sizes: list[tuple[int, int]], trial: optuna.Trial
-    ) -> Outcome:
+    def _launch_sizes(self, name: str, setting: Setting, sizes: list[tuple[int, int]], trial: optuna.Trial) -> Outcome:
         """One launch for all sizes, or one a size where the engine cannot change them."""
-        checkpointing = setting.get(CHECKPOINTING)
+        if "not resizable" in self.own.events:
+            return self.launches.each_natural(name, setting, sizes, self.world_size)
         best = self._best_point()
         each = None if best is None else best.seconds / best.micro / best.accumulation
-        if "not resizable" not in self.own.events:
-            request = self._request(name, sizes, checkpointing=checkpointing, best=each)
-            return self._launch(name, self.command.words(config), request, watch=self._pruner(trial))
-        total = Outcome("oom")
-        for micro, accumulation in sizes:
-            part = self.natural_launch(f"{name}-{micro}", setting, (micro, accumulation))
-            total.seconds += part.seconds
-            total.points += part.points
-            if part.kind == "ok":
-                total.kind, total.reason, total.tail = part.kind, part.reason, part.tail
-            elif not total.points:
-                total.kind, total.reason = part.kind, part.reason
-        return total
-
-    def natural_launch(self, name: str, setting: Setting, size: tuple[int, int], **more: Any) -> Outcome:
-        """The script as the user would start it with the result; its own steps become the point."""
-        values = {"train_micro_batch_size_per_gpu": size[0], "gradient_accumulation_steps": size[1], **more}
-        if CHECKPOINTING in setting:
-            values[CHECKPOINTING] = setting[CHECKPOINTING]
-        config = self._write_config(name, self.final_config(setting, size))
-        request = self._request(name, [], natural=NATURAL_STEPS)
-        outcome = self._launch(name, self.command.words(config, values), request, watch=None)
-        if outcome.natural and not outcome.points:
-            ordered = sorted(outcome.natural)
-            middle = ordered[len(ordered) // 2]
-            outcome.points.append(Point(*size, middle, ordered[0], ordered[-1], 0, 0.0, len(ordered)))
-        return outcome
-
-    def final_config(self, setting: Setting, size: tuple[int, int]) -> dict[str, Any]:
-        """The configuration of a setting with its batch written out."""
-        tree = config_of(self.space.tree, setting)
-        batch = dict(zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), size, strict=True))
-        return {**tree, **batch, "train_batch_size": size[0] * size[1] * self.world_size}
-
-    def _request(
-        self,
-        name: str,
-        sizes: list[tuple[int, int]],
-        *,
-        checkpointing: bool | None = None,
-        survey: bool = False,
-        natural: int = 0,
-        best: float | None = None,
-    ) -> TrialRequest:
-        options = self.options
-        return TrialRequest(
-            events=str((self._trial_folder(name) / "events.jsonl").resolve()),
-            points=tuple(sizes),
-            natural_steps=natural,
-            survey=survey,
-            own_axis=survey,
-            low_micro=options.low_micro,
-            high_micro=options.high_micro,
-            gradient_checkpointing=checkpointing,
-            memory_limit=options.memory_limit,
-            steps=options.steps,
-            point_seconds=min(options.point_seconds, max(2.0, options.budget / 60)),
-            best=best,
-        )
-
-    def _launch(self, name: str, words: list[str], request: TrialRequest, watch: Any) -> Outcome:
-        options = self.options
-        whole = launch_words(options.launcher, self.problem.processes, words)
-        left = max(30.0, options.budget - (time.monotonic() - self.started))
-        timeout = min(options.trial_timeout, left)
-        return self.run(Launch(whole, self._trial_folder(name), request, timeout, options.stall_timeout), watch)
-
-    def _trial_folder(self, name: str) -> Path:
-        return self.folder / "trials" / name
-
-    def _write_config(self, name: str, tree: dict[str, Any]) -> Path:
-        folder = self._trial_folder(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = (folder / "ds_config.json").resolve()
-        path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
-        return path
+        return self.launches.replayed(name, setting, sizes, each, self._pruner(trial))
 
     def _progress(self, event: dict[str, Any]) -> bool:
         self.view.event(event)
@@ -422,9 +331,10 @@ class Search:
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
         if trial is None:
             space = self._make_space(outcome.events["facts"])
-            distributions = {axis.name: CategoricalDistribution(axis.values) for axis in space.axes}
-            self.study.add_trial(create_trial(
-                state=state, value=value, params=setting, distributions=distributions, user_attrs=kept))  # fmt: skip
+            distributions: dict[str, Any] = {axis.name: CategoricalDistribution(axis.values) for axis in space.axes}
+            self.study.add_trial(
+                create_trial(state=state, value=value, params=setting, distributions=distributions, user_attrs=kept)
+            )
             number = self.study.get_trials(deepcopy=False)[-1].number
         else:
             for key, attribute in kept.items():

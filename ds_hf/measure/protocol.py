@@ -9,7 +9,8 @@ event     fields
 facts     of the engine when it is made: parameter counts, dtype, batch, world size, device and its memory
 survey    bytes and operations of one sample, bandwidth of the collectives (``request.survey``)
 step      one measured step: ``micro``, ``accumulation``, ``seconds``; ``kind`` "replay", or "natural": the script's own
-point     all steps of one (micro, accumulation): median, interval, peak, ``optimizer_seconds``; ``outcome`` "ok" or "oom"
+point     all steps of a (micro, accumulation): median, interval, peak, ``optimizer_seconds``; ``outcome``: "ok", "oom"
+peak      bytes, when only the script's own steps were measured
 split     where the time of one step goes, by kind of work
 note      something that could not be measured, and why
 done      everything asked for was measured

@@ -6,6 +6,7 @@ With events the host does not wait between steps, so that a step is as long as i
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import torch
 
@@ -23,7 +24,7 @@ class Clock:
     def mark(self) -> None:
         """Note this point of the work."""
         if self.on_device:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
             self._marks.append(event)
         else:
@@ -34,10 +35,10 @@ class Clock:
         marks, self._marks = self._marks, []
         if self.on_device:
             torch.cuda.synchronize(self.device)
-            pairs = zip(marks, marks[1:], strict=False)
+            pairs = pairwise(marks)
             return [
                 a.elapsed_time(b) / 1e3
                 for a, b in pairs
                 if isinstance(a, torch.cuda.Event) and not isinstance(b, float)
             ]
-        return [float(b) - float(a) for a, b in zip(marks, marks[1:], strict=False)]  # type: ignore[arg-type]
+        return [float(b) - float(a) for a, b in pairwise(marks)]  # type: ignore[arg-type]

@@ -161,6 +161,7 @@ class Driver:
     def _finish(self) -> None:
         """Say so, and end the process or leave the engine alone."""
         self.done = True
+        self.emit("peak", nbytes=self.meter.peak())
         self.emit("done")
         self.loaders.remove()
         if self._file is not None:

@@ -67,6 +67,10 @@ class MemoryMeter:
         """Bytes held now."""
         raise NotImplementedError
 
+    def peak(self) -> int:
+        """Most bytes since the last watch; what is held now where nobody counted."""
+        return self.at_rest()
+
     @contextmanager
     def watch(self, found: list[int]) -> Iterator[None]:
         """Append the peak inside to ``found``, also when the limit is crossed."""
@@ -86,6 +90,9 @@ class CudaMeter(MemoryMeter):
 
     def at_rest(self) -> int:
         return int(torch.cuda.memory_allocated(self.device))
+
+    def peak(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self.device))
 
     @contextmanager
     def watch(self, found: list[int]) -> Iterator[None]:
@@ -117,11 +124,11 @@ class TensorMeter(MemoryMeter):
             found.append(mode.peak)
 
 
-class _Tracker(TorchDispatchMode):
+class _Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operators make, and those that engines resize behind the dispatcher's back."""
 
     def __init__(self, engine: Engine, limit: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
         self.device = engine.device
         gathered = [buffer.full for unit in engine.units for buffer in unit.buffers]

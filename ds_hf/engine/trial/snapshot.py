@@ -28,7 +28,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "_applied")
 def room_for_snapshot(engine: Engine, local_world_size: int) -> bool:
     """Whether the host can hold a copy of what this rank owns."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in resident_tensors(engine)}
-    return sum(storages.values()) <= HOST_SHARE * psutil.virtual_memory().available / max(1, local_world_size)
+    return bool(sum(storages.values()) <= HOST_SHARE * psutil.virtual_memory().available / max(1, local_world_size))
 
 
 class Snapshot:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ds_hf.engine.trial.batches import Batch
@@ -49,7 +50,7 @@ def split_of(replay: Replay, batch: Batch, accumulation: int) -> dict[str, float
 
 
 def _counts(event: Any, cuda: bool) -> bool:
-    on_device = event.device_type == torch.autograd.DeviceType.CUDA
+    on_device = event.device_type == DeviceType.CUDA
     return bool(on_device == cuda and event.time_range.end > event.time_range.start)
 
 

@@ -1,0 +1,251 @@
+"""The search finds the known optimum of a made-up world, with few trials, and survives what launches do."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_hf.autotune.options import Metric
+from ds_hf.autotune.records import records_of
+from ds_hf.autotune.result import NothingFits, Result, value_of
+from ds_hf.config import load_config
+from ds_hf.errors import ConfigError, DsHfError
+from tests.autotune.world import GLOBAL_MICRO, GLOBAL_STEPS, MIB, WORLD, World
+
+Search = Callable[..., Result]
+LIMITS = [100_000, 1_500, 1_000, 800, 600, 500]  # MiB
+
+
+def found(result: Result) -> float:
+    return value_of(result.best[1], Metric.THROUGHPUT, WORLD)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_optimum_within_5_percent_for_a_quarter_of_the_trials(search: Search, limit: int) -> None:
+    world = World(memory=limit * MIB)
+    result = search(world)
+    grid = world.grid()
+    assert found(result) >= 0.95 * max(grid.values())
+    whole = World().grid()
+    assert world.points <= 0.25 * len(whole)  # measured points, the first launch's included
+    assert len(world.launched) <= 0.5 * 16  # launches, the confirming one included
+    assert result.best[1].peak <= world.memory
+
+
+def test_global_batch_is_kept(search: Search, tmp_path: Path) -> None:
+    result = search(World(memory=900 * MIB))
+    tree = json.loads((tmp_path / "results" / "ds_config.tuned.json").read_text())
+    assert tree["train_batch_size"] == GLOBAL_MICRO * GLOBAL_STEPS * WORLD
+    assert (
+        tree["train_micro_batch_size_per_gpu"] * tree["gradient_accumulation_steps"] * WORLD == tree["train_batch_size"]
+    )
+    assert tree["train_micro_batch_size_per_gpu"] == result.best[1].micro
+    assert load_config(tree, world_size=WORLD).train_batch_size == tree["train_batch_size"]
+    words = result.words
+    assert words[words.index("--per_device_train_batch_size") + 1] == str(result.best[1].micro)
+    assert words[words.index("--gradient_accumulation_steps") + 1] == str(result.best[1].accumulation)
+
+
+def test_every_change_has_a_reason(search: Search, tmp_path: Path) -> None:
+    result = search(World(memory=900 * MIB))
+    sidecar = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())
+    changed = {change["key"] for change in sidecar["changes"]}
+    assert {"zero_optimization.stage", "train_micro_batch_size_per_gpu"} <= changed
+    assert all(len(change["reason"]) > 10 for change in sidecar["changes"])
+    assert sidecar["gain"] == pytest.approx(result.gain)
+    assert result.gain == pytest.approx(found(result) / value_of(result.own, Metric.THROUGHPUT, WORLD))  # type: ignore[arg-type]
+
+
+def test_settings_that_cannot_fit_are_not_launched(search: Search, tmp_path: Path) -> None:
+    world = World(memory=500 * MIB)  # stage 0 needs 610 MiB for its states alone
+    search(world)
+    assert not [launch for launch in world.launched if launch["stage"] == 0]
+    rows = list(csv.DictReader((tmp_path / "results" / "trials.csv").open()))
+    ruled = [row for row in rows if row["outcome"] == "ruled out"]
+    assert {row["zero_optimization.stage"] for row in ruled} >= {"0"}
+    assert all("GiB" in row["reason"] for row in ruled)
+
+
+def test_predictions_are_corrected(search: Search) -> None:
+    """The world's checkpointing costs 1.25 and not 4/3, its compiled blocks gain 10 % and not 25 %."""
+    world = World()
+    result = search(world, patience=50, trials=16)
+    assert len(world.launched) >= 3
+    record, point = result.best
+    seconds, nbytes = record.predicted[point.micro]
+    assert point.seconds == pytest.approx(seconds, rel=0.25)
+    assert point.peak == pytest.approx(nbytes, rel=0.25)
+
+
+def test_no_gain_keeps_the_users_file(search: Search, words: list[str]) -> None:
+    world = World()
+    world.seconds = lambda stage, *_: 1.0 + 0.001 * (stage != 3)  # type: ignore[method-assign]
+    result = search(world)
+    assert result.kept
+    assert result.gain == 1.0
+    assert not result.changes
+    assert result.config["zero_optimization"]["stage"] == 3
+
+
+def test_a_gain_that_does_not_show_in_the_script_is_none(search: Search) -> None:
+    """Started as the user would, the result is slower: the data loader limits it."""
+    world = World()
+    natural = world.run
+
+    def run(launch, watch):  # type: ignore[no-untyped-def]
+        outcome = natural(launch, watch)
+        if not launch.request.points and not launch.request.own_axis:
+            outcome.natural = [9.0] * 6
+        return outcome
+
+    world.run = run  # type: ignore[method-assign]
+    result = search(world)
+    assert result.kept
+    assert "x the time of your file" in result.extra["not confirmed"]
+
+
+@pytest.mark.parametrize("kind", ["crash", "hang", "timeout", "oom"])
+def test_failing_launches_do_not_end_the_search(search: Search, kind: str) -> None:
+    world = World(fail={0: kind, 1: kind})
+    result = search(world)
+    best = max(value for (stage, *_), value in world.grid().items() if stage > 1)
+    assert found(result) >= 0.95 * best
+
+
+def test_own_file_does_not_fit(search: Search) -> None:
+    """Micro-batch 2 at stage 3 needs 351 MiB: smaller ones and checkpointing save it."""
+    world = World(memory=330 * MIB)
+    result = search(world)
+    assert result.own is None
+    assert not result.kept
+    assert result.best[1].peak <= world.memory
+
+
+def test_nothing_fits(search: Search) -> None:
+    with pytest.raises(NothingFits, match="no setting could be measured"):
+        search(World(memory=50 * MIB))
+
+
+def test_killed_search_resumes(search: Search) -> None:
+    """What was measured before the kill is not measured again, and the end is the same."""
+    world = World(memory=800 * MIB)
+
+    def die(number: int) -> None:
+        if number == 2:
+            raise MemoryError("killed here")
+
+    world.before = die
+    with pytest.raises(MemoryError):
+        search(world)
+    first = list(world.launched)
+    world.before = lambda number: None
+    result = search(world)
+    again = world.launched[len(first) :]
+    assert first[0] not in again[:-1]  # the user's file; the last launch confirms the result
+    assert all(launch not in first for launch in again[:-1])
+    assert found(result) >= 0.95 * max(world.grid().values())
+
+
+def test_ctrl_c_leaves_the_best_so_far(search: Search, tmp_path: Path) -> None:
+    world = World()
+
+    def interrupt(number: int) -> None:
+        if number == 3:
+            raise KeyboardInterrupt
+
+    world.before = interrupt
+    result = search(world)
+    assert result.why_stopped == "interrupted"
+    assert (tmp_path / "results" / "ds_config.tuned.json").exists()
+    assert (tmp_path / "results" / "report.html").exists()
+    assert result.gain >= 1
+
+
+def test_another_search_in_the_folder_is_refused(search: Search) -> None:
+    search(World())
+    with pytest.raises(ConfigError, match=r"metric differ.*--overwrite"):
+        search(World(), metric=Metric.MEMORY)
+    search(World(), metric=Metric.MEMORY, overwrite=True)
+
+
+@pytest.mark.parametrize("metric", list(Metric))
+def test_metrics_go_their_own_way(search: Search, metric: Metric) -> None:
+    world = World(memory=2_000 * MIB)
+    result = search(world, metric=metric, patience=16)
+    point = result.best[1]
+    if metric is Metric.MEMORY:
+        best = min(world.nbytes(s, on, m) for s in range(4) for on in (True, False) for m in (1, 2, 4, 8, 16, 32))
+        assert point.peak <= 1.05 * best
+    else:
+        assert found(result) >= 0.95 * max(world.grid().values())
+
+
+def test_interval_for_the_global_batch(search: Search) -> None:
+    result = search(World(memory=3_000 * MIB), low_batch=128, high_batch=512)
+    assert 128 <= result.config["train_batch_size"] <= 512
+    assert result.config["train_batch_size"] > 128
+
+
+def test_fixed_stage_stays(search: Search) -> None:
+    world = World(memory=2_000 * MIB)
+    result = search(world, tune=("gradient_checkpointing",))
+    assert {launch["stage"] for launch in world.launched} == {3}
+    assert result.config["zero_optimization"]["stage"] == 3
+    assert "given in the file" in result.extra.get("kept", "given in the file")
+
+
+def test_scripts_whose_batch_cannot_be_resized(search: Search) -> None:
+    """Every size is a launch of its own, with the script's own options."""
+    world = World(memory=1_500 * MIB, resizable=False)
+    result = search(world, patience=4)
+    assert found(result) > 1.2 * value_of(result.own, Metric.THROUGHPUT, WORLD)  # type: ignore[arg-type]
+
+
+def test_budget_and_trials_are_limits(search: Search) -> None:
+    world = World()
+    result = search(world, trials=2)
+    assert len(world.launched) == 3  # and one that confirms
+    assert "2 launches" in result.why_stopped
+
+
+def test_unwritable_folder(search: Search, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write into"):
+        search(World(), results_dir=tmp_path / "file" / "results")
+
+
+def test_script_that_fails_by_itself(search: Search) -> None:
+    world = World()
+    world.run = lambda launch, watch: __import__("ds_hf.autotune.trial", fromlist=["Outcome"]).Outcome(  # type: ignore[method-assign]
+        "crash", "exit code 1: ValueError: mine", tail="Traceback ...\nValueError: mine"
+    )
+    with pytest.raises(DsHfError, match="ValueError: mine") as error:
+        search(world)
+    assert "Traceback" in error.value.tail  # type: ignore[attr-defined]
+
+
+def test_two_workers_share_a_search(search: Search) -> None:
+    """A second one, started in the folder of the first, repeats nothing."""
+    world = World()
+    search(world, trials=3)
+    launched = len(world.launched)
+    search(world, trials=5)
+    more = world.launched[launched:]
+    assert len(more) <= 3  # two launches, and one that confirms
+    assert all(launch not in world.launched[: launched - 1] for launch in more[:-1])
+
+
+def test_optuna_reads_the_journal(search: Search, tmp_path: Path) -> None:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    result = search(World())
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "results" / "journal.log")))
+    study = optuna.load_study(study_name="ds_hf", storage=storage)
+    assert study.best_value == pytest.approx(found(result))
+    assert any(record.own for record in records_of(study))
