@@ -3,8 +3,8 @@
 Memory: the model states of the plan (``zero.estimate``), plus what a sample's activations were measured to take, plus
 what was measured beyond both in the user's own setting. Time: a roofline. Compute as measured for each micro-batch in
 the user's setting, communication as bytes over measured bandwidth, the update as elements over measured speed. What the
-roofline has wrong is learned: a ridge regression of log(measured / predicted) on the values of the axes. Units: bytes,
-seconds, samples.
+roofline has wrong is learned: a Bayesian regression of log(measured / predicted) on the values of the axes, which also
+says how sure it is. Units: bytes, seconds, samples.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
 HOST_UPDATE = 1.5e8  # elements a second that one process updates on the host
 HOST_COPY = 2e10  # bytes a second between device and host
 MARGIN = 1.1  # a prediction this much above the memory is believed
-RIDGE = 0.5
-PRIOR_SPREAD = 0.15  # of log(measured / predicted) before anything is known
+PRIOR_SPREAD = 0.15  # of log(measured / predicted) for each thing that differs from the user's setting
+NOISE = 0.04  # of the same once all of them were launched: what differences do to each other, and noise
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ class CostModel:
         self.activations = {on: self._slope(name) for on, name in ((False, "plain"), (True, "checkpointed"))}
         self.beyond = 0
         self._seen: list[tuple[Setting, float]] = []
-        self._weights: dict[tuple[str, Any], float] = {}
-        self.spread = PRIOR_SPREAD
+        self._names: list[tuple[str, Any]] = []
+        self._weights = np.zeros(0)
+        self._covariance = np.zeros((0, 0))
         self._plans: dict[str, StatePlan] = {}
         self._calibrate()
 
@@ -139,8 +140,9 @@ class CostModel:
 
     def predict(self, setting: Setting, micro: int, accumulation: int) -> Prediction:
         """Seconds and bytes of one setting, with what was learned so far."""
-        seconds = self.roofline(setting, micro, accumulation) * math.exp(self._correction(setting))
-        return Prediction(seconds, self.nbytes(setting, micro, accumulation), self.spread)
+        mean, spread = self._correction(setting)
+        seconds = self.roofline(setting, micro, accumulation) * math.exp(mean)
+        return Prediction(seconds, self.nbytes(setting, micro, accumulation), spread)
 
     def roofline(self, setting: Setting, micro: int, accumulation: int) -> float:
         """Seconds of a step by the roofline alone."""
@@ -208,38 +210,39 @@ class CostModel:
     # -- learning -------------------------------------------------------------------------------------------------
 
     def observe(self, setting: Setting, measured: Sequence[tuple[int, int, float]]) -> None:
-        """Learn from (micro-batch, accumulation, seconds of a step) measured in ``setting``."""
-        for micro, accumulation, seconds in measured:
-            self._seen.append((setting, math.log(seconds / self.roofline(setting, micro, accumulation))))
-        self._fit()
+        """Learn from (micro-batch, accumulation, seconds of a step) measured in ``setting`` by one launch."""
+        errors = [math.log(seconds / self.roofline(setting, *size)) for *size, seconds in measured]
+        if errors and self.features(setting):
+            self._seen.append((setting, float(np.mean(errors))))
+            self._fit()
 
     def _fit(self) -> None:
-        """Ridge regression of the errors on what differs from the user's setting."""
-        if not self._seen:
-            return
-        names = sorted({(k, v) for s, _ in self._seen for k, v in self._features(s)}, key=repr)
-        matrix = np.array([[float(name in self._features(s)) for name in names] for s, _ in self._seen])
-        errors = np.array([error for _, error in self._seen])
-        if not names:
-            self.spread = max(0.02, float(np.std(errors)))
-            return
-        weights = np.linalg.solve(matrix.T @ matrix + RIDGE * np.eye(len(names)), matrix.T @ errors)
-        self._weights = dict(zip(names, weights.tolist(), strict=True))
-        rest = errors - matrix @ weights
-        count = len(rest)
-        variance = (float(rest @ rest) + 2 * PRIOR_SPREAD**2) / (count + 2)
-        self.spread = max(0.02, math.sqrt(variance))
+        """Bayesian linear regression of the errors on what differs from the user's setting."""
+        self._names = sorted({name for setting, _ in self._seen for name in self.features(setting)}, key=repr)
+        rows = [self._row(setting)[0] for setting, _ in self._seen]
+        matrix, errors = np.array(rows), np.array([error for _, error in self._seen])
+        precision = matrix.T @ matrix / NOISE**2 + np.eye(len(self._names)) / PRIOR_SPREAD**2
+        self._covariance = np.linalg.inv(precision)
+        self._weights = self._covariance @ (matrix.T @ errors) / NOISE**2
 
-    def _features(self, setting: Setting) -> set[tuple[str, Any]]:
+    def _row(self, setting: Setting) -> tuple[list[float], int]:
+        """What of the setting was launched before, and the number of its features that were not."""
+        features = self.features(setting)
+        row = [float(name in features) for name in self._names]
+        return row, len(features.difference(self._names))
+
+    def features(self, setting: Setting) -> set[tuple[str, Any]]:
+        """What differs from the user's setting."""
         return {(name, value) for name, value in setting.items() if value != self.own.get(name)}
 
-    def _correction(self, setting: Setting) -> float:
-        return sum(self._weights.get(feature, 0.0) for feature in self._features(setting))
-
-    def surprise(self, setting: Setting) -> float:
-        """How little is known of the setting: the share of its differences that no launch has had yet."""
-        features = self._features(setting)
-        return len([f for f in features if f not in self._weights]) / len(features) if features else 0.0
+    def _correction(self, setting: Setting) -> tuple[float, float]:
+        """Mean and standard deviation of log(measured / roofline)."""
+        row, new = self._row(setting)
+        known = np.array(row)
+        mean = float(known @ self._weights) if row else 0.0
+        variance = float(known @ self._covariance @ known) if row else 0.0
+        noise = NOISE**2 if row or new else 0.0
+        return mean, math.sqrt(variance + new * PRIOR_SPREAD**2 + noise)
 
 
 def _ratio(on: bool, own: bool, factor: float) -> float:

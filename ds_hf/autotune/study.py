@@ -45,6 +45,9 @@ JOURNAL = "journal.log"
 STUDY = "ds_hf"
 EXPLORE_EVERY = 4
 SURE = 2.0  # standard deviations
+CLOSE = 1.1  # sizes predicted within this of a setting's best are measured
+TIGHT = 0.9  # of the memory
+FAILURES = 3  # times ``patience``
 STARTUP = 4  # launches before Optuna's sampler and pruner have an opinion
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
 
@@ -180,11 +183,16 @@ class Search:
         since = self._launches_since_gain(launched)
         if since >= self.options.patience:
             return f"{since} launches in a row brought no gain"
+        failed = len([record for record in launched if not record.points])
+        if failed >= FAILURES * self.options.patience:
+            return f"{failed} launches failed"
         return ""
 
     def _launches_since_gain(self, launched: list[Record]) -> int:
         best, since = math.inf, 0
         for record in launched:
+            if not record.points:
+                continue
             cost = min((self.cost(point) for point in record.points), default=math.inf)
             best, since = (cost, 0) if cost < best * 0.99 else (best, since + 1)
         return since
@@ -204,9 +212,11 @@ class Search:
             sizes = self._sizes(setting)
             if sizes:
                 expected = min(self._predicted_cost(setting, *size) for size in sizes)
-                doubt = self.model.spread * (1 + self.model.surprise(setting))
-                optimistic = expected * (math.exp(-SURE * doubt) if self.options.metric is not Metric.MEMORY else 0.9)
-                found.append((expected, optimistic, setting))
+                doubt = (
+                    self.model.predict(setting, *sizes[0]).spread if self.options.metric is not Metric.MEMORY else 0.05
+                )
+                expected *= 1 + self._failures_like(setting)
+                found.append((expected * math.exp(-doubt), expected * math.exp(-SURE * doubt), setting))
         found.sort(key=lambda item: item[0])
         return [(optimistic, setting) for _, optimistic, setting in found]
 
@@ -257,7 +267,22 @@ class Search:
         """The sizes worth measuring for a setting: those that may fit, the most promising first."""
         fitting = [size for size in self.all_sizes() if not self.model.cannot_fit(setting, *size)]
         fitting.sort(key=lambda size: self._predicted_cost(setting, *size))
-        return fitting[: self.options.micros]
+        costs = [self._predicted_cost(setting, *size) for size in fitting]
+        close = [size for size, cost in zip(fitting, costs, strict=True) if cost <= CLOSE * costs[0]]
+        if close and self._is_tight(setting, min(close)):
+            close += [max(smaller)] if (smaller := [size for size in fitting if size < min(close)]) else []
+        return close[: self.options.micros]
+
+    def _is_tight(self, setting: Setting, size: tuple[int, int]) -> bool:
+        """Whether the prediction is near the memory, so that a smaller size should stand by."""
+        return self.model.memory is not None and self.model.nbytes(setting, *size) > TIGHT * self.model.memory
+
+    def _failures_like(self, setting: Setting) -> float:
+        """How many launches failed with something of the setting that never worked."""
+        launched = self.launched()
+        worked = {name for record in launched if record.points for name in self.model.features(record.setting)}
+        bad = self.model.features(setting) - worked
+        return float(sum(bool(bad & self.model.features(r.setting)) for r in launched if not r.points))
 
     def _try(self, setting: Setting) -> None:
         number = len(self.launched())

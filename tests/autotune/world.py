@@ -1,7 +1,7 @@
 """A world with known answers in place of launches: times and memory by formula, so that the optimum is known.
 
-``World.run`` has the signature of ``run_launch``: it reads the configuration that the search wrote, and answers with the
-events that an engine would have written. Nothing is measured, so every figure is the same on every machine.
+``World.run`` has the signature of ``run_launch``: it reads the configuration that the search wrote, and answers with
+the events that an engine would have written. Nothing is measured, so every figure is the same on every machine.
 """
 
 from __future__ import annotations

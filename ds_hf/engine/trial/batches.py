@@ -136,13 +136,16 @@ def _lengths(dataset: Any) -> tuple[dict[int, int], int]:
 
 
 def _length(sample: Any) -> int | None:
-    """Elements of a sample's longest member; text and images of one size do not matter here."""
+    """Elements of a sample's members that have a length, together; ``None`` when none has."""
     values = (
         sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, list | tuple) else [sample]
     )
-    found = [len(value) for value in values if isinstance(value, Sized) and not isinstance(value, str | bytes)
-             and not (isinstance(value, Tensor) and value.dim() == 0)]  # fmt: skip
-    return max(found, default=None)
+    found = [len(value) for value in values if isinstance(value, Sized) and not _is_single(value)]
+    return sum(found) if found else None
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, str | bytes) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
 def _in_form(collated: Any, like: Batch, numel: int) -> Batch | str:

@@ -123,6 +123,8 @@ class Driver:
     def _replay(self, replay: Replay, points: list[tuple[int, int]]) -> None:
         if self.request.longest:
             self._find_longest(replay)
+        # The first step makes the moments, which later ones find: alone it says nothing of their memory.
+        replay.fits(resized(replay.batch, 1), 1)
         if self.request.survey:
             survey(replay, self.emit)
             if self.request.gradient_checkpointing is not None:

@@ -8,6 +8,7 @@ A limit raises ``torch.OutOfMemoryError`` inside the operator that crosses it, a
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,11 +117,14 @@ class TensorMeter(MemoryMeter):
 
     @contextmanager
     def watch(self, found: list[int]) -> Iterator[None]:
+        gc.collect()  # when cycles go must not decide the figure
+        gc.disable()
         mode = _Tracker(self.engine, self.total)
         try:
             with torch.compiler.set_stance("force_eager"), mode:
                 yield
         finally:
+            gc.enable()
             found.append(mode.peak)
 
 

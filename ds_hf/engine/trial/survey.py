@@ -88,7 +88,6 @@ def survey(replay: Replay, emit: Emit) -> None:
         "bandwidth": _bandwidth(engine),
     }
     before = is_checkpointing(engine)
-    replay.fits(resized(replay.batch, 1), 1)  # moments are made in the first step
     found["resident"] = replay.meter.at_rest()
     for on in (False, True):
         if not set_checkpointing(engine, on):
