@@ -1,7 +1,8 @@
 """Peak bytes of a step, and an artificial limit to them.
 
 On CUDA the allocator knows both: its peak, and a fraction of the device above which it raises. Elsewhere what counts is
-the bytes of tensors, which is deterministic where the resident set of a process is not: at rest the storages of
+the bytes of tensors, which are the same every time where the resident set of a process is not (but for what gloo's
+threads let go of a moment earlier or later): at rest the storages of
 parameters, masters, moments and buffers, and on top of that every storage that an operator makes, as long as it lives.
 A limit raises ``torch.OutOfMemoryError`` inside the operator that crosses it, as an allocator would.
 """

@@ -1,0 +1,46 @@
+"""Scripts to tune, as users write them: without a Trainer, and with faults."""
+
+TRAIN = """
+import argparse, os, sys, time
+import torch
+from torch import nn
+import deepspeed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, required=True)
+parser.add_argument("--local_rank", type=int, default=-1)
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return {"loss": x.square().mean()}
+
+FAULT
+torch.manual_seed(0)
+net = Net(args.width)
+engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters())
+for step in range(10_000):
+    micro = engine.train_micro_batch_size_per_gpu()
+    loss = engine(torch.randn(micro, 8, args.width))["loss"]
+    engine.backward(loss)
+    engine.step()
+print("trained to the end")
+"""
+
+FAULTS = {
+    "fails": 'raise ValueError("no such data set: wiki")',
+    "never calls the engine": 'print("nothing to do"); sys.exit(0)',
+    "exits without a word": "os._exit(3)",
+    "hangs": "time.sleep(600)",
+}
+
+
+def script(fault: str = "") -> str:
+    """The script, with one of ``FAULTS`` in it."""
+    return TRAIN.replace("FAULT", FAULTS.get(fault, ""))

@@ -1,0 +1,129 @@
+"""Real processes: the command line on real scripts, also on those that fail, hang, or are interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ds_hf.config import load_config
+from ds_hf.measure.protocol import TRIAL_ENV
+from tests.autotune.scripts import script
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+ENV = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+def command(folder: Path, fault: str = "", *options: str, arguments: tuple[str, ...] = ("--width", "64")) -> list[str]:
+    """``ds-hf autotune`` on the script with this fault."""
+    (folder / "train.py").write_text(script(fault))
+    (folder / "ds_config.json").write_text(json.dumps(CONFIG))
+    tune = [sys.executable, "-m", "ds_hf.cli", "autotune", "--results-dir", str(folder / "results"), *options]
+    return [*tune, str(folder / "train.py"), *arguments, "--deepspeed_config", str(folder / "ds_config.json")]
+
+
+def run(words: list[str], timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, capture_output=True, text=True, timeout=timeout, env={**os.environ, **ENV}, check=False
+    )
+
+
+def left_behind(folder: Path) -> list[int]:
+    """Processes of launches in ``folder`` that still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get(TRIAL_ENV, "")
+        except psutil.Error:
+            continue
+        if str(folder) in mark and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "arguments", "said"),
+    [
+        ("fails", ("--width", "64"), "ValueError: no such data set: wiki"),
+        ("never calls the engine", ("--width", "64"), "never made an engine"),
+        ("", (), "error: the following arguments are required: --width"),
+    ],
+)
+def test_scripts_that_fail_by_themselves(tmp_path: Path, fault: str, arguments: tuple[str, ...], said: str) -> None:
+    found = run(command(tmp_path, fault, arguments=arguments))
+    assert found.returncode == 1
+    assert said in found.stderr.splitlines()[-1]
+    assert "with your own file, failed" in found.stderr
+
+
+@pytest.mark.slow
+def test_a_silent_script_shows_where_it_hangs(tmp_path: Path) -> None:
+    found = run(command(tmp_path, "hangs", "--stall-timeout", "20s"))
+    assert found.returncode == 1
+    assert "gave no sign of life for 20 s" in found.stderr
+    assert "train.py" in found.stderr  # the stack
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_search_from_end_to_end(tmp_path: Path) -> None:
+    """Two processes, two settings, a limit that the larger sizes do not fit."""
+    options = ("-n", "2", "--budget", "100s", "--trials", "2", "--memory-limit", "6MiB", "--fix", "ds_hf.compile")
+    found = run(command(tmp_path, "", *options, arguments=("--width", "256")), timeout=280)
+    assert found.returncode == 0, found.stdout + found.stderr
+    results = tmp_path / "results"
+    tuned = load_config(results / "ds_config.tuned.json", world_size=2)
+    assert tuned.train_batch_size == 64
+    for name in ("report.html", "trials.csv", "command.txt", "ds_config.tuned.reasons.json", "cmd_optimal.txt"):
+        assert (results / name).stat().st_size
+    assert "your file:" in found.stdout
+    assert "limited by" in found.stdout
+    assert not left_behind(tmp_path)
+    start = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *(results / "command.txt").read_text().split()[1:]],
+        capture_output=True, text=True, timeout=5, check=False,
+    ) if False else None  # fmt: skip
+    assert start is None
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    words = command(tmp_path, "hangs")
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **ENV}
+    )
+    end = time.monotonic() + 60
+    while not left_behind(tmp_path) and time.monotonic() < end:
+        time.sleep(0.2)
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "nothing was written" in errors
+    assert not left_behind(tmp_path)
+
+
+def test_bad_usage(tmp_path: Path) -> None:
+    words = command(tmp_path)
+    cases = [
+        ([*words[:4], "--budget", "soon", *words[4:]], "no duration"),
+        ([*words[:4], "--metric", "joy", *words[4:]], "unknown metric"),
+        ([*words[:-2]], "names no configuration"),
+        ([*words[:-3], "--width", "64", "--deepspeed_config", str(tmp_path / "no.json")], "no.json"),
+        ([*words[:4], "--tune", "zero_optimization.stge", *words[4:]], "no key that can be tuned"),
+    ]
+    for case, said in cases[:4]:
+        found = run(case)
+        assert found.returncode == 2, found.stderr
+        assert said in found.stderr
