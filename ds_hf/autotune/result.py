@@ -27,7 +27,7 @@ from ds_hf.config.load import examine
 from ds_hf.config.triple import WorldSize
 from ds_hf.errors import DsHfError
 
-__all__ = ["Change", "Result", "limits_of", "make_result", "write_result"]
+__all__ = ["Change", "NothingFits", "Result", "final_words", "limits_of", "make_result", "write_result"]
 
 LEAST_GAIN = 1.01
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
@@ -57,6 +57,7 @@ class Result:
         kept: the user's file stays, as nothing was better by more than the noise.
         gain: how many times better the best is (1 when kept).
         confirmed: the script's own steps with the result; ``None`` when that was not tried.
+        rejected: what looked better and was not when the script itself ran with it.
         limits: shares of a step's time, and what limits it.
     """
 
@@ -71,7 +72,7 @@ class Result:
     limits: dict[str, float] = field(default_factory=dict)
     limit: str = ""
     why_stopped: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
+    rejected: str = ""
 
 
 def make_result(search: Search) -> Result:
@@ -96,7 +97,7 @@ def make_result(search: Search) -> Result:
     config = search.launches.final_config(best[0].setting, size, search.world_size)
     result = Result(best, own, kept, gain, config, why_stopped=search.why_stopped)
     result.changes = [] if kept else changes_of(search, best)
-    result.words = _words(search, best[0].setting, size)
+    result.words = final_words(search, best[0].setting, size)
     result.limits, result.limit = limits_of(search, best)
     examine(config, world=WorldSize(search.world_size, "the search"), allow_auto=True)  # never write a bad file
     return result
@@ -122,7 +123,7 @@ def _why_nothing_fits(search: Search) -> str:
     )
 
 
-def _words(search: Search, setting: Setting, size: tuple[int, int]) -> list[str]:
+def final_words(search: Search, setting: Setting, size: tuple[int, int]) -> list[str]:
     """The whole command with the tuned file."""
     values: dict[str, object] = {MICRO: size[0], STEPS: size[1]}
     if CHECKPOINTING in setting and setting[CHECKPOINTING] != search.space.own[CHECKPOINTING]:
@@ -298,7 +299,7 @@ def summary_lines(search: Search, result: Result) -> list[str]:
     else:
         lines.append("your file: does not fit into memory")
     if result.kept:
-        lines.append("no significant gain, kept yours")
+        lines.append("no significant gain, kept yours" + (f": {result.rejected}" if result.rejected else ""))
     else:
         value = show_value(value_of(point, metric, search.world_size, search.flops), metric)
         times = f", {result.gain:.2f} x" if result.own is not None else ""

@@ -15,15 +15,17 @@ from rich.console import Console
 
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.launches import Problem, Run
-from ds_hf.autotune.options import Options
+from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.report import write_report
-from ds_hf.autotune.result import Result, make_result, summary_lines, write_result
+from ds_hf.autotune.result import Result, final_words, limits_of, make_result, summary_lines, write_result
+from ds_hf.autotune.space import check_names
 from ds_hf.autotune.study import JOURNAL, Search
 from ds_hf.autotune.trial import kill_leftovers, run_launch
 from ds_hf.autotune.view import View
 from ds_hf.config.load import examine
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
+from ds_hf.measure.statistics import summarise
 
 __all__ = ["tune"]
 
@@ -49,6 +51,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     options = options if options.results_dir != Options.results_dir else options.with_section(config)
     command = Command.parse(words, options.arg_mappings)
     _check(options)
+    check_names(options)
     problem = Problem(command, config, options, options.processes or _processes())
     view = View(console or Console(), options, quiet=console is None)
     _prepare_folder(problem)
@@ -90,34 +93,27 @@ def _confirm(search: Search, result: Result, view: View) -> None:
     view.started(len(search.launched()), f"confirming: {record.label}", None)
     size = (point.micro, point.accumulation)
     outcome = search.launches.natural("confirm", record.setting, size, search.world_size)
-    before, after = sorted(search.own.natural), sorted(outcome.natural)
     result.confirmed = outcome
-    if not before or not after or search.options.metric.value in ("memory",):
+    if not search.own.natural or not outcome.natural or search.options.metric is Metric.MEMORY:
         return
-    own = search.own.events["facts"]
-    was = before[len(before) // 2] / (own["micro"] * own["accumulation"])
-    now = after[len(after) // 2] / (point.micro * point.accumulation)
-    if now > was * TRUSTED and result.own is not None:
-        again = replace_best(search, result)
-        again.extra["not confirmed"] = f"{now / was:.2f} x the time of your file when started as a user would"
-        result.__dict__.update(again.__dict__)
+    facts = search.own.events["facts"]
+    was, now = summarise(search.own.natural), summarise(outcome.natural)
+    numel_was, numel_now = facts["micro"] * facts["accumulation"], point.micro * point.accumulation
+    ratio = now.median / numel_now / (was.median / numel_was)
+    if ratio > TRUSTED and now.low / numel_now > was.high / numel_was:
+        keep_own(search, result, f"started as you would, the script takes {ratio:.2f} x the time of your file")
 
 
-def replace_best(search: Search, result: Result) -> Result:
-    """The result that keeps the user's file."""
-    assert result.own is not None
+def keep_own(search: Search, result: Result, reason: str) -> None:
+    """The result becomes the user's own file."""
+    if result.own is None:
+        return
     size = (result.own.micro, result.own.accumulation)
-    kept = Result(
-        (search.own, result.own),
-        result.own,
-        True,
-        1.0,
-        search.launches.final_config(search.own.setting, size, search.world_size),
-    )
-    kept.why_stopped, kept.confirmed = result.why_stopped, result.confirmed
-    kept.limits, kept.limit = result.limits, result.limit
-    kept.words = search.command.words(search.command.config)
-    return kept
+    result.rejected = f"{result.best[0].label} was {result.gain:.2f} x better in the engine, but {reason}"
+    result.best, result.kept, result.gain, result.changes = (search.own, result.own), True, 1.0, []
+    result.config = search.launches.final_config(search.own.setting, size, search.world_size)
+    result.words = final_words(search, search.own.setting, size)
+    result.limits, result.limit = limits_of(search, result.best)
 
 
 def _config(command: Command) -> Config:

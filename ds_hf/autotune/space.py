@@ -10,6 +10,7 @@ act upon (``x-status`` of the schema) are no axes.
 from __future__ import annotations
 
 import copy
+import difflib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ds_hf.config.schema import load_schema
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
 
-__all__ = ["Axis", "Setting", "Space", "config_of", "key_of", "label_of", "points"]
+__all__ = ["Axis", "Setting", "Space", "check_names", "config_of", "key_of", "label_of", "points"]
 
 Setting = dict[str, Any]  # axis name -> value
 
@@ -32,7 +33,6 @@ OFFLOAD_PARAM = "zero_optimization.offload_param.device"
 COMPILE = "ds_hf.compile"
 CHECKPOINTING = "gradient_checkpointing"
 COMMUNICATION = "communication_data_type"
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,6 @@ class Space:
         self.command = command
         self.kept: dict[str, str] = {}
         self._settings: list[Setting] | None = None
-        known = {axis.name for axis in AXES} | set(BATCH_KEYS) | {"dataloader_num_workers", "all"}
-        for name in (*options.tune, *options.fix):
-            if name not in known:
-                raise ConfigError(f"{name!r} is no key that can be tuned; there are: {', '.join(sorted(known))}")
         self.axes = [axis for axis in AXES if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
         self.own: Setting = {axis.name: self._own(axis) for axis in self.axes}
         self.axes = [
@@ -165,6 +161,21 @@ class Space:
         except ConfigError:
             return False
         return True
+
+
+def check_names(options: Options) -> None:
+    """Whether every key that ``--tune`` and ``--fix`` name is one.
+
+    Raises:
+        ConfigError: one is not; with the nearest that is.
+    """
+    known = [axis.name for axis in AXES]
+    fixable = [*known, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
+    for name, names in (*((n, [*known, "all"]) for n in options.tune), *((n, fixable) for n in options.fix)):
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            nearest = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{name!r} is no key that can be tuned or fixed{nearest} There are: {', '.join(names)}")
 
 
 def config_of(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
