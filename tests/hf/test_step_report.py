@@ -1,0 +1,46 @@
+"""The figures of ``StepReportCallback`` in the Trainer's own log."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from ds_hf.hf.step_report import StepReportCallback
+
+
+class Slow(nn.Module):
+    """Sleeps, so that its speed is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        time.sleep(0.05)
+        return {"loss": (self.weight - x.float().mean()) ** 2}
+
+
+def test_figures_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "ds_config.tuned.reasons.json").write_text(json.dumps({"metric": "throughput", "value": 100.0}))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=6, logging_steps=3, per_device_train_batch_size=2, report_to="none",
+        use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    data = [{"x": torch.ones(2)} for _ in range(32)]
+    trainer = Trainer(Slow(), arguments, train_dataset=data, callbacks=[StepReportCallback(tmp_path)])
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    for entry in logs:
+        assert entry["step_seconds_low"] <= entry["step_seconds"] <= entry["step_seconds_high"]
+        assert entry["step_seconds"] >= 0.05
+        assert entry["samples_per_second"] == pytest.approx(2 / entry["step_seconds"])
+        assert entry["against_autotuned"] == pytest.approx(entry["samples_per_second"] / 100)
+        assert entry["peak_memory"] > 1e6
