@@ -50,6 +50,7 @@ class Options:
         patience: launches without gain after which it ends.
         trial_timeout, stall_timeout: seconds for a launch, and without any sign of life.
         arg_mappings: configuration keys to options of the script.
+        sampler: "model_based", "random", "gridsearch" (DeepSpeed's words), or "exhaustive": all, for comparison.
         confirm: run the user's file and the result once more, as the user would, for the figures in the report.
     """
 

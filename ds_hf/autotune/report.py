@@ -40,7 +40,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem aut
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .3rem .6rem; vertical-align: top;
 border-bottom: 1px solid #d8dee4; } td.n { text-align: right; font-variant-numeric: tabular-nums; }
-code, pre { background: #f2f4f7; padding: .1rem .3rem; border-radius: 3px; } pre { padding: .6rem; overflow-x: auto; }
+code, pre { background: #f2f4f7; padding: .1rem .3rem; border-radius: 3px; } pre { padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .figure { display: flex; gap: 2.5rem; flex-wrap: wrap; margin: 1rem 0; } .figure div { min-width: 9rem; }
 .figure b { display: block; font-size: 1.5rem; } .dim { color: #66717d; } tr.best td { background: #eaf6ef; }
 """
@@ -82,7 +82,7 @@ def report_html(search: Search, result: Result, figures: Sequence[tuple[str, go.
 
 def _div(figure: go.Figure) -> str:
     figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": 20, "b": 50}, font={"size": 13})
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False}))
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False}))
 
 
 def _head(search: Search, result: Result) -> str:

@@ -57,7 +57,7 @@ AXES = (
     Axis(OFFLOAD_OPTIMIZER, ("none", "cpu"), device_only=True),
     Axis(OFFLOAD_PARAM, ("none", "cpu"), device_only=True),
     Axis("zero_optimization.offload_optimizer.ratio", (1.0, 0.75, 0.5, 0.25), device_only=True),
-    Axis("zero_optimization.stage3_prefetch_bucket_size", (50_000_000, 0, 500_000_000)),
+    Axis("zero_optimization.stage3_prefetch_bucket_size", (50_000_000, 0), named_only=True),
     Axis("zero_optimization.stage3_max_live_parameters", (1_000_000_000, 100_000_000), named_only=True),
     Axis(COMPILE, (False, "blocks"), device_only=True),
     Axis(CHECKPOINTING, (False, True)),

@@ -161,6 +161,8 @@ class Search:
             self.why_stopped = "every setting that can fit was measured"
             return None
         best = self._best_cost()
+        if self.options.sampler == "exhaustive":
+            return ranked[0][1]
         hopeful = [setting for optimistic, setting in ranked if optimistic < best]
         if not hopeful:
             self.why_stopped = "no setting that is left can be faster than the best one, by the corrected model"
@@ -267,6 +269,8 @@ class Search:
         """The sizes worth measuring for a setting: those that may fit, the most promising first."""
         fitting = [size for size in self.all_sizes() if not self.model.cannot_fit(setting, *size)]
         fitting.sort(key=lambda size: self._predicted_cost(setting, *size))
+        if self.options.sampler == "exhaustive":
+            return sorted(fitting)
         costs = [self._predicted_cost(setting, *size) for size in fitting]
         close = [size for size, cost in zip(fitting, costs, strict=True) if cost <= CLOSE * costs[0]]
         if close and self._is_tight(setting, min(close)):
@@ -311,7 +315,11 @@ class Search:
         if "not resizable" in self.own.events:
             return self.launches.each_natural(name, setting, sizes, self.world_size)
         best = self._best_point()
-        each = None if best is None else best.seconds / best.micro / best.accumulation
+        each = (
+            None
+            if best is None or self.options.sampler == "exhaustive"
+            else best.seconds / best.micro / best.accumulation
+        )
         return self.launches.replayed(name, setting, sizes, each, self._pruner(trial))
 
     def _progress(self, event: dict[str, Any]) -> bool:

@@ -137,8 +137,8 @@ class Replay:
     def clean_up(self) -> None:
         """Forget a step that failed in the middle."""
         engine = self.engine
+        engine.hooks.abandon()
         engine.hooks.reset()
-        engine.reducer.abandon()
         gc.collect()
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -175,7 +175,7 @@ class Replay:
             return None
         totals, updates = self._timed(batch, accumulation)
         found = summarise(totals)
-        each = found.median / micro / accumulation
+        each = self._of_rank_0(found.median / micro / accumulation)
         if each < self.best:
             self.best, self.fastest = each, (micro, accumulation)
         kept = updates[found.warm_up :]
@@ -217,6 +217,10 @@ class Replay:
 
     def _agreed(self, done: Any) -> bool:
         """Rank 0's answer, on all ranks."""
-        flag = torch.tensor([bool(done)], dtype=torch.int32, device=self.engine.device)
-        collectives.broadcast(flag, self.engine.axis, what="whether a point is measured")
-        return bool(flag)
+        return bool(self._of_rank_0(float(bool(done))))
+
+    def _of_rank_0(self, value: float) -> float:
+        """Rank 0's value on all ranks: clocks differ, and what is done next must not."""
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.engine.device)
+        collectives.broadcast(tensor, self.engine.axis, what="a time")
+        return float(tensor)
