@@ -40,7 +40,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem aut
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .3rem .6rem; vertical-align: top;
 border-bottom: 1px solid #d8dee4; } td.n { text-align: right; font-variant-numeric: tabular-nums; }
-code, pre { background: #f2f4f7; padding: .1rem .3rem; border-radius: 3px; } pre { padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+code, pre { background: #f2f4f7; padding: .1rem .3rem; border-radius: 3px; }
+pre { padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .figure { display: flex; gap: 2.5rem; flex-wrap: wrap; margin: 1rem 0; } .figure div { min-width: 9rem; }
 .figure b { display: block; font-size: 1.5rem; } .dim { color: #66717d; } tr.best td { background: #eaf6ef; }
 """

@@ -85,8 +85,9 @@ class CudaMeter(MemoryMeter):
 
     def __init__(self, device: torch.device, limit: int | None) -> None:
         self.device = device
-        real = torch.cuda.get_device_properties(device).total_memory
-        self.total = min(real, limit) if limit else real
+        free, real = torch.cuda.mem_get_info(device)
+        usable = free + torch.cuda.memory_reserved(device)  # without what contexts and other processes hold
+        self.total = min(usable, limit) if limit else usable
         if limit and limit < real:
             torch.cuda.set_per_process_memory_fraction(limit / real, device)
 
@@ -98,6 +99,8 @@ class CudaMeter(MemoryMeter):
 
     @contextmanager
     def watch(self, found: list[int]) -> Iterator[None]:
+        gc.collect()
+        torch.cuda.empty_cache()  # what a larger batch left would count as this one's
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
             yield

@@ -169,7 +169,10 @@ class Replay:
         """One point: seconds a sample, ``None`` when it does not fit."""
         batch = resized(self.batch, micro)
         worst = batch if self.worst is None else resized(self.worst, micro)
+        self._forget_shapes()
         fine, peak = self.fits(worst, accumulation)
+        if self.worst is not None:
+            self._forget_shapes()
         if not fine:
             self.emit("point", micro=micro, accumulation=accumulation, outcome="oom", peak=peak, reason="out of memory")
             return None
@@ -185,6 +188,11 @@ class Replay:
             optimizer_seconds=sorted(kept)[len(kept) // 2], longest=self.worst is not None,
         )  # fmt: skip
         return each
+
+    def _forget_shapes(self) -> None:
+        """Compiled blocks see each size as if it were the first: a second shape would be compiled for all shapes."""
+        if self.engine.compiler.compiled:
+            torch.compiler.reset()
 
     def _timed(self, batch: Batch, accumulation: int) -> tuple[list[float], list[float]]:
         """Seconds of each step, and of the update in each."""

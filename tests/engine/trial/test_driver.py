@@ -16,7 +16,7 @@ from ds_hf.engine.trial.memory import TensorMeter
 from ds_hf.measure.protocol import TrialRequest, read_events
 from tests.helpers.distributed import run_distributed
 
-HIDDEN, DEPTH = 64, 3
+HIDDEN, DEPTH, TOKENS = 64, 3, 16
 
 
 class Net(nn.Module):
@@ -33,14 +33,14 @@ class Net(nn.Module):
         self.calls += 1
         for block in self.blocks:
             x = x + block(self.drop(x))
-        return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+        return {"loss": nn.functional.cross_entropy(self.head(x.mean(1)), labels)}
 
 
 class Bare(Net):
     """Returns logits: the loss is the script's."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
-        return self.head(x)
+        return self.head(x.mean(1))
 
 
 def make_engine(stage: int, model: type[Net] = Net, **more: Any) -> Any:
@@ -55,7 +55,7 @@ def make_engine(stage: int, model: type[Net] = Net, **more: Any) -> Any:
 def batch_of(engine: Any, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * engine.axis.rank + seed)
     labels = torch.randint(4, (4,), generator=generator)
-    return {"x": torch.randn(4, HIDDEN, generator=generator), "labels": labels}
+    return {"x": torch.randn(4, TOKENS, HIDDEN, generator=generator), "labels": labels}
 
 
 def train(engine: Any, micro_steps: int, start: int = 0) -> list[float]:
@@ -168,8 +168,8 @@ def test_survey_measures_activations_and_operations(tmp_path: Path) -> None:
     assert found["plain"]["3"] > found["plain"]["1"]
     # forward of each linear layer, and in backward the gradients of its weight and of its input (the first block's
     # input needs none)
-    layers = DEPTH * HIDDEN * HIDDEN + HIDDEN * 4
-    assert found["flops"] == 2 * (3 * layers - HIDDEN * HIDDEN)
+    blocks, head = TOKENS * DEPTH * HIDDEN * HIDDEN, HIDDEN * 4
+    assert found["flops"] == 2 * (3 * (blocks + head) - TOKENS * HIDDEN * HIDDEN)
     assert found["bandwidth"] > 0
 
 
@@ -191,7 +191,7 @@ def longest(folder: str) -> list[int]:
     def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         width = max(len(row["text"]) for row in rows)
         x = torch.stack([row["x"] for row in rows])
-        return {"x": x[:, None].expand(-1, width * 50, -1).mean(1), "labels": torch.stack([r["labels"] for r in rows])}
+        return {"x": x[:, None].repeat(1, width, 1), "labels": torch.stack([row["labels"] for row in rows])}
 
     loader = torch.utils.data.DataLoader(texts, batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
     for batch in loader:
