@@ -22,6 +22,7 @@ LAUNCHED_BY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_A
                "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
                "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
 FAILED = "failed.json"
+REPORT = "report.html"  # is written last
 
 
 def search_from_script(config: str, changes: dict[str, Any]) -> str:
@@ -32,14 +33,14 @@ def search_from_script(config: str, changes: dict[str, Any]) -> str:
     """
     options = Options(**changes)
     folder = options.results_dir
-    tuned, failed = folder / TUNED, folder / FAILED
-    if tuned.exists() and not options.overwrite:
+    tuned, failed, last = folder / TUNED, folder / FAILED, folder / REPORT
+    if last.exists() and not options.overwrite:
         return str(tuned)
     if int(os.environ.get("RANK") or 0) == 0:
         failed.unlink(missing_ok=True)
         _search(config, options, failed)
     end = time.monotonic() + options.budget + options.trial_timeout
-    while not tuned.exists():
+    while not last.exists():
         if failed.exists() or time.monotonic() > end:
             reason = json.loads(failed.read_text("utf-8"))["reason"] if failed.exists() else "it took too long"
             raise TuneError(f"the search for a faster configuration failed: {reason}")

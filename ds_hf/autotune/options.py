@@ -80,6 +80,10 @@ class Options:
     overwrite: bool = False
     arg_mappings: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results_dir", Path(self.results_dir))  # texts do as well
+        object.__setattr__(self, "metric", Metric(self.metric))
+
     def with_section(self, config: Config) -> Options:
         """These options under what the user wrote in ``autotuning``: values there win over defaults only."""
         section = config.autotuning

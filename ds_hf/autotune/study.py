@@ -48,6 +48,7 @@ SURE = 2.0  # standard deviations
 CLOSE = 1.1  # sizes predicted within this of a setting's best are measured
 TIGHT = 0.9  # of the memory
 FAILURES = 3  # times ``patience``
+FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
 STARTUP = 4  # launches before Optuna's sampler and pruner have an opinion
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
 
@@ -179,7 +180,8 @@ class Search:
         if len(launched) >= self.options.trials:
             return f"{self.options.trials} launches were asked for"
         spent = time.monotonic() - self.launches.started
-        typical = sorted(record.seconds for record in launched)[len(launched) // 2]
+        others = sorted(record.seconds for record in launched if not record.own) or [FIRST_SHARE * self.own.seconds]
+        typical = others[len(others) // 2]
         if spent + typical * (1 + self.options.confirm) > self.options.budget:
             return f"the budget of {self.options.budget:g} s is spent"
         since = self._launches_since_gain(launched)

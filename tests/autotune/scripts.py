@@ -8,9 +8,14 @@ import deepspeed
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, required=True)
+parser.add_argument("--steps", type=int, default=10_000)
 parser.add_argument("--local_rank", type=int, default=-1)
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
+if TUNES_ITSELF:
+    from ds_hf.autotune import tuned_config
+    args.deepspeed_config = tuned_config(args.deepspeed_config, trials=1, confirm=False, results_dir="results")
+    print("trains with", args.deepspeed_config, flush=True)
 
 class Net(nn.Module):
     def __init__(self, width):
@@ -25,7 +30,7 @@ FAULT
 torch.manual_seed(0)
 net = Net(args.width)
 engine, *_ = deepspeed.initialize(args=args, model=net, model_parameters=net.parameters())
-for step in range(10_000):
+for step in range(args.steps):
     micro = engine.train_micro_batch_size_per_gpu()
     loss = engine(torch.randn(micro, 8, args.width))["loss"]
     engine.backward(loss)
@@ -41,6 +46,6 @@ FAULTS = {
 }
 
 
-def script(fault: str = "") -> str:
-    """The script, with one of ``FAULTS`` in it."""
-    return TRAIN.replace("FAULT", FAULTS.get(fault, ""))
+def script(fault: str = "", *, tunes_itself: bool = False) -> str:
+    """The script, with one of ``FAULTS`` in it; or one that calls ``tuned_config``."""
+    return TRAIN.replace("FAULT", FAULTS.get(fault, "")).replace("TUNES_ITSELF", str(tunes_itself))

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from typer.testing import CliRunner
 
+from ds_hf.autotune import run_from_deepspeed
 from ds_hf.cli import app
 from ds_hf.config import load_config
 from ds_hf.measure.protocol import TRIAL_ENV
@@ -147,3 +149,39 @@ def test_bad_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: li
     found = CliRunner().invoke(app, ["autotune", *words])
     assert found.exit_code == 2
     assert said in found.stderr
+
+
+@pytest.mark.slow
+def test_deepspeed_autotuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """``deepspeed --autotuning run``: options come from the file's section, and the training follows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = command(tmp_path)
+    section = {"enabled": True, "tuner_num_trials": 1, "results_dir": "found", "max_train_micro_batch_size_per_gpu": 8}
+    (tmp_path / "ds_config.json").write_text(json.dumps({**CONFIG, "autotuning": section}))
+    assert run_from_deepspeed("run", ["train.py", "--steps", "30", *words[-4:]]) == 0
+    printed = capfd.readouterr().out
+    assert "trained to the end" in printed
+    tuned = load_config(tmp_path / "found" / "ds_config.tuned.json", world_size=1)
+    assert tuned.train_batch_size == 32
+    assert tuned.train_micro_batch_size_per_gpu is not None
+    assert tuned.train_micro_batch_size_per_gpu <= 8
+    assert "autotuning" not in tuned.resolved
+    assert run_from_deepspeed("guess", ["train.py"]) == 2
+
+
+@pytest.mark.slow
+def test_a_script_that_tunes_itself(tmp_path: Path) -> None:
+    """Under torchrun: the first process searches, both train with the result, and the second time it is found."""
+    command(tmp_path)
+    (tmp_path / "train.py").write_text(script(tunes_itself=True))
+    words = ["train.py", "--width", "64", "--steps", "30", "--deepspeed_config", "ds_config.json"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    for _ in range(2):
+        found = subprocess.run(
+            torchrun, capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, **ENV}, check=False
+        )
+        assert found.returncode == 0, found.stdout + found.stderr
+        assert found.stdout.count("trains with results/ds_config.tuned.json") == 2
+        assert found.stdout.count("trained to the end") == 2
+    assert len(list((tmp_path / "results" / "trials").iterdir())) == 1

@@ -17,7 +17,8 @@ from ds_hf.errors import ConfigError, DsHfError
 from tests.autotune.world import GLOBAL_MICRO, GLOBAL_STEPS, MIB, WORLD, World
 
 Search = Callable[..., Result]
-LIMITS = [100_000, 1_500, 1_000, 800, 600, 500]  # MiB
+SLOW = pytest.mark.slow
+LIMITS = [1_500, 600, *(pytest.param(limit, marks=SLOW) for limit in (100_000, 1_000, 800, 500))]  # MiB
 
 
 def found(result: Result) -> float:
@@ -108,7 +109,9 @@ def test_a_gain_that_does_not_show_in_the_script_is_none(search: Search) -> None
     assert "x the time of your file" in result.rejected
 
 
-@pytest.mark.parametrize("kind", ["crash", "hang", "timeout", "oom"])
+@pytest.mark.parametrize(
+    "kind", ["crash", "oom", pytest.param("hang", marks=SLOW), pytest.param("timeout", marks=SLOW)]
+)
 def test_failing_launches_do_not_end_the_search(search: Search, kind: str) -> None:
     world = World(fail={0: kind, 1: kind})
     result = search(world)
