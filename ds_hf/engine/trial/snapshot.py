@@ -39,7 +39,7 @@ class Snapshot:
         self.random = random_states()
         self.counters = {name: getattr(engine, name) for name in COUNTERS}
         self.micro_steps = engine.accumulation.micro_steps
-        self.tensors = [(tensor, _kept(tensor)) for tensor in self._lasting()]
+        self.tensors = [_kept(tensor) for tensor in self._lasting()]
         optimizer = engine.optimizer
         self.states: dict[Any, dict[str, Any]] = {}
         self.scaler: dict[str, Any] = {}
@@ -65,7 +65,8 @@ class Snapshot:
     def restore(self) -> None:
         """Everything as it was."""
         engine = self.engine
-        for tensor, kept in self.tensors:
+        # Asked for again: parameters that are still on their way must land before they are overwritten.
+        for tensor, kept in zip(self._lasting(), self.tensors, strict=True):
             tensor.copy_(kept)
         for name, value in self.counters.items():
             setattr(engine, name, value)
