@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_hf.autotune.lr.cli import REST, lr_find_command
 from ds_hf.autotune.cli import autotune_command
+from ds_hf.autotune.lr.cli import REST, lr_find_command
 from ds_hf.checkpoint_cli import checkpoint_app
 from ds_hf.config.docs import configuration_page
 from ds_hf.config.explain import Row, auto_keys, rows, summary

@@ -1,4 +1,3 @@
-"""Searching settings by launching the user's script: nothing here imports the engine."""
 """The autotuner: from a script and a JSON file to the fastest JSON file, with reasons.
 
 ``command`` reads the user's command line, ``space`` says what is free, ``cost`` predicts, ``trial`` launches, ``study``

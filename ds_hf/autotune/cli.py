@@ -82,6 +82,9 @@ Overwrite = Annotated[bool, typer.Option(help="Throw an earlier search in the fo
 Confirm = Annotated[
     bool, typer.Option(help="Start the result once as you would, for its real figure.", rich_help_panel=SEARCH)
 ]
+LearningRate = Annotated[
+    bool, typer.Option("--lr", help="Then search a learning rate with the result.", rich_help_panel=SEARCH)
+]
 Train = Annotated[bool, typer.Option("--run", help="Train with the result afterwards.", rich_help_panel=SEARCH)]
 
 
@@ -105,6 +108,7 @@ def autotune_command(
     overwrite: Overwrite = False,
     confirm: Confirm = True,
     train: Train = False,
+    lr: LearningRate = False,
 ) -> None:
     """Find the fastest configuration for a training script: ds-hf autotune --budget 10m train.py --deepspeed ds.json
 
@@ -138,6 +142,7 @@ def autotune_command(
             seed=seed,
             overwrite=overwrite,
             confirm=confirm,
+            lr=lr,
         )
 
     code = _guarded(lambda: _tune_and_train(words, options(), train))

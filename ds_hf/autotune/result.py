@@ -26,6 +26,7 @@ from ds_hf.autotune.view import gib, show_value
 from ds_hf.config.load import examine
 from ds_hf.config.triple import WorldSize
 from ds_hf.errors import DsHfError
+from ds_hf.lr import LrResult
 
 __all__ = ["Change", "NothingFits", "Result", "final_words", "limits_of", "make_result", "write_result"]
 
@@ -73,6 +74,7 @@ class Result:
     limit: str = ""
     why_stopped: str = ""
     rejected: str = ""
+    learning_rate: LrResult | None = None
 
 
 def make_result(search: Search) -> Result:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.launches import Problem, Run
+from ds_hf.autotune.lr import FindOptions, LrSearchError, figure, find, summary
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.report import write_report
 from ds_hf.autotune.result import Result, final_words, limits_of, make_result, summary_lines, write_result
@@ -77,14 +78,29 @@ def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
         with suppress(KeyboardInterrupt), view.shown():
             _confirm(search, result, view)
     paths = write_result(search, result)
-    paths["report"] = write_report(search, result)
+    if search.options.lr and not interrupted:
+        with suppress(KeyboardInterrupt), view.shown():
+            _find_learning_rate(search, result, view)
+    found = result.learning_rate
+    paths["report"] = write_report(search, result, [] if found is None else [("Learning rate", figure(found))])
     view.say("")
     for line in summary_lines(search, result):
         view.say(line)
     for name, path in paths.items():
         view.say(f"  {name:<8} {path}")
+    if found is not None:
+        view.say(summary(found))
     view.say("start it with:\n  " + paths["command"].read_text("utf-8").strip())
     return result
+
+
+def _find_learning_rate(search: Search, result: Result, view: View) -> None:
+    """A range test with the result; that it finds nothing does not undo the search."""
+    view.started(len(search.launched()), "learning rate", None)
+    try:
+        result.learning_rate = find(result.words, FindOptions(output=search.folder / "lr"))
+    except LrSearchError as error:
+        view.say(str(error))
 
 
 def _confirm(search: Search, result: Result, view: View) -> None:
