@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_hf.autotune.cli import autotune_command
+from ds_hf.autotune.cli import AS_GIVEN, EXAMPLES, autotune_command
 from ds_hf.autotune.lr.cli import REST, lr_find_command
 from ds_hf.checkpoint_cli import checkpoint_app
 from ds_hf.config.docs import configuration_page
@@ -66,7 +66,7 @@ app.command("memory", context_settings=SETTINGS)(memory_command)
 add_run_command(app)
 app.command("doctor")(doctor_command)
 app.command("lr-find", context_settings=REST)(lr_find_command)
-app.command("autotune", context_settings={"allow_interspersed_args": False})(autotune_command)
+app.command("autotune", context_settings=AS_GIVEN, epilog=EXAMPLES)(autotune_command)
 
 File = Annotated[
     str, typer.Argument(help="Configuration file, preset name, or - for standard input.", show_default=False)

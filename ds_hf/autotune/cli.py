@@ -17,7 +17,16 @@ from rich.console import Console
 
 from ds_hf.errors import ConfigError, DsHfError
 
-__all__ = ["autotune_command", "run_command"]
+__all__ = ["AS_GIVEN", "EXAMPLES", "autotune_command", "run_command"]
+
+AS_GIVEN = {"allow_interspersed_args": False}  # what stands behind the script is the script's
+EXAMPLES = """\b
+Examples:
+  ds-hf autotune --budget 10m train.py --model gpt2 --deepspeed ds_config.json
+  ds-hf autotune --tune zero_optimization.stage --fix ds_hf.compile train.py --deepspeed ds_config.json
+  ds-hf autotune -n 2 --memory-limit 2GiB --run train.py --deepspeed zero3
+Exit codes: 0 a file was written, 1 the search failed, 2 wrong usage, 130 interrupted before anything was measured
+"""
 
 SEARCH, SPACE, TRIALS = "Search", "What may change", "Launches"
 Words = Annotated[

@@ -110,7 +110,10 @@ class Options:
         changed = {_FIELDS[key]: value for key, value in values.items() if key in given}
         if section.arg_mappings:
             changed["arg_mappings"] = {key: str(value) for key, value in section.arg_mappings.items()}
-        return dataclasses.replace(self, **changed)
+        defaults = Options()
+        return dataclasses.replace(
+            self, **{name: value for name, value in changed.items() if getattr(self, name) == getattr(defaults, name)}
+        )
 
 
 _FIELDS = {

@@ -49,7 +49,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     """
     command = Command.parse(words)
     config = _config(command)
-    options = options if options.results_dir != Options.results_dir else options.with_section(config)
+    options = options.with_section(config)
     command = Command.parse(words, options.arg_mappings)
     _check(options)
     check_names(options)

@@ -1,0 +1,82 @@
+"""Options: units, DeepSpeed's section, and the user's command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_hf.autotune.command import Command
+from ds_hf.autotune.options import Metric, Options, nbytes_of, seconds_of
+from ds_hf.autotune.space import points
+from ds_hf.config.load import examine
+from ds_hf.errors import ConfigError
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), (" 2 m ", 120)])
+def test_durations(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("2GiB", 2**31), ("500MB", 500_000_000), ("80g", 80 * 2**30), ("1.5KiB", 1536), ("7", 7), ("7B", 7)],
+)
+def test_amounts_of_memory(text: str, nbytes: int) -> None:
+    assert nbytes_of(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1s", "0", "1d", "1 2"])
+def test_no_durations(text: str) -> None:
+    with pytest.raises(ConfigError, match="no duration"):
+        seconds_of(text)
+
+
+def test_section_of_the_file_wins_over_defaults_and_not_over_the_command_line() -> None:
+    section = {"metric": "latency", "tuner_num_trials": 7, "results_dir": "there", "arg_mappings": {"a": "b"}}
+    config = examine({"train_batch_size": 8, "autotuning": section}, world=None, allow_auto=True)
+    found = Options().with_section(config)
+    assert (found.metric, found.trials, found.results_dir) == (Metric.LATENCY, 7, Path("there"))
+    assert found.patience == Options().patience  # the section's own default is not the user's wish
+    assert found.arg_mappings == {"a": "b"}
+    given = Options(trials=3, results_dir=Path("here")).with_section(config)
+    assert (given.trials, given.results_dir, given.metric) == (3, Path("here"), Metric.LATENCY)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+def test_arguments_of_a_trainer_are_replaced_or_added(script: str) -> None:
+    command = Command.parse([script, "--gradient_accumulation_steps=4", "--deepspeed", "a.json", "--fp16"])
+    values = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    assert command.config == "a.json"
+    assert command.words("b.json", values) == [
+        script, "--gradient_accumulation_steps=2", "--deepspeed", "b.json", "--fp16",
+        "--per_device_train_batch_size", "8", "--gradient_checkpointing", "True",
+    ]  # fmt: skip
+
+
+def test_bare_flags_and_inline_configurations(script: str) -> None:
+    command = Command.parse([script, "--gradient_checkpointing", "--deepspeed=a.json"])
+    assert command.given_flag("gradient_checkpointing") is True
+    words = command.words("b.json", {"gradient_checkpointing": False})
+    assert words == [script, "--gradient_checkpointing", "False", "--deepspeed=b.json"]
+
+
+def test_a_script_of_ones_own_gets_only_what_is_mapped(script: str) -> None:
+    words = [script, "--deepspeed", "--deepspeed_config", "a.json", "--batch", "4"]
+    command = Command.parse(words, {"train_micro_batch_size_per_gpu": "batch"})
+    values = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    assert command.words("b.json", values) == [script, "--deepspeed", "--deepspeed_config", "b.json", "--batch", "8"]
+
+
+def test_sizes_keep_the_global_batch() -> None:
+    assert points(Options(), 4, (3, 4)) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert points(Options(low_micro=2, high_micro=4), 4, (3, 4)) == [(2, 6), (3, 4), (4, 3)]
+    assert points(Options(fix=("train_micro_batch_size_per_gpu",)), 4, (3, 4)) == [(3, 4)]
+    for micro, steps in points(Options(low_batch=40, high_batch=70), 4, (3, 4)):
+        assert 40 <= micro * steps * 4 <= 70
