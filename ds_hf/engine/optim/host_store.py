@@ -67,7 +67,7 @@ class HostStore:
     # -- building -------------------------------------------------------------------------------------------------
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-        place = self._choose(values.numel(), streamable=buffer.stays)
+        place = self._choose(values.numel()) if buffer.stays else Place.HOST
         home = self._compute if place is Place.DEVICE else self.device
         if owned.dtype == dtype and owned.device == home and buffer.stays and not self.delays:
             place = Place.HOST if place is Place.STREAMED else place
@@ -81,13 +81,13 @@ class HostStore:
         self._blocks[buffer] = Block(master, buffer.label)
         return master
 
-    def _choose(self, numel: int, *, streamable: bool) -> Place:
+    def _choose(self, numel: int) -> Place:
         """First units to the device: their gradients come last. The streamed ones lie between the others."""
         settings, filled = self._settings, self._filled
         if filled[Place.DEVICE] + numel <= settings.device_share * settings.numel * (1 + 1e-9):
             return Place.DEVICE
         offloaded = filled[Place.HOST] + filled[Place.STREAMED] + numel
-        if streamable and filled[Place.STREAMED] + numel / 2 <= settings.streamed_share * offloaded:
+        if filled[Place.STREAMED] + numel / 2 <= settings.streamed_share * offloaded:
             return Place.STREAMED
         return Place.HOST
 
@@ -107,21 +107,22 @@ class HostStore:
         updates = [(gradient, self._submit(gradient, make)) for gradient in at[Place.HOST]]
         for gradient in at[Place.STREAMED]:
             self._detour.go(self._blocks[gradient.buffer], make([gradient]), self._target(gradient))
-        for gradient in at[Place.DEVICE]:
-            self._update_here(gradient, make)
-            yield gradient
+        self._update_here(at[Place.DEVICE], make)
+        yield from at[Place.DEVICE]
         yield from self._finished(updates)
         self._detour.join()
         yield from at[Place.STREAMED]
         if self._room is not None:
             self._fill_room(gradients)
 
-    def _update_here(self, gradient: GradientBuffer, make: MakeJob) -> None:
-        master, owned = self._blocks[gradient.buffer].values, self._target(gradient)
-        out = update_target(owned, master)
-        make([gradient])([out])
-        if out is not None and out is not owned:
-            owned.copy_(out)
+    def _update_here(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> None:
+        """Units on the device, all at once: a launch costs as much as the update of a million elements."""
+        owned = [self._target(gradient) for gradient in gradients]
+        outs = [update_target(o, self._blocks[g.buffer].values) for o, g in zip(owned, gradients, strict=True)]
+        make(gradients)(outs)
+        for target, out in zip(owned, outs, strict=True):
+            if out is not None and out is not target:
+                target.copy_(out)
 
     def _target(self, gradient: GradientBuffer) -> Tensor:
         return gradient.buffer.owned(whole=gradient.policy.whole)
@@ -149,8 +150,10 @@ class HostStore:
         left = self._room.nbytes_for_states()
         for gradient in gradients if left is not None else ():
             block = self._blocks[gradient.buffer]
-            needed = block.nbytes + 2 * block.values.numel() * gradient.dtype.itemsize
-            if left is None or self.places[gradient.buffer] is Place.DEVICE or needed > left:
+            summed = self._settings.accumulation_dtype.itemsize if self._settings.accumulates else 0
+            needed = block.nbytes + block.values.numel() * (gradient.dtype.itemsize + summed)
+            fixed = self.places[gradient.buffer] is Place.DEVICE or not gradient.buffer.stays
+            if left is None or fixed or needed > left:
                 continue
             self._detour.arrived(block)
             self._move(gradient, block)
@@ -186,10 +189,9 @@ class DelayedStore(HostStore):
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[GradientBuffer]:
         yield from self.settle()
         on_host = [g for g in gradients if self.places[g.buffer] is not Place.DEVICE]
-        for gradient in gradients:
-            if self.places[gradient.buffer] is Place.DEVICE:
-                self._update_here(gradient, make)
-                yield gradient
+        here = [g for g in gradients if self.places[g.buffer] is Place.DEVICE]
+        self._update_here(here, make)
+        yield from here
         self._running = [(gradient, self._submit(gradient, make)) for gradient in on_host]
         if self._room is not None:
             for _, update in self._running:  # moving states must not overtake their update
