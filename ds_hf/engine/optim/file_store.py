@@ -56,7 +56,7 @@ class FileStore:
         for gradient, cut in segments.items():
             self._blocks[gradient.buffer].bind(cut, inner.state)
 
-    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[GradientBuffer]:
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         blocks = [self._blocks[gradient.buffer] for gradient in gradients]
         for index, (gradient, block) in enumerate(zip(gradients, blocks, strict=True)):
             self._pool.visit(block, write=True)
@@ -67,12 +67,12 @@ class FileStore:
             update.result()
             self._pool.flush(block)
             self._outputs.finish(gradient)
-            yield gradient
+            yield [gradient]
 
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         self._pool.visit(self._blocks[buffer], write=write)
 
-    def settle(self) -> Iterator[GradientBuffer]:
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         return iter(())
 
     def close(self) -> None:

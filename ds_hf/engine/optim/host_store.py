@@ -102,16 +102,16 @@ class HostStore:
 
     # -- the step -------------------------------------------------------------------------------------------------
 
-    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[GradientBuffer]:
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         at = {place: [g for g in gradients if self.places[g.buffer] is place] for place in Place}
         updates = [(gradient, self._submit(gradient, make)) for gradient in at[Place.HOST]]
         for gradient in at[Place.STREAMED]:
             self._detour.go(self._blocks[gradient.buffer], make([gradient]), self._target(gradient))
         self._update_here(at[Place.DEVICE], make)
-        yield from at[Place.DEVICE]
+        yield at[Place.DEVICE]
         yield from self._finished(updates)
         self._detour.join()
-        yield from at[Place.STREAMED]
+        yield at[Place.STREAMED]
         if self._room is not None:
             self._fill_room(gradients)
 
@@ -131,16 +131,16 @@ class HostStore:
         out = self.outputs.begin(gradient, self._blocks[gradient.buffer].values)
         return self.worker.submit(make([gradient]), [out])
 
-    def _finished(self, updates: Sequence[tuple[GradientBuffer, Future[None]]]) -> Iterator[GradientBuffer]:
+    def _finished(self, updates: Sequence[tuple[GradientBuffer, Future[None]]]) -> Iterator[Sequence[GradientBuffer]]:
         for gradient, update in updates:
             update.result()
             self.outputs.finish(gradient)
-            yield gradient
+            yield [gradient]
 
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         self._detour.arrived(self._blocks[buffer])
 
-    def settle(self) -> Iterator[GradientBuffer]:
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         return iter(())
 
     # -- states that move to the device for good ------------------------------------------------------------------
@@ -186,19 +186,19 @@ class DelayedStore(HostStore):
         super().__init__(device, settings, room, gradient_places=2)
         self._running: list[tuple[GradientBuffer, Future[None]]] = []
 
-    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[GradientBuffer]:
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         yield from self.settle()
         on_host = [g for g in gradients if self.places[g.buffer] is not Place.DEVICE]
         here = [g for g in gradients if self.places[g.buffer] is Place.DEVICE]
         self._update_here(here, make)
-        yield from here
+        yield here
         self._running = [(gradient, self._submit(gradient, make)) for gradient in on_host]
         if self._room is not None:
             for _, update in self._running:  # moving states must not overtake their update
                 update.result()
             self._fill_room(gradients)
 
-    def settle(self) -> Iterator[GradientBuffer]:
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         running, self._running = self._running, []
         yield from self._finished(running)
 

@@ -29,6 +29,7 @@ from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.publish import publish
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import warn_once
@@ -193,8 +194,8 @@ class ShardedOptimizer(Optimizer):
                 "the last step failed half-way, so that some weights are a step ahead of others: nothing is saved. "
                 "Start again from the last checkpoint, or load it"
             )
-        for gradient in self.store.settle():
-            gradient.buffer.publish(whole=self.policy.whole)
+        for done in self.store.settle():
+            publish([gradient.buffer for gradient in done], whole=self.policy.whole)
 
     def forget_failure(self) -> None:
         """Everything is going to be replaced by a checkpoint."""

@@ -1,6 +1,6 @@
 """Where optimizer states live and where they are updated: the interface, and the store for states beside the model.
 
-The optimizer gives a store its units and asks for them back one after another, each when its parameters have their new
+The optimizer gives a store its units and asks for them back, some at a time, when their parameters have their new
 values. What happens in between - copies, threads, files - is the store's affair; ``optim/host_store.py`` and
 ``optim/file_store.py`` are the others. Units come back in an order that is the same on all ranks.
 """
@@ -71,13 +71,13 @@ class StateStore(Protocol):
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
         """The masters were cut into segments, and ``inner`` keeps moments for them."""
 
-    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[GradientBuffer]:
-        """Update every unit; yields each when its parameters may be published, all ranks in the same order."""
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
+        """Update every unit; yields those whose parameters may be published, all ranks in the same order."""
 
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         """Return when the buffer's states may be used, until those of another buffer are visited."""
 
-    def settle(self) -> Iterator[GradientBuffer]:
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         """Finish updates that go on beside training; yields units to be published."""
 
     def close(self) -> None:
@@ -150,15 +150,15 @@ class DeviceStore:
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
         """States never move."""
 
-    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[GradientBuffer]:
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         for batch in self._batches(gradients):
             owned = [g.buffer.owned(whole=g.policy.whole) for g in batch]
             outs = [update_target(o, self._masters[g.buffer]) for o, g in zip(owned, batch, strict=True)]
             make(batch)(outs)
-            for gradient, target, out in zip(batch, owned, outs, strict=True):
+            for target, out in zip(owned, outs, strict=True):
                 if out is not None and out is not target:
                     target.copy_(out)
-                yield gradient
+            yield batch
 
     def _batches(self, gradients: Sequence[GradientBuffer]) -> Iterator[list[GradientBuffer]]:
         """What is updated together: on a GPU everything, for a launch costs as much as the update of a million
@@ -172,7 +172,7 @@ class DeviceStore:
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         """They are always there."""
 
-    def settle(self) -> Iterator[GradientBuffer]:
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         return iter(())
 
     def close(self) -> None:

@@ -314,7 +314,8 @@ class FlatBuffer:
         self._users_at_rest = self._storage_users()
 
     def refresh(self) -> None:
-        """The shard was written: whatever is gathered is stale."""
+        """The shard was written: whatever is gathered, or on its way up, is stale."""
+        self.rest.changed()
         self.release(force=True)
         if self.holds:
             self.gather()
