@@ -38,7 +38,7 @@ $(STAMP):
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-$(LIBRARY): csrc/CMakeLists.txt $(wildcard csrc/cpu/*) | $(STAMP)
+$(LIBRARY): csrc/CMakeLists.txt $(wildcard csrc/cpu/* csrc/aio/*) | $(STAMP)
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -62,7 +62,7 @@ def examine(folder: Path | None = None) -> Report:
     versions = Fact("versions", f"Python {platform.python_version()}, " + ", ".join(_versions()))
     gpus = doctor_hardware.gpus()
     machine = this_machine(gpus, doctor_hardware.shm_nbytes(), doctor_hardware.host_memory()[1])
-    facts = [versions, _deepspeed(), _cpu(), *_devices(), *_links(gpus), *_groups(machine), *_memory(gpus)]
+    facts = [versions, _deepspeed(), _cpu(), _files(), *_devices(), *_links(gpus), *_groups(machine), *_memory(gpus)]
     if folder is not None:
         facts.append(_disk(folder))
     facts += [Fact("problem", text, fix) for text, fix in problems(machine)]
@@ -99,6 +99,18 @@ def _cpu() -> Fact:
     if reason:
         return Fact("CPU", f"{cores} cores; no kernel library, torch computes", reason)
     return Fact("CPU", f"{cores} cores; kernels for {cpu.instruction_set()}, {cpu.threads()} threads a process")
+
+
+def _files() -> Fact:
+    from ds_hf.engine.offload import aio
+
+    reason = aio.available()
+    if reason:
+        return Fact("NVMe offload", "not there", reason)
+    queue = aio.Aio(depth=1)
+    kind = "io_uring" if queue.uses_uring else "threads: the kernel, or this container, has no io_uring"
+    queue.close()
+    return Fact("NVMe offload", kind)
 
 
 def _devices() -> list[Fact]:

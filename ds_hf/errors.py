@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CheckpointError", "ConfigError", "DivergenceError", "DsHfError", "Fault", "LossScaleError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DivergenceError",
+    "DsHfError",
+    "Fault",
+    "LossScaleError",
+    "OffloadError",
+]
 
 
 class DsHfError(RuntimeError):
@@ -65,3 +73,7 @@ class LossScaleError(DsHfError, RuntimeError):
 
 class DivergenceError(DsHfError):
     """Ranks do not issue the same collectives; the text says where they parted and where each of them is."""
+
+
+class OffloadError(DsHfError):
+    """Offloaded states cannot be kept, written or read; names the file, or the memory that was asked for."""

@@ -25,6 +25,7 @@ import ds_hf
 ROOT = Path(__file__).parents[1]
 SOURCES = ["pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "csrc", "ds_hf"]
 LIBRARIES = "ds_hf/engine/ops/_lib"
+BUILT = ("libds_hf_aio.so", "libds_hf_cpu.so")
 VERSION = "0.19.8+ds.hf"
 Install = Callable[[str], Path]
 PROBE = """
@@ -185,7 +186,7 @@ def test_both_kinds_of_install_hold_the_library(
         names = {name for name in archive.namelist() if name.startswith(LIBRARIES)}
         archive.extractall(tmp_path)
     in_checkout = {path.relative_to(checkout).as_posix() for path in (checkout / LIBRARIES).iterdir()}
-    assert names == in_checkout == {f"{LIBRARIES}/libds_hf_cpu.so", f"{LIBRARIES}/BUILD.txt"}
+    assert names == in_checkout == {f"{LIBRARIES}/{name}" for name in (*BUILT, "BUILD.txt")}
     code = "from ds_hf.engine.ops import cpu; print(cpu.available(), cpu.FOLDER)"
     for root in (tmp_path, checkout):
         found = _run(sys.executable, "-c", code, cwd=root, PYTHONPATH=str(root))

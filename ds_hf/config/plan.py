@@ -52,7 +52,7 @@ class StateSpec:
 
     Attributes:
         placement: over the data-parallel axis.
-        device: ``"device"`` (where the model computes) or ``"cpu"``.
+        device: ``"device"`` (where the model computes), ``"cpu"`` or ``"nvme"``.
         dtype: torch's dtype name, or ``None`` for "as the module has it" (gradients: as the parameters).
     """
 
@@ -122,7 +122,7 @@ def plan_states(config: Config) -> StatePlan:
     accumulation_dtype = dtype_name(config.data_types.grad_accum_dtype) or ("bfloat16" if narrow else None)
     return StatePlan(
         parameters=StateSpec(parameters, parameter_device, parameter_dtype),
-        gradients=StateSpec(gradients, optimizer_device, accumulation_dtype),
+        gradients=StateSpec(gradients, "cpu" if optimizer_device == "nvme" else optimizer_device, accumulation_dtype),
         optimizer=StateSpec(optimizer, optimizer_device, "bfloat16" if narrow else "float32"),
         moments="bfloat16" if narrow and config.bf16.bf16_optimizer_states else "float32",
         communication_dtype=dtype_name(config.communication_data_type),
@@ -143,4 +143,4 @@ def _is_set(config: Config, pointer: str) -> bool:
 
 
 def _device(name: str | None) -> str:
-    return "cpu" if name == "cpu" else "device"
+    return name if name in ("cpu", "nvme") else "device"

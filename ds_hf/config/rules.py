@@ -17,6 +17,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     if not draft.faulty("/zero_optimization/stage"):
         _masters(config, draft)
         _offload(config, draft)
+        _offload_details(config, draft)
     _gradients(config, draft)
     _schedule(config, draft)
     _elasticity(config, draft)
@@ -59,18 +60,42 @@ def _offload(config: Config, draft: Draft) -> None:
         fix = 'set "stage": 2, or remove offload_optimizer'
         draft.fault(f"{base}/offload_optimizer", "offload_optimizer needs stage 1, 2 or 3, and the stage is 0", fix)
     for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
-        if block.device == "nvme" and not block.nvme_path:
+        if block.device == "nvme" and block.nvme_path in (None, "", "none"):  # "none" is accelerate's
             draft.fault(
                 f"{base}/{name}/nvme_path", f"{name} to nvme needs nvme_path", 'add "nvme_path": "/a/fast/folder"'
             )
         if block.device == "nvme" and zero.stage != 3:
             draft.fault(f"{base}/{name}/device", f"nvme needs stage 3, and the stage is {zero.stage}", 'set "stage": 3')
-    if zero.offload_optimizer.ratio < 1 and zero.stage != 3:
-        message = f"a ratio below 1 needs stage 3, and the stage is {zero.stage}"
-        draft.fault(f"{base}/offload_optimizer/ratio", message, "remove ratio")
     if not zero.compute_grad_norm and zero.stage not in (1, 2):
         message = f"compute_grad_norm = false needs stage 1 or 2, and the stage is {zero.stage}"
         draft.fault(f"{base}/compute_grad_norm", message, "remove it")
+
+
+def _offload_details(config: Config, draft: Draft) -> None:
+    """Settings of an offload that is not there."""
+    base, zero, own = "/zero_optimization", config.zero_optimization, config.ds_hf.offload
+    optimizer, param = zero.offload_optimizer, zero.offload_param
+    nvme = [
+        name for name, block in (("offload_optimizer", optimizer), ("offload_param", param)) if block.device == "nvme"
+    ]
+    for name, block, keys in (
+        ("offload_optimizer", optimizer, ("nvme_path", "buffer_count")),
+        ("offload_param", param, ("nvme_path", "buffer_count", "max_in_cpu")),
+    ):
+        for key in keys if name not in nvme else ():
+            if getattr(block, key) not in (getattr(type(block)(), key), "none"):
+                draft.warn(f"{base}/{name}/{key}", f'no effect: the device of {name} is "{block.device}", not "nvme"')
+    if config.aio != type(config.aio)() and not nvme:
+        draft.warn("/aio", "no effect: nothing is offloaded to NVMe")
+    if optimizer.device != "cpu":
+        reason = f'no effect: the device of offload_optimizer is "{optimizer.device}", not "cpu"'
+        if optimizer.ratio < 1:
+            draft.warn(f"{base}/offload_optimizer/ratio", reason)
+        if own != type(own)():
+            draft.warn("/ds_hf/offload", reason)
+    elif own.delayed and own.stream > 0:
+        message = "stream has no effect where the update is delayed: it would not be beside anything"
+        draft.warn("/ds_hf/offload/stream", message, "remove one of the two")
 
 
 def _gradients(config: Config, draft: Draft) -> None:

@@ -25,16 +25,18 @@ from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.lr_probe import script as lr_script
 from ds_hf.engine.lr_schedules import build_scheduler
+from ds_hf.engine.offloading import accumulation_dtype, build_offload
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
 from ds_hf.engine.optim.muon_groups import mark_matrices
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
+from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import is_elementwise
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.rehearsal import rehearsal
 from ds_hf.engine.zero.advice import whole_model_advice
-from ds_hf.engine.zero.buffer import FlatBuffer, home_of
+from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.grouping import keep_small_whole, make_units
 from ds_hf.engine.zero.hooks import UnitHooks
@@ -49,6 +51,7 @@ from ds_hf.engine.zero.opaque import (
 )
 from ds_hf.engine.zero.prefetch import Prefetch
 from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.rest import ShardRest
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import ConfigError
 from ds_hf.log import warn_once
@@ -217,26 +220,28 @@ def _make_parts(
     units = make_units(model, _managed(model, plan))
     if plan.shards_parameters:
         units = keep_small_whole(units, plan.whole_below, plan.whole_in_all)
+    offload = build_offload(settings, plan, axis, device, _managed(model, plan), inner)
     masters: dict[FlatBuffer, Tensor] = {}
     gradients: dict[Unit, list[GradientBuffer]] = {}
     groups: dict[GradientBuffer, list[int]] = {}
-    gradient_policy = _gradient_policy(settings, plan, axis, device)
+    gradient_policy = _gradient_policy(settings, plan, axis)
     gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
     for unit in units:
         layouts = [*_by_layout(unit.params, group_of, dtype), *_by_layout(unit.whole, group_of, dtype)]
         for params in layouts:
             sharded = plan.shards_parameters and not any(params[0] is p for p in unit.whole)
-            buffer = _make_buffer(params, plan, axis, dtype, device, sharded)
+            numel = sum(logical_shape(p).numel() for p in params) // axis.world_size
+            name = f"{unit.name or 'root'}.{len(unit.buffers)}"
+            rest = offload.rest(name, numel, sharded=sharded or is_opaque(params[0]))
+            buffer = _make_buffer(params, axis, dtype, device, rest)
             buffer.name_for_logs(unit.name or "the model's root")
             buffer.lane = gathers
             staged = buffer.adopt()
             unit.buffers.append(buffer)
             if group_of.get(id(params[0]), _FROZEN) != _FROZEN:
                 buffer.frozen = False
-                masters[buffer] = _make_master(buffer, staged, plan, device)
-                if settings.zero_optimization.offload_optimizer.pin_memory:
-                    masters[buffer] = _pinned(masters[buffer], buffer)
-                gradient = GradientBuffer(buffer, gradient_policy, reductions)
+                masters[buffer] = _make_master(buffer, staged, plan, offload.store)
+                gradient = GradientBuffer(buffer, gradient_policy, reductions, offload.store.home(buffer))
                 gradients.setdefault(unit, []).append(gradient)
                 groups[gradient] = [group_of[id(p)] for p in params]
             else:
@@ -249,8 +254,10 @@ def _make_parts(
     reducer = Reducer(units, gradients, plan.reduces_every_micro_batch)
     optimizer = None
     if inner is not None:
-        policy = _policy(settings, plan, axis, device, inner)
-        optimizer = ShardedOptimizer(inner, groups, reducer, build_loss_scaler(settings), axis, policy, masters)
+        policy = _policy(settings, plan, axis, offload.store, inner)
+        optimizer = ShardedOptimizer(
+            inner, groups, reducer, build_loss_scaler(settings), axis, policy, masters, offload.store
+        )
     for unit in units:
         for buffer in unit.buffers:
             buffer.count_users()
@@ -306,49 +313,28 @@ def _own_dtype(param: Tensor) -> torch.dtype:
 
 def _make_buffer(
     params: list[nn.Parameter],
-    plan: StatePlan,
     axis: Axis,
     dtype: torch.dtype | None,
     device: torch.device,
-    sharded: bool,
+    rest: ShardRest | None,
 ) -> FlatBuffer:
-    shard_device = _device(plan.parameters.device, device)
     if is_opaque(params[0]):
-        return OpaqueBuffer(params, axis, device=device, shard_device=shard_device)
-    return FlatBuffer(
-        params,
-        axis,
-        dtype=dtype or _own_dtype(params[0]),
-        device=device,
-        sharded=sharded,
-        shard_device=shard_device,
-    )
+        return OpaqueBuffer(params, axis, device=device, rest=rest)
+    own = dtype or _own_dtype(params[0])
+    return FlatBuffer(params, axis, dtype=own, device=device, sharded=rest is not None, rest=rest)
 
 
-def _make_master(buffer: FlatBuffer, staged: Tensor, plan: StatePlan, device: torch.device) -> Tensor:
+def _make_master(buffer: FlatBuffer, staged: Tensor, plan: StatePlan, store: StateStore) -> Tensor:
     """Master weights over what the rank owns: the parameters' own storage where dtype and device allow it."""
     whole = not plan.shards_optimizer
-    owned = buffer.owned(whole=whole)
+    owned = buffer.owned(whole=whole, write=False)
     assert plan.optimizer.dtype is not None
     target = getattr(torch, plan.optimizer.dtype) if owned.dtype in (torch.float16, torch.bfloat16) else owned.dtype
-    place = _device(plan.optimizer.device, device)
-    if owned.dtype == target and owned.device == place:
-        return owned
     low, high = (0, buffer.layout.numel) if whole else buffer.layout.shard_range(buffer.axis.rank)
-    return staged[low:high].to(device=place, dtype=target, copy=True)
+    return store.place(buffer, owned, staged[low:high], target)
 
 
-def _pinned(master: Tensor, buffer: FlatBuffer) -> Tensor:
-    """A host master in page-locked memory, which copies to the device faster; others as they are."""
-    alias = master.data_ptr() in (buffer.full.data_ptr(), buffer.shard.data_ptr())
-    return master.pin_memory() if torch.cuda.is_available() and master.device.type == "cpu" and not alias else master
-
-
-def _device(name: str, device: torch.device) -> torch.device:
-    return torch.device("cpu") if name == "cpu" else device
-
-
-def _gradient_policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device) -> GradientPolicy:
+def _gradient_policy(settings: Config, plan: StatePlan, axis: Axis) -> GradientPolicy:
     mean = settings.gradient_allreduce_op == "mean"
     # All of the division before the sum, as fp16 needs it, unless the user splits it by gradient_predivide_factor.
     factor = settings.gradient_predivide_factor
@@ -361,12 +347,11 @@ def _gradient_policy(settings: Config, plan: StatePlan, axis: Axis, device: torc
         scale_before=before,
         scale_after=after,
         communication_dtype=getattr(torch, plan.communication_dtype) if plan.communication_dtype else None,
-        accumulation_dtype=getattr(torch, plan.gradients.dtype) if plan.gradients.dtype else torch.float32,
-        device=_device(plan.gradients.device, device),
+        accumulation_dtype=accumulation_dtype(plan),
     )
 
 
-def _policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device, inner: Optimizer) -> OptimizerPolicy:
+def _policy(settings: Config, plan: StatePlan, axis: Axis, store: StateStore, inner: Optimizer) -> OptimizerPolicy:
     elementwise = is_elementwise(inner)
     knows_pieces = elementwise or isinstance(inner, TensorwiseOptimizer)
     if not knows_pieces and plan.shards_optimizer and axis.world_size > 1:
@@ -377,7 +362,7 @@ def _policy(settings: Config, plan: StatePlan, axis: Axis, device: torch.device,
     sixteen = settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow)
     return OptimizerPolicy(
         whole=not plan.shards_optimizer,
-        device=_device(plan.optimizer.device, device),
+        device=store.device,
         max_norm=float(settings.gradient_clipping or 0.0),
         check_overflow=sixteen,
         elementwise=elementwise,

@@ -272,6 +272,7 @@ class Engine(EngineFacade, nn.Module):
         self._settle()
         if client_state is not None and client_sd is not None:
             raise ValueError("client_state and client_sd are the same argument: give one")
+        self._finish_update()
         state = client_sd if client_state is None else client_state
         name = None if tag is None else str(tag)  # scripts use losses and step numbers as tags
         return checkpoint_save.save_checkpoint(self, save_dir, name, state, save_latest, exclude_frozen_parameters)
@@ -303,7 +304,10 @@ class Engine(EngineFacade, nn.Module):
             CheckpointError: it is incomplete, damaged or does not fit the model.
         """
         self._require_alive()
+        if self.optimizer is not None:
+            self.optimizer.forget_failure()
         self._settle()
+        self._finish_update()
         self.wait_for_checkpoint()
         return checkpoint_load.load_checkpoint(
             self,

@@ -195,6 +195,11 @@ class EngineFacade:
     def dynamic_loss_scale(self) -> bool:
         return self.fp16_enabled() and not self.settings.fp16.loss_scale
 
+    def _finish_update(self) -> None:
+        """Nothing of a step is outstanding. Collective."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
+
     # -- learning rate --------------------------------------------------------------------------------------------
 
     def lr_range_test(
@@ -261,6 +266,7 @@ class EngineFacade:
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to true, or use save_checkpoint() and "
                 "zero_to_fp32.py"
             )
+        self._finish_update()
         state = checkpoint_save.consolidated_state_dict(self, exclude_frozen_parameters)
         if adapters:
             self.hooks.keep_root()
@@ -273,6 +279,7 @@ class EngineFacade:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write whole weights in the model's dtype; ``False`` when sharded weights may not be gathered."""
+        self._finish_update()
         return checkpoint_save.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model

@@ -37,7 +37,6 @@ _POLICY = GradientPolicy(
     scale_after=1.0,
     communication_dtype=None,
     accumulation_dtype=torch.float32,
-    device=_META,
 )
 
 

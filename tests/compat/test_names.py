@@ -245,7 +245,8 @@ def test_optimizers_take_what_accelerate_gives_them() -> None:
 @pytest.mark.feature("deepspeed names", "deepspeed.ops: builders and __compatible_ops__ answer what is here")
 def test_builders_answer_what_is_here() -> None:
     ops = deepspeed.ops
-    assert ops.__compatible_ops__[ops.aio.AsyncIOBuilder.NAME] is False
+    assert ops.__compatible_ops__[ops.aio.AsyncIOBuilder.NAME] is True
+    assert ops.aio.AsyncIOBuilder().load().aio_handle(queue_depth=4).get_queue_depth() == 4
     builder = ops.op_builder.CPUAdamBuilder()
     assert builder.is_compatible()
     assert builder.NAME == "cpu_adam"

@@ -187,7 +187,6 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/fp16_enabled", True, "both are set"),
     ("/elasticity", {"enabled": True}, "elasticity", "/train_batch_size"),
     # known, not implemented, and it would change the training
-    (OFFO, {"device": "nvme", "nvme_path": "/x"}, "NVMe", OFFO + "/device"),
     (OFFP, {"device": "nvme"}, "nvme_path", OFFP + "/nvme_path"),
     (Z + "/zero_quantized_weights", True, "not supported"),
     (Z + "/zero_quantized_gradients", True, "not supported"),

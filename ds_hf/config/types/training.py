@@ -16,6 +16,7 @@ __all__ = [
     "CompileSection",
     "DataStatesSection",
     "DsHfCheckpointSection",
+    "DsHfOffloadSection",
     "DsHfSection",
     "HybridEngineSection",
     "NebulaSection",
@@ -151,6 +152,15 @@ class DsHfCheckpointSection:
 
 
 @dataclass(frozen=True)
+class DsHfOffloadSection:
+    """Offload of optimizer states beyond what DeepSpeed's keys say."""
+
+    ratio: float | Literal["auto"] | None = None
+    stream: float = 0.0
+    delayed: bool = False
+
+
+@dataclass(frozen=True)
 class DsHfSection:
     """Settings of ds_hf itself, unknown to DeepSpeed."""
 
@@ -158,6 +168,7 @@ class DsHfSection:
     checkpoint: DsHfCheckpointSection = field(default_factory=DsHfCheckpointSection)
     compile: Literal["blocks"] | Literal[False] = False
     hang_timeout: float | None = None
+    offload: DsHfOffloadSection = field(default_factory=DsHfOffloadSection)
     stochastic_rounding: bool = True
 
 

@@ -115,7 +115,7 @@ def live_entries(
         if is_left_out(buffer.params, exclude_frozen):
             continue
         entries.update(_value_entry(engine, index, buffer))
-        if engine.optimizer is not None and engine.optimizer.master(buffer) is not None:
+        if engine.optimizer is not None and engine.optimizer.updates(buffer):
             _report_states(engine, buffer, report, irregular)
             entries.update(_moment_entries(engine, index, buffer, report))
     if engine.axis.rank == 0:
@@ -134,12 +134,38 @@ def _stretches(engine: Checkpointable, buffer: FlatBuffer, state: str) -> list[S
 
 def _value_entry(engine: Checkpointable, index: int, buffer: FlatBuffer) -> dict[str, TensorEntry]:
     """This rank's shard of the masters, which 16-bit values are made from; of the values where there are none."""
-    master = None if engine.optimizer is None else engine.optimizer.master(buffer)
-    if master is None or engine.optimizer is None:
-        return {flat_key(index, "weight"): TensorEntry.of(buffer.shard, _stretches(engine, buffer, "weight"))}
-    low, high = buffer.layout.shard_range(buffer.axis.rank)
-    own = master[low:high] if engine.optimizer.whole else master  # ranks that all hold the whole share the writing
-    return {flat_key(index, "master"): TensorEntry.of(own, _stretches(engine, buffer, "master"))}
+    updated = engine.optimizer is not None and engine.optimizer.updates(buffer)
+    name = "master" if updated else "weight"
+    values = _Values(engine, buffer, updated)
+    dtype = engine.optimizer.masters[buffer].dtype if updated and engine.optimizer is not None else buffer.dtype
+    stretches = tuple(_stretches(engine, buffer, name))
+    return {flat_key(index, name): TensorEntry((buffer.layout.shard_numel,), dtype, values, stretches)}
+
+
+@dataclass(frozen=True)
+class _Values:
+    """The rank's shard of master weights or parameters, wherever it is kept."""
+
+    engine: Checkpointable
+    buffer: FlatBuffer
+    updated: bool
+
+    def value(self) -> Tensor:
+        optimizer = self.engine.optimizer
+        if not self.updated or optimizer is None:
+            return self.buffer.owned(whole=False, write=False)
+        optimizer.store.visit(self.buffer, write=False)
+        master = optimizer.masters[self.buffer]
+        low, high = self.buffer.layout.shard_range(self.buffer.axis.rank)
+        return master[low:high] if optimizer.whole else master  # ranks that all hold the whole share the writing
+
+    def fill(self, target: Tensor) -> None:
+        """Copy them."""
+        target.copy_(self.value(), non_blocking=True)
+
+    def part(self, offset: int, numel: int) -> Tensor:
+        """Some of them."""
+        return self.value()[offset : offset + numel]
 
 
 def _moment_entries(
@@ -172,6 +198,7 @@ class _Moment:
         """Stretches ``(start, end)`` of the shard that have the moment, with their elements."""
         optimizer = self.engine.optimizer
         assert optimizer is not None
+        optimizer.store.visit(self.buffer, write=False)
         low, high = self.buffer.layout.shard_range(self.buffer.axis.rank)
         if not optimizer.whole:
             low, high = 0, high - low

@@ -145,7 +145,7 @@ def _different_scalars(engine: Checkpointable, fit: Fit) -> Iterator[str]:
     optimizer = engine.optimizer
     assert optimizer is not None
     for buffer in flat_buffers(engine):
-        if optimizer.master(buffer) is None:
+        if not optimizer.updates(buffer):
             continue
         by_segment: dict[int, list[Any]] = {}
         for piece in pieces(engine, buffer):

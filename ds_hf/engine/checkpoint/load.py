@@ -195,7 +195,7 @@ def _read_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) -> None:
     for buffer in flat_buffers(engine):
         master = None if engine.optimizer is None else engine.optimizer.master(buffer)
         whole = master is not None and engine.optimizer is not None and engine.optimizer.whole
-        target = buffer.shard if master is None else master
+        target = buffer.owned(whole=False) if master is None else master
         names = names_of(engine, buffer)
         for fragment in buffer.layout.fragments(engine.axis.rank, whole=whole):
             saved = fit.parameters.get(names[fragment.slot.index])
@@ -224,7 +224,7 @@ def _publish(engine: Checkpointable) -> None:
 
 @torch.no_grad()
 def _publish_buffer(engine: Checkpointable, buffer: FlatBuffer) -> None:
-    if engine.optimizer is not None and engine.optimizer.master(buffer) is not None:
+    if engine.optimizer is not None and engine.optimizer.updates(buffer):
         engine.optimizer.masters_changed(buffer)
     else:
         publish([buffer], whole=False)

@@ -175,7 +175,7 @@ def counters(engine: Checkpointable) -> dict[str, int]:
 
 def _flat_entries(engine: Checkpointable, index: int, buffer: FlatBuffer) -> dict[str, Json]:
     names = names_of(engine, buffer)
-    has_master = engine.optimizer is not None and engine.optimizer.master(buffer) is not None
+    has_master = engine.optimizer is not None and engine.optimizer.updates(buffer)
     value = "master" if has_master else "weight"
     entries: dict[str, Json] = {}
     for name, slot, param in zip(names, buffer.layout.slots, buffer.params, strict=True):

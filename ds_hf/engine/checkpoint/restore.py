@@ -55,7 +55,7 @@ def check_pieces(engine: Checkpointable, manifest: Manifest, fit: Fit) -> None:
     saved_optimizer = manifest.extra.get("optimizer") or {}
     bound = _bound_names(manifest, str(saved_optimizer.get("class", "")))
     for buffer in flat_buffers(engine):
-        if not bound or engine.optimizer.master(buffer) is None:
+        if not bound or not engine.optimizer.updates(buffer):
             continue
         for piece in pieces(engine, buffer):
             saved = fit.parameters.get(piece.name)
@@ -102,7 +102,7 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
     assert optimizer is not None
     known = {tuple(entry["where"]): entry["state"] for entry in irregular}
     for buffer in flat_buffers(engine):
-        if optimizer.master(buffer) is None:
+        if optimizer.master(buffer) is None:  # and here are its states
             continue
         owned = pieces(engine, buffer)
         found = [(piece, fit.parameters[piece.name]) for piece in owned if piece.name in fit.parameters]

@@ -10,6 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ds_hf.engine.ops.cpu import FOLDER
 from ds_hf.errors import DsHfError
 
 __all__ = ["BUILDERS", "OpBuilder", "compatible_ops"]
@@ -17,15 +18,21 @@ __all__ = ["BUILDERS", "OpBuilder", "compatible_ops"]
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: class name of DeepSpeed's builder, its own name, and our module (None: not here)."""
+    """One operation: class name of DeepSpeed's builder, its own name, our module (None: not here), the library it needs."""
 
     builder: str
     name: str
     home: str | None = None
+    library: str | None = None
+
+    @property
+    def here(self) -> bool:
+        """The module is part of ds_hf, and its library was built."""
+        return self.home is not None and (self.library is None or (FOLDER / self.library).exists())
 
 
 OPS = (
-    Op("AsyncIOBuilder", "async_io"),
+    Op("AsyncIOBuilder", "async_io", "ds_hf.engine.offload.handle", "libds_hf_aio.so"),
     Op("CCLCommBuilder", "deepspeed_ccl_comm"),
     Op("CPUAdagradBuilder", "cpu_adagrad", "ds_hf.engine.optim.adagrad"),
     Op("CPUAdamBuilder", "cpu_adam", "ds_hf.engine.optim.adam"),
@@ -70,7 +77,7 @@ class OpBuilder:
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the operation is here."""
-        return self.op.home is not None
+        return self.op.here
 
     def load(self, verbose: bool = False) -> Any:
         """The module that holds the operation.
@@ -91,4 +98,4 @@ BUILDERS: dict[str, type[OpBuilder]] = {
 
 def compatible_ops() -> dict[str, bool]:
     """Name of each operation, and whether it is here."""
-    return {op.name: op.home is not None for op in OPS}
+    return {op.name: op.here for op in OPS}

@@ -34,13 +34,19 @@ class Snapshot:
     """The state of ``engine`` now. Taking one is local; ``restore`` is collective.
 
     Raises:
-        DsHfError: the engine has no optimizer, or is inside an accumulation.
+        DsHfError: the engine has no optimizer, is inside an accumulation, or has its states in files.
     """
 
     def __init__(self, engine: Engine) -> None:
         if engine.optimizer is None:
             raise DsHfError("a learning-rate test needs an engine with an optimizer")
+        if engine.optimizer.store.splits:
+            raise DsHfError(
+                f"a learning-rate test keeps a copy of everything, but {engine.optimizer.store.splits}: run it with "
+                '"device": "cpu" in offload_optimizer, or on a smaller model'
+            )
         engine._settle()
+        engine._finish_update()
         if not all(gradient.empty for gradient in engine.reducer.buffers):
             raise DsHfError("a learning-rate test begins between optimizer steps, not inside an accumulation")
         self.engine = engine
@@ -62,6 +68,7 @@ class Snapshot:
         """Masters, values that are not their masters, and buffers of modules; what is shared comes once."""
         for index, buffer in enumerate(self._buffers()):
             buffer.lane.join()
+            self.optimizer.store.visit(buffer)
             master, owned = self.optimizer.masters[buffer], buffer.owned(whole=self.optimizer.whole)
             yield ("master", index), master
             if owned.data_ptr() != master.data_ptr():
@@ -87,7 +94,9 @@ class Snapshot:
     def restore(self) -> None:
         """Make the engine what it was. Collective, at the end of an update or of a failed one."""
         engine, optimizer = self.engine, self.optimizer
+        optimizer.forget_failure()
         engine._settle()
+        engine._finish_update()
         engine.hooks.reset()
         optimizer.reducer.abandon()
         for key, live in self._live_tensors():

@@ -26,6 +26,7 @@ __all__ = [
     "lamb_apply_",
     "lamb_moments_",
     "lion_",
+    "rank_cores",
     "set_instruction_set",
     "sgd_",
     "squared_norm",
@@ -95,8 +96,23 @@ def threads() -> int:
         return int(chosen)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     if os.environ.get("OMP_NUM_THREADS") == "1" and ranks.isdecimal() and int(ranks) > 1:
-        return max(1, len(os.sched_getaffinity(0)) // int(ranks))
+        return len(rank_cores())
     return torch.get_num_threads()
+
+
+def rank_cores() -> list[int]:
+    """The cores of this rank: an equal share of those that the process may use, at least one."""
+    cores = sorted(os.sched_getaffinity(os.getpid()))  # the main thread's: others may be bound to less
+    ranks, rank = (int(text) if text.isdecimal() else 0 for text in map(_environ, ("LOCAL_WORLD_SIZE", "LOCAL_RANK")))
+    if ranks <= 1:
+        return cores
+    share = max(1, len(cores) // ranks)
+    first = rank * share % len(cores)
+    return cores[first : first + share]
+
+
+def _environ(name: str) -> str:
+    return os.environ.get(name, "")
 
 
 def instruction_set() -> str:

@@ -19,7 +19,13 @@ __all__ = ["clip_coefficient", "global_norm"]
 
 
 def global_norm(
-    owned: Sequence[Tensor], axis: Axis, *, whole: bool, device: torch.device, axis_device: torch.device | None = None
+    owned: Sequence[Tensor],
+    axis: Axis,
+    *,
+    whole: bool,
+    device: torch.device,
+    axis_device: torch.device | None = None,
+    known: Sequence[Tensor] = (),
 ) -> Tensor:
     """0-dim fp32 norm of all gradients; inf or nan if any gradient on any rank is.
 
@@ -27,6 +33,7 @@ def global_norm(
         owned: what this rank owns, any floating dtypes.
         whole: every rank owns everything, so there is nothing to sum over ranks.
         device: where the result lies.
+        known: squared norms of what else this rank owns.
         axis_device: where the processes of ``axis`` meet, default ``device``: NCCL takes no offloaded tensor.
     """
     squares = torch.zeros((), dtype=torch.float32, device=device)
@@ -35,6 +42,8 @@ def global_norm(
         for tensor in owned:
             kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         squares = torch.stack([ops.squared_norm(tensors).to(device) for tensors in kinds.values()]).sum()
+    for place in dict.fromkeys(square.device for square in known):
+        squares = squares + torch.stack([square for square in known if square.device == place]).sum().to(device)
     if not whole:
         squares = collectives.all_reduce_sum(squares.to(axis_device or device), axis, "the gradient norm").to(device)
     return squares.sqrt()

@@ -25,10 +25,13 @@ from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.outcome import Outcome
 from ds_hf.engine.optim.segments import Segment, cut_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
+from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.publish import publish
 from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import warn_once
 
 __all__ = ["OptimizerPolicy", "Segment", "ShardedOptimizer"]
@@ -53,6 +56,7 @@ class ShardedOptimizer(Optimizer):
         axis: Axis,
         policy: OptimizerPolicy,
         masters: dict[FlatBuffer, Tensor],
+        store: StateStore,
     ) -> None:
         self.parameter_offload: Any  # where parameters are sharded, for other libraries
         # Not Optimizer.__init__: groups and state are the inner optimizer's, by property.
@@ -62,6 +66,7 @@ class ShardedOptimizer(Optimizer):
         self.axis = axis
         self.policy = policy
         self.masters = masters
+        self.store = store
         self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
         self._groups = groups
         self.segments: dict[GradientBuffer, list[Segment]] = {
@@ -80,7 +85,13 @@ class ShardedOptimizer(Optimizer):
         narrow = any(m.dtype is torch.bfloat16 for m in masters.values())
         if isinstance(inner, StreamingOptimizer) and narrow:
             inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic
+        store.bind(inner, self.segments)
         self._update = streamed_update(inner, Narrow(wide, policy.stochastic))
+        if store.splits and self._update is None:
+            raise ConfigError(
+                f"{type(inner).__name__} does not update unit after unit, and {store.splits}: use AdamW, Lion, Adagrad "
+                'or SGD, or "device": "cpu" in offload_optimizer'
+            )
         if narrow and policy.stochastic and (self._update is None or isinstance(inner, FusedLamb)):
             warn_once(
                 f"{type(inner).__name__} rounds bf16 master weights to nearest, so that small updates are lost: "
@@ -90,7 +101,9 @@ class ShardedOptimizer(Optimizer):
         self._stepped = False
         self._gradients = {gradient.buffer: gradient for gradient in groups}
         self._axis_device = next((buffer.device for buffer in masters), policy.device)
-        self._apply = Stepping(inner, self._update, self.segments, groups, masters, policy, axis, self._axis_device)
+        self._apply = Stepping(
+            inner, self._update, self.segments, groups, masters, policy, axis, self._axis_device, store
+        )
         for buffer in masters:
             buffer.states = self
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -138,7 +151,12 @@ class ShardedOptimizer(Optimizer):
         getattr(self.optimizer, "eval", lambda: None)()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: the inner optimizer's state over its segments, masters and loss scaler."""
+        """This rank's part: the inner optimizer's state over its segments, masters and loss scaler.
+
+        Raises:
+            DsHfError: it cannot be in memory at once.
+        """
+        self._require_all("state_dict()")
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": list(self.masters.values()),
@@ -157,12 +175,37 @@ class ShardedOptimizer(Optimizer):
                 f"this optimizer state belongs to world size {state_dict['world_size']}, not {self.axis.world_size}; "
                 "engine.load_checkpoint() loads at any world size"
             )
+        self._require_all("load_state_dict()")
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         with torch.no_grad():
             for (buffer, master), saved in zip(self.masters.items(), state_dict["masters"], strict=True):
                 master.copy_(saved)
                 self.masters_changed(buffer)
+
+    def settle(self) -> None:
+        """Finish an update that goes on beside training (``ds_hf.offload.delayed``) and publish it. Collective.
+
+        Raises:
+            DsHfError: the last update ended in an exception.
+        """
+        if self._apply.unfinished:
+            raise DsHfError(
+                "the last step failed half-way, so that some weights are a step ahead of others: nothing is saved. "
+                "Start again from the last checkpoint, or load it"
+            )
+        for done in self.store.settle():
+            publish([gradient.buffer for gradient in done], whole=self.policy.whole)
+
+    def forget_failure(self) -> None:
+        """Everything is going to be replaced by a checkpoint."""
+        self._apply.unfinished = False
+
+    def _require_all(self, what: str) -> None:
+        if self.store.splits:
+            raise DsHfError(
+                f"{what} of this optimizer: {self.store.splits}; use engine.save_checkpoint() and load_checkpoint()"
+            )
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -173,9 +216,9 @@ class ShardedOptimizer(Optimizer):
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
         self.reducer.finish()
         scale, checked = self.loss_scaler.scale, self.policy.check_overflow
-        owned = [g.owned for g in self.segments if g.owned is not None]
-        device = next((t.device for t in owned), self.policy.device)
-        norm = global_norm(owned, self.axis, whole=self.policy.whole, device=device, axis_device=self._axis_device)
+        owned = [g.owned for g in self.segments if g.owned is not None and g.squares is None]
+        known = [g.squares for g in self.segments if g.squares is not None]
+        norm = global_norm(owned, self.axis, whole=self.policy.whole, device=self._axis_device, known=known)
         self._outcome.take(norm, scale, checked)
         self._stepped = True
         if self.decides_later or not self._outcome.overflow:
@@ -223,6 +266,7 @@ class ShardedOptimizer(Optimizer):
         for group, params in zip(self.optimizer.param_groups, self.given, strict=True):
             group["params"] = params
         self.optimizer.state.clear()
+        self.store.close()
         self.masters.clear()
         self.segments.clear()
         self._gradients.clear()
@@ -234,14 +278,20 @@ class ShardedOptimizer(Optimizer):
     def whole(self) -> bool:
         return self.policy.whole
 
+    def updates(self, buffer: FlatBuffer) -> bool:
+        """Whether there are master weights for the buffer."""
+        return buffer in self.masters
+
     def master(self, buffer: FlatBuffer) -> Tensor | None:
-        """Master weights over what this rank owns."""
+        """Master weights over what this rank owns; states of the buffer may be used until another's are asked for."""
+        if buffer in self.masters:
+            self.store.visit(buffer)
         return self.masters.get(buffer)
 
     @torch.no_grad()
     def values_changed(self, buffer: FlatBuffer) -> None:
         """The parameters were written from outside: the masters follow."""
-        master = self.masters.get(buffer)
+        master = self.master(buffer)
         owned = buffer.owned(whole=self.policy.whole)
         if master is not None and owned.data_ptr() != master.data_ptr():
             master.copy_(owned)
@@ -249,6 +299,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def masters_changed(self, buffer: FlatBuffer) -> None:
         """The masters were written from outside: the parameters follow. Collective."""
+        self.store.visit(buffer)
         self._apply.publish({buffer: None})
 
     def gradient(self, buffer: FlatBuffer) -> Tensor | None:
@@ -257,15 +308,15 @@ class ShardedOptimizer(Optimizer):
         gradient.collect()
         if gradient.partial is not None:
             gradient.reduce()
-        if gradient.owned is None:
+        owned = gradient.settled()
+        if owned is None:
             return None
-        return gradient.owned.float() / self.loss_scaler.scale
+        return owned.float() / self.loss_scaler.scale
 
     def set_gradient(self, buffer: FlatBuffer, value: Tensor) -> None:
         """Replace the averaged, unscaled gradient over what this rank owns."""
         gradient = self._gradients[buffer]
-        assert gradient.owned is not None
-        gradient.owned = (value * self.loss_scaler.scale).to(gradient.owned.device)
+        gradient.replace(value * self.loss_scaler.scale)
 
     def moments(self) -> list[str]:
         """Names of the tensor states that have one value for each element, e.g. ``exp_avg``."""
@@ -295,6 +346,7 @@ class ShardedOptimizer(Optimizer):
 
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
         """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""
+        self.store.visit(buffer, write=False)
         master = self.masters[buffer]
         result = torch.zeros_like(master, dtype=self._moment_dtype(master))
         found = False
@@ -312,6 +364,7 @@ class ShardedOptimizer(Optimizer):
 
         Rules that keep other moments for matrices than for vectors must not get those that are not theirs.
         """
+        self.store.visit(buffer)
         master = self.masters[buffer]
         for segment in self.segments[self._gradients[buffer]]:
             state = self.state[segment.param]

@@ -7,8 +7,9 @@ independently), all units at once with what each rank holds of every parameter (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch.optim import Optimizer
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces
 from ds_hf.engine.optim.segments import Segment
+from ds_hf.engine.optim.store import FrozenGroup, StateStore
 from ds_hf.engine.optim.streaming import UnitUpdate
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.publish import publish
+from ds_hf.errors import DsHfError
 
 __all__ = ["OptimizerPolicy", "Stepping"]
 
@@ -59,6 +62,7 @@ class Stepping:
         groups: for each gradient buffer, the parameter group of each of its parameters.
         masters: over what this rank owns.
         axis_device: where the processes of ``axis`` meet.
+        store: where states are, and where units are updated.
     """
 
     def __init__(
@@ -71,7 +75,10 @@ class Stepping:
         policy: OptimizerPolicy,
         axis: Axis,
         axis_device: torch.device,
+        store: StateStore,
     ) -> None:
+        self.store = store
+        self.unfinished = False  # an update ended in an exception: some units are a step ahead of others
         self.inner = inner
         self.update = update
         self.segments = segments
@@ -82,7 +89,11 @@ class Stepping:
         self.axis_device = axis_device
 
     def __call__(self, control: Tensor | None) -> None:
-        """Update and publish, unit after unit where the rule can."""
+        """Update and publish, unit after unit where the rule can.
+
+        Raises:
+            DsHfError: ``step`` of the optimizer was hooked, and not all states can be in memory.
+        """
         if isinstance(self.inner, TensorwiseOptimizer):
             for hook in self.inner._optimizer_step_pre_hooks.values():
                 hook(self.inner, (), {})
@@ -90,6 +101,10 @@ class Stepping:
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
         elif self.update is None or self.observed:
+            if self.store.splits:
+                raise DsHfError(
+                    f"step() of {type(self.inner).__name__} has hooks, but {self.store.splits}: remove them"
+                )
             self._whole(control)
         else:
             self._units(self.update, control)
@@ -100,39 +115,21 @@ class Stepping:
         return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
 
     def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
-        for batch in self._batches():
-            written = self._update_units(update, batch, control)
-            for gradient in written:
-                gradient.clear()
-            self.publish({gradient.buffer: copies for gradient, copies in written.items()})
+        groups = [FrozenGroup(group) for group in self.inner.param_groups]
+        make = partial(self._job, update, groups, _Control(control))
+        self.unfinished = True
+        for done in self.store.stream(list(self.segments), make):
+            publish([gradient.buffer for gradient in done], whole=self.policy.whole)
+        self.unfinished = False
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
-    def _update_units(
-        self, update: UnitUpdate, batch: Sequence[GradientBuffer], control: Tensor | None
-    ) -> dict[GradientBuffer, Tensor | None]:
-        """One call for each parameter group; returns where new parameters were written beside the masters."""
-        calls: dict[tuple[int, bool], tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
-        written: dict[GradientBuffer, Tensor | None] = {}
+    def _job(
+        self, update: UnitUpdate, groups: Sequence[FrozenGroup], control: _Control, batch: Sequence[GradientBuffer]
+    ) -> _UnitsJob:
+        job = _UnitsJob(update, groups, control, [(self.segments[g], g.settled()) for g in batch])
         for gradient in batch:
-            grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
-            written[gradient] = copies if grads is not None else None
-            for s in self.segments[gradient] if grads is not None else ():
-                params, given, outs = calls.setdefault((s.group, copies is None), ([], [], []))
-                params.append(s.param)
-                given.append(grads[s.start : s.end])  # type: ignore[index]
-                if copies is not None:
-                    outs.append(copies[s.start : s.end])
-        for (index, _), (params, given, outs) in calls.items():
-            update(self.inner.param_groups[index], params, given, outs, _on(control, params[0].device))
-        return written
-
-    def _batches(self) -> Iterator[list[GradientBuffer]]:
-        """What is updated together: on a GPU everything, for a launch costs as much as the update of a million
-        elements; in host memory one unit, which goes up while the next is updated."""
-        on_device = [gradient for gradient in self.segments if self.masters[gradient.buffer].device.type != "cpu"]
-        if on_device:
-            yield on_device
-        yield from ([gradient] for gradient in self.segments if self.masters[gradient.buffer].device.type == "cpu")
+            gradient.clear()
+        return job
 
     def _pieces(self, optimizer: TensorwiseOptimizer, control: Tensor | None) -> None:
         units, copies_of = [], {}
@@ -180,14 +177,15 @@ class Stepping:
 
     def _owned_gradient(self, gradient: GradientBuffer) -> Tensor | None:
         """The reduced gradient beside its master, as it was reduced."""
-        return None if gradient.owned is None else gradient.owned.to(self.masters[gradient.buffer].device)
+        owned = gradient.settled()
+        return None if owned is None else owned.to(self.masters[gradient.buffer].device)
 
     def _copies(self, buffer: FlatBuffer) -> Tensor | None:
         """Where the kernel writes the parameters next to the masters; None where the masters are the parameters."""
         owned, master = buffer.owned(whole=self.policy.whole), self.masters[buffer]
         if owned.data_ptr() == master.data_ptr():
             return None
-        if owned.device == master.device:
+        if owned.device == master.device and buffer.stays:
             return owned
         pin = master.is_pinned()
         return torch.empty(owned.shape, dtype=owned.dtype, device=master.device, pin_memory=pin)
@@ -200,6 +198,52 @@ class Stepping:
             if owned.data_ptr() != source.data_ptr():
                 owned.copy_(source)
         publish(list(written), whole=self.policy.whole)
+
+
+class _Control:
+    """The factor and the flag that kernels read, on whatever device they run."""
+
+    def __init__(self, control: Tensor | None) -> None:
+        self._on = {} if control is None else {control.device: control}
+
+    def on(self, device: torch.device) -> Tensor | None:
+        """Copied there once."""
+        if self._on and device not in self._on:
+            self._on[device] = next(iter(self._on.values())).to(device)
+        return self._on.get(device)
+
+
+class _UnitsJob:
+    """The update of some units, see ``store.Job``."""
+
+    def __init__(
+        self,
+        update: UnitUpdate,
+        groups: Sequence[FrozenGroup],
+        control: _Control,
+        units: Sequence[tuple[Sequence[Segment], Tensor | None]],
+    ) -> None:
+        self.grads = [grads for _, grads in units]
+        self._segments = [segments for segments, _ in units]
+        self._update, self._groups, self._control = update, groups, control
+        for grads in self.grads:
+            if grads is not None:
+                control.on(grads.device)  # here and now: the worker that may run this must not wait for the device
+
+    def __call__(self, outs: Sequence[Tensor | None]) -> None:
+        calls: dict[tuple[int, bool], tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+        for segments, grads, out in zip(self._segments, self.grads, outs, strict=True):
+            if grads is None:
+                continue
+            for s in segments:
+                params, given, copies = calls.setdefault((s.group, out is None), ([], [], []))
+                params.append(s.param)
+                given.append(grads[s.start : s.end].to(s.param.device))
+                if out is not None:
+                    copies.append(out[s.start : s.end])
+        for (index, _), (params, given, copies) in calls.items():
+            self._update(self._groups[index], params, given, copies, self._control.on(params[0].device))
+        self.grads = [None] * len(self.grads)
 
 
 def _on(control: Tensor | None, device: torch.device) -> Tensor | None:

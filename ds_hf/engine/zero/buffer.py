@@ -26,6 +26,7 @@ from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.dist.streams import Lane, wait
 from ds_hf.engine.zero.landing import can_land_later, landed, take_off
 from ds_hf.engine.zero.layout import FlatLayout, Slot
+from ds_hf.engine.zero.rest import DeviceRest, ShardRest
 from ds_hf.errors import DsHfError
 
 __all__ = [
@@ -106,7 +107,7 @@ class FlatBuffer:
         dtype: dtype of ``full`` and ``shard``; values are cast to it when taken over.
         device: where the model computes.
         sharded: whether each rank keeps only its shard between uses (the plan's parameter placement).
-        shard_device: where a sharded buffer's shard rests (the plan's parameter device).
+        rest: where a sharded buffer's shard is between uses; default on ``device``.
     """
 
     _next_id = 0
@@ -119,7 +120,7 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
         sharded: bool,
-        shard_device: torch.device | None = None,
+        rest: ShardRest | None = None,
     ) -> None:
         self.params = tuple(params)
         self.owners = self.params  # the model's parameters whose values lie here
@@ -128,7 +129,7 @@ class FlatBuffer:
         self.dtype = dtype
         self.device = device
         self.sharded = sharded
-        self.shard_device = shard_device if sharded and shard_device is not None else device
+        self.rest = rest or DeviceRest(device, device)
         self.layout = FlatLayout(self._stored_shapes(), axis.world_size)
         self.state = BufferState.GATHERED
         self.holds = 0  # contexts that want it to stay gathered
@@ -147,6 +148,7 @@ class FlatBuffer:
 
     def name_for_logs(self, name: str) -> None:
         """What the log of collectives calls this buffer: the path of its module."""
+        self.label = name
         self.weights_label = f"the weights of {name}"
         self.gradients_label = f"the gradients of {name}"
         self.states_label = f"an optimizer state of {name}"
@@ -178,8 +180,8 @@ class FlatBuffer:
 
     def _place(self, full: Tensor) -> None:
         low, high = self.layout.shard_range(self.axis.rank)
-        if self.sharded and (self.axis.world_size > 1 or self.shard_device != self.device):
-            self._shard = full[low:high].to(self.shard_device, copy=True)
+        if self.sharded and (self.axis.world_size > 1 or self.rest.apart):
+            self._shard = self.rest.keep(full[low:high])
             # adopt()'s result may be this very tensor: give back our own storage, never the caller's
             self._full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         else:
@@ -227,9 +229,7 @@ class FlatBuffer:
         if not self.aliased:
             with torch.no_grad(), self.lane:
                 self._full.untyped_storage().resize_(self.layout.numel * self._full.element_size())
-                collectives.all_gather(
-                    self._full, self._shard.to(self.device, non_blocking=True), self.axis, self.weights_label
-                )
+                collectives.all_gather(self._full, self.rest.fetch(), self.axis, self.weights_label)
             self._arrival = self.lane.event()
         self.state = BufferState.IN_FLIGHT
         return True
@@ -291,16 +291,31 @@ class FlatBuffer:
 
     # -- values -------------------------------------------------------------------------------------------------
 
-    def owned(self, *, whole: bool) -> Tensor:
-        """The values this rank's optimizer writes: all of them (``whole``) or its shard."""
-        return self.full if whole else self.shard
+    @property
+    def stays(self) -> bool:
+        """Whether the shard is in memory all the time."""
+        return self.aliased or self.rest.stays
+
+    def owned(self, *, whole: bool, write: bool = True, fresh: bool = False) -> Tensor:
+        """The values this rank's optimizer writes: all of them (``whole``) or its shard.
+
+        Args:
+            write: the caller may write to them, and then publishes.
+            fresh: the caller writes all of them.
+        """
+        if whole:
+            return self.full
+        if not self.aliased:
+            self.rest.visit(write=write, fresh=fresh)
+        return self.shard
 
     def count_users(self) -> None:
         """Note who shares the parameters' memory: nobody but the engine. A later one will see every step at once."""
         self._users_at_rest = self._storage_users()
 
     def refresh(self) -> None:
-        """The shard was written: whatever is gathered is stale."""
+        """The shard was written: whatever is gathered, or on its way up, is stale."""
+        self.rest.changed()
         self.release(force=True)
         if self.holds:
             self.gather()
@@ -343,7 +358,8 @@ class FlatBuffer:
             collectives.broadcast(self._full, self.axis, source_rank, self.weights_label)
         if not self.aliased:
             low, high = self.layout.shard_range(self.axis.rank)
-            self._shard.copy_(self._full[low:high])
+            self.owned(whole=False, fresh=True).copy_(self._full[low:high])
+            self.rest.changed()
         if self.states is not None:
             self.states.values_changed(self)
 

@@ -88,8 +88,8 @@ def estimate_states(
         "gradients": (plan.gradients, _held(plan.gradients, size.trainable, world_size) * kept),
         "optimizer": (plan.optimizer, _held(plan.optimizer, size.trainable, world_size) * (master + moments)),
     }
-    device = {name: 0 if _on_host(spec) else nbytes for name, (spec, nbytes) in rows.items()}
-    host = sum(nbytes for spec, nbytes in rows.values() if _on_host(spec))
+    device = {name: 0 if _is_away(spec) else nbytes for name, (spec, nbytes) in rows.items()}
+    host = sum(nbytes for spec, nbytes in rows.values() if _is_away(spec) and spec.device == "cpu")
     return StateBytes(**device, in_use=_in_use(plan, size, world_size, parameter, communicated), host=host)
 
 
@@ -97,17 +97,18 @@ def _held(spec: StateSpec, numel: int, world_size: int) -> int:
     return -(-numel // world_size) if spec.placement is Placement.SHARDED else numel
 
 
-def _on_host(spec: StateSpec) -> bool:
+def _is_away(spec: StateSpec) -> bool:
+    """In host memory or on NVMe."""
     # Partial sums are made where the model computes, whatever becomes of them at the boundary.
-    return spec.device == "cpu" and spec.placement is not Placement.PARTIAL
+    return spec.device != "device" and spec.placement is not Placement.PARTIAL
 
 
 def _in_use(plan: StatePlan, size: ModelSize, world_size: int, parameter: int, communicated: int) -> int:
     """Whole units on the device: gathered parameters, and a gradient on its way to its shard."""
     nbytes = 0
-    if plan.shards_parameters and (world_size > 1 or plan.parameters.device == "cpu"):
+    if plan.shards_parameters and (world_size > 1 or plan.parameters.device != "device"):
         nbytes += UNITS_IN_USE * size.largest_unit * parameter
-    if plan.gradients.placement is Placement.SHARDED and (world_size > 1 or plan.gradients.device == "cpu"):
+    if plan.gradients.placement is Placement.SHARDED and (world_size > 1 or plan.gradients.device != "device"):
         nbytes += size.largest_unit * communicated
     return nbytes
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
 
 __all__ = ["GradientBuffer", "GradientPolicy"]
 
@@ -30,7 +31,6 @@ class GradientPolicy:
         scale_before, scale_after: factors around the sum over ranks (mean: their product is 1 / world size).
         communication_dtype: ``None`` for the parameters' dtype.
         accumulation_dtype: dtype of sums over micro-batches.
-        device: where reduced gradients are kept (the plan's gradient device).
     """
 
     whole: bool
@@ -39,16 +39,23 @@ class GradientPolicy:
     scale_after: float
     communication_dtype: torch.dtype | None
     accumulation_dtype: torch.dtype
-    device: torch.device
 
 
 class GradientBuffer:
-    """Gradients of the trainable parameters of ``buffer``."""
+    """Gradients of the trainable parameters of ``buffer``.
 
-    def __init__(self, buffer: FlatBuffer, policy: GradientPolicy, lane: Lane | None = None) -> None:
+    Args:
+        lane: on which they are reduced; default the current stream.
+        home: where reduced gradients are kept, by default on the device.
+    """
+
+    def __init__(
+        self, buffer: FlatBuffer, policy: GradientPolicy, lane: Lane | None = None, home: GradientHome | None = None
+    ) -> None:
         self.buffer = buffer
         self.policy = policy
         self.lane = lane or Lane()
+        self.home: GradientHome = home or DeviceHome(policy.accumulation_dtype)
         self.dtype = policy.communication_dtype or buffer.dtype
         self.ready: set[int] = set()
         self.partial: Tensor | None = None
@@ -132,12 +139,29 @@ class GradientBuffer:
                 scale_before=self.policy.scale_before,
                 scale_after=self.policy.scale_after,
                 what=self.buffer.gradients_label,
-            ).to(self.policy.device)
-            if self._owned is None:
-                self._owned = reduced
-            else:
-                self._owned = self._owned.to(self.policy.accumulation_dtype).add_(reduced)
+            )
+            self._owned = self.home.add(self._owned, reduced)
         self.lane.keep([partial])
+
+    @property
+    def squares(self) -> Tensor | None:
+        """Squared norm of ``owned``, where its home has taken it; the current stream goes on when it is there."""
+        if self._owned is None:
+            return None
+        self.lane.join()
+        return self.home.squares
+
+    def settled(self) -> Tensor | None:
+        """``owned``, once it may be read."""
+        self.home.settle()
+        return self.owned
+
+    def replace(self, value: Tensor) -> None:
+        """Let ``value`` be the reduced gradient."""
+        assert self._owned is not None
+        place = self._owned.device
+        self.home.clear()
+        self._owned = value.to(place)
 
     def clear(self) -> None:
         """Drop everything accumulated."""
@@ -145,6 +169,7 @@ class GradientBuffer:
             self.buffer.params[index].grad = None
         self.ready.clear()
         self.partial = self._owned = None
+        self.home.clear()
 
     @property
     def nbytes(self) -> int:

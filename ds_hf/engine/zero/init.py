@@ -28,6 +28,7 @@ from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.engine.zero.buffer import FlatBuffer, ParamStatus, home_of
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.rest import DeviceRest
 
 __all__ = [
     "GatheredParameters",
@@ -203,7 +204,7 @@ class Init:
                 dtype=self.dtype or param.dtype,
                 device=self.device,
                 sharded=True,
-                shard_device=self.shard_device,
+                rest=DeviceRest(self.device, self.shard_device),
             )
             buffer.adopt()
             if isinstance(module, ParametrizationList):

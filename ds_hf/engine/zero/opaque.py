@@ -18,6 +18,7 @@ from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.zero.buffer import FlatBuffer, _mark, buffers_of, unshard
 from ds_hf.engine.zero.layout import Slot
+from ds_hf.engine.zero.rest import ShardRest
 from ds_hf.errors import ConfigError
 from ds_hf.log import warn_once
 
@@ -97,7 +98,7 @@ class OpaqueBuffer(FlatBuffer):
     """
 
     def __init__(
-        self, owners: Sequence[nn.Parameter], axis: Axis, *, device: torch.device, shard_device: torch.device
+        self, owners: Sequence[nn.Parameter], axis: Axis, *, device: torch.device, rest: ShardRest | None = None
     ) -> None:
         parts = [part for owner in owners for _, part in opaque_parts(owner)]
         self._forms = [(part.dtype, part.shape, _dense_strides(part)) for part in parts]
@@ -108,7 +109,7 @@ class OpaqueBuffer(FlatBuffer):
             dtype=torch.uint8,
             device=device,
             sharded=True,
-            shard_device=shard_device,
+            rest=rest,
         )
         self.owners = tuple(owners)
         self.placeholders = tuple(torch.empty(0, dtype=dtype, device=device) for dtype, _, _ in self._forms)

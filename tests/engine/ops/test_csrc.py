@@ -1,4 +1,4 @@
-"""The C++ library under AddressSanitizer and UndefinedBehaviorSanitizer: builds csrc's test program and runs ctest."""
+"""The C++ libraries under the sanitizers: builds csrc's test programs and runs ctest."""
 
 from __future__ import annotations
 
@@ -28,5 +28,18 @@ def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
     options = ["-DDS_HF_SANITIZE=address,undefined", "-DDS_HF_TESTS=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
     _run("cmake", "-S", CSRC, "-B", tmp_path, *generator, *options)
     _run("cmake", "--build", tmp_path, "--target", "test_cpu", "--parallel", "2")
-    report = _run("ctest", "--test-dir", tmp_path, "--no-tests=error")
+    report = _run("ctest", "--test-dir", tmp_path, "--no-tests=error", "-R", "cpu")
+    assert "100% tests passed" in report
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_the_sanitizers_find_nothing_in_aio(tmp_path: Path, sanitizers: str) -> None:
+    if shutil.which("cmake") is None or shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("needs cmake and a C++ compiler")
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    options = [f"-DDS_HF_SANITIZE={sanitizers}", "-DDS_HF_TESTS=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O0"]
+    _run("cmake", "-S", CSRC, "-B", tmp_path, *generator, *options)
+    _run("cmake", "--build", tmp_path, "--target", "test_aio")
+    report = _run("ctest", "--test-dir", tmp_path, "--no-tests=error", "-R", "aio")
     assert "100% tests passed" in report

@@ -1,4 +1,4 @@
-"""``deepspeed.ops.aio``: the question whether NVMe offload is there, which tests of HF ask. Not yet."""
+"""``deepspeed.ops.aio``: whether NVMe offload is there, which tests of HF ask, and the way to its module."""
 
 from __future__ import annotations
 

@@ -1,0 +1,185 @@
+"""Chooses where parameters rest and optimizer states live, from the plan and the offload sections; for the builder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch.optim import Optimizer
+
+from ds_hf.config.plan import StatePlan
+from ds_hf.config.types import Config
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.offload.aio import Aio
+from ds_hf.engine.offload.folder import SwapFolder, examine
+from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.swap import SwapPool
+from ds_hf.engine.optim.file_store import FileStore
+from ds_hf.engine.optim.host_store import DelayedStore, HostStore
+from ds_hf.engine.optim.room import Room
+from ds_hf.engine.optim.store import DeviceStore, HostSettings, StateStore
+from ds_hf.engine.optim.streaming import Narrow, streamed_update
+from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.rest import DeviceRest, FileRest, HostRest, Order, ShardRest
+from ds_hf.log import logger, warn_once
+
+__all__ = ["Offload", "accumulation_dtype", "build_offload"]
+
+_ONE_MOMENT = ("Lion", "Adagrad", "SGD", "RMSprop")  # of the rules that can be on NVMe; the others keep two
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """Where and for how many elements: ``numel`` of this rank's shards."""
+
+    axis: Axis
+    device: torch.device
+    trained: int
+    numel: int
+
+
+class Offload:
+    """What the configuration says, as objects.
+
+    Attributes:
+        store: for the optimizer states of the engine.
+    """
+
+    def __init__(self, store: StateStore, settings: Config, plan: StatePlan, machine: _Machine) -> None:
+        self.store = store
+        self._section = settings.zero_optimization.offload_param
+        self._where, self._device = plan.parameters.device, machine.device
+        self._link = Link(machine.device)
+        self._in_host_memory = 0
+        self._pool: SwapPool | None = None
+        if self._where == "nvme":
+            nbytes = 2 * max(0, machine.numel - self._section.max_in_cpu)
+            slots, path = self._section.buffer_count, self._section.nvme_path
+            self._pool = _pool(settings, machine.axis, "parameters", str(path), slots, nbytes, self._section.pin_memory)
+        self._order = Order(depth=1 if self._pool is None else max(1, self._section.buffer_count - 2))
+
+    def rest(self, name: str, numel: int, *, sharded: bool) -> ShardRest | None:
+        """Where the shard of one more buffer rests, ``None`` for one that is not sharded.
+
+        Args:
+            name: of the buffer.
+            numel: of the rank's shard.
+        """
+        if not sharded:
+            return None
+        if self._where == "device":
+            return DeviceRest(self._device, self._device)
+        if self._pool is not None and self._in_host_memory + numel > self._section.max_in_cpu:
+            return FileRest(self._pool, self._link, self._order, f"{name}.weights")
+        self._in_host_memory += numel
+        return HostRest(self._link, self._order, pinned=self._section.pin_memory)
+
+
+def build_offload(
+    settings: Config,
+    plan: StatePlan,
+    axis: Axis,
+    device: torch.device,
+    parameters: list[torch.nn.Parameter],
+    inner: Optimizer | None,
+) -> Offload:
+    """The objects for one engine. Files are made, and disks tried, where something goes to NVMe.
+
+    Raises:
+        OffloadError: a disk cannot be used, or has too little space.
+    """
+    trained = {id(p): p for group in inner.param_groups for p in group["params"]} if inner is not None else {}
+    machine = _Machine(
+        axis,
+        device,
+        trained=sum(logical_shape(p).numel() for p in trained.values()) // axis.world_size,
+        numel=sum(logical_shape(p).numel() for p in parameters) // axis.world_size,
+    )
+    store: StateStore = DeviceStore(device, accumulation_dtype(plan))
+    if inner is not None and plan.optimizer.device == "cpu":
+        store = _host_store(settings, plan, machine, inner)
+    elif inner is not None and plan.optimizer.device == "nvme":
+        store = _file_store(settings, plan, machine, inner)
+    return Offload(store, settings, plan, machine)
+
+
+def _host_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer) -> HostStore:
+    section, own = settings.zero_optimization.offload_optimizer, settings.ds_hf.offload
+    ratio = section.ratio if own.ratio is None else own.ratio
+    share, streamed = (0.0 if ratio == "auto" else 1.0 - float(ratio)), own.stream
+    room = Room(machine.device, machine.axis) if ratio == "auto" else None
+    by_unit = streamed_update(inner, Narrow()) is not None
+    if not by_unit and (share or streamed or room or own.delayed):
+        warn_once(
+            f"{type(inner).__name__} does not update unit after unit: all of its states stay in host memory, ratio and "
+            "ds_hf.offload have no effect"
+        )
+        share, streamed, room = 0.0, 0.0, None
+    kept = _host_settings(settings, plan, machine, share, streamed)
+    _look_for_memory(kept, plan)
+    kind = DelayedStore if own.delayed and by_unit else HostStore
+    return kind(machine.device, kept, room)
+
+
+def _look_for_memory(kept: HostSettings, plan: StatePlan) -> None:
+    """Say it now if host memory will not do: the kernel would end the process without a word, some steps later."""
+    assert plan.optimizer.dtype is not None
+    states = getattr(torch, plan.optimizer.dtype).itemsize + 2 * getattr(torch, plan.moments).itemsize
+    gradients = 2 + (kept.accumulation_dtype.itemsize if kept.accumulates else 0)
+    needed = int(kept.numel * (1 - kept.device_share) * (states + gradients)) * _processes_here()
+    available = psutil.virtual_memory().available
+    if needed > available:
+        warn_once(
+            f"offload needs about {needed / 2**30:.0f} GiB of host memory ({_processes_here()} processes), and "
+            f"{available / 2**30:.0f} GiB are available: use NVMe (stage 3), more hosts, or "
+            "bf16.bf16_master_weights_and_grads with bf16_optimizer_states, which need half"
+        )
+
+
+def _processes_here() -> int:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(ranks) if ranks.isdecimal() and int(ranks) > 0 else 1
+
+
+def _file_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer) -> FileStore:
+    section = settings.zero_optimization.offload_optimizer
+    assert plan.optimizer.dtype is not None
+    moments = 1 if any(name in type(inner).__name__ for name in _ONE_MOMENT) else 2
+    width = getattr(torch, plan.optimizer.dtype).itemsize + moments * getattr(torch, plan.moments).itemsize
+    slots, path = max(3, section.buffer_count), str(section.nvme_path)
+    pool = _pool(settings, machine.axis, "optimizer states", path, slots, machine.trained * width, pinned=False)
+    return FileStore(machine.device, _host_settings(settings, plan, machine), pool)
+
+
+def _host_settings(
+    settings: Config, plan: StatePlan, machine: _Machine, share: float = 0.0, streamed: float = 0.0
+) -> HostSettings:
+    return HostSettings(
+        numel=machine.trained,
+        device_share=share,
+        streamed_share=streamed,
+        pinned=settings.zero_optimization.offload_optimizer.pin_memory,
+        accumulates=plan.reduces_every_micro_batch and (settings.gradient_accumulation_steps or 1) > 1,
+        accumulation_dtype=accumulation_dtype(plan),
+    )
+
+
+def _pool(settings: Config, axis: Axis, what: str, path: str, slots: int, nbytes: int, pinned: bool) -> SwapPool:
+    """Files for ``what``, ``nbytes`` in all for this process, on a disk that was tried."""
+    aio = settings.aio
+    queue = Aio(block=aio.block_size, depth=aio.queue_depth, threads=aio.intra_op_parallelism)
+    folder = SwapFolder(path)
+    disk = examine(folder, queue, nbytes, _processes_here())
+    if axis.rank == 0:
+        level = logging.INFO if disk.direct else logging.WARNING  # the page cache takes the host's memory and time
+        logger.log(level, "%s on NVMe: %.2f GiB a process in %s; %s", what, nbytes / 2**30, path, disk)
+    return SwapPool(folder, queue, slots, pinned=pinned)
+
+
+def accumulation_dtype(plan: StatePlan) -> torch.dtype:
+    """Of sums of gradients over micro-batches."""
+    dtype: torch.dtype = getattr(torch, plan.gradients.dtype) if plan.gradients.dtype else torch.float32
+    return dtype

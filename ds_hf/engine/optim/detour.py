@@ -1,0 +1,114 @@
+"""States in host memory that are updated by the GPU: up, one kernel, down again, two units on the way at once.
+
+It uses streams of its own, so that the parameters that the CPU finishes meanwhile do not queue behind states. Order on
+the device: up(i) after down(i - 2), which had the same memory; update(i) after up(i); down(i) after update(i); and
+up(i) in the next step after down(i) in this one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.offload.blocks import Block
+from ds_hf.engine.offload.link import DONE, Arrival, Link, new_stream
+from ds_hf.engine.offload.memory import host_empty
+from ds_hf.engine.optim.store import Job, written_beside
+
+__all__ = ["Detour"]
+
+_SLOTS = 2
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.states = torch.empty(0, dtype=torch.uint8)
+        self.grads = torch.empty(0, dtype=torch.uint8)
+        self.free: Arrival = DONE
+
+    def reserve(self, device: torch.device, states: int, grads: int) -> None:
+        """Memory for so many bytes."""
+        if self.states.numel() < states or self.states.device != device:
+            self.free.on_host()
+            self.states = torch.empty(states, dtype=torch.uint8, device=device)
+        if self.grads.numel() < grads or self.grads.device != device:
+            self.free.on_host()
+            self.grads = torch.empty(grads, dtype=torch.uint8, device=device)
+
+
+class Detour:
+    """The way over the device.
+
+    Args:
+        device: where the model computes.
+        pinned: see ``host_empty``.
+    """
+
+    def __init__(self, device: torch.device, *, pinned: bool) -> None:
+        self._device, self._pinned = device, pinned
+        self._link = Link(device)
+        self._stream = new_stream(device)
+        self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._turn = 0
+        self._down: dict[Block, Arrival] = {}
+
+    def go(self, block: Block, job: Job, owned: Tensor) -> None:
+        """Update one unit, parameters in ``owned`` on the device; ``join`` before they are used.
+
+        The states are back when ``arrived`` returns.
+        """
+        if self._stream is None:
+            return self._over(block, job, owned)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._over(block, job, owned)
+        return None
+
+    def _over(self, block: Block, job: Job, owned: Tensor) -> None:
+        self._home(block)
+        home = block.memory
+        assert home is not None
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % _SLOTS
+        (grads,) = job.grads
+        slot.reserve(self._device, home.numel(), 0 if grads is None else grads.numel() * grads.element_size())
+        slot.free.on_stream()
+        states = slot.states[: home.numel()]
+        self._link.up(states, home, after=self._down.get(block, DONE)).on_stream()
+        if grads is not None:
+            place = slot.grads[: grads.numel() * grads.element_size()].view(grads.dtype)
+            self._link.up(place, grads).on_stream()
+            job.grads[0] = place
+        block.attach(states)
+        out = written_beside(owned, block.values)
+        if out is not None and out.device != self._device:  # parameters in host memory
+            out = torch.empty_like(owned, device=self._device)
+        job([out])
+        if out is not None and out is not owned:
+            self._link.down(owned, out).on_host()
+        if block.in_memory:
+            slot.free = self._down[block] = self._link.down(home, states)
+            block.attach(home)
+        else:  # the first update has made moments
+            self._home(block)
+
+    def _home(self, block: Block) -> None:
+        """Give the block memory on the host that holds all its planes."""
+        if block.memory is None or block.memory.device.type != "cpu" or not block.in_memory:
+            self.arrived(block)
+            block.adopt(host_empty(block.nbytes, torch.uint8, pinned=self._pinned))
+
+    def arrived(self, block: Block) -> None:
+        """Return when the states are in host memory."""
+        self._down.pop(block, DONE).on_host()
+
+    def join(self) -> None:
+        """Let what the current stream gets from now on come after the updates."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def close(self) -> None:
+        """Wait, and give the device's memory back."""
+        self._link.close()
+        self._down.clear()
+        self._slots = [_Slot() for _ in range(_SLOTS)]

@@ -1,0 +1,208 @@
+"""Optimizer states in host memory: updated there unit after unit, while finished parameters go up.
+
+Each unit has a ``Place``. On the HOST the worker updates it with the CPU's kernel and the 16-bit result is copied up
+while the next one is updated. STREAMED units take another way at the same time: their states go up, the GPU updates
+them, they go down again; the CPU and the link work on different units. Units on the DEVICE are updated where they are.
+Which unit has which place follows from the sizes and the settings alone, so that it is the same on every rank and in
+every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_hf.engine.offload.blocks import Block
+from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.memory import host_copy
+from ds_hf.engine.offload.worker import Worker
+from ds_hf.engine.optim.detour import Detour
+from ds_hf.engine.optim.outputs import Outputs
+from ds_hf.engine.optim.room import Room
+from ds_hf.engine.optim.segments import Segment
+from ds_hf.engine.optim.store import HostSettings, MakeJob, update_target
+from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
+from ds_hf.engine.zero.gradients import GradientBuffer
+
+__all__ = ["DelayedStore", "HostStore", "Place"]
+
+
+class Place(Enum):
+    DEVICE = "device"
+    HOST = "host"
+    STREAMED = "streamed"
+
+
+class HostStore:
+    """States in host memory.
+
+    Args:
+        device: where the model computes.
+        room: moves units to the device while there is memory; ``None`` leaves all where the settings put them.
+        gradient_places: see ``HostHome``.
+    """
+
+    splits: str | None = None
+    delays = False  # updates go on while the parameters are in use
+
+    def __init__(
+        self, device: torch.device, settings: HostSettings, room: Room | None = None, gradient_places: int = 1
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.link, self.worker = Link(device), Worker()
+        self.places: dict[FlatBuffer, Place] = {}
+        self._compute, self._settings, self._room = device, settings, room
+        self._gradient_places = gradient_places
+        self._blocks: dict[FlatBuffer, Block] = {}
+        self._detour = Detour(device, pinned=settings.pinned)
+        self._filled = {Place.DEVICE: 0, Place.STREAMED: 0, Place.HOST: 0}
+        self.outputs = Outputs(self.link, pinned=settings.pinned, at_once=not self.delays)
+
+    # -- building -------------------------------------------------------------------------------------------------
+
+    def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+        place = self._choose(values.numel()) if buffer.stays else Place.HOST
+        home = self._compute if place is Place.DEVICE else self.device
+        if owned.dtype == dtype and owned.device == home and buffer.stays and not self.delays:
+            place = Place.HOST if place is Place.STREAMED else place
+            master = owned
+        elif place is Place.DEVICE:
+            master = values.to(device=home, dtype=dtype, copy=True)
+        else:
+            master = host_copy(values, dtype, pinned=self._settings.pinned)
+        self.places[buffer] = place
+        self._filled[place] += values.numel()
+        self._blocks[buffer] = Block(master, buffer.label)
+        return master
+
+    def _choose(self, numel: int) -> Place:
+        """First units to the device: their gradients come last. The streamed ones lie between the others."""
+        settings, filled = self._settings, self._filled
+        if filled[Place.DEVICE] + numel <= settings.device_share * settings.numel * (1 + 1e-9):
+            return Place.DEVICE
+        offloaded = filled[Place.HOST] + filled[Place.STREAMED] + numel
+        if filled[Place.STREAMED] + numel / 2 <= settings.streamed_share * offloaded:
+            return Place.STREAMED
+        return Place.HOST
+
+    def home(self, buffer: FlatBuffer) -> GradientHome:
+        if self.places[buffer] is Place.DEVICE:
+            return DeviceHome(self._settings.accumulation_dtype)
+        return self._settings.gradient_home(self.link, self.worker, self._gradient_places)
+
+    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
+        for gradient, cut in segments.items():
+            self._blocks[gradient.buffer].bind(cut, inner.state)
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
+        at = {place: [g for g in gradients if self.places[g.buffer] is place] for place in Place}
+        updates = [(gradient, self._submit(gradient, make)) for gradient in at[Place.HOST]]
+        for gradient in at[Place.STREAMED]:
+            self._detour.go(self._blocks[gradient.buffer], make([gradient]), self._target(gradient))
+        self._update_here(at[Place.DEVICE], make)
+        yield at[Place.DEVICE]
+        yield from self._finished(updates)
+        self._detour.join()
+        yield at[Place.STREAMED]
+        if self._room is not None:
+            self._fill_room(gradients)
+
+    def _update_here(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> None:
+        """Units on the device, all at once: a launch costs as much as the update of a million elements."""
+        owned = [self._target(gradient) for gradient in gradients]
+        outs = [update_target(o, self._blocks[g.buffer].values) for o, g in zip(owned, gradients, strict=True)]
+        make(gradients)(outs)
+        for target, out in zip(owned, outs, strict=True):
+            if out is not None and out is not target:
+                target.copy_(out)
+
+    def _target(self, gradient: GradientBuffer) -> Tensor:
+        return gradient.buffer.owned(whole=gradient.policy.whole)
+
+    def _submit(self, gradient: GradientBuffer, make: MakeJob) -> Future[None]:
+        out = self.outputs.begin(gradient, self._blocks[gradient.buffer].values)
+        return self.worker.submit(make([gradient]), [out])
+
+    def _finished(self, updates: Sequence[tuple[GradientBuffer, Future[None]]]) -> Iterator[Sequence[GradientBuffer]]:
+        for gradient, update in updates:
+            update.result()
+            self.outputs.finish(gradient)
+            yield [gradient]
+
+    def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
+        self._detour.arrived(self._blocks[buffer])
+
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
+        return iter(())
+
+    # -- states that move to the device for good ------------------------------------------------------------------
+
+    def _fill_room(self, gradients: Sequence[GradientBuffer]) -> None:
+        assert self._room is not None
+        left = self._room.nbytes_for_states()
+        for gradient in gradients if left is not None else ():
+            block = self._blocks[gradient.buffer]
+            summed = self._settings.accumulation_dtype.itemsize if self._settings.accumulates else 0
+            needed = block.nbytes + block.values.numel() * (gradient.dtype.itemsize + summed)
+            fixed = self.places[gradient.buffer] is Place.DEVICE or not gradient.buffer.stays
+            if left is None or fixed or needed > left:
+                continue
+            self._detour.arrived(block)
+            self._move(gradient, block)
+            left -= needed
+
+    def _move(self, gradient: GradientBuffer, block: Block) -> None:
+        """The block's states to the device; the host memory goes back with the last tensor that lay there."""
+        block.adopt(torch.empty(block.nbytes, dtype=torch.uint8, device=self._compute))
+        self.places[gradient.buffer] = Place.DEVICE
+        gradient.home = DeviceHome(self._settings.accumulation_dtype)
+        self.outputs.drop(gradient)
+
+    def close(self) -> None:
+        self.worker.close()
+        self._detour.close()
+        self.link.close()
+        self._blocks.clear()
+        self.outputs.close()
+
+
+class DelayedStore(HostStore):
+    """States in host memory, updated there while the next step computes: its weights are one step old.
+
+    An update is finished, and its parameters are published, when the next one begins, or in ``settle``.
+    """
+
+    delays = True
+
+    def __init__(self, device: torch.device, settings: HostSettings, room: Room | None = None) -> None:
+        super().__init__(device, settings, room, gradient_places=2)
+        self._running: list[tuple[GradientBuffer, Future[None]]] = []
+
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
+        yield from self.settle()
+        on_host = [g for g in gradients if self.places[g.buffer] is not Place.DEVICE]
+        here = [g for g in gradients if self.places[g.buffer] is Place.DEVICE]
+        self._update_here(here, make)
+        yield here
+        self._running = [(gradient, self._submit(gradient, make)) for gradient in on_host]
+        if self._room is not None:
+            for _, update in self._running:  # moving states must not overtake their update
+                update.result()
+            self._fill_room(gradients)
+
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
+        running, self._running = self._running, []
+        yield from self._finished(running)
+
+    def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
+        for gradient, update in self._running:
+            if gradient.buffer is buffer:
+                update.result()

@@ -1,0 +1,194 @@
+"""Where optimizer states live and where they are updated: the interface, and the store for states beside the model.
+
+The optimizer gives a store its units and asks for them back, some at a time, when their parameters have their new
+values. What happens in between - copies, threads, files - is the store's affair; ``optim/host_store.py`` and
+``optim/file_store.py`` are the others. Units come back in an order that is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.worker import Worker
+from ds_hf.engine.optim.segments import Segment
+from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome, HostHome
+from ds_hf.engine.zero.gradients import GradientBuffer
+
+__all__ = [
+    "DeviceStore",
+    "FrozenGroup",
+    "HostSettings",
+    "Job",
+    "MakeJob",
+    "StateStore",
+    "update_target",
+    "written_beside",
+]
+
+
+class Job(Protocol):
+    """The update of some units, with the gradients it took over.
+
+    Attributes:
+        grads: of each unit, flat, over what the rank owns; ``None`` where there is none.
+    """
+
+    grads: list[Tensor | None]
+
+    def __call__(self, outs: Sequence[Tensor | None]) -> None:
+        """Update the states, where they are now; the 16-bit parameters of each unit go to its ``out``."""
+
+
+MakeJob = Callable[[Sequence[GradientBuffer]], Job]
+
+
+class StateStore(Protocol):
+    """Keeps masters and moments of every trainable buffer.
+
+    Attributes:
+        device: where states are when they are updated.
+        splits: not all states can be in memory at once, or they are on several devices: rules that look at whole
+            parameters cannot work here.
+    """
+
+    device: torch.device
+    splits: str | None
+
+    def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Master weights for ``buffer`` from exact ``values``; possibly ``owned``, the parameters themselves."""
+
+    def home(self, buffer: FlatBuffer) -> GradientHome:
+        """Where the gradients of ``buffer`` go."""
+
+    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
+        """The masters were cut into segments, and ``inner`` keeps moments for them."""
+
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
+        """Update every unit; yields those whose parameters may be published, all ranks in the same order."""
+
+    def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
+        """Return when the buffer's states may be used, until those of another buffer are visited."""
+
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
+        """Finish updates that go on beside training; yields units to be published."""
+
+    def close(self) -> None:
+        """Give memory, threads and files back."""
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """How states are offloaded.
+
+    Attributes:
+        numel: elements of all masters of this rank.
+        device_share: share of the states that stays on the device, 0 to 1.
+        streamed_share: share of the rest that goes up to be updated.
+        pinned: page-lock the host memory.
+        accumulates: a step has several micro-batches.
+        accumulation_dtype: of sums over them.
+    """
+
+    numel: int
+    device_share: float = 0.0
+    streamed_share: float = 0.0
+    pinned: bool = True
+    accumulates: bool = False
+    accumulation_dtype: torch.dtype = torch.float32
+
+    def gradient_home(self, link: Link, worker: Worker, places: int = 1) -> GradientHome:
+        """Where the gradients of one more buffer go."""
+        return HostHome(
+            link,
+            worker,
+            self.accumulation_dtype,
+            accumulates=self.accumulates,
+            pinned=self.pinned,
+            places=places,
+        )
+
+
+def update_target(owned: Tensor, master: Tensor) -> Tensor | None:
+    """As ``written_beside``, on the device of the master: the caller copies it where that is not the parameters'."""
+    if owned.device == master.device:
+        return written_beside(owned, master)
+    return torch.empty_like(owned, device=master.device)
+
+
+def written_beside(owned: Tensor, master: Tensor) -> Tensor | None:
+    """Where an update writes parameters that are beside the master; ``None`` where the master is the parameters."""
+    return None if owned.data_ptr() == master.data_ptr() else owned
+
+
+class DeviceStore:
+    """States beside the model, always there."""
+
+    splits: str | None = None
+
+    def __init__(self, device: torch.device, accumulation_dtype: torch.dtype) -> None:
+        self.device = device
+        self._accumulation_dtype = accumulation_dtype
+        self._masters: dict[FlatBuffer, Tensor] = {}
+
+    def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+        same = owned.dtype == dtype and owned.device == self.device and buffer.stays
+        master = owned if same else values.to(device=self.device, dtype=dtype, copy=True)
+        self._masters[buffer] = master
+        return master
+
+    def home(self, buffer: FlatBuffer) -> GradientHome:
+        return DeviceHome(self._accumulation_dtype)
+
+    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
+        """States never move."""
+
+    def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
+        for batch in self._batches(gradients):
+            owned = [g.buffer.owned(whole=g.policy.whole) for g in batch]
+            outs = [update_target(o, self._masters[g.buffer]) for o, g in zip(owned, batch, strict=True)]
+            make(batch)(outs)
+            for target, out in zip(owned, outs, strict=True):
+                if out is not None and out is not target:
+                    target.copy_(out)
+            yield batch
+
+    def _batches(self, gradients: Sequence[GradientBuffer]) -> Iterator[list[GradientBuffer]]:
+        """What is updated together: on a GPU everything, for a launch costs as much as the update of a million
+        elements; of parameters in files, and on the CPU, one unit."""
+        cuda = self.device.type != "cpu"
+        together = [gradient for gradient in gradients if cuda and gradient.buffer.stays]
+        if together:
+            yield together
+        yield from ([gradient] for gradient in gradients if not (cuda and gradient.buffer.stays))
+
+    def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
+        """They are always there."""
+
+    def settle(self) -> Iterator[Sequence[GradientBuffer]]:
+        return iter(())
+
+    def close(self) -> None:
+        self._masters.clear()
+
+
+class FrozenGroup(dict[str, Any]):
+    """A parameter group as it is now, for an update that may run after a scheduler has changed the live one.
+
+    What an update writes (it counts its roundings) goes to both.
+    """
+
+    def __init__(self, live: dict[str, Any]) -> None:
+        super().__init__(live)
+        self._live = live
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._live[key] = value

@@ -1,0 +1,101 @@
+"""Every way to offload on a CUDA device: states in page-locked memory, streamed, on the device by ratio, in files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf.engine.builder import initialize
+from ds_hf.engine.optim.host_store import HostStore, Place
+from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
+from tests.helpers.distributed import run_distributed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+CPU = {"device": "cpu"}
+
+
+def train(stage: int, accumulation: int, zero: dict[str, Any], own: dict[str, Any]) -> tuple[list[float], Any]:
+    """Losses, and places of units."""
+    trained = model()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[call-overload]
+        "zero_optimization": {"stage": stage, **zero},
+        "ds_hf": {"offload": own},
+    }
+    engine, *_ = initialize(model=trained, config=config)
+    losses = []
+    for step in batches(accumulation, torch.distributed.get_world_size()):
+        for micro in step:
+            loss = engine(micro[torch.distributed.get_rank()].to(engine.device))
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+    store = engine.optimizer.store
+    places = list(store.places.values()) if isinstance(store, HostStore) else None
+    if isinstance(store, HostStore):
+        hosted = [b for b, place in store.places.items() if place is not Place.DEVICE]
+        assert all(engine.optimizer.masters[b].is_pinned() for b in hosted)
+    engine.destroy()
+    return losses, places
+
+
+def ways(folder: str) -> None:
+    nvme = {"device": "nvme", "nvme_path": folder}
+    files = {"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}}
+    for accumulation in (1, 4):
+        plain, _ = train(2, accumulation, {}, {})
+        for stage, zero, own, wanted in [
+            (1, {"offload_optimizer": CPU}, {}, {Place.HOST}),
+            (2, {"offload_optimizer": CPU}, {"stream": 1.0}, {Place.STREAMED}),
+            (2, {"offload_optimizer": CPU}, {"stream": 0.4}, {Place.STREAMED, Place.HOST}),
+            (3, {"offload_optimizer": {**CPU, "ratio": 0.6}}, {}, {Place.DEVICE, Place.HOST}),
+            (3, {"offload_optimizer": CPU, "offload_param": CPU}, {"stream": 0.5}, {Place.STREAMED, Place.HOST}),
+            (2, {"offload_optimizer": CPU}, {"ratio": "auto"}, {Place.DEVICE}),  # this model always fits
+            (3, {"offload_param": CPU}, {}, None),
+            (3, files, {}, None),
+        ]:
+            losses, places = train(stage, accumulation, zero, own)
+            assert losses == pytest.approx(plain, rel=1e-2), (stage, accumulation, zero, own)
+            assert (None if places is None else set(places)) == wanted, (stage, zero, own)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_way_trains_alike(world: int, tmp_path: Any) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
+    run_distributed(ways, world, str(tmp_path), timeout=300, backend="nccl")
+
+
+def memory(stage: int) -> tuple[int, int]:
+    """Bytes on the device after a step, without and with offload."""
+    found = []
+    for zero in ({}, {"offload_optimizer": CPU}):
+        trained = model()
+        before = torch.cuda.memory_allocated()
+        config = {
+            "train_micro_batch_size_per_gpu": MICRO,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": stage, **zero},
+        }
+        engine, *_ = initialize(model=trained, config=config)
+        for step in batches(1, 1)[:3]:
+            engine.backward(engine(step[0][0].to(engine.device)))
+            engine.step()
+        torch.cuda.synchronize()
+        found.append(torch.cuda.memory_allocated() - before)
+        engine.destroy()
+        del engine, trained
+    return found[0], found[1]
+
+
+def test_states_are_not_on_the_device() -> None:
+    (numbers,) = run_distributed(memory, 1, 2, timeout=120, backend="nccl")
+    numel = sum(p.numel() for p in model().parameters())
+    assert numbers[0] - numbers[1] > 11 * numel  # of 12 bytes
