@@ -344,6 +344,8 @@ class Engine(EngineFacade, nn.Module):
         for unit in self.units:
             for buffer in unit.buffers:
                 buffer.states = None
+                if not buffer.sharded:
+                    buffer.gather()  # what is on its way arrives
         if self.optimizer is not None:
             self.optimizer.free()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None

@@ -132,7 +132,17 @@ class Stepping:
         return job
 
     def _pieces(self, optimizer: TensorwiseOptimizer, control: Tensor | None) -> None:
-        units, copies_of = [], {}
+        copies_of: dict[GradientBuffer, Tensor | None] = {}
+        # Nobody keeps the pieces: as long as one shares a parameter's memory, its gather is waited for.
+        optimizer.update_pieces(self._unit_pieces(copies_of), _on(control, self.policy.device))
+        for gradient in copies_of:
+            gradient.clear()
+        self.publish({gradient.buffer: copies for gradient, copies in copies_of.items()})
+        optimizer._opt_called = True
+
+    def _unit_pieces(self, copies_of: dict[GradientBuffer, Tensor | None]) -> list[UnitPieces]:
+        """What this rank has of each unit; notes in ``copies_of`` where parameters are written beside the masters."""
+        units = []
         for gradient, segments in self.segments.items():
             grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
             copies_of[gradient] = copies if grads is not None else None
@@ -151,13 +161,7 @@ class Stepping:
                     self.axis_device,
                 )
             )
-        device = self.policy.device
-        optimizer.update_pieces(units, _on(control, device))
-        for gradient in copies_of:
-            gradient.clear()
-        units.clear()
-        self.publish({gradient.buffer: copies for gradient, copies in copies_of.items()})
-        optimizer._opt_called = True
+        return units
 
     def _whole(self, control: Tensor | None) -> None:
         """``optimizer.step()`` itself, over gradients in ``param.grad``."""

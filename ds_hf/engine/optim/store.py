@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +49,8 @@ class Job(Protocol):
 
 
 MakeJob = Callable[[Sequence[GradientBuffer]], Job]
+
+_LEAST_NUMEL = 1 << 24  # of a launch: 0.1 ms of an H100's memory bandwidth
 
 
 class StateStore(Protocol):
@@ -161,12 +164,14 @@ class DeviceStore:
             yield batch
 
     def _batches(self, gradients: Sequence[GradientBuffer]) -> Iterator[list[GradientBuffer]]:
-        """What is updated together: on a GPU everything, for a launch costs as much as the update of a million
-        elements; of parameters in files, and on the CPU, one unit."""
+        """What is updated together: on a GPU a quarter, which is gathered during the update of the rest, for a launch
+        costs as much as the update of a million elements; of parameters in files, and on the CPU, one unit."""
         cuda = self.device.type != "cpu"
         together = [gradient for gradient in gradients if cuda and gradient.buffer.stays]
-        if together:
-            yield together
+        numels = accumulate(self._masters[gradient.buffer].numel() for gradient in together)
+        quarter = max(sum(self._masters[gradient.buffer].numel() for gradient in together) // 4, _LEAST_NUMEL)
+        first = sum(numel <= quarter for numel in numels)
+        yield from (batch for batch in (together[:first], together[first:]) if batch)
         yield from ([gradient] for gradient in gradients if not (cuda and gradient.buffer.stays))
 
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:

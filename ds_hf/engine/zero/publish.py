@@ -13,7 +13,9 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 
 __all__ = ["publish"]
 
-_TOGETHER_NBYTES = 256 << 20  # a millisecond of NVLink: who waits for the first of them should not wait much longer
+# Of a launch: the first is short, for the next forward waits for it; each later one is twice as long as that before it,
+# up to a millisecond of NVLink.
+_FIRST_NBYTES, _LAST_NBYTES = 32 << 20, 256 << 20
 
 
 def publish(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
@@ -26,6 +28,7 @@ def publish(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
         DsHfError: parameters are no longer where their buffer keeps them.
     """
     together: list[FlatBuffer] = []
+    nbytes, enough = 0, _FIRST_NBYTES
     for buffer in buffers:
         if buffer.sharded:
             buffer.refresh()
@@ -34,9 +37,10 @@ def publish(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
         if whole:
             continue
         together.append(buffer)
-        if sum(b.full.nbytes for b in together) >= _TOGETHER_NBYTES:
+        nbytes += buffer.full.nbytes
+        if nbytes >= enough:
             _gather(together)
-            together = []
+            together, nbytes, enough = [], 0, min(2 * enough, _LAST_NBYTES)
     if together:
         _gather(together)
 

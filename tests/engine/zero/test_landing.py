@@ -5,13 +5,20 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from ds_hf import initialize
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.zero.landing import can_land_later, landed, take_off
+from tests.engine.zero.zoo import WIDTH, Stack
+from tests.helpers.distributed import run_distributed
 
 
 class Flight:
@@ -88,3 +95,63 @@ def test_module_sees_ordinary_parameters() -> None:
     take_off(module.parameters(), lambda: landed(module.parameters()))
     assert set(module.state_dict()) == {"weight", "bias"}
     assert type(module.weight) is nn.Parameter
+
+
+class Arrival:
+    """Stands in for an event of a GPU."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        Arrival.waits += 1
+
+
+def train_with_late_arrivals(stage: int, kind: str) -> None:
+    """An engine on the CPU that believes its gathers after a step to be under way."""
+    Lane.event = lambda self: Arrival()  # type: ignore[method-assign,assignment,return-value]
+    gather = collectives.all_gather
+
+    def through_copies(full: Tensor, shard: Tensor, axis: Any, what: str = "") -> None:
+        """gloo goes on holding the tensors that it was given, for a while: they would look like somebody's aliases."""
+        copy = torch.empty_like(full)
+        gather(copy, shard.clone(), axis, what)
+        full.copy_(copy)
+
+    collectives.all_gather = through_copies  # type: ignore[assignment]
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": kind, "params": {"lr": 0.01}},
+    }
+    engine = initialize(model=Stack(), config=config)[0]
+    params = list(engine.module.parameters())
+    for seed in range(3):
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
+        loss = engine(x).float().square().mean()
+        assert all(type(param) is nn.Parameter for param in params), "forward used them all"
+        engine.backward(loss)
+        engine.step()
+        engine.zero_grad()
+        assert all(type(param) is not nn.Parameter for param in params), "nobody has asked for a value yet"
+    waits = Arrival.waits
+    values = torch.cat([param.detach().flatten() for param in params]).float()
+    assert Arrival.waits > waits
+    assert all(type(param) is nn.Parameter for param in params)
+    others = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, values)
+    assert torch.equal(others[0], others[1])
+    alias = params[0].data
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+    assert type(params[0]) is nn.Parameter, "somebody could look at its memory"
+    assert type(engine.module.blocks[1].up.weight) is not nn.Parameter, "of another unit"
+    assert torch.equal(alias, params[0])
+    engine.destroy()
+    assert all(type(param) is nn.Parameter for param in params)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, "AdamW"), (2, "AdamW"), (2, "Lamb"), (2, "Adafactor")])
+def test_engine_lets_parameters_land_late(stage: int, kind: str) -> None:
+    run_distributed(train_with_late_arrivals, 2, stage, kind, timeout=60)
