@@ -30,6 +30,7 @@ Setting = dict[str, Any]  # axis name -> value
 STAGE = "zero_optimization.stage"
 OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 OFFLOAD_PARAM = "zero_optimization.offload_param.device"
+RATIO = "zero_optimization.offload_optimizer.ratio"
 COMPILE = "ds_hf.compile"
 CHECKPOINTING = "gradient_checkpointing"
 COMMUNICATION = "communication_data_type"
@@ -56,14 +57,13 @@ AXES = (
     Axis(STAGE, (0, 1, 2, 3)),
     Axis(OFFLOAD_OPTIMIZER, ("none", "cpu"), device_only=True),
     Axis(OFFLOAD_PARAM, ("none", "cpu"), device_only=True),
-    Axis("zero_optimization.offload_optimizer.ratio", (1.0, 0.75, 0.5, 0.25), device_only=True),
+    Axis(RATIO, (1.0, 0.75, 0.5, 0.25), device_only=True),
     Axis("zero_optimization.stage3_prefetch_bucket_size", (50_000_000, 0), named_only=True),
     Axis("zero_optimization.stage3_max_live_parameters", (1_000_000_000, 100_000_000), named_only=True),
     Axis(COMPILE, (False, "blocks"), device_only=True),
     Axis(CHECKPOINTING, (False, True)),
     Axis(COMMUNICATION, (None, "bf16", "fp32"), named_only=True),
 )
-STAGE_3_KEYS = ("stage3_", "ratio")
 
 
 class Space:
@@ -145,12 +145,12 @@ class Space:
                 yield plain
 
     def plain(self, setting: Setting) -> Setting:
-        """``setting`` with keys that its stage does not read at their defaults: two that do the same are one."""
+        """``setting`` with keys that nothing reads at their defaults: two that do the same are one."""
         result = dict(setting)
         stage = result.get(STAGE, _get(self.tree, STAGE) or 0)
+        offload = result.get(OFFLOAD_OPTIMIZER, _get(self.tree, OFFLOAD_OPTIMIZER))
         for axis in self.axes:
-            of_stage_3 = any(part in axis.name for part in STAGE_3_KEYS)
-            if of_stage_3 and stage != 3:
+            if ("stage3_" in axis.name and stage != 3) or (axis.name == RATIO and offload != "cpu"):
                 result[axis.name] = axis.values[0]
         return result
 

@@ -218,6 +218,7 @@ def both(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return seq2seq(folder, None), seq2seq(folder, config(3))
 
 
+@pytest.mark.slow
 @pytest.mark.feature(STAGE3, "`Seq2SeqTrainer(predict_with_generate=True)`, uneven evaluation data", pain="P11 P36")
 def test_seq2seq_trainer_predicts_what_it_does_without_deepspeed(saved: Path) -> None:
     for plain, ours in run_user_code(both, saved):

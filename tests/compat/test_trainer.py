@@ -168,6 +168,7 @@ def test_one_process_without_launcher_takes_a_preset(tiny_model: Path, reference
     assert steps(ours.report)[-1]["eval_loss"] < steps(ours.report)[0]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`--deepspeed auto`")
 def test_auto_chooses_prints_and_trains(tiny_model: Path, reference: Run, tmp_path: Path) -> None:
     ours = run(tiny_model, tmp_path, "--deepspeed=auto")

@@ -82,11 +82,13 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`compute_loss` of one's own", pain="P27")
 def test_own_loss_divided_by_the_accumulated_batches(tmp_path: Path) -> None:
     compare(tmp_path, *SHARDED, gradient_accumulation_steps=3, trainer_class=OwnLoss, samples=20)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`average_tokens_across_devices=False`", pain="P27")
 @pytest.mark.feature("Trainer", "label smoothing", pain="P27")
 @pytest.mark.feature("Trainer", "NEFTune")
@@ -99,6 +101,7 @@ def test_tokens_averaged_by_rank_smoothed_labels_and_noise(tmp_path: Path) -> No
     compare_each(tmp_path, variants, *SHARDED)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`group_by_length`, `dataloader_drop_last`")
 def test_batches_of_one_length_and_the_last_dropped(tmp_path: Path) -> None:
     more = {"train_sampling_strategy": "group_by_length", "dataloader_drop_last": True}
@@ -109,6 +112,7 @@ def test_batches_of_one_length_and_the_last_dropped(tmp_path: Path) -> None:
 # -- forward and backward (P29) -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`gradient_checkpointing`, reentrant and not", pain="P29")
 def test_gradient_checkpointing(tmp_path: Path) -> None:
     more = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
@@ -142,6 +146,7 @@ def histories_of_shared_weights(folder: Path) -> Any:
     return run(None), {stage: run(config(stage)) for stage in STAGES}
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "weights used twice, under reentrant checkpointing", pain="P29")
 def test_weights_used_twice_are_reduced_once(tmp_path: Path) -> None:
     for result in run_user_code(histories_of_shared_weights, tmp_path):
@@ -227,6 +232,7 @@ class OwnOptimizer(Trainer):
         return self.optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`create_optimizer` overridden, with parameter groups", pain="P31")
 def test_overridden_create_optimizer(tmp_path: Path) -> None:
     compare(tmp_path, trainer_class=OwnOptimizer)

@@ -111,6 +111,7 @@ def many_runs(folder: Path) -> Any:
     return losses, tensors
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "several Trainers one after another in one process", pain="P8")
 def test_trainers_one_after_another(tmp_path: Path) -> None:
     for losses, tensors in run_user_code(many_runs, tmp_path):

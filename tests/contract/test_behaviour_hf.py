@@ -127,6 +127,7 @@ def train_all(names: list[str]) -> dict[tuple[str, int], float]:
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_families(world: int) -> None:
     for errors in run_distributed(train_all, world, list(MODELS), timeout=110):

@@ -79,6 +79,7 @@ def test_skip_inside_a_rank_skips_the_test() -> None:
         run_distributed(_skip, 1)
 
 
+@pytest.mark.slow
 def test_torchrun_time_limit_kills_the_workers(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text(

@@ -45,6 +45,7 @@ class Snapshot:
         self.scaler: dict[str, Any] = {}
         self.groups: list[dict[str, Any]] = []
         self.gradients: list[tuple[Any, Tensor | None, Tensor | None]] = []
+        self.places: dict[Any, torch.device] = {}
         if optimizer is not None:
             self.states = {
                 param: {key: _kept(value) for key, value in state.items()} for param, state in optimizer.state.items()
@@ -53,7 +54,9 @@ class Snapshot:
             self.groups = [_settings(group) for group in optimizer.param_groups]
         for gradient in engine.reducer.buffers:
             gradient.collect(engine.reducer.factor)
-            self.gradients.append((gradient, _kept(gradient.partial), _kept(gradient.owned)))
+            owned = gradient.settled()
+            self.places[gradient] = gradient.buffer.device if owned is None else owned.device
+            self.gradients.append((gradient, _kept(gradient.partial), _kept(owned)))
 
     def _lasting(self) -> list[Tensor]:
         engine = self.engine
@@ -80,7 +83,7 @@ class Snapshot:
         for gradient, partial, owned in self.gradients:
             gradient.clear()
             gradient.partial = None if partial is None else partial.to(gradient.buffer.device)
-            gradient.owned = None if owned is None else owned.to(gradient.policy.device)
+            gradient.owned = None if owned is None else owned.to(self.places[gradient])
         restore_random_states(self.random)
 
     def _restore_states(self, states: Any) -> None:

@@ -33,7 +33,7 @@ def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizers", ["address,undefined", pytest.param("thread", marks=pytest.mark.slow)])
 def test_the_sanitizers_find_nothing_in_aio(tmp_path: Path, sanitizers: str) -> None:
     if shutil.which("cmake") is None or shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("needs cmake and a C++ compiler")
