@@ -94,7 +94,7 @@ def test_torchrun_time_limit_kills_the_workers(tmp_path: Path) -> None:
 
 def test_torchrun_returns_the_output(tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
-    script.write_text("import os\nprint('hello from', os.environ['RANK'])\n")
+    script.write_text("import os, sys\nsys.stdout.write(f'hello from {os.environ[\"RANK\"]}\\n')\n")  # in one piece
     output = run_torchrun(script, world_size=2)
     assert "hello from 0" in output
     assert "hello from 1" in output
