@@ -65,6 +65,7 @@ def accumulated_and_at_once(folder: Path) -> Any:
     return together, {stage: fit(folder, config(stage), **more) for stage in STAGES}
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "k accumulated batches equal one of k times the size", pain="P27")
 def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
     """Though sequences differ in their numbers of labels: the Trainer weights by tokens."""

@@ -36,7 +36,10 @@ def python(code: str, env: Mapping[str, str] | None = None) -> str:
     "imports",
     [
         "from transformers import TrainingArguments; import torch",  # torch is imported from within training_args
-        "import accelerate; from transformers import Trainer, TrainingArguments; import torch",
+        pytest.param(
+            "import accelerate; from transformers import Trainer, TrainingArguments; import torch",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("import torch; from transformers import TrainingArguments", marks=pytest.mark.slow),
         pytest.param(
             "import transformers; transformers.Trainer; from transformers import TrainingArguments; import torch",
