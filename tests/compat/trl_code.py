@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import trl
 from datasets import load_dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Trainer
 from trl.scripts import sft
 
 from tests.compat.trainer_code import PLAIN_ARGUMENTS, config, start_afresh
@@ -92,7 +93,8 @@ def fit(
     data = load_dataset("json", data_files=str(Path(model) / kind / "train.jsonl"), split="train")
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if lora else None
     rewards = {"reward_funcs": distinct_words} if kind == "grpo" else {}
-    trainer = trainer_class(model=model, args=args, train_dataset=data, peft_config=adapters, **rewards)
+    start = f"{model}/scored" if kind == "reward" else model
+    trainer = trainer_class(model=start, args=args, train_dataset=data, peft_config=adapters, **rewards)
     trainer.train()
     trainer.save_model()
     rows = [{key: row[key] for key in NUMBERS if key in row} for row in trainer.state.log_history]
@@ -112,8 +114,15 @@ def fit_everywhere(
 
 
 def prepare(model: Path) -> Path:
-    """Give the folder of a model its tokenizer and the data of each trainer."""
+    """Give the folder of a model its tokenizer, the data of each trainer, and a reward model in ``scored``.
+
+    A head made as the model is loaded is drawn on the device where stage 3 builds it: other numbers on a GPU.
+    """
     save_tokenizer(model)
+    torch.manual_seed(2)
+    scored = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    scored.save_pretrained(model / "scored")
+    save_tokenizer(model / "scored")
     for kind, (_, _, columns, _) in TRAINERS.items():
         save_data(model / kind, columns)
     return model

@@ -195,7 +195,8 @@ class UnitHooks:
             unit.depth += 1
             if unit.depth > 1:
                 return None
-            self.prefetch.forward(unit)
+            if unit.name or module is unit.module:  # a module of the root may be called alone, and on one rank
+                self.prefetch.forward(unit)
             if torch.is_grad_enabled():
                 self.reducer.record_use(unit)
         if unit.sharded and torch.is_grad_enabled():

@@ -4,8 +4,7 @@ A module's own parameters are sharded as the outermost ``__init__`` of the modul
 ``initialize`` regroups them into units block by block. Invariant: nothing stays patched after the context.
 
 This module is also known as ``deepspeed.runtime.zero.partition_parameters``: transformers replaces
-``zero_wrapper_for_fp_tensor_constructor`` in its globals to keep ``torch.arange`` from being cast, so that name is
-looked up here at each use.
+``zero_wrapper_for_fp_tensor_constructor`` in its globals, so that name is looked up here at each use.
 """
 
 from __future__ import annotations
@@ -152,9 +151,9 @@ class Init:
     def _patch_constructors(self) -> None:
         for name in _CONSTRUCTORS:
             original = getattr(torch, name)
-            wrapper = zero_wrapper_for_fp_tensor_constructor(
-                original, target_fp_dtype=self.dtype, target_device=self.device
-            )
+            # Positions and frequencies are counted with arange: bf16 has no 257, and transformers keeps them in fp32.
+            dtype = self.dtype if name != "arange" else None
+            wrapper = zero_wrapper_for_fp_tensor_constructor(original, target_fp_dtype=dtype, target_device=self.device)
             self._replace(torch, name, wrapper)
 
     def _patch_modules(self) -> None:

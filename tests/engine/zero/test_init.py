@@ -93,6 +93,8 @@ def dtypes_and_bytes() -> None:
         assert total * width // world <= held(model) <= (total + padding) * width // world
         if kwargs:
             assert model.gain.dtype == dtype
+        with Init(**kwargs):
+            assert (torch.arange(0.0, 400.0)[257], torch.arange(0.0, 2.0).dtype) == (257.0, torch.float32)
 
 
 def odd_uses() -> None:
