@@ -2,105 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.system.hosts import Hosts, two_hosts, why_not
+from tests.system.hosts import Hosts
+from tests.system.launching import CUT_S, END_S, LAUNCHERS, MARKS, START_S, Run, environment
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
-    pytest.mark.xdist_group("two_hosts"),
-]
+pytestmark = MARKS
 
 SCRIPT = Path(__file__).with_name("train_small.py")
-ROOT = Path(__file__).parents[2]
-PROGRAMS = {"ssh": "ssh", "pdsh": "pdsh", "openmpi": "mpirun"}
-LAUNCHERS = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(shutil.which(program) is None, reason=f"no {program} here (Debian: {package})")
-    )
-    for (name, program), package in zip(PROGRAMS.items(), ("openssh-client", "pdsh", "openmpi-bin"), strict=True)
-]
-START_S = 180.0
-END_S = 15.0  # what the users are promised
-CUT_S = 40.0  # a lost host must be noticed first
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
-        (made.folder / "hostfile").write_text("host-a slots=2  # the first\nhost-b slots=2\n")
-        command = made.folder / "bin" / "deepspeed"
-        code = "import sys; sys.argv[0] = 'deepspeed'; from ds_hf.launch_cli import deepspeed_main; deepspeed_main()"
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}" "$@"\n')
-        command.chmod(0o755)
-        yield made
-
-
-class Run:
-    """One `deepspeed` on the launching host."""
-
-    def __init__(self, hosts: Hosts, folder: Path, options: list[str], script: list[str]) -> None:
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-        command = [f"{hosts.folder}/bin/deepspeed", "-H", f"{hosts.folder}/hostfile", *options, str(SCRIPT)]
-        env = {**os.environ, "PATH": hosts.path, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/ds_hf/compat"}
-        self.log = folder / f"log{time.monotonic_ns()}"
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [*command, "--folder", str(folder), *script], stdout=log, stderr=subprocess.STDOUT, env=env, cwd=folder
-            )
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def until(self, done: Callable[[], object], seconds: float, what: str) -> float:
-        """Wait for ``done()``; returns the seconds it took."""
-        start = time.monotonic()
-        while not done():
-            assert time.monotonic() - start < seconds, f"{what}: not within {seconds} s\n{self.text}"
-            time.sleep(0.05)
-        return time.monotonic() - start
-
-    def until_step(self, step: int) -> None:
-        self.until(lambda: f"step {step} loss" in self.text or self.ended, START_S, f"step {step}")
-        assert not self.ended, self.text
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def wait(self, seconds: float) -> int:
-        self.until(lambda: self.ended, seconds, "the end")
-        return self.process.returncode
-
-    def left(self) -> list[str]:
-        """Processes of this run that are still there, on any host (they share the process table)."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                line = " ".join(process.cmdline())
-                if str(self.folder) in line or process.cwd() == str(self.folder):
-                    found.append(f"{process.pid} {line[:200]}")
-            except psutil.Error:
-                continue
-        return found
-
-    def nothing_left(self, seconds: float) -> None:
-        self.until(lambda: not self.left(), seconds, f"processes left: {self.left()}")
 
 
 @pytest.fixture
@@ -108,7 +26,9 @@ def start(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def begin(*options: str, script: tuple[str, ...] = ()) -> Run:
-        runs.append(Run(hosts, tmp_path / "run", list(options), list(script)))
+        folder = tmp_path / "run"
+        hostfile = f"{hosts.folder}/hostfile"
+        runs.append(Run(hosts, folder, "-H", hostfile, *options, str(SCRIPT), "--folder", str(folder), *script))
         return runs[-1]
 
     yield begin
@@ -200,13 +120,12 @@ def test_a_host_is_cut_off_and_training_resumes(
 def test_accelerate_launches_several_machines(hosts: Hosts, tmp_path: Path) -> None:
     if shutil.which("pdsh") is None:
         pytest.skip("no pdsh here (Debian: pdsh)")
-    env = {**os.environ, "PATH": hosts.path, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/ds_hf/compat"}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--num_machines", "2"]
     command += ["--num_processes", "4", "--machine_rank", "0", "--main_process_port", "29611", "--zero_stage", "2"]
     command += ["--deepspeed_hostfile", f"{hosts.folder}/hostfile", "--deepspeed_multinode_launcher", "pdsh"]
     done = subprocess.run(
         [*command, str(SCRIPT), "--folder", str(tmp_path / "saved"), "--steps", "1"],
-        env={**env, "SPECIAL": "a'b $HOME"},
+        env={**environment(hosts), "SPECIAL": "a'b $HOME"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -221,10 +140,9 @@ def test_accelerate_launches_several_machines(hosts: Hosts, tmp_path: Path) -> N
 def test_hosts_that_are_not_ready_are_named(hosts: Hosts, tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("host-a slots=1\nnowhere slots=1\n")
-    env = {**os.environ, "PATH": hosts.path, "PYTHONPATH": f"{ROOT}:{ROOT}/ds_hf/compat"}
     done = subprocess.run(
         [f"{hosts.folder}/bin/deepspeed", "-H", str(hostfile), "x.py"],
-        env=env,
+        env=environment(hosts),
         capture_output=True,
         text=True,
         timeout=60,
