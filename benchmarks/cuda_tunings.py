@@ -67,9 +67,8 @@ class Job:
 
     def clipped(self):
         """Norm, clip factor into control on the device, update."""
-        norm = cuda.squared_norm(self.g)
-        torch.clamp(1.0 / (norm.sqrt() + 1e-6), max=1.0, out=self.control[0])
-        self.adam()
+        control = cuda.norm_control(self.g, scale=1.0, max_norm=1.0, checked=False)[:2]
+        cuda.adam_(self.p, self.g, self.m, self.v, self.o, self.s, control, **ADAM)
 
     def lamb(self):
         cuda.lamb_(self.p, self.g, self.m, self.v, self.o, self.s, self.control, **LAMB)
@@ -287,21 +286,29 @@ def lamb(budget):
     cases = {
         "2048x2048": [2048 * 2048],
         "5504x2048": [5504 * 2048],
-        "32000x2048": [32000 * 2048],
         "Llama layer": LLAMA_LAYER,
+        "1 M": [M],
+        "32000x2048": [32000 * 2048],
         "layers and embeddings, 500 M": [32000 * 2048] + LLAMA_LAYER * 7 + [32000 * 2048],
     }
     fused = [
-        (Tuning(threads=512, blocks=2, groups=1), 1),
-        (Tuning(threads=512, blocks=2, groups=1, exact=0), 1),
-        (Tuning(threads=512, blocks=2, groups=1), 2),
-        (Tuning(threads=512, blocks=2, groups=1, stream=0), 1),
         (Tuning(threads=1024, blocks=1, groups=1), 1),
-        (Tuning(threads=256, blocks=4, groups=1), 1),
-        (Tuning(threads=256, blocks=4, groups=1), 2),
-        (Tuning(threads=384, blocks=2, groups=1), 1),
+        (Tuning(threads=512, blocks=2, groups=1), 1),
     ]
-    plain = [(t, 1) for t in (Tuning(), Tuning(threads=256, blocks=4, groups=1), Tuning(stream=0), Tuning(exact=0))]
+    shapes = (
+        (1024, 1, 2),
+        (1024, 1, 3),
+        (1024, 1, 4),
+        (1024, 1, 6),
+        (768, 1, 6),
+        (768, 1, 8),
+        (640, 1, 12),
+        (512, 2, 4),
+    )
+    for threads, groups, held in shapes:
+        fused.append((Tuning(threads=threads, blocks=1, groups=groups, held=held, exact=0), 1))
+    fused.append((Tuning(threads=1024, blocks=1, groups=1, held=4), 1))
+    plain = [(t, 1) for t in (Tuning(), Tuning(threads=256, blocks=4, groups=1))]
     scores = {}
     for label, numels in cases.items():
         jobs = sets_for(numels)
@@ -310,7 +317,7 @@ def lamb(budget):
             for tuning, cuda_lamb.AHEAD in tunings:
                 if time.time() - START > budget:
                     continue
-                name = f"{kind} {tuning.threads}x{tuning.blocks}x{tuning.groups} cs{tuning.stream} exact{tuning.exact} ahead{cuda_lamb.AHEAD} {label}"  # noqa: E501
+                name = f"{kind} {tuning.threads}x{tuning.blocks}x{tuning.groups} h{tuning.held} exact{tuning.exact} ahead{cuda_lamb.AHEAD} {label}"  # noqa: E501
                 try:
                     with tuned(**{kind: tuning}):
                         calls = [job.lamb if kind == "lamb_fused" else job.lamb_two for job in jobs]

@@ -88,8 +88,7 @@ def ds_hf_jobs(t: Tensors) -> dict[str, Job]:
     sizes = segments(t.numel)
 
     def control(grad: Tensor) -> Tensor:
-        norm = ops.squared_norm([grad]).sqrt()
-        return torch.stack([(1.0 / (norm + 1e-6)).clamp(max=1.0), torch.zeros_like(norm)])
+        return ops.norm_control([grad], scale=1.0, max_norm=1.0, checked=False)[:2]
 
     def adamw(index: int, clip: bool = False) -> None:
         g, p, m, v, out = t.at(index)

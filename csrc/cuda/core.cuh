@@ -319,6 +319,42 @@ __device__ __forceinline__ void block_sum(double (&values)[COUNT], double* of_wa
   }
 }
 
+// ---- kernels and blocks that wait for others
+
+// Nothing that the kernel before on the stream writes may be used above this. Where the launch does not let the two
+// overlap, that one has ended already.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may start where there is room, once all blocks have come here.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void fetch_ahead(const void* from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));  // the cache of all: it cannot get stale
+#endif
+}
+
+// Whether this is the last of `blocks` blocks to come here; it sees what the others wrote. The counter is 0 again then.
+// Every thread must come here.
+__device__ __forceinline__ bool last_to_arrive(u32* counter, u32 blocks, u32* last /* shared */) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    *last = atomicInc(counter, blocks - 1) == blocks - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return *last;
+}
+
 // ---- stochastic rounding
 
 // The finalizer of splitmix64: each input bit reaches every output bit.

@@ -7,15 +7,20 @@
 //   slots 0 .. main - 1: directions of the group's last tiles from the front, their params, where there is room left,
 //     from the back; then 2 * AHEAD slots: directions of tiles begun ahead, of even groups and of odd ones.
 //
-// What has no slot is read again. Blocks wait for one another: the launch must be cooperative.
-// table.extra: groups, slots of `main`. `counters`, zero at first: for each group how many blocks have finished its
-// first pass, then, for each, whether its rates are there.
+// Registers hold the directions of HELD further tiles, the very last. What has no slot is read again. Blocks wait for
+// one another: the launch must be cooperative. table.extra: groups, slots of `main`, the number of this launch.
+// `counters`: for each group how many blocks have finished its first pass, 0 between launches; COUNTERS further, for
+// each, the last launch whose rates are there.
 #include "lamb.cuh"
 
 #ifndef DS_AHEAD
 #define DS_AHEAD 1
 #endif
-constexpr u32 AHEAD = DS_AHEAD, NO_SLOT = ~0u;
+#ifndef DS_HELD
+#define DS_HELD 0
+#endif
+constexpr u32 AHEAD = DS_AHEAD, HELD = DS_HELD, NO_SLOT = ~0u, REGISTERS = 1u << 16;
+constexpr u32 COUNTERS = 1024;  // as in ops/cuda_launch.py
 constexpr u32 AT_ONCE = 8;  // sums a thread reads before it adds them: all blocks wait for this
 
 // What all of this kernel's functions need.
@@ -29,6 +34,11 @@ struct Job {
   double* of_warps;
   Lamb rule;
   float scale;
+};
+
+// Directions of the last tiles. Its indices must be known to the compiler.
+struct Held {
+  float values[HELD ? HELD : 1][ITEMS];
 };
 
 // A group, and this block's tiles of it: first, first + gridDim.x, ...
@@ -52,22 +62,43 @@ __device__ __forceinline__ Group group_at(const Table& table, u32 number) {
 __device__ __forceinline__ u32 slot_of_directions(const Job& job, const Group& group, u32 which) {
   const u32 main = job.table.extra[1], from_end = group.count - 1 - which;
   if (which < AHEAD) return main + group.number % 2 * AHEAD + which;
-  return from_end < main ? from_end : NO_SLOT;
+  if (from_end < HELD) return REGISTERS + from_end;
+  return from_end - HELD < main ? from_end - HELD : NO_SLOT;
 }
 
 __device__ __forceinline__ u32 slot_of_params(const Job& job, const Group& group, u32 which) {
   const u32 main = job.table.extra[1], from_end = group.count - 1 - which;
-  const u32 taken = group.count > AHEAD ? group.count - AHEAD : 0;
+  const u32 taken = group.count > AHEAD + HELD ? group.count - AHEAD - HELD : 0;
   return which >= AHEAD && taken < main && from_end < main - taken ? main - 1 - from_end : NO_SLOT;
 }
 
-__device__ __forceinline__ void keep(const Job& job, u32 slot, const float (&values)[ITEMS]) {
+__device__ __forceinline__ void keep(const Job& job, Held& held, u32 slot, const float (&values)[ITEMS]) {
   if (slot == NO_SLOT) return;
+  if (HELD && slot >= REGISTERS) {
+#pragma unroll
+    for (u32 which = 0; which < HELD; ++which) {
+#pragma unroll
+      for (u32 item = 0; item < ITEMS; ++item) {
+        if (slot == REGISTERS + which) held.values[which][item] = values[item];
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (u32 item = 0; item < ITEMS; ++item) job.slots[slot * TILE + item * THREADS + threadIdx.x] = values[item];
 }
 
-__device__ __forceinline__ void recall(const Job& job, u32 slot, float (&values)[ITEMS]) {
+__device__ __forceinline__ void recall(const Job& job, const Held& held, u32 slot, float (&values)[ITEMS]) {
+  if (HELD && slot >= REGISTERS) {
+#pragma unroll
+    for (u32 which = 0; which < HELD; ++which) {
+#pragma unroll
+      for (u32 item = 0; item < ITEMS; ++item) {
+        if (slot == REGISTERS + which) values[item] = held.values[which][item];
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (u32 item = 0; item < ITEMS; ++item) values[item] = job.slots[slot * TILE + item * THREADS + threadIdx.x];
 }
@@ -82,7 +113,8 @@ __device__ __forceinline__ u32 read_acquire(const u32* from) {
 #endif
 }
 
-__device__ __forceinline__ void first_pass_of(const Job& job, const Group& group, u32 which, Sums& sums) {
+__device__ __forceinline__ void first_pass_of(const Job& job, Held& held, const Group& group, u32 which,
+                                              Sums& sums) {
   const u32 at = group.first + which * gridDim.x;
   const Tile tile = tile_at(job.table, at, sums.entry);
   if (tile.entry != sums.entry) {
@@ -97,8 +129,8 @@ __device__ __forceinline__ void first_pass_of(const Job& job, const Group& group
   } else {
     first_pass<false>(job.table, tile, job.rule, job.scale, moments, sums, params, directions);
   }
-  keep(job, directions_in, directions);
-  keep(job, slot_of_params(job, group, which), params);
+  keep(job, held, directions_in, directions);
+  keep(job, held, slot_of_params(job, group, which), params);
 }
 
 // The last block to arrive computes the rates: a warp for each entry.
@@ -129,47 +161,41 @@ __device__ __forceinline__ void compute_rates(const Job& job, const Group& group
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    atomicExch(job.ready + group.number, 1u);
+    atomicExch(job.ready + group.number, job.table.extra[2]);
   }
 }
 
 __device__ __forceinline__ void arrive(const Job& job, const Group& group, u32* last /* shared */) {
-  if (threadIdx.x == 0) {  // it wrote the block's sums
-    __threadfence();
-    const u32 blocks = group.tiles < gridDim.x ? group.tiles : gridDim.x;
-    *last = atomicAdd(job.arrived + group.number, 1u) == blocks - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (*last) compute_rates(job, group);
+  const u32 blocks = group.tiles < gridDim.x ? group.tiles : gridDim.x;
+  if (last_to_arrive(job.arrived + group.number, blocks, last)) compute_rates(job, group);
 }
 
 __device__ __forceinline__ void wait_for_rates(const Job& job, const Group& group) {
   if (threadIdx.x == 0) {
-    while (!read_acquire(job.ready + group.number)) __nanosleep(64);
+    while (read_acquire(job.ready + group.number) != job.table.extra[2]) __nanosleep(32);
     __threadfence();
   }
   __syncthreads();
 }
 
 template <bool WHOLE>
-__device__ __forceinline__ void second_pass(const Job& job, const Tile& tile, float rate, u32 params_in,
-                                            u32 directions_in) {
+__device__ __forceinline__ void second_pass(const Job& job, const Held& held, const Tile& tile, float rate,
+                                            u32 params_in, u32 directions_in) {
   float params[ITEMS], directions[ITEMS];
   if (params_in == NO_SLOT) {
     read_params<WHOLE>(job.table, tile, params);
   } else {
-    recall(job, params_in, params);
+    recall(job, held, params_in, params);
   }
   if (directions_in == NO_SLOT) {
     read_directions<WHOLE>(job.table, tile, job.rule, params, directions);
   } else {
-    recall(job, directions_in, directions);
+    recall(job, held, directions_in, directions);
   }
   write_params<WHOLE>(job.table, tile, rate, params, directions);
 }
 
-__device__ __forceinline__ void second_pass_of(const Job& job, const Group& group) {
+__device__ __forceinline__ void second_pass_of(const Job& job, const Held& held, const Group& group) {
   u32 entry = ~0u;
   float rate = 0;
   for (u32 which = group.count; which-- > 0;) {
@@ -180,9 +206,9 @@ __device__ __forceinline__ void second_pass_of(const Job& job, const Group& grou
     }
     const u32 params_in = slot_of_params(job, group, which), directions_in = slot_of_directions(job, group, which);
     if (tile.left == TILE && all_aligned(job.table, tile.entry)) {
-      second_pass<true>(job, tile, rate, params_in, directions_in);
+      second_pass<true>(job, held, tile, rate, params_in, directions_in);
     } else {
-      second_pass<false>(job, tile, rate, params_in, directions_in);
+      second_pass<false>(job, held, tile, rate, params_in, directions_in);
     }
   }
 }
@@ -194,23 +220,24 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS)
   DS_DYNAMIC(slots);
   if (table.control && table.control[1] != 0) return;  // all blocks do
   const u32 groups = table.extra[0];
-  Job job{table, parts, rates, counters, counters + groups, (float*)slots, of_warps, {}, 1};
+  Job job{table, parts, rates, counters, counters + COUNTERS, (float*)slots, of_warps, {}, 1};
   job.rule.prepare(table.scalars, table.flags);
   if (table.control) job.scale = table.control[0];
+  Held held;
   Sums sums;
   u32 done = 0;
   for (u32 number = 0; number < groups; ++number) {
     const Group group = group_at(table, number);
-    for (u32 which = done; which < group.count; ++which) first_pass_of(job, group, which, sums);
+    for (u32 which = done; which < group.count; ++which) first_pass_of(job, held, group, which, sums);
     sums.write(parts, of_warps);
     if (group.count) arrive(job, group, last);
     done = 0;
     if (number + 1 < groups) {
       const Group next = group_at(table, number + 1);
-      for (; done < AHEAD && done < next.count; ++done) first_pass_of(job, next, done, sums);
+      for (; done < AHEAD && done < next.count; ++done) first_pass_of(job, held, next, done, sums);
     }
     if (!group.count) continue;
     wait_for_rates(job, group);
-    second_pass_of(job, group);
+    second_pass_of(job, held, group);
   }
 }

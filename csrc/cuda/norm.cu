@@ -1,9 +1,12 @@
-// The sum of the squares of all elements of a list, in the same order each time: a sum for each block, then theirs.
+// The sum of the squares of all elements of a list, in the same order each time, and what the update needs of it.
 //
-// DS_GRAD is the dtype; pointers[0] of an entry. The workspace holds one double for each block.
+// DS_GRAD is the dtype; pointers[0] of an entry. Each block writes its sum, a double, into the workspace; the last block
+// of the last launch adds them up. table.extra: parts of the launches before; parts in all, or 0 before the last launch.
 #include "core.cuh"
 
 using Grad = Numbered<DS_GRAD>::type;
+
+constexpr u32 CONTROL = 1, CHECKED = 2;  // flags, as in ops/cuda.py
 
 template <bool WHOLE>
 __device__ __forceinline__ float squares(const Table& table, const Tile& tile) {
@@ -18,8 +21,30 @@ __device__ __forceinline__ float squares(const Table& table, const Tile& tile) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) norm_parts(const __grid_constant__ Table table) {
+// scalars: the loss scale that gradients carry, and the largest norm, 0 for any. The result: what gradients are
+// multiplied by, whether the step is skipped, and the norm with the scale.
+__device__ __forceinline__ void write_result(const Table& table, float squares, float* result) {
+  if (!(table.flags & CONTROL)) {
+    *result = squares;
+    return;
+  }
+  const float norm = sqrtf(squares), unscale = (float)(1 / table.scalars[0]), max_norm = (float)table.scalars[1];
+  float clip = 1;
+  if (max_norm > 0) {
+    clip = max_norm / (norm * unscale + 1e-6f);
+    if (clip > 1) clip = 1;  // not if it is nan
+  }
+  result[0] = clip * unscale;
+  result[1] = table.flags & CHECKED && !(norm - norm == 0);
+  result[2] = norm;
+}
+
+extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS)
+    gradient_norm(const __grid_constant__ Table table, u32* counter, float* result) {
   DS_SHARED(double, of_warps, DS_THREADS / 32);
+  DS_SHARED(u32, last, 1);
+  let_next_kernel_start();
+  double* parts = (double*)table.workspace;
   float sum = 0;
   Tile tile;
   tile.entry = 0;
@@ -30,14 +55,16 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) norm_parts(c
   }
   double total[1] = {sum};
   block_sum(total, of_warps);
-  if (threadIdx.x == 0) ((double*)table.workspace)[blockIdx.x] = total[0];
+  if (threadIdx.x == 0) parts[table.extra[0] + blockIdx.x] = total[0];
+  if (!table.extra[1] || !last_to_arrive(counter, gridDim.x, last)) return;
+  total[0] = 0;
+  for (u32 part = threadIdx.x; part < table.extra[1]; part += DS_THREADS) total[0] += __ldcg(parts + part);
+  block_sum(total, of_warps);
+  if (threadIdx.x == 0) write_result(table, (float)total[0], result);
 }
 
-// One block.
-extern "C" __global__ void __launch_bounds__(DS_THREADS) norm_total(const double* parts, u32 count, float* result) {
-  DS_SHARED(double, of_warps, DS_THREADS / 32);
-  double sum[1] = {0};
-  for (u32 part = threadIdx.x; part < count; part += DS_THREADS) sum[0] += parts[part];
-  block_sum(sum, of_warps);
-  if (threadIdx.x == 0) *result = (float)sum[0];
+// Of a sum that is known, or of none.
+extern "C" __global__ void __launch_bounds__(DS_THREADS)
+    clip_control(const __grid_constant__ Table table, const float* squares, float* result) {
+  if (threadIdx.x == 0) write_result(table, squares ? *squares : 0, result);
 }

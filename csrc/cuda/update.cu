@@ -1,7 +1,8 @@
 // Adam, Lion, Adagrad and SGD: one read and one write of everything, over all entries of a launch.
 //
-// DS_RULE, DS_STOCHASTIC and the dtypes DS_PARAM, DS_GRAD, DS_OUT, DS_FIRST and DS_SECOND say which one this is.
-// Pointers of an entry: param, grad, out, first and second moment.
+// DS_RULE, DS_STOCHASTIC and the dtypes DS_PARAM, DS_GRAD, DS_OUT, DS_FIRST and DS_SECOND say which one this is; with
+// DS_AFTER it may start before the kernel ahead of it on the stream has ended. Pointers of an entry: param, grad, out,
+// first and second moment. table.extra, with DS_AFTER: blocks that the GPU holds at once.
 #include "core.cuh"
 #include "rules.cuh"
 
@@ -81,9 +82,28 @@ __device__ __forceinline__ bool all_aligned(const Table& table, u32 entry) {
          aligned<First>(table, 3, entry) && aligned<Second>(table, 4, entry);
 }
 
+// While the kernel before still runs, which computes `control`: what this block will read first.
+__device__ __forceinline__ void fetch_first_tile(const Table& table) {
+  if (blockIdx.x >= table.extra[0] || blockIdx.x >= table.tiles || threadIdx.x % 8) return;
+  const Tile tile = tile_at(table, blockIdx.x, 0);
+  if (tile.left < TILE) return;
+#pragma unroll
+  for (u32 item = 0; item < ITEMS; item += VEC) {
+    const u32 at = place<true>(item);
+    fetch_ahead(tensor<Grad>(table, 1, tile) + at);
+    fetch_ahead(tensor<Param>(table, 0, tile) + at);
+    if (First::exists) fetch_ahead(tensor<First>(table, 3, tile) + at);
+    if (Second::exists) fetch_ahead(tensor<Second>(table, 4, tile) + at);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) update(const __grid_constant__ Table table) {
   DS_SHARED(Prepared, prepared, 2);
   Block block;
+  if (DS_AFTER) {
+    fetch_first_tile(table);
+    wait_for_kernel_before();
+  }
   if (table.control) {
     block.scale = table.control[0];
     block.skip = table.control[1] != 0;

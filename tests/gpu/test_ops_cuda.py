@@ -111,6 +111,30 @@ def test_norm(dtype: torch.dtype) -> None:
         assert not cuda.squared_norm([tensor]).isfinite()
 
 
+def test_control() -> None:
+    cases.check_control(cuda, cases.make([1, 5000, 77, 3_000_001], "cuda", grad=BF16).grads)
+
+
+def test_clipped_updates_one_after_another_are_right() -> None:
+    """The update begins before the norm has ended; on two streams at once, each with counters of its own."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    data = [cases.make([700_001, 4096], "cuda", grad=BF16, out=BF16, seed=seed) for seed in range(len(streams))]
+    before = [torch.cat(each.params).double() for each in data]
+    grads = [torch.cat([g.double() for g in each.grads]) for each in data]
+    torch.cuda.synchronize()
+    plain = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "first": False}
+    for _ in range(50):
+        for each, stream in zip(data, streams, strict=True):
+            with torch.cuda.stream(stream):
+                control = cuda.norm_control(each.grads, scale=1.0, max_norm=10.0, checked=True)
+                cuda.sgd_(each.params, each.grads, [], each.outs, control[:2], lr=0.5, **plain)
+    torch.cuda.synchronize()
+    for each, was, grad in zip(data, before, grads, strict=True):
+        want = was - 50 * 0.5 * grad * 10.0 / grad.norm()
+        torch.testing.assert_close(torch.cat(each.params).double(), want, rtol=0, atol=1e-5)
+        assert torch.equal(torch.cat(each.outs), torch.cat(each.params).bfloat16())
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("numels", LAMB_SIZES)
 def test_lamb(numels: list[int], fused: bool) -> None:

@@ -176,6 +176,12 @@ inline unsigned atomicAdd(unsigned* to, unsigned value) {
   *to += value;
   return before;
 }
+inline unsigned atomicInc(unsigned* to, unsigned limit) {
+  emulated::maybe_pause();
+  const unsigned before = *to;
+  *to = before >= limit ? 0 : before + 1;
+  return before;
+}
 inline unsigned atomicExch(unsigned* to, unsigned value) {
   const unsigned before = *to;
   *to = value;

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_hf.engine.ops.cuda_build import Macros, program_text
-from ds_hf.engine.ops.cuda_launch import Tuning, Tunings
+from ds_hf.engine.ops.cuda_launch import COUNTERS, Counters, Tuning, Tunings
 
 HEADER = Path(__file__).with_name("cuda_emulator.hpp")
 SMALL = Tuning(threads=64, blocks=2)
@@ -27,8 +29,8 @@ SMALL = Tuning(threads=64, blocks=2)
 _KERNELS = {
     "update.cu": {"update": "*(Table*)a[0]"},
     "norm.cu": {
-        "norm_parts": "*(Table*)a[0]",
-        "norm_total": "*(const double**)a[0], *(u32*)a[1], *(float**)a[2]",
+        "gradient_norm": "*(Table*)a[0], *(u32**)a[1], *(float**)a[2]",
+        "clip_control": "*(Table*)a[0], *(const float**)a[1], *(float**)a[2]",
     },
     "lamb.cu": {
         "lamb_moments": "*(Table*)a[0]",
@@ -58,6 +60,7 @@ class Emulator:
     Attributes:
         folder: for the libraries.
         launches: kernels launched so far, with their grids.
+        early: launches may say that they are.
     """
 
     folder: Path
@@ -69,6 +72,8 @@ class Emulator:
         )
     )
     launches: list[tuple[str, int]] = field(default_factory=list)
+    early: bool = False
+    _counters: Counters = field(default_factory=lambda: Counters(torch.zeros(2 * COUNTERS, dtype=torch.int32)))
     _kernels: dict[tuple[str, str, Macros], Any] = field(default_factory=dict)
 
     def kernel(self, source: str, name: str, macros: Macros) -> Any:
@@ -85,6 +90,7 @@ class Emulator:
         arguments: Sequence[Any],
         shared_nbytes: int = 0,
         cooperative: bool = False,
+        early: bool = False,
     ) -> None:
         name, function = kernel
         self.launches.append((name, grid))
@@ -93,6 +99,13 @@ class Emulator:
             assert grid <= self.multiprocessors * self.resident(kernel, threads, shared_nbytes)
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         assert function(pointers, grid, threads, ctypes.c_size_t(shared_nbytes)) == 0, f"{name} does not end"
+
+    def starts_early(self) -> bool:
+        return self.early
+
+    def counters(self) -> Counters:
+        assert not self._counters.memory[:COUNTERS].any()
+        return self._counters.next()
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
         return min(self.shared_nbytes // max(shared_nbytes, 1), 3)

@@ -6,6 +6,7 @@ Tensors are views into larger buffers at a chosen offset; elements around them m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,6 +191,26 @@ def check_norm(ops: Any, tensors: Sequence[Tensor]) -> None:
     want = sum(float(tensor.double().square().sum()) for tensor in tensors)
     assert abs(float(got) - want) <= 4e-6 * want, (float(got), want)
     assert torch.equal(got, ops.squared_norm(tensors))
+
+
+def check_control(ops: Any, tensors: Sequence[Tensor]) -> None:
+    """Factor, flag and norm as torch computes them, clipped or not; of numbers that are not finite as well."""
+    norm = torch.linalg.vector_norm(torch.cat([tensor.double().flatten() for tensor in tensors])).item()
+    squares = [ops.squared_norm([tensor]) for tensor in tensors]
+    for scale, max_norm in ((1.0, 0.0), (1.0, norm / 3), (1.0, 2 * norm), (1024.0, norm / 5000), (8.0, 0.0)):
+        for checked in (False, True):
+            numbers = {"scale": scale, "max_norm": max_norm, "checked": checked}
+            clip = min(1.0, max_norm / (norm / scale + 1e-6)) if max_norm else 1.0
+            want = torch.tensor([clip / scale, 0.0, norm], device=tensors[0].device)
+            for got in (ops.norm_control(tensors, **numbers), ops.clip_control(squares, **numbers)):
+                torch.testing.assert_close(got, want, rtol=4e-6, atol=0)
+    for bad in (math.inf, math.nan):
+        last = torch.full_like(tensors[-1], bad)
+        for checked in (False, True):
+            got = ops.norm_control([*tensors, last], scale=2.0, max_norm=1.0, checked=checked).tolist()
+            assert got[1] == checked
+            assert math.isnan(got[2]) if math.isnan(bad) else got[2] == bad
+            assert math.isnan(got[0]) if math.isnan(bad) else got[0] == 0.0
 
 
 def check_skip(data: Data, call: Callable[[Tensor], Any]) -> None:

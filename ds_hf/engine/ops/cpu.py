@@ -17,15 +17,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ds_hf.engine.ops.reference import clip_control
+
 __all__ = [
     "adagrad_",
     "adam_",
     "available",
+    "clip_control",
     "instruction_set",
     "lamb_",
     "lamb_apply_",
     "lamb_moments_",
     "lion_",
+    "norm_control",
     "rank_cores",
     "set_instruction_set",
     "sgd_",
@@ -278,6 +282,11 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     lists = _lists((), tensors, (), (), (), (), None, None)
     _check("squared_norm", _loaded().ds_hf_cpu_squared_norm(byref(lists), result.data_ptr()))
     return result
+
+
+def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
+    """``reference.norm_control``: the norm is the work."""
+    return clip_control([squared_norm(tensors)], scale=scale, max_norm=max_norm, checked=checked)
 
 
 def _call(op: str, lists: _Lists, numbers: ctypes.Structure, norms: Tensor | None = None) -> None:

@@ -27,6 +27,7 @@ from ds_hf.engine.ops.cuda_launch import (
     dtype_number,
     grid_of,
     macros_of,
+    new_table,
     tables,
 )
 
@@ -34,10 +35,12 @@ __all__ = [
     "adagrad_",
     "adam_",
     "available",
+    "clip_control",
     "lamb_",
     "lamb_apply_",
     "lamb_moments_",
     "lion_",
+    "norm_control",
     "sgd_",
     "squared_norm",
     "unsupported",
@@ -62,7 +65,7 @@ def _failure(index: int) -> str | None:
         return reason
     try:
         machine = cuda_launch.gpu(index)
-        machine.kernel("norm.cu", "norm_total", _norm_macros(machine.tunings.norm, 0))
+        machine.kernel("norm.cu", "gradient_norm", _norm_macros(machine.tunings.norm, 0))
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         wanted = [line for line in lines if "error:" in line] or lines
@@ -170,35 +173,74 @@ def _update(rule: str, call: Call, places: Sequence[Sequence[Tensor]], stochasti
         return
     machine = cuda_launch.machine_of(places[0][0])
     tuning = machine.tunings.update.holding(len(places[0]))
-    own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)))
+    early = call.control is not None and machine.starts_early()  # beside the norm
+    own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)), ("DS_AFTER", int(early)))
     macros = macros_of(tuning, own, tuple(map(dtype_number, places)))
     kernel = machine.kernel("update.cu", "update", macros)
     for table in tables(call, places, tuning):
-        machine.launch(kernel, grid_of(machine, tuning, table.tiles), tuning.threads, [table])
+        table.extra[0] = machine.multiprocessors * tuning.blocks
+        machine.launch(kernel, grid_of(machine, tuning, table.tiles), tuning.threads, [table], early=early)
 
 
 # -- norm ---------------------------------------------------------------------------------------------------------
 
 
+_CONTROL, _CHECKED = 1, 2  # as in norm.cu
+
+
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """``reference.squared_norm``; the same bits each time on one kind of GPU."""
-    machine = cuda_launch.machine_of(tensors[0])
+    result = torch.empty((), dtype=torch.float32, device=tensors[0].device)
+    _norm(Call(), tensors, result)
+    return result
+
+
+def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
+    """``reference.norm_control``, in the launch of the norm."""
+    result = torch.empty(3, dtype=torch.float32, device=tensors[0].device)
+    _norm(_control_call(scale, max_norm, checked), tensors, result)
+    return result
+
+
+def clip_control(squares: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
+    """``reference.clip_control``, in one launch."""
+    result = torch.empty(3, dtype=torch.float32, device=squares[0].device)
+    total = squares[0] if len(squares) == 1 else torch.stack([square.reshape(()) for square in squares]).sum()
+    _write_control(_control_call(scale, max_norm, checked), total.data_ptr(), result)
+    return result
+
+
+def _control_call(scale: float, max_norm: float, checked: bool) -> Call:
+    return Call((scale, max_norm), _CONTROL | _CHECKED * checked)
+
+
+def _write_control(call: Call, squares: int, result: Tensor) -> None:
+    machine = cuda_launch.machine_of(result)
+    tuning = machine.tunings.norm
+    table = new_table(call, tuning)
+    arguments = (table, ctypes.c_uint64(squares), ctypes.c_uint64(result.data_ptr()))
+    machine.launch(machine.kernel("norm.cu", "clip_control", _norm_macros(tuning, 0)), 1, 32, arguments)
+
+
+def _norm(call: Call, tensors: Sequence[Tensor], result: Tensor) -> None:
+    machine = cuda_launch.machine_of(result)
     dtype = dtype_number(tensors)
     shape = machine.tunings.norm.holding(len(tensors))
     tuning, macros = _norm_tuning(shape, dtype), _norm_macros(shape, dtype)
-    launches = list(tables(Call(), (tensors,), tuning))
+    launches = list(tables(call, (tensors,), tuning))
+    if not launches:
+        _write_control(call, 0, result)
+        return
     grids = [grid_of(machine, tuning, table.tiles) for table in launches]
-    device = tensors[0].device
-    result = torch.empty((), dtype=torch.float32, device=device)
-    parts = torch.empty(sum(grids), dtype=torch.float64, device=device)
-    at = parts.data_ptr()
+    parts = torch.empty(sum(grids), dtype=torch.float64, device=result.device)
+    kernel, first = machine.kernel("norm.cu", "gradient_norm", macros), 0
     for table, grid in zip(launches, grids, strict=True):
-        table.workspace = at
-        machine.launch(machine.kernel("norm.cu", "norm_parts", macros), grid, tuning.threads, [table])
-        at += 8 * grid
-    arguments = (ctypes.c_uint64(parts.data_ptr()), ctypes.c_uint32(sum(grids)), ctypes.c_uint64(result.data_ptr()))
-    machine.launch(machine.kernel("norm.cu", "norm_total", macros), 1, tuning.threads, arguments)
-    return result
+        counters = machine.counters().memory
+        table.workspace = parts.data_ptr()
+        table.extra[:2] = first, sum(grids) if table is launches[-1] else 0
+        arguments = (table, ctypes.c_uint64(counters.data_ptr()), ctypes.c_uint64(result.data_ptr()))
+        machine.launch(kernel, grid, tuning.threads, arguments)
+        first += grid
 
 
 @functools.cache

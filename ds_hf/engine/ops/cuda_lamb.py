@@ -141,25 +141,23 @@ def _fused(call: Call, places: Sequence[Sequence[Tensor]]) -> bool:
     """LAMB in one launch for each sixty entries; ``False`` if this GPU has too little shared memory for it."""
     machine = cuda_launch.machine_of(places[0][0])
     tuning = machine.tunings.lamb_fused
-    own = (("DS_AHEAD", AHEAD),)
+    own = (("DS_AHEAD", AHEAD), ("DS_HELD", tuning.held))
     kernel = machine.kernel("lamb_fused.cu", "lamb_fused", macros_of(tuning, own, tuple(map(dtype_number, places))))
     slots, grid = _slots(machine, kernel, tuning)
     if slots <= 2 * AHEAD or not grid:
         return False
     launches = list(tables(call, places, tuning))
     device = places[0][0].device
-    groups = [_group(table, (slots - AHEAD) * grid) for table in launches]
+    groups = [_group(table, (slots + tuning.held - AHEAD) * grid) for table in launches]
     parts = torch.empty(2 * max((table.tiles for table in launches), default=0), dtype=torch.float64, device=device)
     rates = torch.empty(tuning.capacity, dtype=torch.float32, device=device)
-    counters = torch.zeros(2 * sum(groups), dtype=torch.int32, device=device)
-    at = counters.data_ptr()
     for table, count in zip(launches, groups, strict=True):
-        table.extra[:2] = (count, slots - 2 * AHEAD)
-        pointers = [ctypes.c_uint64(pointer) for pointer in (parts.data_ptr(), rates.data_ptr(), at)]
+        counters = machine.counters()
+        table.extra[:3] = (count, slots - 2 * AHEAD, counters.launch)
+        pointers = [ctypes.c_uint64(memory.data_ptr()) for memory in (parts, rates, counters.memory)]
         # A grid smaller than the GPU, for little work: blocks without a tile would only come and go.
         blocks, nbytes = min(grid, table.tiles), slots * tuning.tile * 4
         machine.launch(kernel, blocks, tuning.threads, [table, *pointers], nbytes, cooperative=True)
-        at += 8 * count
     return True
 
 

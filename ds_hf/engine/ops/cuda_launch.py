@@ -24,7 +24,9 @@ from ds_hf.engine.ops import cuda_build
 from ds_hf.engine.ops.cuda_build import Macros
 
 __all__ = [
+    "COUNTERS",
     "Call",
+    "Counters",
     "Gpu",
     "Machine",
     "Tuning",
@@ -35,6 +37,7 @@ __all__ = [
     "grid_of",
     "machine_of",
     "macros_of",
+    "new_table",
     "tables",
 ]
 
@@ -42,6 +45,7 @@ __all__ = [
 DECOUPLED, BIAS_CORRECTION, NESTEROV, FIRST, EPS_INSIDE = 1, 2, 4, 8, 16
 
 PLACES = 5
+COUNTERS = 1024  # as in lamb_fused.cu
 NO_DTYPE = 3
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -76,6 +80,7 @@ class Tuning:
     Attributes:
         waves: blocks launched, at most, over those that the GPU holds at once.
         capacity: entries of one launch; 60 fill the 4 KB of parameters that launches used to be limited to.
+        held: tiles that LAMB keeps in registers.
     """
 
     threads: int = 256
@@ -86,6 +91,7 @@ class Tuning:
     waves: int = 1
     capacity: int = 60
     exact: int = 1
+    held: int = 0
 
     def holding(self, entries: int) -> Tuning:
         """Itself, or for more entries than its capacity one with as many as 32 KB of parameters hold: CUDA 12.1."""
@@ -120,6 +126,24 @@ class Tunings:
     lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1)
 
 
+@dataclass
+class Counters:
+    """Numbers by which the blocks of a launch count themselves; launches on one stream share them.
+
+    Attributes:
+        memory: int32 ``[2 * COUNTERS]``; of the first half each is 0 between launches.
+        launch: not 0, and another for each launch.
+    """
+
+    memory: Tensor
+    launch: int = 0
+
+    def next(self) -> Counters:
+        """For one more launch."""
+        self.launch = self.launch % (2**32 - 1) + 1
+        return self
+
+
 class Machine(Protocol):
     """What the operators need of a GPU.
 
@@ -143,12 +167,22 @@ class Machine(Protocol):
         arguments: Sequence[Any],
         shared_nbytes: int = 0,
         cooperative: bool = False,
+        early: bool = False,
     ) -> None:
         """Queue ``kernel`` on the current stream; ``arguments`` are ctypes values.
 
         Args:
             cooperative: all blocks must be on the GPU at once.
+            early: it may start before the kernel ahead of it has ended: it waits itself.
         """
+        ...
+
+    def starts_early(self) -> bool:
+        """Whether launches on the current stream can be ``early``."""
+        ...
+
+    def counters(self) -> Counters:
+        """For one launch on the current stream."""
         ...
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
@@ -210,17 +244,14 @@ def tables(call: Call, places: Sequence[Sequence[Tensor]], tuning: Tuning) -> It
     Args:
         places: the lists of tensors as the kernel numbers them; an empty one is left out.
     """
-    new, tile, scalars = table_type(tuning.capacity), tuning.tile, (*call.scalars, *_NO_SCALARS[len(call.scalars) :])
-    control = 0 if call.control is None else call.control.data_ptr()
-    rate = 0 if call.rate is None else call.rate.data_ptr()
+    tile = tuning.tile
     for begin in range(0, len(places[0]), tuning.capacity):
         numels = list(map(_numel, places[0][begin : begin + tuning.capacity]))
         first = list(accumulate([(numel + tile - 1) // tile for numel in numels], initial=0))
         tiles, count = first.pop(), len(numels)
         if not tiles:
             continue
-        table = new()
-        _HEADER.pack_into(table, 0, 0, control, rate, call.seed, *scalars, tiles, count, begin, call.flags)
+        table = new_table(call, tuning, tiles, count, begin)
         table.numel[:count], table.first_tile[:count] = numels, first
         for which, tensors in enumerate(places):
             if tensors:
@@ -228,6 +259,16 @@ def tables(call: Call, places: Sequence[Sequence[Tensor]], tuning: Tuning) -> It
         if call.steps:
             table.steps[:count] = list(map(_data_ptr, call.steps[begin : begin + count]))
         yield table
+
+
+def new_table(call: Call, tuning: Tuning, tiles: int = 0, entries: int = 0, first_entry: int = 0) -> Any:
+    """A table without its entries."""
+    table = table_type(tuning.capacity)()
+    control = 0 if call.control is None else call.control.data_ptr()
+    rate = 0 if call.rate is None else call.rate.data_ptr()
+    scalars = (*call.scalars, *_NO_SCALARS[len(call.scalars) :])
+    _HEADER.pack_into(table, 0, 0, control, rate, call.seed, *scalars, tiles, entries, first_entry, call.flags)
+    return table
 
 
 _HEADER = struct.Struct("4Q8d4I")  # of a table, up to flags
@@ -250,6 +291,8 @@ class Gpu:
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         self._kernels: dict[tuple[str, str, Macros], Any] = {}
         self._resident: dict[tuple[int, int, int], int] = {}
+        self._counters: dict[int, Counters] = {}
+        self._overlaps = properties.major >= 9
         self._lock = threading.Lock()
         self._do(self._driver.cuInit(0))
         self._context = self._do(self._driver.cuDevicePrimaryCtxRetain(self._do(self._driver.cuDeviceGet(self.index))))
@@ -270,6 +313,7 @@ class Gpu:
         arguments: Sequence[Any],
         shared_nbytes: int = 0,
         cooperative: bool = False,
+        early: bool = False,
     ) -> None:
         driver = self._driver
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
@@ -279,6 +323,8 @@ class Gpu:
             for attempt in range(2):
                 if cooperative:
                     (error,) = driver.cuLaunchCooperativeKernel(kernel, *shape)
+                elif early:
+                    (error,) = driver.cuLaunchKernelEx(self._early(grid, threads, stream), kernel, at, 0)
                 else:
                     (error,) = driver.cuLaunchKernel(kernel, *shape, 0)
                 if error != driver.CUresult.CUDA_ERROR_INVALID_CONTEXT or attempt:
@@ -286,6 +332,28 @@ class Gpu:
                 self._do(driver.cuCtxSetCurrent(self._context))  # a thread that has not used CUDA before
             if error:
                 self._do((error,))
+
+    def _early(self, grid: int, threads: int, stream: int) -> Any:
+        driver = self._driver
+        attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.hStream, config.attrs, config.numAttrs = stream, [attribute], 1
+        return config
+
+    def starts_early(self) -> bool:
+        return self._overlaps and not torch.cuda.is_current_stream_capturing()
+
+    def counters(self) -> Counters:
+        make = functools.partial(torch.zeros, 2 * COUNTERS, dtype=torch.int32, device=f"cuda:{self.index}")
+        if torch.cuda.is_current_stream_capturing():  # graphs captured on one stream may be replayed on two
+            return Counters(make()).next()
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        if stream not in self._counters:
+            self._counters[stream] = Counters(make())
+        return self._counters[stream].next()
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
         key = (int(kernel), threads, shared_nbytes)

@@ -27,10 +27,12 @@ __all__ = [
     "adagrad_",
     "adam_",
     "choose",
+    "clip_control",
     "lamb_",
     "lamb_apply_",
     "lamb_moments_",
     "lion_",
+    "norm_control",
     "sgd_",
     "squared_norm",
 ]
@@ -63,10 +65,16 @@ class Op:
         """The lists that it writes."""
         return tuple(name for name in self.lists if f"!)[] {name}" in self.schema)
 
+    @functools.cached_property
+    def rule(self) -> bool:
+        """Whether it takes a ``control`` and, but for LAMB's first pass, a rate."""
+        return _END in self.schema
+
 
 _ADAM = "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs"
 _LAMB = "float beta1, float beta2, float eps, bool eps_inside_sqrt, float weight_decay"
 _TRUST = "bool bias_correction, float min_coeff, float max_coeff"
+_CLIP = "float scale, float max_norm, bool checked"
 _END = "Tensor? control, Tensor? rate, *"
 
 OPS: dict[str, Op] = {
@@ -115,6 +123,8 @@ OPS: dict[str, Op] = {
             f"Tensor norms, {_END}, float lr, {_LAMB}, {_TRUST}) -> ()",
         ),
         Op("squared_norm", ("tensors",), "(Tensor[] tensors) -> Tensor"),
+        Op("norm_control", ("tensors",), f"(Tensor[] tensors, *, {_CLIP}) -> Tensor"),
+        Op("clip_control", ("squares",), f"(Tensor[] squares, *, {_CLIP}) -> Tensor"),
     )
 }
 
@@ -148,7 +158,7 @@ def _run(op: Op, args: Sequence[Any], scalars: dict[str, Any]) -> Any:
     control = args[-1] if len(args) > len(op.lists) else None
     tensors = _check(op, lists, control, scalars.get("lr"))
     if tensors == 0:
-        return getattr(reference, op.name)(*args, **scalars) if op.name != "squared_norm" else torch.zeros(())
+        return getattr(reference, op.name)(*args, **scalars)
     first = lists[0][0]
     backend, reason = choose(first.device, _dtypes(op, lists))
     if reason:
@@ -187,6 +197,9 @@ def _check(op: Op, lists: Sequence[Sequence[Tensor]], control: Tensor | None, lr
             raise ValueError(f"{op.name}: {name} has {len(tensors)} tensors and {op.lists[0]} has {count}")
         if tensors:
             _check_list(op, name, tensors, lists[0], device)
+    if op.name == "clip_control":
+        for index, square in enumerate(lists[0]):
+            _check_small(op, f"squares[{index}]", square, 1, device)
     if control is not None:
         _check_small(op, "control", control, 2, device)
     if isinstance(lr, Tensor):
@@ -240,7 +253,7 @@ def _registered(op: Op) -> Callable[..., Any]:
     """The function behind ``torch.ops.ds_hf.<name>``, with ``lr`` and ``rate`` as the schema has them."""
 
     def kernel(*args: Any, **scalars: Any) -> Any:
-        if op.name == "squared_norm":
+        if not op.rule:
             return _run(op, args, scalars)
         *rest, rate = args
         if rate is not None:
@@ -252,8 +265,9 @@ def _registered(op: Op) -> Callable[..., Any]:
 
 def _fake(op: Op) -> Callable[..., Any]:
     def result(*args: Any, **_: Any) -> Any:
-        if op.name == "squared_norm":
-            return torch.empty((), dtype=torch.float32, device=args[0][0].device)
+        if not op.rule:
+            shape = () if op.name == "squared_norm" else (3,)
+            return torch.empty(shape, dtype=torch.float32, device=args[0][0].device)
         if op.name == "lamb_moments_":
             return torch.empty((len(args[0]), 2), dtype=torch.float32, device=args[0][0].device)
         return None
@@ -283,7 +297,7 @@ def _public(fn: F) -> F:
             return _run(op, args, scalars)
         lists = [list(tensors) for tensors in args[:count]]
         if len(args) == count:
-            return kernel(*lists)
+            return kernel(*lists, **scalars)
         lr = scalars.pop("lr", None)
         rate = lr if isinstance(lr, Tensor) else None
         if lr is not None:
@@ -301,3 +315,5 @@ lamb_ = _public(reference.lamb_)
 lamb_moments_ = _public(reference.lamb_moments_)
 lamb_apply_ = _public(reference.lamb_apply_)
 squared_norm = _public(reference.squared_norm)
+norm_control = _public(reference.norm_control)
+clip_control = _public(reference.clip_control)

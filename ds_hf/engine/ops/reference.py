@@ -22,7 +22,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["adagrad_", "adam_", "lamb_", "lamb_apply_", "lamb_moments_", "lion_", "sgd_", "squared_norm"]
+__all__ = [
+    "adagrad_",
+    "adam_",
+    "clip_control",
+    "lamb_",
+    "lamb_apply_",
+    "lamb_moments_",
+    "lion_",
+    "norm_control",
+    "sgd_",
+    "squared_norm",
+]
 
 Rate = float | Tensor
 
@@ -284,9 +295,39 @@ def lamb_(
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of all elements, 0-dim fp32 on the tensors' device; inf or nan if any element is.
 
-    A square too large for fp32 is inf as well. At least one tensor.
+    A square too large for fp32 is inf as well.
     """
+    if not tensors:
+        return torch.zeros(())
     return torch.stack([_wide(tensor).square().sum() for tensor in tensors]).sum().float()
+
+
+def clip_control(squares: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
+    """What the rules take as ``control``, and the norm, from its square.
+
+    Clips as ``torch.nn.utils.clip_grad_norm_``: by ``max_norm / (norm + 1e-6)`` where that is below 1.
+
+    Args:
+        squares: 0-dim fp32, to be added up, of gradients that carry ``scale``.
+        scale: the loss scale.
+        max_norm: 0 for no clipping.
+        checked: a norm that is not finite forbids the step.
+
+    Returns:
+        fp32 ``[3]``: what gradients are multiplied by, 1 where the step is forbidden, and the norm with the scale.
+    """
+    norm, unscale = torch.stack([square.reshape(()) for square in squares]).sum().sqrt(), 1.0 / scale
+    if max_norm > 0:
+        factor = (max_norm / (norm * unscale + 1e-6)).clamp(max=1.0) * unscale
+    else:
+        factor = torch.full_like(norm, unscale)
+    forbidden = torch.isfinite(norm).logical_not_().to(norm.dtype) if checked else torch.zeros_like(norm)
+    return torch.stack([factor, forbidden, norm])
+
+
+def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
+    """``clip_control`` of ``squared_norm(tensors)``."""
+    return clip_control([squared_norm(tensors)], scale=scale, max_norm=max_norm, checked=checked)
 
 
 def _wide(tensor: Tensor) -> Tensor:

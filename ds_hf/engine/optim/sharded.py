@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
-from ds_hf.engine.optim.grad_norm import clip_coefficient, global_norm
+from ds_hf.engine.optim.grad_norm import global_control
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.outcome import Outcome
@@ -218,20 +218,25 @@ class ShardedOptimizer(Optimizer):
         scale, checked = self.loss_scaler.scale, self.policy.check_overflow
         owned = [g.owned for g in self.segments if g.owned is not None and g.squares is None]
         known = [g.squares for g in self.segments if g.squares is not None]
-        norm = global_norm(owned, self.axis, whole=self.policy.whole, device=self._axis_device, known=known)
-        self._outcome.take(norm, scale, checked)
+        max_norm, later = self.policy.max_norm, self.decides_later
+        control = global_control(
+            owned,
+            self.axis,
+            whole=self.policy.whole,
+            device=self._axis_device,
+            known=known,
+            scale=scale,
+            max_norm=max_norm,
+            checked=checked and later,
+        )
+        self._outcome.take(control[2], scale, checked)
         self._stepped = True
-        if self.decides_later or not self._outcome.overflow:
-            plain = scale == 1.0 and self.policy.max_norm <= 0 and not (checked and self.decides_later)
-            self._apply(None if plain else self._control(norm, scale, checked and self.decides_later))
+        if later or not self._outcome.overflow:
+            plain = scale == 1.0 and max_norm <= 0 and not (checked and later)
+            self._apply(None if plain else control[:2])
         self.reducer.clear()
         if not self.decides_later:
             self.loss_scaler.update(self._outcome.overflow)
-
-    def _control(self, norm: Tensor, scale: float, checked: bool) -> Tensor:
-        """What the kernels read: the factor that unscales and clips, and the flag that has them do nothing."""
-        flag = torch.isfinite(norm).logical_not_().to(norm.dtype) if checked else torch.zeros_like(norm)
-        return torch.stack([clip_coefficient(norm, scale, self.policy.max_norm), flag])
 
     @property
     def decides_later(self) -> bool:

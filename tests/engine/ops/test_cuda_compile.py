@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(cubin.compiler() is None, reason="neither NV
 
 def update(rule: str, param: int, grad: int, moment: int, out: int, stochastic: bool = False) -> str:
     dtypes = (param, grad, out, *[moment] * MOMENTS[rule])
-    own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)))
+    own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)), ("DS_AFTER", int(not stochastic)))
     return cuda_build.program_text("update.cu", cuda_launch.macros_of(TUNINGS.update, own, dtypes))
 
 

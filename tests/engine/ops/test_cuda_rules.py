@@ -155,6 +155,20 @@ def test_norm(ops: Any, dtype: torch.dtype) -> None:
     cases.check_norm(ops, cases.make([0], grad=dtype).grads)
 
 
+def test_update_that_starts_early(ops: Any, machine: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "early", True)
+    cases.check_update(ops, "adamw", cases.make(SIZES, grad=BF16, out=BF16), cases.control_of("cpu"))
+
+
+def test_control(ops: Any, machine: Emulator) -> None:
+    cases.check_control(ops, cases.make([1, 5000, 77], grad=BF16).grads)
+    cases.check_control(ops, cases.make([index * 37 % 1500 for index in range(70)], grad=F32).grads)  # two launches
+    assert ops.norm_control(cases.make([0]).grads, scale=4.0, max_norm=1.0, checked=True).tolist() == [0.25, 0.0, 0.0]
+    machine.launches.clear()
+    ops.norm_control(cases.make([5000]).grads, scale=1.0, max_norm=1.0, checked=False)
+    assert [name for name, _ in machine.launches] == ["gradient_norm"]
+
+
 def test_norm_of_special_numbers(ops: Any) -> None:
     for value in (math.inf, math.nan, 1e20):
         (tensor,) = cases.make([5000]).grads
@@ -224,6 +238,7 @@ def test_lamb_flag_writes_nothing(ops: Any, fused: bool) -> None:
     [
         (Tuning(threads=64, blocks=1, vec=8, groups=1, waves=3), 2),
         (Tuning(threads=32, blocks=3, groups=4, stream=0, capacity=100), 1),
+        (Tuning(threads=64, blocks=2, groups=1, held=3), 1),
     ],
 )
 def test_other_tunings(

@@ -87,8 +87,15 @@ def test_nothing_to_do() -> None:
     assert library.lamb_moments_([], [], [], [], None, **{k: v for k, v in LAMB.items() if k != "lr"}).shape == (0, 2)
     assert float(library.squared_norm([])) == 0.0
     assert float(library.squared_norm([torch.zeros(0)])) == 0.0
+    assert library.norm_control([], **CLIP).tolist() == [0.5, 0.0, 0.0]
 
 
+def test_squares_are_single_numbers() -> None:
+    with pytest.raises(ValueError, match=r"squares\[1\] must be fp32 of 1 elements on cpu, not float32 \[2\]"):
+        library.clip_control([torch.tensor(1.0), torch.ones(2)], **CLIP)
+
+
+CLIP: dict[str, Any] = {"scale": 2.0, "max_norm": 1.0, "checked": True}
 CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "adam_": (adam_arguments(), ADAM),
     "lion_": ([*adam_arguments()[:3], [], None], {k: ADAM[k] for k in ("lr", "beta1", "beta2", "weight_decay")}),
@@ -107,6 +114,8 @@ CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
         {**LAMB, **TRUST},
     ),
     "squared_norm": ([adam_arguments()[1]], {}),
+    "norm_control": ([adam_arguments()[1]], CLIP),
+    "clip_control": ([[torch.tensor(9.0), torch.tensor(16.0)]], CLIP),
 }
 
 
@@ -117,7 +126,7 @@ def test_every_operator_is_called_below() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_registered_operators_keep_their_schemas(name: str) -> None:
     arguments, scalars = CALLS[name]
-    rate = [None] if name != "squared_norm" else []
+    rate = [None] if library.OPS[name].rule else []
     torch.library.opcheck(
         getattr(torch.ops.ds_hf, name).default,
         (*arguments, *rate),
