@@ -307,7 +307,6 @@ def lamb(budget):
     )
     for threads, groups, held in shapes:
         fused.append((Tuning(threads=threads, blocks=1, groups=groups, held=held, exact=0), 1))
-    fused.append((Tuning(threads=1024, blocks=1, groups=1, held=4), 1))
     plain = [(t, 1) for t in (Tuning(), Tuning(threads=256, blocks=4, groups=1))]
     scores = {}
     for label, numels in cases.items():

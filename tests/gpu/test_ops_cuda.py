@@ -131,7 +131,9 @@ def test_clipped_updates_one_after_another_are_right() -> None:
     torch.cuda.synchronize()
     for each, was, grad in zip(data, before, grads, strict=True):
         want = was - 50 * 0.5 * grad * 10.0 / grad.norm()
-        torch.testing.assert_close(torch.cat(each.params).double(), want, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat(each.params).double(), want, rtol=0, atol=5e-5
+        )  # fifty roundings of numbers up to 6
         assert torch.equal(torch.cat(each.outs), torch.cat(each.params).bfloat16())
 
 

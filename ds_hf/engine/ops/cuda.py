@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -226,6 +227,8 @@ def _norm(call: Call, tensors: Sequence[Tensor], result: Tensor) -> None:
     machine = cuda_launch.machine_of(result)
     dtype = dtype_number(tensors)
     shape = machine.tunings.norm.holding(len(tensors))
+    if sum(map(Tensor.numel, tensors)) < 2 * machine.multiprocessors * _norm_tuning(shape, dtype).tile:
+        shape = _with_small_tiles(shape)
     tuning, macros = _norm_tuning(shape, dtype), _norm_macros(shape, dtype)
     launches = list(tables(call, (tensors,), tuning))
     if not launches:
@@ -246,8 +249,13 @@ def _norm(call: Call, tensors: Sequence[Tensor], result: Tensor) -> None:
 @functools.cache
 def _norm_tuning(tuning: Tuning, dtype: int) -> Tuning:
     """Vectors stay as many bytes for 16-bit elements as for fp32."""
-    values = {**vars(tuning), "vec": tuning.vec * (2 if dtype else 1)}
-    return Tuning(**values)
+    return replace(tuning, vec=tuning.vec * (2 if dtype else 1))
+
+
+@functools.cache
+def _with_small_tiles(tuning: Tuning) -> Tuning:
+    """So that little work reaches the whole GPU."""
+    return replace(tuning, groups=1)
 
 
 @functools.cache

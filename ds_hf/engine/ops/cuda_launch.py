@@ -123,7 +123,7 @@ class Tunings:
     update: Tuning = Tuning(blocks=4, groups=1, waves=1000)  # a tile a block
     norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0)  # grads are read again soon
     lamb: Tuning = Tuning()
-    lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1)
+    lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1, exact=0, held=3)
 
 
 @dataclass
