@@ -32,8 +32,7 @@ __all__ = ["lamb_", "lamb_apply_", "lamb_moments_"]
 
 Rate = float | Tensor
 
-SHARE = 1.0
-AHEAD = 1  # tiles that a block begins of the next group before it waits for the rates of one
+AHEAD = 2  # tiles that a block begins of the next group before it waits for the rates of one
 _FIRST_PASS = ("lamb_moments", "lamb_norms")
 
 
@@ -149,7 +148,7 @@ def _fused(call: Call, places: Sequence[Sequence[Tensor]]) -> bool:
         return False
     launches = list(tables(call, places, tuning))
     device = places[0][0].device
-    groups = [_group(table, int(SHARE * (slots + tuning.held - AHEAD) * grid)) for table in launches]
+    groups = [_group(table, (slots + tuning.held - AHEAD) * grid) for table in launches]
     parts = torch.empty(2 * max((table.tiles for table in launches), default=0), dtype=torch.float64, device=device)
     rates = torch.empty(tuning.capacity, dtype=torch.float32, device=device)
     for table, count in zip(launches, groups, strict=True):
