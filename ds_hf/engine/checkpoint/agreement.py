@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.errors import CheckpointError
 
-__all__ = ["collect", "share", "together"]
+__all__ = ["Meeting", "collect", "share", "together"]
 
 T = TypeVar("T")
 
@@ -40,20 +40,39 @@ def share(axis: Axis, value: T) -> T:
     return holder[0]
 
 
+class Meeting:
+    """What the ranks bring to the end of a block.
+
+    Attributes:
+        brought: what each rank did, by rank; known after the block.
+    """
+
+    def __init__(self) -> None:
+        self.own: Any = None
+        self.brought: list[Any] = []
+
+    def bring(self, value: Any) -> None:
+        """Show it to all ranks."""
+        self.own = value
+
+
 @contextmanager
-def together(axis: Axis, doing: str) -> Iterator[None]:
+def together(axis: Axis, doing: str) -> Iterator[Meeting]:
     """Run the block on all ranks and meet at its end; when it failed anywhere, it fails everywhere.
 
     Raises:
         CheckpointError: this rank's own failure, or the first other rank's.
     """
     failure: Exception | None = None
+    meeting = Meeting()
     try:
-        yield
+        yield meeting
     except Exception as error:  # everything: a rank that left alone would leave the others waiting
         failure = error
     report = None if failure is None else f"{type(failure).__name__}: {failure}"
-    reports = collect(axis, report)
+    answers = collect(axis, (report, meeting.own))
+    reports = [answer[0] for answer in answers]
+    meeting.brought = [answer[1] for answer in answers]
     if isinstance(failure, CheckpointError):
         raise failure
     if failure is not None:

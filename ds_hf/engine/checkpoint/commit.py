@@ -33,9 +33,14 @@ _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)-(?:(?P<host>\w+)-(?P<
 _STAGED_TEXT = re.compile(rf"\.(latest|{re.escape(SCRIPT)})\.(?P<pid>\d+)\.new")
 
 
-def hidden_beside(target: Path, kind: str) -> Path:
+def hidden_beside(target: Path, kind: str, writer: str | None = None) -> Path:
     """A new name beside ``target`` that no search for checkpoints finds; ``kind`` is "saving" or "old"."""
-    return target.with_name(f".{target.name}.{kind}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+    return target.with_name(f".{target.name}.{kind}-{writer or this_writer()}")
+
+
+def this_writer() -> str:
+    """Host, process and a number of its own."""
+    return f"{_host()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
 def _host() -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_hf.engine.checkpoint.agreement import share, together
 from ds_hf.engine.checkpoint.exact import Restored, check_restored
@@ -111,6 +112,7 @@ def load_checkpoint(
     if custom_load_fn is None:
         with together(axis, f"reading {folder}"):
             _read_weights(engine, fit, files)
+            _read_rest_of_weights(engine, fit, files)
         _publish(engine)
     else:
         _load_custom(engine, manifest, files, custom_load_fn)
@@ -196,12 +198,36 @@ def _read_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) -> None:
         master = None if engine.optimizer is None else engine.optimizer.master(buffer)
         whole = master is not None and engine.optimizer is not None and engine.optimizer.whole
         target = buffer.owned(whole=False) if master is None else master
-        names = names_of(engine, buffer)
-        for fragment in buffer.layout.fragments(engine.axis.rank, whole=whole):
-            saved = fit.parameters.get(names[fragment.slot.index])
-            if saved is not None:
-                part = target[fragment.shard_start : fragment.shard_start + fragment.numel]
-                files.fill(part, saved, saved.value_state, fragment.start)
+        if _read_by_all(engine, buffer):
+            _read_into(buffer.full, engine, buffer, fit, files, whole=True)
+            if target.data_ptr() == buffer.owned(whole=whole).data_ptr():
+                continue
+        _read_into(target, engine, buffer, fit, files, whole=whole)
+
+
+def _read_into(
+    target: Tensor, engine: Checkpointable, buffer: FlatBuffer, fit: Fit, files: TensorFiles, *, whole: bool
+) -> None:
+    names = names_of(engine, buffer)
+    for fragment in buffer.layout.fragments(engine.axis.rank, whole=whole):
+        saved = fit.parameters.get(names[fragment.slot.index])
+        if saved is not None:
+            part = target[fragment.shard_start : fragment.shard_start + fragment.numel]
+            files.fill(part, saved, saved.value_state, fragment.start)
+
+
+def _read_by_all(engine: Checkpointable, buffer: FlatBuffer) -> bool:
+    """Whether each rank reads the parameters whole: from the page cache that is faster than from each other by gloo.
+
+    Not where they are rounded from masters, which must happen once and on one rank.
+    """
+    alike = buffer.dtype == torch.float32 or engine.optimizer is None or not engine.optimizer.updates(buffer)
+    return alike and not buffer.sharded and buffer.axis.world_size > 1 and buffer.full.device.type == "cpu"
+
+
+@torch.no_grad()
+def _read_rest_of_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) -> None:
+    """What is in no flat buffer."""
     for name, param in loose_parameters(engine).items():
         if name in fit.parameters:
             param.copy_(files.value(fit.parameters[name]))
@@ -224,7 +250,9 @@ def _publish(engine: Checkpointable) -> None:
 
 @torch.no_grad()
 def _publish_buffer(engine: Checkpointable, buffer: FlatBuffer) -> None:
-    if engine.optimizer is not None and engine.optimizer.updates(buffer):
+    if _read_by_all(engine, buffer):
+        publish([buffer], whole=True)
+    elif engine.optimizer is not None and engine.optimizer.updates(buffer):
         engine.optimizer.masters_changed(buffer)
     else:
         publish([buffer], whole=False)

@@ -135,13 +135,17 @@ def _restore_moments(
         holders = [(piece, saved) for piece, saved in found if key in saved.states]
         first = holders[0][1]
         dtype = files.piece(first.fragments[0].file, first.states[key]).dtype
-        flat = torch.zeros(master.numel(), dtype=dtype, device=master.device)
+        flat = torch.empty(master.numel(), dtype=dtype, device=master.device)
+        end = 0
         for piece, saved in holders:
             start = piece.fragment.shard_start
-            files.fill(flat[start : start + piece.fragment.numel], saved, key, piece.fragment.start)
+            flat[end:start].zero_()
+            end = start + piece.fragment.numel
+            files.fill(flat[start:end], saved, key, piece.fragment.start)
+        flat[end:].zero_()
         segments = {id(piece.segment): piece.segment for piece, _ in holders}
         if len(segments) == len(segments_of(optimizer, buffer)):
-            optimizer.set_moment(buffer, key, flat)
+            optimizer.set_moment(buffer, key, flat, take=True)
             continue
         for segment in segments.values():  # rules that keep different states for different shapes
             optimizer.state[segment.param][key] = flat[segment.start : segment.end].view(segment.shape).clone()

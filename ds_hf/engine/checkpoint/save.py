@@ -14,7 +14,7 @@ import time
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ds_hf.engine.checkpoint.agreement import collect, share, together
+from ds_hf.engine.checkpoint.agreement import collect, together
 from ds_hf.engine.checkpoint.background import Job, SaveTimes
 from ds_hf.engine.checkpoint.commit import (
     announce,
@@ -23,6 +23,7 @@ from ds_hf.engine.checkpoint.commit import (
     hidden_beside,
     make_folder,
     remove_leftovers,
+    this_writer,
 )
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict, save_16bit_model
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
@@ -60,15 +61,16 @@ def save_checkpoint(
     began = time.perf_counter()
     engine.checkpoint_writer.wait()
     axis = engine.axis
-    tag = _agree_on_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    tag, writer = _agree(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     root, target = Path(save_dir), Path(save_dir) / tag
-    staged = share(axis, hidden_beside(target, "saving"))
+    staged = hidden_beside(target, "saving", writer)
     in_background = engine.settings.ds_hf.checkpoint.async_
     try:
-        with together(axis, f"saving {target}"):
+        with together(axis, f"saving {target}") as meeting:
             part = gather_part(engine, client_state, exclude_frozen_parameters)
             description = _describe(engine, tag, exclude_frozen_parameters)
-        nbytes = sum(collect(axis, part.nbytes))
+            meeting.bring(part.nbytes)
+        nbytes = sum(meeting.brought)
         with together(axis, f"saving {target}"):
             if axis.rank == 0:
                 _make_room(root, target, staged, nbytes)
@@ -92,10 +94,11 @@ def save_checkpoint(
     return True
 
 
-def _agree_on_tag(engine: Checkpointable, tag: str) -> str:
-    """Rank 0's tag, after ``checkpoint.tag_validation`` has compared all ranks' and it was found to stay inside."""
+def _agree(engine: Checkpointable, tag: str) -> tuple[str, str]:
+    """Rank 0's tag, compared as ``checkpoint.tag_validation`` says and found to stay inside, and name of the writer."""
     mode = str(engine.settings.checkpoint.tag_validation).lower()
-    tags = collect(engine.axis, tag)
+    answers = collect(engine.axis, (tag, this_writer()))
+    tags = [answer[0] for answer in answers]
     if len(set(tags)) > 1 and mode != "ignore":
         message = f"ranks want to save under different tags: {sorted(set(tags))}; give every rank the same tag"
         if mode == "fail":
@@ -105,7 +108,7 @@ def _agree_on_tag(engine: Checkpointable, tag: str) -> str:
     path = PurePosixPath(tags[0])
     if not path.parts or path.is_absolute() or ".." in path.parts or any(c in tags[0] for c in "\0\n\\"):
         raise CheckpointError(f"{tags[0]!r} cannot be a checkpoint's tag: use the name of a folder inside save_dir")
-    return tags[0]
+    return answers[0]
 
 
 def _describe(engine: Checkpointable, tag: str, exclude_frozen: bool) -> dict[str, Any]:

@@ -364,8 +364,12 @@ class ShardedOptimizer(Optimizer):
         return result if found or (key in self.moments()) else None
 
     @torch.no_grad()
-    def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor, *, create: bool = True) -> None:
+    def set_moment(
+        self, buffer: FlatBuffer, key: str, value: Tensor, *, create: bool = True, take: bool = False
+    ) -> None:
         """Write a moment over what this rank owns; makes the state where there is none yet, unless not to ``create``.
+
+        With ``take`` the state may be ``value`` itself: the caller does not need it any more.
 
         Rules that keep other moments for matrices than for vectors must not get those that are not theirs.
         """
@@ -377,7 +381,7 @@ class ShardedOptimizer(Optimizer):
             if key in state:
                 state[key].copy_(piece)
             elif create:
-                state[key] = piece.to(device=master.device, dtype=self._moment_dtype(master), copy=True)
+                state[key] = piece.to(device=master.device, dtype=self._moment_dtype(master), copy=not take)
 
     @property
     def nbytes(self) -> int:
