@@ -135,6 +135,7 @@ class Predictor:
             parameter_place=_place(plan.shards_parameters, zero.offload_param.device),
             pinned=zero.offload_optimizer.pin_memory,
             streams=self.streams,
+            device_share=_device_share(settings) if optimizer.lower() in _STREAMED else 0.0,
         )
 
     def _timeline(self, settings: Config, plan: StatePlan, batch: int) -> Timeline:
@@ -151,6 +152,13 @@ class Predictor:
             mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
             self._timelines[key] = _recorded(_cast(model, plan.parameters.dtype), workload, sharding)
         return self._timelines[key]
+
+
+def _device_share(settings: Config) -> float:
+    """Of offloaded states; none with "auto", which moves to the device what turns out to fit."""
+    own = settings.ds_hf.offload.ratio
+    ratio = settings.zero_optimization.offload_optimizer.ratio if own is None else own
+    return 0.0 if isinstance(ratio, str) else 1.0 - float(ratio)
 
 
 def _guess(first: Timeline, last: Timeline, bounds: tuple[int, int], fits: Callable[[Timeline, int], bool]) -> int:

@@ -40,6 +40,7 @@ class Costs:
         optimizer_place, parameter_place: ``"device"``, ``"cpu"`` or ``"nvme"``.
         pinned: host states are page-locked.
         streams: reductions run beside the computation, so that what is reduced from lives a little longer.
+        device_share: of the states in host memory, the share that stays on the device (``offload_optimizer.ratio``).
     """
 
     world_size: int
@@ -51,11 +52,18 @@ class Costs:
     parameter_place: str
     pinned: bool
     streams: bool = True
+    device_share: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of one buffer: whole and owned parameters and gradients, masters, moments."""
+    """Bytes of one buffer: whole and owned parameters and gradients, masters, moments.
+
+    Attributes:
+        here: its states and its reduced gradient are on the device.
+    """
+
+    here: bool
 
     whole: int
     shard: int
@@ -68,6 +76,9 @@ class _Sizes:
     owned_summed: int
     master: int
     moments: int
+
+
+_NOTHING = _Sizes(False, *[0] * 11)
 
 
 @dataclass
@@ -86,7 +97,8 @@ class _Peak:
 
 def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int) -> Prediction:
     """What one process needs."""
-    sizes = [_sizes(spec, plan, costs) for spec in timeline.buffers]
+    places = _states_here(timeline, plan, costs)
+    sizes = [_sizes(spec, plan, costs, here) for spec, here in zip(timeline.buffers, places, strict=True)]
     peak = _Peak()
     base = _resident(timeline, sizes, costs)
     _initialize(timeline, sizes, costs, peak)
@@ -100,19 +112,39 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, costs.world_size)
 
 
-def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs) -> _Sizes:
+def _states_here(timeline: Timeline, plan: StatePlan, costs: Costs) -> list[bool]:
+    """For each buffer, whether its states are on the device: the first ones, as ``engine.optim.host_store`` chooses."""
+    if costs.optimizer_place != "cpu":
+        return [costs.optimizer_place == "device"] * len(timeline.buffers)
+    owned = [_owned(spec, plan, costs) if spec.trains else 0 for spec in timeline.buffers]
+    room, places = costs.device_share * sum(owned) * (1 + 1e-9), []
+    for spec, numel in zip(timeline.buffers, owned, strict=True):
+        stays = not spec.sharded or costs.parameter_place == "device"
+        places.append(bool(numel) and stays and numel <= room)
+        room -= numel if places[-1] else 0
+    return places
+
+
+def _owned(spec: BufferSpec, plan: StatePlan, costs: Costs) -> int:
+    """Elements that this process updates."""
     layout = FlatLayout(spec.shapes, costs.world_size)
-    owned = layout.numel if not plan.shards_optimizer else layout.shard_numel
+    return layout.shard_numel if plan.shards_optimizer else layout.numel
+
+
+def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Sizes:
+    layout = FlatLayout(spec.shapes, costs.world_size)
+    owned = _owned(spec, plan, costs)
     sixteen = spec.itemsize == 2
     grad = ITEM_NBYTES[plan.communication_dtype] if plan.communication_dtype else spec.itemsize
     summed = ITEM_NBYTES[plan.gradients.dtype or "float32"]
     target = ITEM_NBYTES[plan.optimizer.dtype or "float32"] if sixteen else spec.itemsize
-    aliased = target == spec.itemsize and costs.optimizer_place == "device"
+    aliased = target == spec.itemsize and here
     apart = spec.sharded and (costs.world_size > 1 or costs.parameter_place != "device")
     whole, shard = rounded(layout.numel * spec.itemsize), rounded(layout.shard_numel * spec.itemsize)
     trains = int(spec.trains)
     moment = ITEM_NBYTES[plan.moments] if sixteen else spec.itemsize
     return _Sizes(
+        here=here,
         whole=whole,
         shard=shard,
         rests=shard if apart else whole,
@@ -129,7 +161,6 @@ def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs) -> _Sizes:
 
 def _resident(timeline: Timeline, sizes: list[_Sizes], costs: Costs) -> dict[str, int]:
     """What stays on the device all the time."""
-    here = costs.optimizer_place == "device"
     return {
         "parameters": sum(
             size.rests
@@ -137,8 +168,8 @@ def _resident(timeline: Timeline, sizes: list[_Sizes], costs: Costs) -> dict[str
             if not spec.sharded or costs.parameter_place == "device"
         )
         + timeline.constants,
-        "masters": sum(size.master for size in sizes) if here else 0,
-        "moments": sum(size.moments for size in sizes) if here else 0,
+        "masters": sum(size.master for size in sizes if size.here),
+        "moments": sum(size.moments for size in sizes if size.here),
         "workspaces": CUBLAS,
     }
 
@@ -152,7 +183,7 @@ def _initialize(timeline: Timeline, sizes: list[_Sizes], costs: Costs, peak: _Pe
         cast = size.whole if wide != spec.itemsize else 0
         again = size.gathered  # a storage of its own for gathers, before it is released
         on_device = not spec.sharded or costs.parameter_place == "device"
-        kept = (size.rests if on_device else 0) + (size.master if costs.optimizer_place == "device" else 0)
+        kept = (size.rests if on_device else 0) + (size.master if size.here else 0)
         extra = staged + cast + again - (0 if size.gathered else size.whole)
         peak.offer("initialize", {"parameters": done + kept, "temporary": extra})
         done += kept
@@ -173,15 +204,14 @@ class _Run:
         self.timeline, self.sizes, self.plan, self.costs = timeline, sizes, plan, costs
         self.base, self.peak = base, peak
         self.every = plan.reduces_every_micro_batch
-        self.gradients_here = costs.optimizer_place == "device"
         self.many = costs.accumulation_steps > 1
         self.moment = "forward"
         self.gathered = 0
         self.kept = 0  # flat gradients that are being reduced: ``Lane.keep``
         # sums of the micro-batches before: reduced where every one is, and this process's own where only the last is
         self.flat = sum(self._before(size.flat, size.summed) for size in sizes) if self.many and not self.every else 0
-        reduced = self.many and self.every and self.gradients_here
-        self.owned = sum(self._before(size.owned, size.owned_summed) for size in sizes) if reduced else 0
+        reduced = self.many and self.every
+        self.owned = sum(self._before(s.owned, s.owned_summed) for s in sizes if s.here) if reduced else 0
 
     def _before(self, single: int, summed: int) -> int:
         """A sum: in the communication dtype as long as it is one gradient."""
@@ -225,7 +255,7 @@ class _Run:
         self.flat -= partial
         if self.costs.streams and self.costs.world_size > 1:
             self.kept += size.flat
-        if not self.gradients_here:
+        if not size.here:
             return
         if self.many and self.every:
             before = self._before(size.owned, size.owned_summed)
@@ -237,8 +267,7 @@ class _Run:
     def _step(self) -> None:
         """Everything reduced; optimizers that step as a whole want gradients in the masters' dtype, all at once."""
         self.moment, self.kept = "step", 0
-        wide = self.costs.whole_step and self.gradients_here
-        cast = sum(size.owned_summed for size in self.sizes) if wide else 0
+        cast = sum(size.owned_summed for size in self.sizes if size.here) if self.costs.whole_step else 0
         self._offer(tuple(0 for _ in Kind), cast)
 
     def _offer(self, live: tuple[int, ...], extra: int) -> None:
@@ -277,11 +306,12 @@ def _rows(
 ) -> Iterator[tuple[str, str, int, int]]:
     """(name, place, bytes, bytes of the largest buffer)."""
     accumulates = costs.accumulation_steps > 1
-    gradients = [size.owned_summed if accumulates else size.owned for size in sizes]
+    away = [size for size in sizes if not size.here] or [_NOTHING]
+    gradients = [size.owned_summed if accumulates else size.owned for size in away]
     shards = [size.shard if spec.sharded else 0 for spec, size in zip(timeline.buffers, sizes, strict=True)]
     place = costs.optimizer_place
-    yield "masters", place, sum(size.master for size in sizes), max(size.master for size in sizes)
-    yield "moments", place, sum(size.moments for size in sizes), max(size.moments for size in sizes)
+    yield "masters", place, sum(size.master for size in away), max(size.master for size in away)
+    yield "moments", place, sum(size.moments for size in away), max(size.moments for size in away)
     # reduced gradients stay in host memory, also where the states are on disk
     kept = "cpu" if place == "nvme" else place
     yield "gradients", kept, sum(gradients), max(gradients)

@@ -10,6 +10,7 @@ import torch
 
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
+from ds_hf.memory import Predictor, Workload
 from ds_hf.memory.prediction import Prediction
 from ds_hf.memory.pricing import CUBLAS, NCCL, Costs, price
 from ds_hf.memory.timeline import BufferSpec, Event, Step, Timeline
@@ -105,6 +106,38 @@ def test_optimizer_on_the_host() -> None:
     assert prediction.pinned == 7 * MB
     assert prediction.host_total == 7 * MB
     assert prediction.disk_total == 0
+
+
+def test_a_share_of_the_states_stays_on_the_device() -> None:
+    """The first buffer's, as far as whole buffers fit the share; its reduced gradient stays as well."""
+    costs = dataclasses.replace(ALONE, world_size=4, optimizer_place="cpu", device_share=0.6)
+    prediction = priced(2, costs, offload_optimizer={"device": "cpu"})
+    assert parts(prediction) == {"parameters": 4, "masters": 1, "moments": 2, "gradients": 4, "activations": 4}
+    host = {name: nbytes / MB for name, nbytes in prediction.host.items()}
+    assert host == {"loading": 4, "masters": 1, "moments": 2, "gradients": 0.5}
+    everything = dataclasses.replace(costs, device_share=1.0)
+    assert priced(2, everything, offload_optimizer={"device": "cpu"}).host.keys() == {"loading"}
+    # parameters that are not on the device keep their states away from it
+    away = dataclasses.replace(everything, parameter_place="cpu")
+    both = priced(3, away, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    assert "masters" not in both.device
+
+
+def test_ratio_of_the_file() -> None:
+    model = "llama:hidden=64,layers=4,heads=4,kv_heads=4,intermediate=172,vocab=512"
+    predictor = Predictor(model, Workload(micro_batch=1, seq_len=32))
+
+    def masters(**zero: Any) -> tuple[int, int]:
+        offload = {"device": "cpu", **zero}
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+        found = predictor.predict(config)
+        return found.device.get("masters", 0), found.host.get("masters", 0)
+
+    whole = masters()[1]
+    here, away = masters(ratio=0.5)
+    assert masters()[0] == 0
+    assert here + away == whole
+    assert 0 < here <= 0.5 * whole
 
 
 def test_everything_elsewhere() -> None:
