@@ -23,6 +23,7 @@ from ds_hf.autotune.space import check_names
 from ds_hf.autotune.study import JOURNAL, Search
 from ds_hf.autotune.trial import kill_leftovers, run_launch
 from ds_hf.autotune.view import View
+from ds_hf.autotune.workers import try_workers
 from ds_hf.config.load import examine
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
@@ -77,6 +78,9 @@ def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
     if search.options.confirm and not interrupted and not result.kept:
         with suppress(KeyboardInterrupt), view.shown():
             _confirm(search, result, view)
+    if search.options.confirm and not interrupted:
+        with suppress(KeyboardInterrupt), view.shown():
+            try_workers(search, result)
     paths = write_result(search, result)
     if search.options.lr and not interrupted:
         with suppress(KeyboardInterrupt), view.shown():

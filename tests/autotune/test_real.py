@@ -19,7 +19,7 @@ from ds_hf.autotune import run_from_deepspeed
 from ds_hf.cli import app
 from ds_hf.config import load_config
 from ds_hf.measure.protocol import TRIAL_ENV
-from tests.autotune.scripts import script
+from tests.autotune.scripts import SLOW_DATA, script
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -168,6 +168,27 @@ def test_deepspeed_autotuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert tuned.train_micro_batch_size_per_gpu <= 8
     assert "autotuning" not in tuned.resolved
     assert run_from_deepspeed("guess", ["train.py"]) == 2
+
+
+@pytest.mark.slow
+def test_a_trainer_that_waits_for_data_gets_workers(tmp_path: Path) -> None:
+    """20 ms a sample, 8 samples a step: without workers the script does little but wait."""
+    (tmp_path / "train.py").write_text(SLOW_DATA)
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {**dict.fromkeys(batch, "auto"), "zero_optimization": {"stage": 1}}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    tune = ["autotune", "-n", "1", "--budget", "150s", "--trials", "1", "--results-dir", str(tmp_path / "results")]
+    training = ["--output_dir", str(tmp_path / "out"), "--per_device_train_batch_size", "8", "--max_steps", "500"]
+    train = [str(tmp_path / "train.py"), *training, "--report_to", "none", "--deepspeed"]
+    found = run([sys.executable, "-m", "ds_hf.cli", *tune, *train, str(tmp_path / "ds_config.json")], timeout=250)
+    assert found.returncode == 0, found.stdout + found.stderr
+    reasons = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())
+    changes = {change["key"]: change for change in reasons["changes"]}
+    workers = changes["dataloader_num_workers"]["after"]
+    assert workers >= 1
+    assert "of its time for data" in changes["dataloader_num_workers"]["reason"]
+    assert f"--dataloader_num_workers {workers}" in (tmp_path / "results" / "command.txt").read_text()
+    assert not left_behind(tmp_path)
 
 
 @pytest.mark.slow
