@@ -20,8 +20,6 @@ export HF_DATASETS_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 DEMO_OUT := demo_output
-DEMO = $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_lm.py \
-	--deepspeed examples/ds_config_zero2.json --output_dir $(DEMO_OUT)
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,13 +40,9 @@ $(LIBRARY): csrc/CMakeLists.txt $(wildcard csrc/cpu/* csrc/aio/*) | $(STAMP)
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(STAMP) $(LIBRARY) ## train a small Llama on two processes with ZeRO, save, resume; under 4 minutes
+demo: $(STAMP) $(LIBRARY) ## tune a configuration for two minutes, train a small Llama with it, resume; some four minutes
 	@rm -rf $(DEMO_OUT)
-	@echo "== A small Llama from scratch, two processes, ZeRO stage 2 =="
-	@$(DEMO)
-	@echo; echo "== The same command again, resuming from the checkpoint =="
-	@$(DEMO) --max_steps 200 --resume_from_checkpoint $(DEMO_OUT)/checkpoint-160
-	@echo; echo "Model, tokenizer and checkpoints are in $(DEMO_OUT)/"
+	@$(BIN)/python examples/demo.py
 
 test: lint $(LIBRARY) ## lint, types, layers, and all tests but the slow ones and those for a GPU
 	@$(BIN)/pytest -q -n 2 -m "not slow and not gpu"

@@ -1,10 +1,11 @@
 """What a setting will need and how long its step will take, before it is launched; corrected by every launch.
 
-Memory: the model states of the plan (``zero.estimate``), plus what a sample's activations were measured to take, plus
-what was measured beyond both in the user's own setting. Time: a roofline. Compute as measured for each micro-batch in
-the user's setting, communication as bytes over measured bandwidth, the update as elements over measured speed. What the
-roofline has wrong is learned: a Bayesian regression of log(measured / predicted) on the values of the axes, which also
-says how sure it is. Units: bytes, seconds, samples.
+Memory: a trace of the model on the meta device (``footprint``), corrected by what was measured in the user's own
+setting at the nearest micro-batch. Where the model is not known: the model states of the plan (``zero.estimate``), plus
+what a sample's activations were measured to take, plus what was measured beyond both in the user's own setting.
+Time: a roofline. Compute as measured for each micro-batch in the user's setting, communication as bytes over measured
+bandwidth, the update as elements over measured speed. What the roofline has wrong is learned: a Bayesian regression of
+log(measured / predicted) on the values of the axes, which also says how sure it is. Units: bytes, seconds, samples.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.space import CHECKPOINTING, COMPILE, Setting, config_of
 from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, StatePlan, plan_states
 from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estimate_states
+from ds_hf.memory import Prediction as Traced
+from ds_hf.memory import UnpredictableError
 
 __all__ = ["CostModel", "Prediction", "Survey"]
 
@@ -28,7 +32,8 @@ COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs
 HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
 HOST_UPDATE = 2e9  # elements a second that one process updates on the host
 HOST_COPY = 2e10  # bytes a second between device and host
-MARGIN = 1.1  # a prediction this much above the memory is believed
+MARGIN = 1.1  # an estimate this much above the memory is believed
+TRACED_MARGIN = 1.05  # the same of a trace: 1.7 % off at most on an H100 (docs/memory.md), and fragments
 PRIOR_SPREAD = 0.15  # of log(measured / predicted) for each thing that differs from the user's setting
 NOISE = 0.04  # of the same once all of them were launched: what differences do to each other, and noise
 
@@ -67,10 +72,19 @@ class CostModel:
     Args:
         tree: the user's configuration. own: the user's setting.
         memory: bytes of the device, ``None`` where nothing limits it.
+        footprint: the model, traced; ``None`` where that is not possible.
     """
 
-    def __init__(self, tree: dict[str, Any], own: Setting, survey: Survey, memory: int | None) -> None:
+    def __init__(
+        self,
+        tree: dict[str, Any],
+        own: Setting,
+        survey: Survey,
+        memory: int | None,
+        footprint: Footprint | None = None,
+    ) -> None:
         self.tree, self.own, self.survey, self.memory = tree, own, survey, memory
+        self.footprint = footprint
         facts = survey.facts
         self.world = int(facts["world_size"])
         self.size = ModelSize(facts["total"], facts["trainable"], facts["largest_unit"])
@@ -78,6 +92,7 @@ class CostModel:
         self.hidden = HIDDEN if facts.get("cuda") else 0.0
         self.activations = {on: self._slope(name) for on, name in ((False, "plain"), (True, "checkpointed"))}
         self.beyond = 0
+        self._missed: dict[bool, dict[int, int]] = {False: {}, True: {}}
         self._seen: list[tuple[Setting, float]] = []
         self._names: list[tuple[str, Any]] = []
         self._weights = np.zeros(0)
@@ -94,7 +109,12 @@ class CostModel:
         return float(max(0.0, (last - first) / (high - low)))
 
     def _calibrate(self) -> None:
-        """What the user's own setting takes beyond the estimate."""
+        """What the user's own setting takes beyond the estimate, and beyond the trace at each size measured."""
+        for on, name in ((False, "plain"), (True, "checkpointed")):
+            for numel, peak in (self.survey.found.get(name) or {}).items():
+                self._compare({**self.own, CHECKPOINTING: on}, (int(numel), 1), peak)
+        for micro, (_, steps, _, peak) in self.survey.points.items():
+            self._compare(self.own, (micro, steps), peak)
         extra = [
             peak - self._estimate(self.own, micro, steps) for micro, (_, steps, _, peak) in self.survey.points.items()
         ]
@@ -128,13 +148,55 @@ class CostModel:
     def _checkpoints(self, setting: Setting) -> bool:
         return bool(setting.get(CHECKPOINTING, self.survey.facts.get("checkpointing", False)))
 
+    def _compare(self, setting: Setting, size: tuple[int, int], peak: int) -> None:
+        traced = self._traced(setting, *size)
+        if traced is not None:
+            self._missed[self._checkpoints(setting)][size[0]] = peak - self._device(traced)
+
+    def _traced(self, setting: Setting, micro: int, accumulation: int) -> Traced | None:
+        """By the trace; ``None`` where there is none."""
+        if self.footprint is None:
+            return None
+        on = self._checkpoints(setting)
+        tree = {name: value for name, value in config_of(self.tree, setting).items() if name != "$schema"}
+        try:
+            return self.footprint.predict(tree, micro, accumulation, checkpointing=on)
+        except UnpredictableError:
+            return None
+
+    def _device(self, traced: Traced) -> int:
+        """What a trial's meter counts: on a GPU what the allocator holds, without the context and NCCL."""
+        if self.survey.facts.get("cuda"):
+            return traced.device_peak + traced.outside.get("allocator", 0)
+        return traced.device_peak - traced.device.get("workspaces", 0)  # of cuBLAS
+
     def nbytes(self, setting: Setting, micro: int, accumulation: int) -> int:
         """Peak bytes on the device."""
-        return max(0, self._estimate(setting, micro, accumulation) + self.beyond)
+        traced = self._traced(setting, micro, accumulation)
+        if traced is None:
+            return max(0, self._estimate(setting, micro, accumulation) + self.beyond)
+        missed = self._missed[self._checkpoints(setting)]
+        sizes = sorted(missed)
+        more = float(np.interp(micro, sizes, [missed[size] for size in sizes])) if sizes else 0.0
+        return max(0, self._device(traced) + int(more))
 
     def cannot_fit(self, setting: Setting, micro: int, accumulation: int) -> bool:
         """Whether the prediction is so far above the memory that nobody need try."""
-        return self.memory is not None and self.nbytes(setting, micro, accumulation) > MARGIN * self.memory
+        return bool(self.why_not(setting, micro, accumulation))
+
+    def why_not(self, setting: Setting, micro: int, accumulation: int) -> str:
+        """Why the setting cannot fit, in words; empty where it may."""
+        traced = self._traced(setting, micro, accumulation)
+        margin = MARGIN if traced is None else TRACED_MARGIN
+        need = self.nbytes(setting, micro, accumulation)
+        if self.memory is not None and need > margin * self.memory:
+            return f"needs {need / 2**30:.2f} GiB at micro-batch {micro}, and there are {self.memory / 2**30:.2f} GiB"
+        host = self.survey.facts.get("host_memory")
+        if traced is not None and host and self.survey.facts.get("cuda"):
+            kept = sum(nbytes for name, nbytes in traced.host.items() if name != "loading")  # it loaded before
+            if kept > TRACED_MARGIN * host:
+                return f"needs {kept / 2**30:.2f} GiB of host memory, and there are {host / 2**30:.2f} GiB a process"
+        return ""
 
     # -- time -----------------------------------------------------------------------------------------------------
 

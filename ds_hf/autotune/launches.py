@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.options import Options
-from ds_hf.autotune.space import CHECKPOINTING, Setting, config_of
+from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of
 from ds_hf.autotune.trial import Launch, Outcome, Point, Watch, launch_words
 from ds_hf.config.types import Config
 from ds_hf.measure.protocol import TrialRequest
@@ -65,11 +65,19 @@ class Launches:
         config = self._write_config(name, config_of(self.tree, setting))
         return self._launch(name, self.command.words(config), request, watch)
 
-    def natural(self, name: str, setting: Setting, size: tuple[int, int], world_size: int) -> Outcome:
-        """The script as the user would start it with the result; its own steps become the point."""
+    def natural(
+        self, name: str, setting: Setting, size: tuple[int, int], world_size: int, workers: int | None = None
+    ) -> Outcome:
+        """The script as the user would start it with the result; its own steps become the point.
+
+        Args:
+            workers: of the script's DataLoader; ``None``: as the script has it.
+        """
         values: dict[str, object] = {"train_micro_batch_size_per_gpu": size[0], "gradient_accumulation_steps": size[1]}
         if CHECKPOINTING in setting:
             values[CHECKPOINTING] = setting[CHECKPOINTING]
+        if workers is not None:
+            values[WORKERS] = workers
         config = self._write_config(name, self.final_config(setting, size, world_size))
         request = self._request(name, natural_steps=NATURAL_STEPS)
         return _from_natural(self._launch(name, self.command.words(config, values), request, None), *size)

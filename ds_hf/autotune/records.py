@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +22,10 @@ from ds_hf.autotune.options import Metric
 from ds_hf.autotune.space import Setting, key_of, label_of
 from ds_hf.autotune.trial import Outcome, Point
 
-__all__ = ["Record", "attributes_of", "is_orphan", "record_of", "records_of", "value_of"]
+__all__ = ["LEAST_WAIT", "Record", "attributes_of", "is_orphan", "record_of", "records_of", "value_of", "wait_share"]
 
 ROLE_OWN = "own"
+LEAST_WAIT = 0.05  # of a step: less is not worth a launch
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Record:
         points: measured. predicted: micro-batch -> (seconds, bytes) before the launch.
         best: the point with the best value. value: in the metric's unit.
         started, seconds: wall clock of the launch.
-        split: shares of a step's time.
+        natural, waits: seconds of the script's own steps, and how many of them for data.
     """
 
     number: int
@@ -47,6 +50,7 @@ class Record:
     too_large: tuple[int, ...] = ()
     predicted: dict[int, tuple[float, int]] = field(default_factory=dict)
     natural: tuple[float, ...] = ()
+    waits: tuple[float, ...] = ()
     events: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0
     seconds: float = 0.0
@@ -59,10 +63,20 @@ class Record:
     def label(self) -> str:
         return label_of(self.setting)
 
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether the script's own steps wait for data for long enough to do something about it."""
+        return wait_share(self.natural, self.waits) >= LEAST_WAIT
+
     def best(self, metric: Metric, world_size: int) -> Point | None:
         """The measured point that is best by ``metric``."""
         sign = -1 if metric.maximize else 1
         return min(self.points, key=lambda point: sign * value_of(point, metric, world_size), default=None)
+
+
+def wait_share(steps: Sequence[float], waits: Sequence[float]) -> float:
+    """How much of a step is waiting for data."""
+    return statistics.median(waits) / statistics.median(steps) if steps and waits else 0.0
 
 
 def value_of(point: Point, metric: Metric, world_size: int, flops: float = 1.0) -> float:
@@ -88,6 +102,7 @@ def attributes_of(
         "points": [dataclasses.asdict(point) for point in outcome.points],
         "too_large": outcome.too_large,
         "natural": outcome.natural,
+        "waits": outcome.waits,
         "events": {**outcome.events, "notes": outcome.notes},
         "predicted": {str(micro): list(value) for micro, value in predicted.items()},
         "started": started,
@@ -110,6 +125,7 @@ def record_of(trial: FrozenTrial) -> Record | None:
         too_large=tuple(kept.get("too_large", ())),
         predicted={int(micro): (value[0], value[1]) for micro, value in kept.get("predicted", {}).items()},
         natural=tuple(kept.get("natural", ())),
+        waits=tuple(kept.get("waits", ())),
         events=dict(kept.get("events", {})),
         started=kept.get("started", 0.0),
         seconds=kept.get("seconds", 0.0),

@@ -18,6 +18,7 @@ from ds_hf.autotune.space import (
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     STAGE,
+    WORKERS,
     Setting,
 )
 from ds_hf.autotune.study import Search
@@ -27,6 +28,7 @@ from ds_hf.config.load import examine
 from ds_hf.config.triple import WorldSize
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrResult
+from ds_hf.measure.statistics import summarise
 
 __all__ = ["Change", "NothingFits", "Result", "final_words", "limits_of", "make_result", "write_result"]
 
@@ -56,9 +58,10 @@ class Result:
     Attributes:
         best: record and point that won; ``own``: the user's, ``None`` when that did not fit.
         kept: the user's file stays, as nothing was better by more than the noise.
-        gain: how many times better the best is (1 when kept).
+        gain: how many times better the best is in the engine (1 when kept).
         confirmed: the script's own steps with the result; ``None`` when that was not tried.
         rejected: what looked better and was not when the script itself ran with it.
+        workers: of the script's DataLoader, where more than it has pay.
         limits: shares of a step's time, and what limits it.
     """
 
@@ -74,6 +77,7 @@ class Result:
     limit: str = ""
     why_stopped: str = ""
     rejected: str = ""
+    workers: int | None = None
     learning_rate: LrResult | None = None
 
 
@@ -125,11 +129,13 @@ def _why_nothing_fits(search: Search) -> str:
     )
 
 
-def final_words(search: Search, setting: Setting, size: tuple[int, int]) -> list[str]:
+def final_words(search: Search, setting: Setting, size: tuple[int, int], workers: int | None = None) -> list[str]:
     """The whole command with the tuned file."""
     values: dict[str, object] = {MICRO: size[0], STEPS: size[1]}
     if CHECKPOINTING in setting and setting[CHECKPOINTING] != search.space.own[CHECKPOINTING]:
         values[CHECKPOINTING] = setting[CHECKPOINTING]
+    if workers is not None:
+        values[WORKERS] = workers
     path = search.options.results_dir / TUNED
     words = search.command.words(path, values)
     whole = launch_words(search.options.launcher, search.problem.processes, words)
@@ -284,11 +290,20 @@ def reasons_of(search: Search, result: Result) -> dict[str, Any]:
         "limits": result.limits,
         "limited_by": result.limit,
         "why_stopped": result.why_stopped,
+        "bytes_predicted": search.how_bytes,
+        "learning_rate": _rate(result.learning_rate),
         "notes": search.own.events.get("notes", []),
         "setting": record.setting,
         "confirmed_seconds": None if result.confirmed is None else _median(result.confirmed.natural),
         "own_seconds": _median(list(search.own.natural)),
     }
+
+
+def _rate(found: LrResult | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    advice = [{"name": each.name, "config": each.config, "arguments": each.arguments} for each in found.advice()]
+    return {"suggested": found.lr, "interval": found.interval, "reason": found.reason, "advice": advice}
 
 
 def summary_lines(search: Search, result: Result) -> list[str]:
@@ -340,7 +355,8 @@ def _confirmation(search: Search, result: Result, value: str) -> str:
 
 
 def _median(values: list[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
+    """Without the warm-up, as everywhere."""
+    return summarise(values).median if values else None
 
 
 def _write_trials(search: Search, path: Path) -> None:

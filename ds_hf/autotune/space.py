@@ -34,6 +34,7 @@ RATIO = "zero_optimization.offload_optimizer.ratio"
 COMPILE = "ds_hf.compile"
 CHECKPOINTING = "gradient_checkpointing"
 COMMUNICATION = "communication_data_type"
+WORKERS = "dataloader_num_workers"  # no axis: batches that are replayed say nothing of it (``workers``)
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def check_names(options: Options) -> None:
     Raises:
         ConfigError: one is not; with the nearest that is.
     """
-    known = [axis.name for axis in AXES]
+    known = [*(axis.name for axis in AXES), WORKERS]
     fixable = [*known, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"]
     for name, names in (*((n, [*known, "all"]) for n in options.tune), *((n, fixable) for n in options.fix)):
         if name not in names:

@@ -23,6 +23,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState, create_trial
 
 from ds_hf.autotune.cost import CostModel, Survey
+from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import (
@@ -34,10 +35,11 @@ from ds_hf.autotune.records import (
     value_of,
     worker_attributes,
 )
-from ds_hf.autotune.space import Setting, Space, key_of, points
+from ds_hf.autotune.space import Setting, Space, config_of, key_of, points
 from ds_hf.autotune.trial import Outcome, Point, run_launch
 from ds_hf.autotune.view import View
 from ds_hf.errors import DsHfError
+from ds_hf.memory import UnpredictableError
 
 __all__ = ["JOURNAL", "Search", "TuneError"]
 
@@ -47,6 +49,7 @@ EXPLORE_EVERY = 4
 SURE = 2.0  # standard deviations
 CLOSE = 1.1  # sizes predicted within this of a setting's best are measured
 TIGHT = 0.9  # of the memory
+LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
 STARTUP = 4  # launches before Optuna's sampler and pruner have an opinion
@@ -82,6 +85,7 @@ class Search:
         self.space: Space
         self.world_size = 1
         self.why_stopped = ""
+        self.how_bytes = "not predicted: nothing limits them"
 
     def _open(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -116,9 +120,25 @@ class Search:
         self.space = self._make_space(facts)
         found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in own.points}
         memory = self.options.memory_limit or facts.get("memory")
-        self.model = CostModel(self.space.tree, own.setting, Survey(facts, own.events.get("survey", {}), found), memory)
+        survey = Survey(facts, own.events.get("survey", {}), found)
+        matters = memory is not None or self.options.metric is Metric.MEMORY
+        footprint = self._trace(survey) if matters else None
+        self.model = CostModel(self.space.tree, own.setting, survey, memory, footprint)
         for record in records_of(self.study):
             self._learn(record)
+
+    def _trace(self, survey: Survey) -> Footprint | None:
+        """The model on the meta device, if it can be had there; ``how_bytes`` says."""
+        try:
+            footprint = Footprint(survey.facts, survey.found, self.all_sizes())
+            micro, steps = self.all_sizes()[0]
+            on = bool(survey.facts["checkpointing"])
+            footprint.predict(config_of(self.space.tree, self.own.setting), micro, steps, checkpointing=on)
+        except UnpredictableError as error:
+            self.how_bytes = f"by the state plan and the measured activations ({error})"
+            return None
+        self.how_bytes = "by a trace of the model, corrected by what was measured"
+        return footprint
 
     def _make_space(self, facts: dict[str, Any]) -> Space:
         return Space(
@@ -180,10 +200,13 @@ class Search:
         if len(launched) >= self.options.trials:
             return f"{self.options.trials} launches were asked for"
         spent = time.monotonic() - self.launches.started
+        budget = self.options.budget * (1 - LR_SHARE * self.options.lr)
         others = sorted(record.seconds for record in launched if not record.own) or [FIRST_SHARE * self.own.seconds]
         typical = others[len(others) // 2]
-        if spent + typical * (1 + self.options.confirm) > self.options.budget:
-            return f"the budget of {self.options.budget:g} s is spent"
+        after = self.options.confirm * (1 + self.own.waits_for_data)  # the result once more, and with more workers
+        if spent + typical * (1 + after) > budget:
+            kept = ", with the rest kept for the learning rate" if self.options.lr else ""
+            return f"the budget of {budget:g} s is spent{kept}"
         since = self._launches_since_gain(launched)
         if since >= self.options.patience:
             return f"{since} launches in a row brought no gain"
@@ -243,10 +266,7 @@ class Search:
             if key_of(setting) in known or self._sizes(setting):
                 continue
             micro, steps = self.all_sizes()[0]
-            need, memory = self.model.nbytes(setting, micro, steps), self.model.memory
-            reason = (
-                f"needs {need / 2**30:.2f} GiB at micro-batch {micro}, and there are {(memory or 0) / 2**30:.2f} GiB"
-            )
+            need, reason = self.model.nbytes(setting, micro, steps), self.model.why_not(setting, micro, steps)
             kept = {
                 "setting": setting,
                 "kind": "ruled out",

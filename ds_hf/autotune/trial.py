@@ -54,7 +54,7 @@ class Outcome:
         reason: in words, for people.
         points: what was measured, whatever happened afterwards.
         too_large: micro-batches that ran out of memory.
-        natural: seconds of the script's own steps.
+        natural: seconds of the script's own steps; waits: how many of them for the DataLoader.
         events: everything else that the engine said, by event.
         tail: the end of the output.
     """
@@ -64,6 +64,7 @@ class Outcome:
     points: list[Point] = field(default_factory=list)
     too_large: list[int] = field(default_factory=list)
     natural: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tail: str = ""
@@ -79,6 +80,7 @@ class Outcome:
             self.too_large.append(event["micro"])
         elif kind == "step" and event["kind"] == "natural":
             self.natural.append(event["seconds"])
+            self.waits.append(event.get("wait", 0.0))
         elif kind == "note":
             self.notes.append(event["text"])
             if event.get("resizable") is False:

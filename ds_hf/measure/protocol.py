@@ -8,7 +8,8 @@ event     fields
 ========  =======================================================================================================
 facts     of the engine when it is made: parameter counts, dtype, batch, world size, device and its memory
 survey    bytes and operations of one sample, bandwidth of the collectives (``request.survey``)
-step      one measured step: ``micro``, ``accumulation``, ``seconds``; ``kind`` "replay", or "natural": the script's own
+step      one measured step: ``micro``, ``accumulation``, ``seconds``; ``kind`` "replay", or "natural": the script's
+          own, of which ``wait`` seconds were for the DataLoader
 point     all steps of a (micro, accumulation): median, interval, peak, ``optimizer_seconds``; ``outcome``: "ok", "oom"
 peak      bytes, when only the script's own steps were measured
 split     where the time of one step goes, by kind of work

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,22 @@ class Predictor:
         plan = plan_states(settings)
         batch = micro_batch or _micro_batch(settings, world_size) or self.workload.micro_batch
         return price(self._timeline(settings, plan, batch), plan, self._costs(settings, world_size), micro_batch=batch)
+
+    def predict_each(self, config: Any, micro_batches: Sequence[int], *, world_size: int = 1) -> dict[int, Prediction]:
+        """Bytes for several micro-batches: the smallest and the largest are recorded, and those between interpolated.
+
+        Raises:
+            ConfigError, UnpredictableError: as ``predict``.
+        """
+        settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
+        plan, costs = plan_states(settings), self._costs(settings, world_size)
+        low, high = min(micro_batches), max(micro_batches)
+        first, last = self._timeline(settings, plan, low), self._timeline(settings, plan, high)
+
+        def at(batch: int) -> Timeline:
+            return first if batch == low else between(first, last, (batch - low) / (high - low))
+
+        return {batch: price(at(batch), plan, costs, micro_batch=batch) for batch in micro_batches}
 
     def largest_micro_batch(self, config: Any, *, world_size: int = 1, device_memory: int, exact: bool = True) -> int:
         """Most samples that fit ``device_memory`` bytes; 0 if not even one does.

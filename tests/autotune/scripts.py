@@ -38,6 +38,30 @@ for step in range(args.steps):
 print("trained to the end")
 """
 
+SLOW_DATA = """
+import time
+import torch
+from torch import nn
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10_000
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return {"x": torch.full((16,), float(index % 7))}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+    def forward(self, x):
+        return {"loss": self.linear(x).square().mean()}
+
+args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+Trainer(model=Net(), args=args, train_dataset=Slow()).train()
+"""
+
 FAULTS = {
     "fails": 'raise ValueError("no such data set: wiki")',
     "never calls the engine": 'print("nothing to do"); sys.exit(0)',

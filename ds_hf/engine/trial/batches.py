@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-__all__ = ["Batch", "LoaderWatch", "batch_numel", "longest_batch", "map_tensors", "resized", "shapes_of"]
+__all__ = ["Batch", "LoaderWatch", "batch_numel", "inputs_of", "longest_batch", "map_tensors", "resized", "shapes_of"]
 
 SCAN_SECONDS = 5.0  # for the lengths of the data set's samples
 
@@ -78,14 +79,29 @@ def shapes_of(batch: Batch) -> dict[str, list[int]]:
     return shapes
 
 
+def inputs_of(batch: Batch) -> dict[str, tuple[list[int], str]] | None:
+    """Shape and dtype of each tensor in the call by its name; ``None`` where they are not all passed by name."""
+    values = batch.kwargs.values()
+    if batch.args or not all(isinstance(value, Tensor) or value is None for value in values):
+        return None
+    tensors = {name: value for name, value in batch.kwargs.items() if value is not None}
+    return {name: (list(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in tensors.items()}
+
+
 class LoaderWatch:
     """Remembers which ``DataLoader`` was iterated over last: at the first training forward that is the training one.
+    And how long was waited for batches.
 
-    There is no other way to the data set that works for every script; the class gets its method back with ``remove``.
+    There is no other way to the data set that works for every script; the classes get their methods back with
+    ``remove``.
+
+    Attributes:
+        waited: seconds in ``next`` of any loader, so far.
     """
 
     def __init__(self) -> None:
         self.loader: DataLoader[Any] | None = None
+        self.waited = 0.0
         original = self._original = DataLoader.__iter__
         watch = self
 
@@ -94,10 +110,21 @@ class LoaderWatch:
             return original(loader)
 
         DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
+        advance = self._advance = _BaseDataLoaderIter.__next__
+
+        def timed(iterator: _BaseDataLoaderIter) -> Any:
+            start = time.perf_counter()
+            try:
+                return advance(iterator)
+            finally:
+                watch.waited += time.perf_counter() - start
+
+        _BaseDataLoaderIter.__next__ = timed  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
         """Stop watching."""
         DataLoader.__iter__ = self._original  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = self._advance  # type: ignore[method-assign]
 
 
 def longest_batch(loader: DataLoader[Any] | None, like: Batch, numel: int) -> Batch | str:

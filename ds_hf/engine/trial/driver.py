@@ -66,7 +66,8 @@ class Driver:
         engine.forward = self.forward  # type: ignore[method-assign]  # nn.Module calls what the object has
         engine.step_hooks.append(self.after_step)
         self._clock = Clock(engine.device)
-        self._natural = 0
+        self._waits: list[float] = []  # for data, since the step before
+        self._waited = 0.0
         self.emit("facts", **facts(engine, self.meter.total))
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -83,6 +84,7 @@ class Driver:
             if self.request.natural_steps == 0:
                 self._finish()
             self._clock.mark()
+            self._waited = self.loaders.waited
         return self._forward(*args, **kwargs)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,11 +155,12 @@ class Driver:
         if not self.measured or self.done or not self.request.natural_steps:
             return
         self._clock.mark()
-        self._natural += 1
-        if self._natural > self.request.natural_steps:  # the first one is warm-up
-            for seconds in self._clock.read()[1:]:
-                micro, accumulation = engine.batch.micro, engine.batch.accumulation_steps
-                self.emit("step", micro=micro, accumulation=accumulation, seconds=seconds, kind="natural")
+        self._waits.append(self.loaders.waited - self._waited)
+        self._waited = self.loaders.waited
+        if len(self._waits) > self.request.natural_steps:  # the first one is warm-up
+            micro, accumulation = engine.batch.micro, engine.batch.accumulation_steps
+            for seconds, wait in zip(self._clock.read()[1:], self._waits[1:], strict=True):
+                self.emit("step", micro=micro, accumulation=accumulation, seconds=seconds, wait=wait, kind="natural")
             self._finish()
 
     def _finish(self) -> None:

@@ -6,14 +6,17 @@ of a collective. Nothing is guessed from the names of a model's settings.
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_hf.engine.trial.batches import Batch, resized, shapes_of
+from ds_hf.engine.trial.batches import Batch, inputs_of, resized, shapes_of
 from ds_hf.engine.zero.estimate import measure
 
 if TYPE_CHECKING:
@@ -48,7 +51,23 @@ def facts(engine: Engine, total_memory: int | None) -> dict[str, Any]:
         "can_checkpoint": hasattr(engine.module, "gradient_checkpointing_enable"),
         "checkpointing": is_checkpointing(engine),
         "torch": torch.__version__,
+        "model": _model(engine.module),
+        "cores": len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+        "host_memory": psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
     }
+
+
+def _model(module: Any) -> dict[str, Any] | None:
+    """What a model of transformers can be built from again; ``None`` for other modules."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "to_json_string") or not type(module).__module__.startswith("transformers."):
+        return None
+    try:
+        found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    except TypeError:  # something of the script's own in it
+        return None
+    attention = getattr(config, "_attn_implementation", None)
+    return {"class": type(module).__name__, "config": found, "attention": attention}
 
 
 def _dtype(engine: Engine) -> str:
@@ -84,6 +103,7 @@ def survey(replay: Replay, emit: Emit) -> None:
     engine = replay.engine
     found: dict[str, Any] = {
         "shapes": shapes_of(replay.batch),
+        "inputs": inputs_of(replay.batch if replay.worst is None else replay.worst),
         "sample_numel": _sample_numel(replay.batch),
         "bandwidth": _bandwidth(engine),
     }

@@ -1,0 +1,97 @@
+"""Bytes of settings by ``ds_hf.memory``, where the model of the trials is one that transformers can build from its
+configuration: it is traced on the meta device, in this process, with the batch that the script fed.
+
+The trace knows what the plan's arithmetic does not: when units are gathered, gradients reduced and activations freed,
+and what offload leaves in host memory. Micro-batches between the smallest and the largest are interpolated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
+
+__all__ = ["Footprint"]
+
+SIXTEEN = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+class Footprint:
+    """The model of one search, traced.
+
+    Args:
+        facts, found: the events "facts" and "survey" of the user's own launch.
+        sizes: (micro-batch, accumulation) that will be asked for.
+
+    Raises:
+        UnpredictableError: the model is not known, or what transformers builds is another one.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], found: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
+        self.world = int(facts["world_size"])
+        probed = {int(numel) for name in ("plain", "checkpointed") for numel in found.get(name) or ()}
+        self.micros = sorted({micro for micro, _ in sizes} | probed | {1})
+        self._dtype = SIXTEEN.get(str(facts.get("module_dtype")))
+        self._predictors = {on: _predictor(facts, found, on) for on in (False, True) if not on or _can(facts)}
+        self._known: dict[Any, dict[int, Prediction]] = {}
+
+    def predict(self, tree: Mapping[str, Any], micro: int, accumulation: int, *, checkpointing: bool) -> Prediction:
+        """One process' bytes; precision left to "auto" in ``tree`` is what the engine said.
+
+        Raises:
+            UnpredictableError: the model does not run without values, or the micro-batch was not foreseen.
+        """
+        several = accumulation > 1  # all that memory knows of it
+        key = (json.dumps(tree, sort_keys=True), several, checkpointing)
+        if key not in self._known:
+            settings = {**self._with_precision(tree), "gradient_accumulation_steps": 1 + several}
+            settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] = "auto"
+            predictor = self._predictors[checkpointing]
+            self._known[key] = predictor.predict_each(settings, self.micros, world_size=self.world)
+        known = self._known[key]
+        if micro not in known:
+            raise UnpredictableError(f"micro-batch {micro} was not foreseen")
+        return known[micro]
+
+    def _with_precision(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """With the 16-bit section on that "auto" turned out to be."""
+        section = tree.get(self._dtype or "", {})
+        if section.get("enabled") != "auto":
+            return dict(tree)
+        return {**tree, str(self._dtype): {**section, "enabled": True}}
+
+
+def _can(facts: Mapping[str, Any]) -> bool:
+    return bool(facts["can_checkpoint"])
+
+
+def _predictor(facts: Mapping[str, Any], found: Mapping[str, Any], checkpointing: bool) -> Predictor:
+    import torch
+    import transformers
+
+    model, inputs = facts.get("model"), found.get("inputs")
+    if not model or not inputs:
+        raise UnpredictableError("the model is none that transformers builds, or its batch is not known by name")
+    kind = getattr(transformers, model["class"], None)
+    if kind is None:
+        raise UnpredictableError(f"transformers has no {model['class']}")
+    config = kind.config_class.from_dict(model["config"])
+    config.architectures = [model["class"]]
+    with torch.device("meta"):
+        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in inputs.items()}
+    workload = Workload(
+        gradient_checkpointing=checkpointing if _can(facts) else None,
+        attention=model["attention"],
+        optimizer=facts["optimizer"] or "AdamW",
+        inputs=tensors,
+    )
+    predictor = Predictor(config, workload)
+    predictor.streams = bool(facts["cuda"])
+    total = sum(param.numel() for param in predictor.model.parameters())
+    if total != facts["total"] or not all(param.requires_grad for param in predictor.model.parameters()):
+        raise UnpredictableError(f"the script's {model['class']} is not as its configuration says: {total} parameters")
+    if facts["trainable"] != facts["total"]:
+        raise UnpredictableError("parts of the model are frozen")
+    return predictor

@@ -1,0 +1,98 @@
+"""Bytes of settings by a trace of the model, where the first launch said which model it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from ds_hf.autotune.cost import CostModel, Survey
+from ds_hf.autotune.footprint import Footprint
+from ds_hf.memory import UnpredictableError, Workload, predict
+from tests.autotune.world import MIB
+
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+SIZES = [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    """Of the engine of a small Llama on two devices, as it writes them."""
+    config = LlamaConfig(**SHAPE)
+    numel = 512 * 64 * 2 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+    model = {"class": "LlamaForCausalLM", "config": json.loads(config.to_json_string(False)), "attention": "sdpa"}
+    return {"total": numel, "trainable": numel, "largest_unit": numel // 3, "module_dtype": "float32", "world_size": 2,
+            "micro": 1, "accumulation": 16, "optimizer": "FusedAdam", "cuda": True, "can_checkpoint": True,
+            "checkpointing": False, "model": model, "host_memory": 2**40}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """The survey of the same: a batch of one sample."""
+    inputs = {name: ([1, LENGTH], "int64") for name in ("input_ids", "labels")}
+    return {"inputs": inputs, "bandwidth": 1e9}
+
+
+@pytest.fixture(scope="module")
+def footprint(facts: dict[str, Any], found: dict[str, Any]) -> Footprint:
+    return Footprint(facts, found, SIZES)
+
+
+def tree(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}, "bf16": {"enabled": "auto"}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sizes_between_are_interpolated(footprint: Footprint, stage: int) -> None:
+    config = {**tree(stage), "gradient_accumulation_steps": 2, "bf16": {"enabled": False}}
+    for micro in (1, 4, 16):
+        workload = Workload(micro, LENGTH, gradient_checkpointing=False, attention="sdpa", optimizer="FusedAdam")
+        expected = predict(LlamaConfig(**SHAPE), config, workload, world_size=2)
+        traced = footprint.predict(tree(stage), micro, 2, checkpointing=False)
+        assert traced.device_peak == pytest.approx(expected.device_peak, rel=0.0 if micro != 4 else 0.01)
+
+
+def test_precision_left_to_auto_is_what_the_engine_said(facts: dict[str, Any], found: dict[str, Any]) -> None:
+    traced = Footprint({**facts, "module_dtype": "bfloat16"}, found, SIZES).predict(tree(1), 1, 1, checkpointing=False)
+    assert traced.device["masters"] == pytest.approx(facts["total"] * 4 / 2, rel=0.02)  # of two devices
+
+
+def test_what_is_not_known_is_not_predicted(facts: dict[str, Any], found: dict[str, Any]) -> None:
+    for changed in ({"model": None}, {"total": 1}, {"trainable": 1}, {"model": {**facts["model"], "class": "Mine"}}):
+        with pytest.raises(UnpredictableError):
+            Footprint({**facts, **changed}, found, SIZES)
+    with pytest.raises(UnpredictableError, match="not known by name"):
+        Footprint(facts, {**found, "inputs": None}, SIZES)
+
+
+def test_the_cost_model_is_right_where_it_measured_and_near_elsewhere(
+    facts: dict[str, Any], found: dict[str, Any], footprint: Footprint
+) -> None:
+    """What the script takes beyond the trace is expected at other stages and sizes too."""
+    facts = {**facts, "cuda": False}
+    own = {"zero_optimization.stage": 3}
+    peaks = {m: footprint.predict(tree(3), m, s, checkpointing=False).device_peak for m, s in SIZES[:3]}
+    peaks = {micro: peak + 5 * MIB for micro, peak in peaks.items()}
+    points = {micro: (1.0, steps, 0.1, peaks[micro]) for micro, steps in SIZES[:3]}
+    model = CostModel(tree(3), own, Survey(facts, found, points), 64 * MIB, footprint)
+    for micro, steps in SIZES[:3]:
+        assert model.nbytes(own, micro, steps) == peaks[micro]
+    for stage in (0, 1, 2, 3):
+        traced = footprint.predict(tree(stage), 16, 1, checkpointing=False)
+        assert model.nbytes({"zero_optimization.stage": stage}, 16, 1) == traced.device_peak + 5 * MIB
+
+
+def test_host_memory_rules_offload_out(facts: dict[str, Any], found: dict[str, Any], footprint: Footprint) -> None:
+    own = {"zero_optimization.stage": 2, "zero_optimization.offload_optimizer.device": "none"}
+    away = {**own, "zero_optimization.offload_optimizer.device": "cpu"}
+    model = CostModel(tree(2), own, Survey({**facts, "host_memory": 0.5 * MIB}, found), 2**40, footprint)
+    assert not model.why_not(own, 1, 16)
+    assert "of host memory" in model.why_not(away, 1, 16)
+    roomy = CostModel(tree(2), own, Survey(facts, found), 2**40, footprint)
+    assert not roomy.cannot_fit(away, 1, 16)
