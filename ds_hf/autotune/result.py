@@ -291,11 +291,19 @@ def reasons_of(search: Search, result: Result) -> dict[str, Any]:
         "limited_by": result.limit,
         "why_stopped": result.why_stopped,
         "bytes_predicted": search.how_bytes,
+        "learning_rate": _rate(result.learning_rate),
         "notes": search.own.events.get("notes", []),
         "setting": record.setting,
         "confirmed_seconds": None if result.confirmed is None else _median(result.confirmed.natural),
         "own_seconds": _median(list(search.own.natural)),
     }
+
+
+def _rate(found: LrResult | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    advice = [{"name": each.name, "config": each.config, "arguments": each.arguments} for each in found.advice()]
+    return {"suggested": found.lr, "interval": found.interval, "reason": found.reason, "advice": advice}
 
 
 def summary_lines(search: Search, result: Result) -> list[str]:

@@ -15,7 +15,18 @@ from rich.console import Console
 
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.launches import Problem, Run
-from ds_hf.autotune.lr import FindOptions, LrSearchError, figure, find, summary
+from ds_hf.autotune.lr import (
+    FindOptions,
+    LrOptions,
+    LrSearchError,
+    event_line,
+    figure,
+    find,
+    fitting,
+    summary,
+    total_steps_in,
+    updates_of,
+)
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.report import write_report
 from ds_hf.autotune.result import Result, final_words, limits_of, make_result, summary_lines, write_result
@@ -33,6 +44,7 @@ __all__ = ["tune"]
 
 SIGNATURE = "search.json"
 LOCK = "own.lock"
+LR_OVERTIME = 1.5
 TRUSTED = 1.02  # a result this much slower than the user's file when started as a user would is no gain
 
 
@@ -85,6 +97,7 @@ def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
     if search.options.lr and not interrupted:
         with suppress(KeyboardInterrupt), view.shown():
             _find_learning_rate(search, result, view)
+        paths = write_result(search, result)
     found = result.learning_rate
     paths["report"] = write_report(search, result, [] if found is None else [("Learning rate", figure(found))])
     view.say("")
@@ -99,10 +112,24 @@ def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
 
 
 def _find_learning_rate(search: Search, result: Result, view: View) -> None:
-    """A range test with the result; that it finds nothing does not undo the search."""
-    view.started(len(search.launched()), "learning rate", None)
+    """A range test with the result, in what is left of the budget; that it finds nothing does not undo the search."""
+    _, point = result.best
+    script = search.own.natural if result.confirmed is None else result.confirmed.natural
+    step = max(point.seconds, summarise(list(script)).median if script else 0.0)
+    left = search.options.budget - (time.monotonic() - search.launches.started)
+    start = min(record.seconds for record in search.launched()) / 2  # of the script, until it trains
+    longest = LrOptions(total_steps=total_steps_in(result.words))
+    options = fitting(longest, max(0.0, left - start), step)
+    view.started(len(search.launched()), f"learning rate, some {updates_of(options):,} updates", None)
+    if options.confirm_steps < longest.confirm_steps:
+        view.say(
+            f"  short trainings of {options.confirm_steps} updates instead of {longest.confirm_steps}, "
+            "to stay in the budget: a rougher answer"
+        )
+    least = LR_OVERTIME * (updates_of(options) * step + start)  # the shortest search may need more than is left
+    asked = FindOptions(options, search.folder / "lr", timeout_s=max(left, least))
     try:
-        result.learning_rate = find(result.words, FindOptions(output=search.folder / "lr"))
+        result.learning_rate = find(result.words, asked, lambda event: view.detailed(event_line(event)))
     except LrSearchError as error:
         view.say(str(error))
 

@@ -49,6 +49,7 @@ EXPLORE_EVERY = 4
 SURE = 2.0  # standard deviations
 CLOSE = 1.1  # sizes predicted within this of a setting's best are measured
 TIGHT = 0.9  # of the memory
+LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
 STARTUP = 4  # launches before Optuna's sampler and pruner have an opinion
@@ -199,11 +200,13 @@ class Search:
         if len(launched) >= self.options.trials:
             return f"{self.options.trials} launches were asked for"
         spent = time.monotonic() - self.launches.started
+        budget = self.options.budget * (1 - LR_SHARE * self.options.lr)
         others = sorted(record.seconds for record in launched if not record.own) or [FIRST_SHARE * self.own.seconds]
         typical = others[len(others) // 2]
         after = self.options.confirm * (1 + self.own.waits_for_data)  # the result once more, and with more workers
-        if spent + typical * (1 + after) > self.options.budget:
-            return f"the budget of {self.options.budget:g} s is spent"
+        if spent + typical * (1 + after) > budget:
+            kept = ", with the rest kept for the learning rate" if self.options.lr else ""
+            return f"the budget of {budget:g} s is spent{kept}"
         since = self._launches_since_gain(launched)
         if since >= self.options.patience:
             return f"{since} launches in a row brought no gain"

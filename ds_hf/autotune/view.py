@@ -89,6 +89,10 @@ class View:
         elif event["event"] == "point" and event["outcome"] == "ok":
             self.detail = f"micro-batch {event['micro']}: {event['seconds'] * 1e3:,.1f} ms/step"
 
+    def detailed(self, text: str) -> None:
+        """What the launch that runs is doing."""
+        self.detail = text
+
     def ended(self, record: Record) -> None:
         """A launch is over."""
         self.records.append(record)

@@ -21,6 +21,7 @@ from ds_hf.config import load_config
 from ds_hf.measure.protocol import TRIAL_ENV
 from tests.autotune.scripts import SLOW_DATA, script
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 8,
@@ -188,6 +189,28 @@ def test_a_trainer_that_waits_for_data_gets_workers(tmp_path: Path) -> None:
     assert workers >= 1
     assert "of its time for data" in changes["dataloader_num_workers"]["reason"]
     assert f"--dataloader_num_workers {workers}" in (tmp_path / "results" / "command.txt").read_text()
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_in_the_same_command(tmp_path: Path) -> None:
+    """``--lr`` on the example, two processes: half of the budget is the search's, half the learning rate's."""
+    (tmp_path / "ds_config.json").write_text((EXAMPLES / "ds_config_zero2.json").read_text())
+    small = ["--vocab_size", "512", "--hidden_size", "64", "--num_hidden_layers", "2", "--block_size", "64"]
+    training = ["--output_dir", str(tmp_path / "out"), "--eval_on_start", "False", "--max_steps", "300", *small]
+    tune = ["autotune", "--lr", "-n", "2", "--budget", "120s", "--trials", "1", "--no-confirm"]
+    words = [*tune, "--results-dir", str(tmp_path / "results"), str(EXAMPLES / "train_lm.py"), *training]
+    script = [*words, "--deepspeed", str(tmp_path / "ds_config.json")]
+    found = run([sys.executable, "-m", "ds_hf.cli", *script], timeout=280)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "learning rate, some" in found.stdout
+    assert "WarmupDecayLR" in found.stdout
+    rate = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())["learning_rate"]
+    assert 1e-4 < rate["suggested"] < 0.3  # a small Llama with AdamW: anything else is no answer
+    assert rate["interval"][0] < rate["suggested"] < rate["interval"][1]
+    arguments = [each["arguments"] for each in rate["advice"]]
+    assert all(words[words.index("--learning_rate") + 1] == f"{rate['suggested']:.3g}" for words in arguments if words)
+    assert "Learning rate" in (tmp_path / "results" / "report.html").read_text()
     assert not left_behind(tmp_path)
 
 

@@ -4,9 +4,22 @@
 ``ds_hf.lr``, the measuring in ``ds_hf.engine.lr_probe``. Nothing here imports the engine or torch.
 """
 
+from ds_hf.autotune.lr.budget import fitting, updates_of
 from ds_hf.autotune.lr.figure import figure
-from ds_hf.autotune.lr.find import FindOptions, LrSearchError, find
-from ds_hf.autotune.lr.summary import summary
+from ds_hf.autotune.lr.find import FindOptions, LrSearchError, find, total_steps_in
+from ds_hf.autotune.lr.summary import event_line, summary
 from ds_hf.lr import LrOptions, LrResult
 
-__all__ = ["FindOptions", "LrOptions", "LrResult", "LrSearchError", "figure", "find", "summary"]
+__all__ = [
+    "FindOptions",
+    "LrOptions",
+    "LrResult",
+    "LrSearchError",
+    "event_line",
+    "figure",
+    "find",
+    "fitting",
+    "summary",
+    "total_steps_in",
+    "updates_of",
+]

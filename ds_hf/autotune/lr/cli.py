@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ds_hf.autotune.lr.figure import figure
-from ds_hf.autotune.lr.find import RESULT, FindOptions, LrSearchError, find
+from ds_hf.autotune.lr.find import RESULT, FindOptions, LrSearchError, find, total_steps_in
 from ds_hf.autotune.lr.summary import event_line, summary
 from ds_hf.lr import LrOptions, LrResult
 
@@ -46,7 +46,7 @@ def lr_find_command(
         search = LrOptions(
             min_lr=min_lr, max_lr=max_lr, num_steps=steps, mode=cast(Literal["exp", "linear"], mode), seeds=seeds,
             confirm_steps=confirm_steps, train_batches=train_batches, held_out_batches=held_out_batches,
-            total_steps=_total_steps(command) if total_steps is None else total_steps,
+            total_steps=total_steps_in(command) if total_steps is None else total_steps,
         )  # fmt: skip
     except ValueError as error:
         typer.echo(str(error), err=True)
@@ -81,13 +81,3 @@ def _plain(console: Console) -> Any:
             console.print(event_line(event), soft_wrap=True)
 
     return show
-
-
-def _total_steps(command: list[str]) -> int | None:
-    """``--max_steps`` of the script, if it is given."""
-    for index, word in enumerate(command):
-        name, _, value = word.partition("=")
-        if name in ("--max_steps", "--max-steps"):
-            text = value or (command[index + 1] if index + 1 < len(command) else "")
-            return int(text) if text.isdecimal() and int(text) > 0 else None
-    return None

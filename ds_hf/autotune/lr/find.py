@@ -23,7 +23,7 @@ import psutil
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrOptions, LrResult
 
-__all__ = ["FindOptions", "LrSearchError", "find", "launch_command"]
+__all__ = ["FindOptions", "LrSearchError", "find", "launch_command", "total_steps_in"]
 
 ENVIRONMENT = "DS_HF_LR_PROBE"
 RESULT = "lr_result.json"
@@ -101,11 +101,30 @@ def launch_command(command: Sequence[str], processes: int | None = None) -> list
     if not command:
         raise LrSearchError("no script: ds-hf lr-find [options] train.py <its arguments> --deepspeed ds_config.json")
     if Path(command[0]).name in LAUNCHERS:
-        return [sys.executable, *command[1:]] if command[0].startswith("python") else list(command)
+        return _with_this_python(command)
     if not Path(command[0]).is_file():
         raise LrSearchError(f"there is no script {command[0]}")
     count = str(processes) if processes is not None else "gpu" if _has_gpu() else "1"
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *command]
+
+
+def _with_this_python(command: Sequence[str]) -> list[str]:
+    """``torchrun`` and ``python`` of this environment, which need not be the first in the path."""
+    if command[0].startswith("python"):
+        return [sys.executable, *command[1:]]
+    if command[0] == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", *command[1:]]
+    return list(command)
+
+
+def total_steps_in(command: Sequence[str]) -> int | None:
+    """``--max_steps`` of the script, if it is given."""
+    for index, word in enumerate(command):
+        name, _, value = word.partition("=")
+        if name in ("--max_steps", "--max-steps"):
+            text = value or (command[index + 1] if index + 1 < len(command) else "")
+            return int(text) if text.isdecimal() and int(text) > 0 else None
+    return None
 
 
 def _has_gpu() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -11,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_hf.autotune.lr import FindOptions, LrOptions, LrSearchError, find
-from ds_hf.autotune.lr.cli import _total_steps
-from ds_hf.autotune.lr.find import launch_command
+from ds_hf.autotune.lr.find import launch_command, total_steps_in
 from ds_hf.cli import app
 from ds_hf.lr import LrResult
 
@@ -113,7 +113,9 @@ def test_commands() -> None:
         "x",
     ]
     assert launch_command(["torchrun", "--nproc-per-node", "4", "t.py"]) == [
-        "torchrun",
+        sys.executable,  # torchrun of this environment, which need not be the first in the path
+        "-m",
+        "torch.distributed.run",
         "--nproc-per-node",
         "4",
         "t.py",
@@ -122,10 +124,10 @@ def test_commands() -> None:
         launch_command(["nowhere.py"])
     with pytest.raises(LrSearchError, match="no script: ds-hf lr-find"):
         launch_command([])
-    assert _total_steps(["t.py", "--max_steps", "70"]) == 70
-    assert _total_steps(["t.py", "--max_steps=70"]) == 70
-    assert _total_steps(["t.py", "--max_steps", "-1"]) is None
-    assert _total_steps(["t.py"]) is None
+    assert total_steps_in(["t.py", "--max_steps", "70"]) == 70
+    assert total_steps_in(["t.py", "--max_steps=70"]) == 70
+    assert total_steps_in(["t.py", "--max_steps", "-1"]) is None
+    assert total_steps_in(["t.py"]) is None
 
 
 def test_wrong_usage(tmp_path: Path) -> None:
