@@ -1,8 +1,9 @@
 """The autotuner: from a script and a JSON file to the fastest JSON file, with reasons.
 
 ``command`` reads the user's command line, ``space`` says what is free, ``cost`` predicts, ``trial`` launches, ``study``
-searches, ``result`` and ``report`` write what was found, ``run`` is the whole. It never imports the engine that trains:
-it starts processes, and the engines in them answer by files (``ds_hf.measure``).
+searches, ``workers`` and ``lr`` go on with what it found, ``result`` and ``report`` write it, ``run`` is the whole.
+Nothing trains in this process: it starts others, and the engines in them answer by files (``ds_hf.measure``). Only
+``footprint`` runs a model here, without values (``ds_hf.memory``).
 """
 
 from __future__ import annotations

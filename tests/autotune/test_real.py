@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -212,6 +213,26 @@ def test_a_learning_rate_in_the_same_command(tmp_path: Path) -> None:
     assert all(words[words.index("--learning_rate") + 1] == f"{rate['suggested']:.3g}" for words in arguments if words)
     assert "Learning rate" in (tmp_path / "results" / "report.html").read_text()
     assert not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_bytes_are_predicted_by_a_trace_of_the_model(tmp_path: Path) -> None:
+    """The example on two processes: what other stages need is known within 3 % before they are launched."""
+    (tmp_path / "ds_config.json").write_text((EXAMPLES / "ds_config_zero3.json").read_text())
+    small = ["--vocab_size", "512", "--hidden_size", "64", "--num_hidden_layers", "2", "--block_size", "64"]
+    training = ["--output_dir", str(tmp_path / "out"), "--eval_on_start", "False", "--max_steps", "300", *small]
+    options = ["-n", "2", "--budget", "170s", "--trials", "3", "--no-confirm", "--memory-limit", "64MiB"]
+    tune = ["autotune", *options, "--tune", "zero_optimization.stage", "--results-dir", str(tmp_path / "results")]
+    script = [str(EXAMPLES / "train_lm.py"), *training, "--deepspeed", str(tmp_path / "ds_config.json")]
+    found = run([sys.executable, "-m", "ds_hf.cli", *tune, *script], timeout=280)
+    assert found.returncode == 0, found.stdout + found.stderr
+    reasons = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())
+    assert reasons["bytes_predicted"].startswith("by a trace of the model")
+    rows = list(csv.DictReader((tmp_path / "results" / "trials.csv").read_text().splitlines()))
+    others = [row for row in rows if row["own"] == "False" and row["peak_bytes"]]
+    assert others
+    for row in others:
+        assert float(row["peak_bytes"]) == pytest.approx(float(row["predicted_bytes"]), rel=0.03), row["setting"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -112,7 +113,9 @@ def test_commands() -> None:
         "x",
     ]
     assert launch_command(["torchrun", "--nproc-per-node", "4", "t.py"]) == [
-        "torchrun",
+        sys.executable,  # torchrun of this environment, which need not be the first in the path
+        "-m",
+        "torch.distributed.run",
         "--nproc-per-node",
         "4",
         "t.py",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.trial.driver import attach
@@ -204,6 +206,38 @@ def test_memory_is_checked_with_the_longest_samples(tmp_path: Path) -> None:
     run_distributed(longest, 1, str(tmp_path))
     point = next(e for e in events_of(tmp_path) if e["event"] == "point")
     assert point["longest"]
+
+
+class Slow(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A sample takes 10 ms."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.01)
+        return {"x": torch.full((TOKENS, HIDDEN), float(index)), "labels": torch.tensor(1)}
+
+    def __len__(self) -> int:
+        return 64
+
+
+def waits(folder: str) -> bool:
+    """Whether the loader's class is as it was afterwards."""
+    before = _BaseDataLoaderIter.__next__
+    engine = make_engine(1)
+    attach(engine, requested(folder, natural_steps=3))
+    for batch in torch.utils.data.DataLoader(Slow(), batch_size=4):
+        engine.backward(engine(**batch)["loss"])
+        engine.step()
+    return _BaseDataLoaderIter.__next__ is before
+
+
+def test_waiting_for_data_is_measured(tmp_path: Path) -> None:
+    """Two micro-batches of four samples a step, 10 ms each, loaded by the process itself."""
+    assert run_distributed(waits, 1, str(tmp_path)) == [True]
+    steps = [event for event in events_of(tmp_path) if event["event"] == "step"]
+    assert len(steps) == 3
+    for step in steps:
+        assert 0.08 <= step["wait"] <= step["seconds"] + 0.01
+        assert step["wait"] >= 0.7 * step["seconds"]  # there is little else
 
 
 def test_an_engine_outside_of_trials_is_untouched() -> None:
