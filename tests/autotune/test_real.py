@@ -173,6 +173,7 @@ def test_deepspeed_autotuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_trainer_that_waits_for_data_gets_workers(tmp_path: Path) -> None:
     """20 ms a sample, 8 samples a step: without workers the script does little but wait."""
     (tmp_path / "train.py").write_text(SLOW_DATA)
@@ -194,6 +195,7 @@ def test_a_trainer_that_waits_for_data_gets_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_learning_rate_in_the_same_command(tmp_path: Path) -> None:
     """``--lr`` on the example, two processes: half of the budget is the search's, half the learning rate's."""
     (tmp_path / "ds_config.json").write_text((EXAMPLES / "ds_config_zero2.json").read_text())
@@ -216,12 +218,13 @@ def test_a_learning_rate_in_the_same_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_bytes_are_predicted_by_a_trace_of_the_model(tmp_path: Path) -> None:
     """The example on two processes: what other stages need is known within 3 % before they are launched."""
     (tmp_path / "ds_config.json").write_text((EXAMPLES / "ds_config_zero3.json").read_text())
     small = ["--vocab_size", "512", "--hidden_size", "64", "--num_hidden_layers", "2", "--block_size", "64"]
     training = ["--output_dir", str(tmp_path / "out"), "--eval_on_start", "False", "--max_steps", "300", *small]
-    options = ["-n", "2", "--budget", "170s", "--trials", "3", "--no-confirm", "--memory-limit", "64MiB"]
+    options = ["-n", "2", "--budget", "150s", "--trials", "2", "--no-confirm", "--memory-limit", "64MiB"]
     tune = ["autotune", *options, "--tune", "zero_optimization.stage", "--results-dir", str(tmp_path / "results")]
     script = [str(EXAMPLES / "train_lm.py"), *training, "--deepspeed", str(tmp_path / "ds_config.json")]
     found = run([sys.executable, "-m", "ds_hf.cli", *tune, *script], timeout=280)
