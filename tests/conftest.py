@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ for name, value in {
     os.environ.setdefault(name, value)
 # Unbuffered, a line of one rank is several writes, and lines of ranks that share a pipe mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+with contextlib.suppress(ModuleNotFoundError):  # the machines with GPUs lack it
+    from hypothesis import settings
+
+    settings.register_profile("ds_hf", deadline=None)  # tests don't time: two cores are shared by many processes
+    settings.load_profile("ds_hf")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
