@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -93,3 +94,14 @@ class Run:
 
     def nothing_left(self, seconds: float) -> None:
         self.until(lambda: not self.left(), seconds, f"processes left: {self.left()}")
+
+
+@contextlib.contextmanager
+def stopped_at_the_end() -> Iterator[list[Run]]:
+    """A list for runs; what still goes on after the test is ended."""
+    runs: list[Run] = []
+    yield runs
+    for run in runs:
+        if not run.ended:
+            run.process.terminate()
+            run.process.wait(30)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.hosts import Hosts
-from tests.system.launching import CUT_S, LAUNCHERS, MARKS, ROOT, START_S, Run
+from tests.system.launching import CUT_S, LAUNCHERS, MARKS, ROOT, START_S, Run, stopped_at_the_end
 
 pytestmark = MARKS
 
@@ -19,7 +19,6 @@ START_LOSS = 8.37  # ln 4096 and a little: the model knows nothing yet
 
 @pytest.fixture
 def demo(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("host-a slots=1\nhost-b slots=1\n")
 
@@ -29,11 +28,8 @@ def demo(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         runs.append(Run(hosts, tmp_path / "run", *command))
         return runs[-1]
 
-    yield begin
-    for run in runs:
-        if not run.ended:
-            run.process.terminate()
-            run.process.wait(30)
+    with stopped_at_the_end() as runs:
+        yield begin
 
 
 def held_out(text: str) -> list[float]:

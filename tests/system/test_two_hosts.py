@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.system.hosts import Hosts
-from tests.system.launching import CUT_S, END_S, LAUNCHERS, MARKS, START_S, Run, environment
+from tests.system.launching import CUT_S, END_S, LAUNCHERS, MARKS, START_S, Run, environment, stopped_at_the_end
 
 pytestmark = MARKS
 
@@ -23,7 +23,6 @@ SCRIPT = Path(__file__).with_name("train_small.py")
 
 @pytest.fixture
 def start(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
 
     def begin(*options: str, script: tuple[str, ...] = ()) -> Run:
         folder = tmp_path / "run"
@@ -31,11 +30,8 @@ def start(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., Run]]:
         runs.append(Run(hosts, folder, "-H", hostfile, *options, str(SCRIPT), "--folder", str(folder), *script))
         return runs[-1]
 
-    yield begin
-    for run in runs:
-        if not run.ended:
-            run.process.terminate()
-            run.process.wait(30)
+    with stopped_at_the_end() as runs:
+        yield begin
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
