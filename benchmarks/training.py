@@ -7,6 +7,7 @@ All engines train the same model from the same seed on the same tokens in bf16 w
 turns: ``--rounds`` times each is built, warmed up, timed and destroyed. *floor* is forward and backward of the bf16
 model on one device's share, without masters, communication or update: what no engine can beat. The loss of every step
 is kept, so that a step which is fast and wrong shows. FSDP2 at stage 2 keeps parameters gathered after forward.
+*ds_hf-nccl* gathers by NCCL also where GPUs can copy from each other (``ds_hf.peer_copies``).
 
 ``--deepspeed-path`` is put in front of everything else, so that the real DeepSpeed has the name; ds_hf itself is
 imported as ``ds_hf``. On a machine without GPUs the same runs over gloo, to try the script.
@@ -115,13 +116,14 @@ class Floor(Contender):
 class DsHf(Contender):
     """This project's engine."""
 
+    peer_copies = True
+
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         import ds_hf
 
         config = engine_config(args)
-        if args.compile:
-            config["ds_hf"] = {"compile": "blocks"}
+        config["ds_hf"] = {"peer_copies": self.peer_copies, **({"compile": "blocks"} if args.compile else {})}
         model = make_model(args, torch.float32)
         config["optimizer"] = {"type": "AdamW", "params": adam_parameters()}
         self.engine, *_ = ds_hf.initialize(model=model, model_parameters=parameter_groups(model), config=config)
@@ -132,6 +134,12 @@ class DsHf(Contender):
     def free(self) -> None:
         self.engine.destroy()
         super().free()
+
+
+class DsHfNccl(DsHf):
+    """The same without copies between the GPUs."""
+
+    peer_copies = False
 
 
 class DeepSpeed(Contender):
@@ -212,7 +220,13 @@ class Fsdp2(Contender):
         return torch.stack(losses).mean()
 
 
-ENGINES: dict[str, type[Contender]] = {"ds_hf": DsHf, "deepspeed": DeepSpeed, "fsdp2": Fsdp2, "floor": Floor}
+ENGINES: dict[str, type[Contender]] = {
+    "ds_hf": DsHf,
+    "ds_hf-nccl": DsHfNccl,
+    "deepspeed": DeepSpeed,
+    "fsdp2": Fsdp2,
+    "floor": Floor,
+}
 
 
 def deepspeed_step(engine: Any, batches: list[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from ds_hf.engine import progress, trial
 from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
+from ds_hf.engine.dist.peers import Peers, open_peers
 from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.engine import Engine
@@ -226,6 +227,8 @@ def _make_parts(
     groups: dict[GradientBuffer, list[int]] = {}
     gradient_policy = _gradient_policy(settings, plan, axis)
     gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
+    shares = settings.ds_hf.peer_copies and (plan.shards_optimizer or plan.shards_parameters)
+    peers = open_peers(axis, device, gathers) if shares else None
     for unit in units:
         layouts = [*_by_layout(unit.params, group_of, dtype), *_by_layout(unit.whole, group_of, dtype)]
         for params in layouts:
@@ -233,12 +236,14 @@ def _make_parts(
             numel = sum(logical_shape(p).numel() for p in params) // axis.world_size
             name = f"{unit.name or 'root'}.{len(unit.buffers)}"
             rest = offload.rest(name, numel, sharded=sharded or is_opaque(params[0]))
-            buffer = _make_buffer(params, axis, dtype, device, rest)
+            trains = group_of.get(id(params[0]), _FROZEN) != _FROZEN
+            gathered = sharded or (trains and plan.shards_optimizer)
+            buffer = _make_buffer(params, axis, dtype, device, rest, peers if gathered else None)
             buffer.name_for_logs(unit.name or "the model's root")
             buffer.lane = gathers
             staged = buffer.adopt()
             unit.buffers.append(buffer)
-            if group_of.get(id(params[0]), _FROZEN) != _FROZEN:
+            if trains:
                 buffer.frozen = False
                 masters[buffer] = _make_master(buffer, staged, plan, offload.store)
                 gradient = GradientBuffer(buffer, gradient_policy, reductions, offload.store.home(buffer))
@@ -317,11 +322,14 @@ def _make_buffer(
     dtype: torch.dtype | None,
     device: torch.device,
     rest: ShardRest | None,
+    peers: Peers | None,
 ) -> FlatBuffer:
     if is_opaque(params[0]):
         return OpaqueBuffer(params, axis, device=device, rest=rest)
     own = dtype or _own_dtype(params[0])
-    return FlatBuffer(params, axis, dtype=own, device=device, sharded=rest is not None, rest=rest)
+    if own.itemsize > 2:  # masters may be these very tensors, and be written to by others than ``owned``
+        peers = None
+    return FlatBuffer(params, axis, dtype=own, device=device, sharded=rest is not None, rest=rest, peers=peers)
 
 
 def _make_master(buffer: FlatBuffer, staged: Tensor, plan: StatePlan, store: StateStore) -> Tensor:

@@ -169,6 +169,7 @@ class DsHfSection:
     compile: Literal["blocks"] | Literal[False] = False
     hang_timeout: float | None = None
     offload: DsHfOffloadSection = field(default_factory=DsHfOffloadSection)
+    peer_copies: bool = True
     stochastic_rounding: bool = True
 
 

@@ -31,12 +31,13 @@ class Board:
 
     Args:
         memory: ``len(ranks)`` rows of 8-byte integers.
-        ranks: global ranks on this host, in the order of their rows.
+        ranks: places on the axis of those on this host, in the order of their rows.
         rank: this process.
     """
 
     def __init__(self, memory: mmap.mmap, ranks: Sequence[int], rank: int) -> None:
         self._words = memoryview(memory).cast("q")
+        self.ranks = tuple(ranks)
         row = ranks.index(rank)
         self._mine = row * _ROW
         around = {(row - 1) % len(ranks), (row + 1) % len(ranks)} - {row}

@@ -32,7 +32,7 @@ class Outputs:
         buffer = gradient.buffer
         shard = buffer.full if gradient.policy.whole else buffer.shard
         if self._at_once and buffer.stays and shard.device.type == "cpu":
-            return written_beside(shard, master)
+            return written_beside(buffer.owned(whole=gradient.policy.whole, fresh=True), master)
         self._written[gradient] = self._between(gradient, shard)
         return self._written[gradient]
 

@@ -68,6 +68,10 @@ class Snapshot:
     def restore(self) -> None:
         """Everything as it was."""
         engine = self.engine
+        for unit in engine.units:
+            for buffer in unit.buffers:
+                if buffer.region is not None:
+                    buffer.region.writing()
         # Asked for again: parameters that are still on their way must land before they are overwritten.
         for tensor, kept in zip(self._lasting(), self.tensors, strict=True):
             tensor.copy_(kept)

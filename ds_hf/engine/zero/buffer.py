@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.dist.peers import Peers, Region
 from ds_hf.engine.dist.streams import Lane, wait
 from ds_hf.engine.zero.landing import can_land_later, landed, take_off
 from ds_hf.engine.zero.layout import FlatLayout, Slot
@@ -108,6 +109,7 @@ class FlatBuffer:
         device: where the model computes.
         sharded: whether each rank keeps only its shard between uses (the plan's parameter placement).
         rest: where a sharded buffer's shard is between uses; default on ``device``.
+        peers: ranks that read each other's memory, if they shall for this buffer.
     """
 
     _next_id = 0
@@ -121,6 +123,7 @@ class FlatBuffer:
         device: torch.device,
         sharded: bool,
         rest: ShardRest | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.params = tuple(params)
         self.owners = self.params  # the model's parameters whose values lie here
@@ -130,6 +133,8 @@ class FlatBuffer:
         self.device = device
         self.sharded = sharded
         self.rest = rest or DeviceRest(device, device)
+        self.peers = None if self.rest.apart else peers
+        self.region: Region | None = None
         self.layout = FlatLayout(self._stored_shapes(), axis.world_size)
         self.state = BufferState.GATHERED
         self.holds = 0  # contexts that want it to stay gathered
@@ -181,10 +186,15 @@ class FlatBuffer:
     def _place(self, full: Tensor) -> None:
         low, high = self.layout.shard_range(self.axis.rank)
         if self.sharded and (self.axis.world_size > 1 or self.rest.apart):
-            self._shard = self.rest.keep(full[low:high])
+            if self.peers is not None:
+                self.region = self.peers.region(high - low, self.dtype)
+            self._shard = self.rest.keep(full[low:high], None if self.region is None else self.region.mine)
             # adopt()'s result may be this very tensor: give back our own storage, never the caller's
             self._full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         else:
+            if self.peers is not None:
+                self.region = self.peers.region(self.layout.numel, self.dtype)
+                full = self.region.mine.copy_(full)
             self._full = full
             self._shard = full[low:high]
         self.aliased = not self.sharded or self._shard.data_ptr() == self._full.data_ptr()
@@ -200,6 +210,11 @@ class FlatBuffer:
 
     def _make_views(self) -> None:
         self.views = tuple(self._full[s.offset : s.end].view(s.shape) for s in self.layout.slots)
+        if self.region is not None:
+            ranges = [slice(*self.layout.shard_range(rank)) for rank in range(self.axis.world_size)]
+            self._parts = [self._full[range_] for range_ in ranges]
+            theirs = self.region.theirs
+            self._sources = theirs if self.sharded else [t[range_] for t, range_ in zip(theirs, ranges, strict=True)]
         self._own_users = self._storage_users()
 
     def _storage_users(self) -> int:
@@ -229,10 +244,18 @@ class FlatBuffer:
         if not self.aliased:
             with torch.no_grad(), self.lane:
                 self._full.untyped_storage().resize_(self.layout.numel * self._full.element_size())
-                collectives.all_gather(self._full, self.rest.fetch(), self.axis, self.weights_label)
+                self.fill()
             self._arrival = self.lane.event()
         self.state = BufferState.IN_FLIGHT
         return True
+
+    def fill(self) -> None:
+        """Gather the values of all ranks into ``full``, on the lane. Collective."""
+        if self.region is None:
+            shard = self.rest.fetch() if self.sharded else self._shard
+            collectives.all_gather(self._full, shard, self.axis, self.weights_label)
+        else:
+            self.region.gather(self._parts, self._sources, self.weights_label)
 
     def gather(self) -> None:
         """Make the whole parameters available. Collective when sharded over several processes."""
@@ -305,6 +328,8 @@ class FlatBuffer:
         """
         if whole:
             return self.full
+        if write and self.region is not None:
+            self.region.writing()
         if not self.aliased:
             self.rest.visit(write=write, fresh=fresh)
         return self.shard

@@ -48,8 +48,12 @@ def publish(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
 def _gather(buffers: Sequence[FlatBuffer]) -> None:
     lane, axis = buffers[0].lane, buffers[0].axis
     with lane:
-        fulls, shards = [b.full for b in buffers], [b.shard for b in buffers]
-        collectives.all_gather_each(fulls, shards, axis, [b.weights_label for b in buffers])
+        for buffer in buffers:
+            if buffer.region is not None:
+                buffer.fill()
+        rest = [buffer for buffer in buffers if buffer.region is None]
+        fulls, shards = [b.full for b in rest], [b.shard for b in rest]
+        collectives.all_gather_each(fulls, shards, axis, [b.weights_label for b in rest])
     arrival = lane.event() if axis.world_size > 1 else None
     put_off = [buffer.take_off(arrival) for buffer in buffers]
     if not all(put_off):

@@ -30,8 +30,8 @@ class ShardRest(Protocol):
     apart: bool
     stays: bool
 
-    def keep(self, values: Tensor) -> Tensor:
-        """A copy of ``values``, ``[shard_numel]``, where shards rest."""
+    def keep(self, values: Tensor, into: Tensor | None = None) -> Tensor:
+        """A copy of ``values``, ``[shard_numel]``, where shards rest; ``into`` memory that is there already."""
 
     def visit(self, *, write: bool, fresh: bool = False) -> None:
         """Return when the tensor that ``keep`` gave may be used; until something else is visited.
@@ -58,8 +58,8 @@ class DeviceRest:
         self._device, self._rest_device = device, rest_device
         self._shard: Tensor | None = None
 
-    def keep(self, values: Tensor) -> Tensor:
-        self._shard = values.to(self._rest_device, copy=True)
+    def keep(self, values: Tensor, into: Tensor | None = None) -> Tensor:
+        self._shard = values.to(self._rest_device, copy=True) if into is None else into.copy_(values)
         return self._shard
 
     def visit(self, *, write: bool, fresh: bool = False) -> None:
@@ -130,7 +130,7 @@ class HostRest:
         self._shard: Tensor | None = None
         self._ahead: tuple[Tensor, Arrival] | None = None
 
-    def keep(self, values: Tensor) -> Tensor:
+    def keep(self, values: Tensor, into: Tensor | None = None) -> Tensor:
         self._shard = host_copy(values, values.dtype, pinned=self._pinned)
         return self._shard
 
@@ -177,7 +177,7 @@ class FileRest:
         self._pool, self._link, self._order, self._name = pool, link, order, name
         self._block: Block | None = None
 
-    def keep(self, values: Tensor) -> Tensor:
+    def keep(self, values: Tensor, into: Tensor | None = None) -> Tensor:
         self._block = Block(values.to("cpu", copy=True), self._name)
         self._pool.add(self._block)
         return self._block.values

@@ -1,0 +1,180 @@
+"""Memory that the ranks of one host read from each other: gathers by the GPUs' copy engines.
+
+A rank copies what it needs out of the memory of the others, over NVLink. No multiprocessor is taken from the
+computation, none of NCCL's launches is paid for, and no rank waits for another, except when somebody has written.
+
+Invariants
+- What is gathered was written before a meeting of all ranks: on the lane at the latest, before the copies.
+- What is written is read by nobody: after the last gather of it all ranks have met on their main streams, each behind
+  its lane.
+- All ranks gather and write the same regions in the same order, as with collectives, so they agree on when to meet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.dist.streams import Lane
+from ds_hf.log import logger
+
+__all__ = ["Mapping", "Peers", "Region", "open_peers"]
+
+Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
+
+
+class Peers:
+    """The ranks of ``axis``, which read each other's memory.
+
+    Args:
+        lane: on which gathers run.
+        mapping: collective; flat memory of so many elements of a dtype on each rank, as this rank reaches it.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, lane: Lane, mapping: Mapping) -> None:
+        self.axis, self.lane = axis, lane
+        self._mapping = mapping
+        self._token = torch.zeros(1, device=device)
+        self._met = 0  # meetings
+        self._met_on_main = 0  # those on the main streams
+        self.nbytes = 0  # of this rank's memory that others read
+
+    def region(self, numel: int, dtype: torch.dtype) -> Region:
+        """Memory for ``[numel]`` on each rank. Collective."""
+        tensors = self._mapping(numel, dtype)
+        self.nbytes += tensors[self.axis.rank].untyped_storage().nbytes()
+        return Region(self, tensors)
+
+    def _meet(self) -> None:
+        collectives.all_reduce_sum(self._token, self.axis, "the meeting of the ranks")
+        self._met += 1
+
+    def meet_on_main(self) -> None:
+        """What all ranks have asked for so far, gathers too, comes before what this rank asks for next."""
+        self.lane.join()
+        self._meet()
+        self._met_on_main += 1
+
+    def meet_on_lane(self) -> None:
+        """What all ranks have asked for so far comes before what this rank's lane does next. Called on the lane."""
+        self._meet()
+
+
+class Region:
+    """As much memory on each rank.
+
+    Attributes:
+        mine: this rank's, ``[numel]``.
+        theirs: every rank's, by its place on the axis; others than ``mine`` are for ``gather`` alone.
+    """
+
+    def __init__(self, peers: Peers, theirs: Sequence[Tensor]) -> None:
+        self._peers = peers
+        self.theirs = tuple(theirs)
+        self.mine = self.theirs[peers.axis.rank]
+        self._written_at = self._read_at = -1
+
+    def writing(self) -> None:
+        """Before this rank writes to ``mine``, on the main stream. Collective."""
+        peers = self._peers
+        if self._read_at == peers._met_on_main:
+            peers.meet_on_main()
+        self._written_at = peers._met
+
+    def gather(self, targets: Sequence[Tensor], sources: Sequence[Tensor], what: str) -> None:
+        """Copy ``sources``, parts of ``theirs`` by rank, into ``targets``. Collective, on the lane.
+
+        A target that is its source is left alone.
+        """
+        peers = self._peers
+        if self._written_at == peers._met:
+            peers.meet_on_lane()
+        self._read_at = peers._met_on_main
+        rank, world_size = peers.axis.rank, peers.axis.world_size
+        with peers.axis.log("all-gather", what, sources[rank]):
+            for step in range(1, world_size + 1):  # each begins with another rank, its own part comes last
+                place = (rank + step) % world_size
+                if targets[place].data_ptr() != sources[place].data_ptr():
+                    targets[place].copy_(sources[place], non_blocking=True)
+
+
+def open_peers(axis: Axis, device: torch.device, lane: Lane) -> Peers | None:
+    """``None`` where ranks cannot read each other's memory: several hosts, no NVLink or PCIe access, another backend.
+
+    Collective.
+    """
+    if axis.world_size == 1 or device.type != "cuda" or dist.get_backend(axis.group) != "nccl":
+        return None
+    able = torch.tensor([_reaches_all(axis, device)], dtype=torch.int32, device=device)
+    dist.all_reduce(able, op=dist.ReduceOp.MIN, group=axis.group)
+    if not able.item():
+        return None
+    memory: Any = _symmetric_memory()
+    group = dist.group.WORLD if axis.group is None else axis.group
+    assert group is not None
+
+    def mapping(numel: int, dtype: torch.dtype) -> list[Tensor]:
+        mine = memory.empty_strided_p2p((numel,), (1,), dtype, device)
+        shared = memory.rendezvous(mine, group.group_name)
+        others = [shared.get_buffer(rank, (numel,), dtype) for rank in range(axis.world_size)]
+        others[axis.rank] = mine
+        return others
+
+    peers = Peers(axis, device, lane, mapping)
+    works = torch.tensor([_try(peers)], dtype=torch.int32, device=device)
+    dist.all_reduce(works, op=dist.ReduceOp.MIN, group=axis.group)
+    return peers if works.item() else None
+
+
+def _reaches_all(axis: Axis, device: torch.device) -> bool:
+    """Whether the memory of all ranks' GPUs can be reached, as far as this process can tell."""
+    names: list[Any] = [None] * axis.world_size
+    dist.all_gather_object(names, _name_of(device.index), group=axis.group)
+    board = axis.log.board
+    if _symmetric_memory() is None or board is None or len(board.ranks) < axis.world_size:
+        return False
+    visible = {_name_of(index): index for index in range(torch.cuda.device_count())}
+    if len(set(names)) < axis.world_size or not visible.keys() >= set(names):
+        return False
+    others = [visible[name] for name in names if visible[name] != device.index]
+    return all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+
+
+def _name_of(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _try(peers: Peers) -> bool:
+    """Whether a gather brings what was written."""
+    axis = peers.axis
+    try:
+        region = peers.region(64, torch.float32)
+        region.writing()
+        region.mine.fill_(axis.rank + 1)
+        found = torch.zeros(axis.world_size * 64, device=region.mine.device)
+        with peers.lane:
+            region.gather(found.chunk(axis.world_size), region.theirs, "a trial of the peers' memory")
+        peers.lane.join()
+        wanted = torch.arange(1, axis.world_size + 1, device=found.device).repeat_interleave(64)
+        return bool((found == wanted).all())
+    except RuntimeError as error:
+        logger.info("gathers go through NCCL: memory of other GPUs cannot be read (%s)", str(error).splitlines()[0])
+        return False
+
+
+def _symmetric_memory() -> Any:
+    """torch's memory that several processes map, ``None`` where this build has none."""
+    # Multicast is not needed here, and setting it up is a matter of the whole NVLink fabric.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+    except ImportError:
+        return None
+    return _SymmetricMemory

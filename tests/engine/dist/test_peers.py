@@ -1,0 +1,158 @@
+"""Gathers from each other's memory: the same values as by collectives, met exactly as often as somebody wrote.
+
+GPUs' memory is played by files that all ranks map; tests/gpu/test_peers.py has the real one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hf import initialize
+from ds_hf.engine import builder
+from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist.mesh import Axis, data_parallel_axis
+from ds_hf.engine.dist.peers import Peers, open_peers
+from ds_hf.engine.dist.streams import Lane
+from ds_hf.engine.zero.gather import GatheredParameters
+from tests.engine.zero.zoo import WIDTH, Stack, mean_square
+from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import base_config, full_weights
+
+CPU = torch.device("cpu")
+
+
+def peers_in_files(axis: Axis, folder: str) -> Peers:
+    count = 0
+
+    def mapping(numel: int, dtype: torch.dtype) -> list[Tensor]:
+        nonlocal count
+        count += 1
+        paths = [Path(folder) / f"{count}.{rank}" for rank in range(axis.world_size)]
+        mine = torch.from_file(str(paths[axis.rank]), shared=True, size=numel, dtype=dtype)
+        dist.barrier()
+        tensors = [torch.from_file(str(path), shared=True, size=numel, dtype=dtype) for path in paths]
+        tensors[axis.rank] = mine
+        return tensors
+
+    return Peers(axis, CPU, Lane(), mapping)
+
+
+def meet_when_needed(folder: str) -> list[int]:
+    """Meetings after each of: write, gather, gather, gather of another, write, write of another, gather."""
+    axis = data_parallel_axis()
+    peers = peers_in_files(axis, folder)
+    regions = [peers.region(4, torch.float32) for _ in range(2)]
+    meetings = []
+
+    def write(which: int, value: float) -> None:
+        regions[which].writing()
+        regions[which].mine.fill_(value + axis.rank)
+        meetings.append(peers._met)
+
+    def gather(which: int, value: float) -> None:
+        full = torch.zeros(8)
+        regions[which].gather(full.chunk(2), regions[which].theirs, "values")
+        assert full.tolist() == [value] * 4 + [value + 1] * 4
+        meetings.append(peers._met)
+
+    write(0, 3)
+    write(1, 7)
+    gather(0, 3)
+    gather(0, 3)
+    gather(1, 7)
+    write(0, 5)
+    write(1, 9)
+    gather(1, 9)
+    gather(0, 5)
+    return meetings
+
+
+def test_ranks_meet_when_somebody_wrote_and_not_else(tmp_path: Path) -> None:
+    expected = [0, 0, 1, 1, 1, 2, 2, 3, 3]
+    assert run_distributed(meet_when_needed, 2, str(tmp_path)) == [expected, expected]
+
+
+def train(folder: str | None, stage: int, more: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    """Whole weights after some steps with writes from outside between them; all-gathers by collectives."""
+    gathered = 0
+    original = collectives._all_gather
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal gathered
+        gathered += 1
+        return original(*args, **kwargs)
+
+    collectives._all_gather = counted
+    if folder is not None:
+        builder.open_peers = lambda axis, device, lane: peers_in_files(axis, folder)
+    torch.manual_seed(0)
+    model = Stack()
+    engine, *_ = initialize(model=model, config=base_config(stage, bf16={"enabled": True}, **more))
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            assert (buffer.region is not None) == (folder is not None and buffer.dtype is torch.bfloat16)
+            if buffer.region is not None:
+                _delay(buffer.region)
+    torch.manual_seed(engine.axis.rank)
+    for step in range(6):
+        loss = mean_square(engine(torch.randn(2, WIDTH, dtype=torch.bfloat16)))
+        engine.backward(loss)
+        engine.step()
+        if step == 2:
+            with GatheredParameters(model.parameters(), modifier_rank=1):
+                if engine.axis.rank == 1:
+                    for param in model.parameters():
+                        param.data.mul_(0.5)
+    weights = full_weights(model)
+    engine.destroy()
+    return weights, gathered
+
+
+def _delay(region: Any) -> None:
+    """Ranks get out of step."""
+    gather = region.gather
+    wait = random.Random(dist.get_rank())
+
+    def late(*args: Any) -> None:
+        time.sleep(0.004 * wait.random())
+        gather(*args)
+
+    region.gather = late
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}},
+    ],
+    ids=["plain", "accumulating", "offloaded", "small parameters whole"],
+)
+def test_training_is_the_same(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
+    more = {key: {**value, "stage": stage} if isinstance(value, dict) else value for key, value in more.items()}
+    plain = run_distributed(train, 2, None, stage, more)
+    peers = run_distributed(train, 2, str(tmp_path), stage, more)
+    for (expected, by_collectives), (found, by_peers) in zip(plain, peers, strict=True):
+        assert by_collectives > 0
+        assert by_peers == 0
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+def nobody_to_read() -> bool:
+    return open_peers(data_parallel_axis(), CPU, Lane()) is None
+
+
+def test_the_cpu_uses_collectives() -> None:
+    assert run_distributed(nobody_to_read, 2) == [True, True]
