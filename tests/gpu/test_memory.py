@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def peaks(world_size: int, cells: list[tuple[int, bool, str]]) -> list[tuple[int
         found.append((predicted, torch.cuda.max_memory_allocated()))
         engine.destroy()
         del engine, model
+        gc.collect()
         torch.cuda.empty_cache()
     return found
 

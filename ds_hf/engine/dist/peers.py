@@ -44,13 +44,10 @@ class Peers:
         self._token = torch.zeros(1, device=device)
         self._met = 0  # meetings
         self._met_on_main = 0  # those on the main streams
-        self.nbytes = 0  # of this rank's memory that others read
 
     def region(self, numel: int, dtype: torch.dtype) -> Region:
         """Memory for ``[numel]`` on each rank. Collective."""
-        tensors = self._mapping(numel, dtype)
-        self.nbytes += tensors[self.axis.rank].untyped_storage().nbytes()
-        return Region(self, tensors)
+        return Region(self, self._mapping(numel, dtype))
 
     def _meet(self) -> None:
         collectives.all_reduce_sum(self._token, self.axis, "the meeting of the ranks")
@@ -116,21 +113,31 @@ def open_peers(axis: Axis, device: torch.device, lane: Lane) -> Peers | None:
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=axis.group)
     if not able.item():
         return None
-    memory: Any = _symmetric_memory()
-    group = dist.group.WORLD if axis.group is None else axis.group
-    assert group is not None
-
-    def mapping(numel: int, dtype: torch.dtype) -> list[Tensor]:
-        mine = memory.empty_strided_p2p((numel,), (1,), dtype, device)
-        shared = memory.rendezvous(mine, group.group_name)
-        others = [shared.get_buffer(rank, (numel,), dtype) for rank in range(axis.world_size)]
-        others[axis.rank] = mine
-        return others
-
-    peers = Peers(axis, device, lane, mapping)
+    peers = Peers(axis, device, lane, _Gpus(axis, device))
     works = torch.tensor([_try(peers)], dtype=torch.int32, device=device)
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=axis.group)
     return peers if works.item() else None
+
+
+class _Gpus:
+    """Memory of GPUs, as a ``Mapping``. torch's allocator counts it, and gives it back with the last region."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._memory: Any = _symmetric_memory()
+        self._axis, self._device = axis, device
+        group = dist.group.WORLD if axis.group is None else axis.group
+        assert group is not None
+        self._group = group.group_name
+        self._pool = torch.cuda.MemPool(self._memory.get_mempool_allocator(device))
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            mine = torch.empty(numel, dtype=dtype, device=self._device)
+        shared = self._memory.rendezvous(mine, self._group)
+        begin = (mine.data_ptr() - shared.buffer_ptrs[self._axis.rank]) // dtype.itemsize
+        tensors = [shared.get_buffer(rank, (numel,), dtype, begin) for rank in range(self._axis.world_size)]
+        tensors[self._axis.rank] = mine
+        return tensors
 
 
 def _reaches_all(axis: Axis, device: torch.device) -> bool:
@@ -155,16 +162,19 @@ def _try(peers: Peers) -> bool:
     """Whether a gather brings what was written."""
     axis = peers.axis
     try:
-        region = peers.region(64, torch.float32)
-        region.writing()
-        region.mine.fill_(axis.rank + 1)
-        found = torch.zeros(axis.world_size * 64, device=region.mine.device)
-        with peers.lane:
-            region.gather(found.chunk(axis.world_size), region.theirs, "a trial of the peers' memory")
-        peers.lane.join()
-        wanted = torch.arange(1, axis.world_size + 1, device=found.device).repeat_interleave(64)
-        return bool((found == wanted).all())
-    except RuntimeError as error:
+        regions = [peers.region(64, torch.float32) for _ in range(2)]  # in one piece of memory, probably
+        good = []
+        for number, region in enumerate(regions):
+            region.writing()
+            region.mine.fill_(2 * axis.rank + number)
+            found = torch.zeros(axis.world_size * 64, device=region.mine.device)
+            with peers.lane:
+                region.gather(found.chunk(axis.world_size), region.theirs, "a trial of the peers' memory")
+            peers.lane.join()
+            wanted = 2 * torch.arange(axis.world_size, device=found.device).repeat_interleave(64) + number
+            good.append(bool((found == wanted).all()))
+        return all(good)
+    except (AttributeError, RuntimeError) as error:
         logger.info("gathers go through NCCL: memory of other GPUs cannot be read (%s)", str(error).splitlines()[0])
         return False
 

@@ -301,6 +301,11 @@ class FlatBuffer:
 
     def _point(self, values: Sequence[Tensor], status: ParamStatus) -> None:
         gone = self._gone
+        if self.owners is self.params and self.sharded and not gone:  # often, and for each parameter: in one loop
+            for param, value in zip(self.params, values, strict=True):
+                param.data = value
+                param.ds_status = status  # type: ignore[attr-defined]
+            return
         for param, value in zip(self.params, values, strict=True):
             if not gone or id(param) not in gone:
                 param.data = value

@@ -33,6 +33,7 @@ from ds_hf.errors import DsHfError
 
 __all__ = ["UnitHooks", "in_backward", "tensors_in"]
 
+_PLAIN = {type(None), bool, int, float, str}  # what most arguments are that are no tensors
 _INPUT_OF = "_ds_input_of"  # on a view of a call's input: a module that returns its input did not compute it
 
 
@@ -263,9 +264,9 @@ class UnitHooks:
         self.reducer.flush()
         self.prefetch.drop()
 
-    def _on_gradient(self, unit: Unit, buffer: GradientBuffer, index: int, param: Tensor) -> None:
-        if param.grad is not None and self.reducer.on_gradient(buffer, index):
-            self.release_if_over(unit)
+    def _on_complete(self, unit: Unit, buffer: GradientBuffer) -> None:
+        self.reducer.on_complete(buffer)
+        self.release_if_over(unit)
 
     def release_if_over(self, unit: Unit) -> None:
         """Release a unit whose backward needs its weights no more; of the root only the end of backward can tell."""
@@ -292,16 +293,21 @@ class _GradientHook:
     """Tells a live engine of a parameter's gradient. torch keeps such hooks where the garbage collector does not see
     them: strong references to what holds the parameter would keep a forgotten engine for ever."""
 
-    __slots__ = ("buffer", "hooks", "index", "unit")
+    __slots__ = ("buffer", "count", "hooks", "index", "ready", "unit")
 
     def __init__(self, hooks: UnitHooks, unit: Unit, buffer: GradientBuffer, index: int) -> None:
         self.hooks, self.unit, self.buffer = weakref.ref(hooks), weakref.ref(unit), weakref.ref(buffer)
-        self.index = index
+        self.index, self.ready, self.count = index, buffer.ready, len(buffer.buffer.params)
 
     def __call__(self, param: Tensor) -> None:
+        if param.grad is None:
+            return
+        self.ready.add(self.index)
+        if len(self.ready) < self.count:  # most calls end here: there is one for each parameter
+            return
         hooks, unit, buffer = self.hooks(), self.unit(), self.buffer()
         if hooks is not None and unit is not None and buffer is not None:
-            hooks._on_gradient(unit, buffer, self.index, param)
+            hooks._on_complete(unit, buffer)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
@@ -329,6 +335,8 @@ class _Call:
         return tuple(map(self._watched, args)), {key: self._watched(value) for key, value in kwargs.items()}
 
     def _watched(self, value: Any) -> Any:
+        if type(value) in _PLAIN:
+            return value
         if not isinstance(value, Tensor):
             for tensor in tensors_in(value):
                 if tensor.requires_grad:

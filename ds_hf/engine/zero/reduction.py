@@ -73,17 +73,13 @@ class Reducer:
         """Forward reached ``unit``."""
         self.used.setdefault(unit)
 
-    def on_gradient(self, buffer: GradientBuffer, index: int) -> bool:
-        """A parameter's gradient is in its ``.grad``. Whether it was the buffer's last."""
-        buffer.ready.add(index)
-        if not buffer.complete:
-            return False
+    def on_complete(self, buffer: GradientBuffer) -> None:
+        """Every parameter of the buffer has its gradient in ``.grad``."""
         buffer.collect(self.factor)
         self._collected.add(buffer)
         if self.reduces and buffer not in self._by_call:
             self._complete.add(buffer)
             self._advance()
-        return True
 
     def end_call(self, unit: Unit) -> None:
         """Backward of a call of ``unit`` is over, on all ranks at the same place."""
