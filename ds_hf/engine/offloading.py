@@ -17,6 +17,7 @@ from ds_hf.engine.offload.aio import Aio
 from ds_hf.engine.offload.folder import SwapFolder, examine
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.swap import SwapPool
+from ds_hf.engine.ops.cpu import THREADS_VARIABLE, rank_cores
 from ds_hf.engine.optim.file_store import FileStore
 from ds_hf.engine.optim.host_store import DelayedStore, HostStore
 from ds_hf.engine.optim.room import Room
@@ -24,7 +25,7 @@ from ds_hf.engine.optim.store import DeviceStore, HostSettings, StateStore
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.rest import DeviceRest, FileRest, HostRest, Order, ShardRest
-from ds_hf.log import logger, warn_once
+from ds_hf.log import log_once, logger, warn_once
 
 __all__ = ["Offload", "accumulation_dtype", "build_offload"]
 
@@ -120,8 +121,12 @@ def _host_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Opt
         share, streamed, room = 0.0, 0.0, None
     kept = _host_settings(settings, plan, machine, share, streamed)
     _look_for_memory(kept, plan)
-    kind = DelayedStore if own.delayed and by_unit else HostStore
-    return kind(machine.device, kept, room)
+    store = (DelayedStore if own.delayed and by_unit else HostStore)(machine.device, kept, room)
+    log_once(
+        f"offload: the CPU updates with {store.worker.threads} threads a process, of {len(rank_cores())} cores "
+        f"(OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}; {THREADS_VARIABLE} sets another number)"
+    )
+    return store
 
 
 def _look_for_memory(kept: HostSettings, plan: StatePlan) -> None:
