@@ -6,11 +6,11 @@
     torchrun --nproc-per-node 2 benchmarks/memory_prediction.py --only offload "stage 3" --json FILE --budget 40
 
 Each cell builds a model with random weights on the GPU, trains three steps, and takes
-``torch.cuda.max_memory_allocated()`` of the third. All cells run in one process, in an order that mixes the kinds, the slow
-ones last (30 cells take 70 s on an H100): what the budget (seconds) cuts off are cells with offload. A cell that fails is reported and the next one runs; with
-several processes it ends the run, since the others may wait for ever. ``--only TEXT ...`` takes cells whose name has one of
-the texts; ``--list`` prints the names and the predictions and needs no GPU; without a GPU the tiny cell alone is trained, to
-try the script, and nothing is measured.
+``torch.cuda.max_memory_allocated()`` of the third. All cells run in one process, in an order that mixes the kinds, the
+slow ones last (30 cells take 70 s on an H100): what the budget (seconds) cuts off are cells with offload. A cell that
+fails is reported and the next one runs; with several processes it ends the run, since the others may wait for ever.
+``--only TEXT ...`` takes cells whose name has one of the texts; ``--list`` prints the names and the predictions and
+needs no GPU; without a GPU the tiny cell alone is trained, to try the script, and nothing is measured.
 """
 
 from __future__ import annotations
