@@ -18,12 +18,18 @@ Engines take turns as in ``benchmarks/training.py``, whose models, data, timing 
     deepspeed, deepspeed+nvme, deepspeed+none; fsdp2 (CPUOffloadPolicy); torchao (CPUOffloadOptimizer); floor
 
 ``--narrow`` keeps masters and moments in bf16 (ds_hf and DeepSpeed), for models whose fp32 states exceed the host.
+The largest ones on one H100 with 128 GB of host memory and 64 GB of disk, and what ``ds-hf memory`` says of them:
+
+    --model 13b --narrow --checkpointing --engines ds_hf            104 GB of host memory, 34 GB of the GPU
+    --model 9b --narrow --checkpointing --stage 3 --nvme DIR --engines ds_hf+states-nvme    54 GB of disk, 25 GB of GPU
+    --model 6b7 --narrow --checkpointing --stage 3 --nvme DIR --engines ds_hf+nvme          54 GB of disk, 7 GB of GPU
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +41,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.ops.cpu import rank_cores
 
+training.MODELS["9b"] = (4608, 12288, 34, 36, 36, 32000)  # --narrow: 54 GB of states
 training.MODELS["13b"] = (5120, 13824, 40, 40, 40, 32000)
 
 
@@ -267,4 +274,6 @@ training.turn, training.show = turn, show
 training.parse = parse
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("ds_hf").setLevel(logging.INFO)  # what was found out about disk, memory and threads
     training.main()
