@@ -18,13 +18,20 @@ Engines take turns as in ``benchmarks/training.py``, whose models, data, timing 
     deepspeed, deepspeed+nvme, deepspeed+none; fsdp2 (CPUOffloadPolicy); torchao (CPUOffloadOptimizer); floor
 
 ``--narrow`` keeps masters and moments in bf16 (ds_hf and DeepSpeed), for models whose fp32 states exceed the host.
+The largest ones on one H100 with 128 GB of host memory and 64 GB of disk, and what ``ds-hf memory`` says of them:
+
+    --model 13b --narrow --checkpointing --engines ds_hf            104 GB of host memory, 34 GB of the GPU
+    --model 9b --narrow --checkpointing --stage 3 --nvme DIR --engines ds_hf+states-nvme    54 GB of disk, 25 GB of GPU
+    --model 6b7 --narrow --checkpointing --stage 3 --nvme DIR --engines ds_hf+nvme          54 GB of disk, 7 GB of GPU
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import contextlib
+import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +39,9 @@ import torch.distributed as dist
 import training
 from torch import Tensor, nn
 
+from ds_hf.engine.ops.cpu import rank_cores
+
+training.MODELS["9b"] = (4608, 12288, 34, 36, 36, 32000)  # --narrow: 54 GB of states
 training.MODELS["13b"] = (5120, 13824, 40, 40, 40, 32000)
 
 
@@ -89,6 +99,9 @@ class DsHf(training.Contender):
     def step(self, batches: list[Tensor]) -> Tensor:
         return training.deepspeed_step(self.engine, batches)
 
+    def finish(self) -> None:
+        self.engine._finish_update()
+
     def free(self) -> None:
         self.engine.destroy()
         super().free()
@@ -103,9 +116,16 @@ class DeepSpeed(training.Contender):
 
         if "+ds.hf" in deepspeed.__version__:
             raise RuntimeError("the name deepspeed is served by ds_hf: give --deepspeed-path")
-        model = training.make_model(args, torch.float32)
+        model, config = training.make_model(args, torch.float32), config_of(args, way)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config_of(args, way))
+        optimizer = None
+        if args.device == "cpu":  # no compiler run for a trial of the script
+            del config["optimizer"]
+            config["zero_force_ds_cpu_optimizer"] = False
+            optimizer = torch.optim.AdamW(parameters, **training.adam_parameters())
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=None if optimizer else parameters, config=config
+        )
 
     def step(self, batches: list[Tensor]) -> Tensor:
         return training.deepspeed_step(self.engine, batches)
@@ -151,9 +171,23 @@ def make(name: str) -> Any:
     return training.ENGINES[engine]
 
 
+def forget_host_peak() -> None:
+    """Let the kernel count this process's largest resident memory anew."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def host_peak_gib() -> float:
-    """Largest resident memory of this process so far; it never falls, so look at the first engine or run one alone."""
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
+    """Largest resident memory of this process, page-locked memory included, since it was forgotten."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return round(int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20, 3)
+
+
+def cpu_threads(engine: Any) -> int:
+    """Threads of the update on the CPU."""
+    optimizer = getattr(getattr(engine, "engine", None), "optimizer", None)
+    worker = getattr(getattr(optimizer, "store", None), "worker", None)
+    return int(getattr(worker, "threads", torch.get_num_threads()))
 
 
 def parse() -> argparse.Namespace:
@@ -171,6 +205,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=4, help="at least 3: ds_hf+auto moves states after the second")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU, default all cores; ds_hf takes 3/4 of them")
     parser.add_argument("--deepspeed-path", default="")
     parser.add_argument("--json", type=training.Path)
     args = parser.parse_args()
@@ -186,16 +221,59 @@ def parse() -> argparse.Namespace:
 
 
 def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """As training's, with the memory of the host."""
-    found = _turn(name, args)
+    """As training's, with the memory of the host and the threads of the update."""
+    torch.set_num_threads(args.threads or len(rank_cores()))  # OMP_NUM_THREADS=1 must not decide the comparison
+    forget_host_peak()
+    before, threads = host_peak_gib(), []
+    make_engine = training.ENGINES[name]
+
+    def made(args: argparse.Namespace) -> Any:
+        engine = make_engine(args)
+        threads.append(cpu_threads(engine))
+        return engine
+
+    training.ENGINES[name] = made  # type: ignore[assignment]
+    try:
+        found = _turn(name, args)
+    finally:
+        training.ENGINES[name] = make_engine
+    found["more"] = {"host_peak_gib": host_peak_gib(), "host_before_gib": before, "cpu_threads": threads[0]}
     if dist.get_rank() == 0:
-        print(f"{name}: {min(found['times']) * 1e3:.0f} ms, host peak {host_peak_gib()} GiB", file=sys.stderr)
+        print(f"{name}: {min(found['times']) * 1e3:.0f} ms, {found['more']}", file=sys.stderr)
     return found
 
 
+def show(records: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """The table, with each step's time over that of DeepSpeed, of ds_hf without offload, and of the floor."""
+    others = ("deepspeed", "ds_hf+none", "floor")
+    base = {
+        name: next((r["step_ms"] for r in records if r["name"] == name and "step_ms" in r), None) for name in others
+    }
+    titles = ("step ms", "tokens/s", "GPU GiB", "host GiB", "threads", "x deeps.", "x none", "x floor", "first", "last")
+    print(f"{'':<20}" + "".join(f"{title:>10}" for title in titles))
+    for row in records:
+        if "step_ms" not in row:
+            print(f"{row['name']:<20}failed: {row['error']}")
+            continue
+        ratios = ["-" if base[name] is None else f"{row['step_ms'] / base[name]:.2f}" for name in others]
+        cells = (
+            f"{row['step_ms']:.1f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['peak_gib']:.2f}",
+            f"{row['host_peak_gib']:.2f}",
+            str(row["cpu_threads"]),
+            *ratios,
+            f"{row['losses'][0]:.4f}",
+            f"{row['losses'][-1]:.4f}",
+        )
+        print(f"{row['name']:<20}" + "".join(f"{cell:>10}" for cell in cells))
+
+
 _turn = training.turn
-training.turn = turn
+training.turn, training.show = turn, show
 training.parse = parse
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    logging.getLogger("ds_hf").setLevel(logging.INFO)  # what was found out about disk, memory and threads
     training.main()

@@ -22,6 +22,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,9 @@ class Contender(ABC):
     def step(self, batches: list[Tensor]) -> Tensor:
         """One optimizer step over ``batches`` (micro-batches ``[micro-batch, seq]``); returns the mean loss."""
 
+    def finish(self) -> None:  # noqa: B027 - most leave nothing
+        """Wait for what the last step left to be done beside the next one."""
+
     def free(self) -> None:
         """Let go of everything."""
         self.__dict__.clear()
@@ -130,6 +134,9 @@ class DsHf(Contender):
 
     def step(self, batches: list[Tensor]) -> Tensor:
         return deepspeed_step(self.engine, batches)
+
+    def finish(self) -> None:
+        self.engine._finish_update()
 
     def free(self) -> None:
         self.engine.destroy()
@@ -294,6 +301,7 @@ def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     losses, times = [], []
     data = [tokens(args, step) for step in range(args.warmup + args.steps)]
     losses += [engine.step(batches) for batches in data[: args.warmup]]
+    engine.finish()
     synchronize(args)
     built = time.perf_counter() - began
     for first in range(args.warmup, len(data), STRETCH):
@@ -301,6 +309,7 @@ def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
         dist.barrier()
         start = time.perf_counter()
         losses += [engine.step(batches) for batches in stretch]
+        engine.finish()
         synchronize(args)
         times.append((time.perf_counter() - start) / len(stretch))
     peak = torch.cuda.max_memory_allocated() if args.device != "cpu" else 0
@@ -335,6 +344,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 turns[name].append(turn(name, args))
             except Exception as error:  # the others' figures are worth keeping
                 turns[name].append({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+                traceback.clear_frames(error.__traceback__)  # they hold the model
     per_step = args.micro_batch * args.accumulation * dist.get_world_size() * args.seq
     records = []
     for name in names:
@@ -351,6 +361,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "ready_s": round(max(found["ready_s"] for found in done), 2),
                 "round_ms": [round(statistics.median(found["times"]) * 1e3, 3) for found in done],
                 "losses": [round(loss, 5) for loss in done[0]["losses"]],
+                **done[0].get("more", {}),
             }
         records.append(record)
     return records
@@ -404,7 +415,8 @@ def main() -> None:
     args.device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     if torch.cuda.is_available():
         torch.cuda.set_device(local)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}.items():
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     records = measure(args)

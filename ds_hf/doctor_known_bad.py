@@ -139,15 +139,6 @@ def _loopback_name(m: Machine) -> tuple[str, str] | None:
     return None
 
 
-def _one_thread(m: Machine) -> tuple[str, str] | None:
-    if m.env.get("OMP_NUM_THREADS") == "1" and m.gpus:
-        return (
-            "OMP_NUM_THREADS=1: offloaded optimizers use one core",
-            "unset it; `deepspeed` gives each process its share",
-        )
-    return None
-
-
 def _little_host_memory(m: Machine) -> tuple[str, str] | None:
     total = sum(gpu.total_mib for gpu in m.gpus) << 20
     if total and m.memory_nbytes < total / 2:
@@ -173,7 +164,6 @@ RULES: tuple[Rule, ...] = (
     _debug_collectives,
     _slow_nccl,
     _loopback_name,
-    _one_thread,
     _little_host_memory,
     _locked_memory,
 )

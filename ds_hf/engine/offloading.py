@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -17,6 +18,7 @@ from ds_hf.engine.offload.aio import Aio
 from ds_hf.engine.offload.folder import SwapFolder, examine
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.swap import SwapPool
+from ds_hf.engine.ops.cpu import THREADS_VARIABLE, rank_cores
 from ds_hf.engine.optim.file_store import FileStore
 from ds_hf.engine.optim.host_store import DelayedStore, HostStore
 from ds_hf.engine.optim.room import Room
@@ -24,7 +26,7 @@ from ds_hf.engine.optim.store import DeviceStore, HostSettings, StateStore
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.rest import DeviceRest, FileRest, HostRest, Order, ShardRest
-from ds_hf.log import logger, warn_once
+from ds_hf.log import log_once, logger, warn_once
 
 __all__ = ["Offload", "accumulation_dtype", "build_offload"]
 
@@ -46,9 +48,14 @@ class Offload:
 
     Attributes:
         store: for the optimizer states of the engine.
+
+    Args:
+        promised: bytes that the store's files will have, on its disk.
     """
 
-    def __init__(self, store: StateStore, settings: Config, plan: StatePlan, machine: _Machine) -> None:
+    def __init__(
+        self, store: StateStore, settings: Config, plan: StatePlan, machine: _Machine, promised: int = 0
+    ) -> None:
         self.store = store
         self._section = settings.zero_optimization.offload_param
         self._where, self._device = plan.parameters.device, machine.device
@@ -58,7 +65,12 @@ class Offload:
         if self._where == "nvme":
             nbytes = 2 * max(0, machine.numel - self._section.max_in_cpu)
             slots, path = self._section.buffer_count, self._section.nvme_path
-            self._pool = _pool(settings, machine.axis, "parameters", str(path), slots, nbytes, self._section.pin_memory)
+            pinned = self._section.pin_memory
+            if not _same_disk(path, settings.zero_optimization.offload_optimizer.nvme_path):
+                promised = 0
+            self._pool = _pool(
+                settings, machine.axis, "parameters", str(path), slots, nbytes, pinned, promised=promised
+            )
         self._order = Order(depth=1 if self._pool is None else max(1, self._section.buffer_count - 2))
 
     def rest(self, name: str, numel: int, *, sharded: bool) -> ShardRest | None:
@@ -99,11 +111,12 @@ def build_offload(
         numel=sum(logical_shape(p).numel() for p in parameters) // axis.world_size,
     )
     store: StateStore = DeviceStore(device, accumulation_dtype(plan))
+    promised = 0
     if inner is not None and plan.optimizer.device == "cpu":
         store = _host_store(settings, plan, machine, inner)
     elif inner is not None and plan.optimizer.device == "nvme":
-        store = _file_store(settings, plan, machine, inner)
-    return Offload(store, settings, plan, machine)
+        store, promised = _file_store(settings, plan, machine, inner)
+    return Offload(store, settings, plan, machine, promised)
 
 
 def _host_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer) -> HostStore:
@@ -120,8 +133,12 @@ def _host_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Opt
         share, streamed, room = 0.0, 0.0, None
     kept = _host_settings(settings, plan, machine, share, streamed)
     _look_for_memory(kept, plan)
-    kind = DelayedStore if own.delayed and by_unit else HostStore
-    return kind(machine.device, kept, room)
+    store = (DelayedStore if own.delayed and by_unit else HostStore)(machine.device, kept, room)
+    log_once(
+        f"offload: the CPU updates with {store.worker.threads} threads a process, of {len(rank_cores())} cores "
+        f"(OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}; {THREADS_VARIABLE} sets another number)"
+    )
+    return store
 
 
 def _look_for_memory(kept: HostSettings, plan: StatePlan) -> None:
@@ -144,14 +161,15 @@ def _processes_here() -> int:
     return int(ranks) if ranks.isdecimal() and int(ranks) > 0 else 1
 
 
-def _file_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer) -> FileStore:
+def _file_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer) -> tuple[FileStore, int]:
+    """The store, and how many bytes its files will have: they are written later than the disk is looked at."""
     section = settings.zero_optimization.offload_optimizer
     assert plan.optimizer.dtype is not None
     moments = 1 if any(name in type(inner).__name__ for name in _ONE_MOMENT) else 2
     width = getattr(torch, plan.optimizer.dtype).itemsize + moments * getattr(torch, plan.moments).itemsize
-    slots, path = max(3, section.buffer_count), str(section.nvme_path)
-    pool = _pool(settings, machine.axis, "optimizer states", path, slots, machine.trained * width, pinned=False)
-    return FileStore(machine.device, _host_settings(settings, plan, machine), pool)
+    slots, path, nbytes = max(3, section.buffer_count), str(section.nvme_path), machine.trained * width
+    pool = _pool(settings, machine.axis, "optimizer states", path, slots, nbytes, pinned=False)
+    return FileStore(machine.device, _host_settings(settings, plan, machine), pool), nbytes
 
 
 def _host_settings(
@@ -167,12 +185,25 @@ def _host_settings(
     )
 
 
-def _pool(settings: Config, axis: Axis, what: str, path: str, slots: int, nbytes: int, pinned: bool) -> SwapPool:
-    """Files for ``what``, ``nbytes`` in all for this process, on a disk that was tried."""
+def _same_disk(*folders: object) -> bool:
+    """Whether folders, made already or not, are on one file system."""
+    paths = [Path(str(folder)).absolute() for folder in folders]
+    there = [next(path for path in (folder, *folder.parents) if path.exists()) for folder in paths]
+    return len({path.stat().st_dev for path in there}) == 1
+
+
+def _pool(
+    settings: Config, axis: Axis, what: str, path: str, slots: int, nbytes: int, pinned: bool, promised: int = 0
+) -> SwapPool:
+    """Files for ``what``, ``nbytes`` in all for this process, on a disk that was tried.
+
+    Args:
+        promised: what else this process will write there.
+    """
     aio = settings.aio
     queue = Aio(block=aio.block_size, depth=aio.queue_depth, threads=aio.intra_op_parallelism)
     folder = SwapFolder(path)
-    disk = examine(folder, queue, nbytes, _processes_here())
+    disk = examine(folder, queue, nbytes + promised, _processes_here())
     if axis.rank == 0:
         level = logging.INFO if disk.direct else logging.WARNING  # the page cache takes the host's memory and time
         logger.log(level, "%s on NVMe: %.2f GiB a process in %s; %s", what, nbytes / 2**30, path, disk)

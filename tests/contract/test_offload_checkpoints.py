@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.offload.swap import SwapPool
+from ds_hf.engine.optim.stepping import _UnitsJob
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError, OffloadError
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
@@ -27,6 +29,7 @@ def engine_of(folder: str, how: str) -> Engine:
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": folder, "buffer_count": 3}
     zero, own = {
         "none": ({}, {}),
+        "host": ({"offload_optimizer": cpu, "stage": 2}, {}),
         "cpu": ({"offload_optimizer": {**cpu, "ratio": 0.5}, "offload_param": cpu}, {}),
         "streamed": ({"offload_optimizer": cpu}, {"stream": 1.0}),
         "delayed": ({"offload_optimizer": cpu, "offload_param": cpu}, {"delayed": True}),
@@ -128,6 +131,50 @@ def test_a_kill_in_a_step_loses_what_came_after_the_checkpoint_and_no_more(tmp_p
     with pytest.raises(DistributedFailure, match="died: exit code -9"):
         run_distributed(killed_in_a_step, 1, str(tmp_path), timeout=100)
     run_distributed(resume, 1, str(tmp_path), timeout=100)
+
+
+def killed_beside_the_forward(folder: str) -> None:
+    engine = engine_of(folder, "host")
+    steps(engine, 0, HALF)
+    engine.save_checkpoint(f"{folder}/saved")
+    run, calls = _UnitsJob._run, []
+
+    def run_and_die(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run(*args)
+
+    _UnitsJob._run = run_and_die  # type: ignore[method-assign]
+    steps(engine, HALF, ALL)
+
+
+def resume_on_the_host(folder: str) -> None:
+    engine = engine_of(folder, "host")
+    engine.load_checkpoint(f"{folder}/saved")
+    steps(engine, HALF, ALL)
+    assert_equal(weights(engine), uninterrupted(folder), "resumed")
+
+
+def test_a_kill_while_the_cpu_updates_loses_no_more(tmp_path: Path) -> None:
+    with pytest.raises(DistributedFailure, match="died: exit code -9"):
+        run_distributed(killed_beside_the_forward, 1, str(tmp_path), timeout=100)
+    run_distributed(resume_on_the_host, 1, str(tmp_path), timeout=100)
+
+
+def two_kinds_of_files(folder: str) -> None:
+    """Each kind would fit; both do not."""
+    numel = sum(p.numel() for p in model().parameters())
+    usage = shutil.disk_usage(folder)
+    shutil.disk_usage = lambda path: usage._replace(free=13 * numel)  # type: ignore[assignment]
+    with pytest.raises(OffloadError, match=r"GiB free, and offload needs"):
+        engine_of(folder, "nvme")
+    shutil.disk_usage = lambda path: usage._replace(free=15 * numel)  # type: ignore[assignment]
+    engine_of(folder, "nvme")
+
+
+def test_the_disk_must_hold_states_and_parameters_together(tmp_path: Path) -> None:
+    run_distributed(two_kinds_of_files, 1, str(tmp_path), timeout=60)
 
 
 def full_disk(folder: str) -> None:

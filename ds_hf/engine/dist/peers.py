@@ -5,8 +5,9 @@ computation, none of NCCL's launches is paid for, and no rank waits for another,
 
 Invariants
 - What is gathered was written before a meeting of all ranks: on the lane at the latest, before the copies.
-- What is written is read by nobody: after the last gather of it all ranks have met on their main streams, each behind
-  its lane.
+- What is written is read by nobody. Memory that only ``writing`` announces writes to: after the last gather of it all
+  ranks have met on their main streams, each behind its lane. Memory that users see, and write to when they like: a
+  gather of it ends with a meeting, so that who may look at the result may write to its sources.
 - All ranks gather and write the same regions in the same order, as with collectives, so they agree on when to meet.
 """
 
@@ -20,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.log import logger
 
-__all__ = ["Mapping", "Peers", "Region", "open_peers"]
+__all__ = ["Peers", "Region", "open_peers"]
 
 Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
 
@@ -36,32 +36,32 @@ class Peers:
     Args:
         lane: on which gathers run.
         mapping: collective; flat memory of so many elements of a dtype on each rank, as this rank reaches it.
+        meet: collective; what the current streams of all ranks were given before comes before what they get next.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, lane: Lane, mapping: Mapping) -> None:
+    def __init__(self, axis: Axis, lane: Lane, mapping: Mapping, meet: Callable[[], None]) -> None:
         self.axis, self.lane = axis, lane
-        self._mapping = mapping
-        self._token = torch.zeros(1, device=device)
-        self._met = 0  # meetings
-        self._met_on_main = 0  # those on the main streams
+        self._mapping, self._meet = mapping, meet
+        self.met_on_main = 0  # meetings on the main streams
 
-    def region(self, numel: int, dtype: torch.dtype) -> Region:
-        """Memory for ``[numel]`` on each rank. Collective."""
-        return Region(self, self._mapping(numel, dtype))
+    def region(self, numel: int, dtype: torch.dtype, *, visible: bool = False) -> Region:
+        """Memory for ``[numel]`` on each rank. Collective.
 
-    def _meet(self) -> None:
-        collectives.all_reduce_sum(self._token, self.axis, "the meeting of the ranks")
-        self._met += 1
+        Args:
+            visible: users may write to it.
+        """
+        return Region(self, self._mapping(numel, dtype), visible)
 
     def meet_on_main(self) -> None:
         """What all ranks have asked for so far, gathers too, comes before what this rank asks for next."""
         self.lane.join()
-        self._meet()
-        self._met_on_main += 1
+        self.meet_on_lane()
+        self.met_on_main += 1
 
     def meet_on_lane(self) -> None:
         """What all ranks have asked for so far comes before what this rank's lane does next. Called on the lane."""
-        self._meet()
+        with self.axis.log("barrier", "the ranks' memory"):
+            self._meet()
 
 
 class Region:
@@ -70,20 +70,21 @@ class Region:
     Attributes:
         mine: this rank's, ``[numel]``.
         theirs: every rank's, by its place on the axis; others than ``mine`` are for ``gather`` alone.
+        visible: users may write to ``mine``: who gathers calls ``Peers.meet_on_lane`` before anybody sees the result.
     """
 
-    def __init__(self, peers: Peers, theirs: Sequence[Tensor]) -> None:
-        self._peers = peers
+    def __init__(self, peers: Peers, theirs: Sequence[Tensor], visible: bool) -> None:
+        self._peers, self.visible = peers, visible
         self.theirs = tuple(theirs)
         self.mine = self.theirs[peers.axis.rank]
-        self._written_at = self._read_at = -1
+        self._read_at = -1
+        self._written = False  # since the last gather
 
     def writing(self) -> None:
         """Before this rank writes to ``mine``, on the main stream. Collective."""
-        peers = self._peers
-        if self._read_at == peers._met_on_main:
-            peers.meet_on_main()
-        self._written_at = peers._met
+        if self._read_at == self._peers.met_on_main:
+            self._peers.meet_on_main()
+        self._written = True
 
     def gather(self, targets: Sequence[Tensor], sources: Sequence[Tensor], what: str) -> None:
         """Copy ``sources``, parts of ``theirs`` by rank, into ``targets``. Collective, on the lane.
@@ -91,9 +92,11 @@ class Region:
         A target that is its source is left alone.
         """
         peers = self._peers
-        if self._written_at == peers._met:
+        if self._written:
             peers.meet_on_lane()
-        self._read_at = peers._met_on_main
+            self._written = False
+        if not self.visible:
+            self._read_at = peers.met_on_main
         rank, world_size = peers.axis.rank, peers.axis.world_size
         with peers.axis.log("all-gather", what, sources[rank]):
             for step in range(1, world_size + 1):  # each begins with another rank, its own part comes last
@@ -113,14 +116,15 @@ def open_peers(axis: Axis, device: torch.device, lane: Lane) -> Peers | None:
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=axis.group)
     if not able.item():
         return None
-    peers = Peers(axis, device, lane, _Gpus(axis, device))
+    gpus = _Gpus(axis, device)
+    peers = Peers(axis, lane, gpus, gpus.meet)
     works = torch.tensor([_try(peers)], dtype=torch.int32, device=device)
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=axis.group)
     return peers if works.item() else None
 
 
 class _Gpus:
-    """Memory of GPUs, as a ``Mapping``. torch's allocator counts it, and gives it back with the last region."""
+    """Memory of GPUs. torch's allocator counts it, and gives it back with the last region."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._memory: Any = _symmetric_memory()
@@ -129,15 +133,21 @@ class _Gpus:
         assert group is not None
         self._group = group.group_name
         self._pool = torch.cuda.MemPool(self._memory.get_mempool_allocator(device))
+        self._shared: Any = None  # its signals serve for meetings
 
     def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         with torch.cuda.use_mem_pool(self._pool, self._device):
             mine = torch.empty(numel, dtype=dtype, device=self._device)
         shared = self._memory.rendezvous(mine, self._group)
+        self._shared = self._shared or shared
         begin = (mine.data_ptr() - shared.buffer_ptrs[self._axis.rank]) // dtype.itemsize
         tensors = [shared.get_buffer(rank, (numel,), dtype, begin) for rank in range(self._axis.world_size)]
         tensors[self._axis.rank] = mine
         return tensors
+
+    def meet(self) -> None:
+        """A kernel of one block on each GPU: six microseconds."""
+        self._shared.barrier()
 
 
 def _reaches_all(axis: Axis, device: torch.device) -> bool:

@@ -13,11 +13,19 @@ On the CPU a lane is the thread itself: everything is done when it is asked for.
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Lane", "wait"]
+__all__ = ["Awaited", "Lane", "wait"]
+
+
+class Awaited(Protocol):
+    """What comes to an end beside the current stream, as a ``torch.cuda.Event`` does."""
+
+    def wait(self) -> Any:
+        """The current stream goes on after it."""
 
 
 class Lane:
@@ -93,7 +101,7 @@ def _set_stream(ids: tuple[int, int, int]) -> None:
     torch._C._cuda_setStream(stream_id=number, device_index=index, device_type=kind)
 
 
-def wait(event: torch.cuda.Event | None) -> None:
+def wait(event: Awaited | None) -> None:
     """The current stream goes on after ``event``."""
     if event is not None:
         event.wait()

@@ -76,14 +76,20 @@ class Link:
             self._going_down.popleft()
         return arrival
 
-    def up(self, target: Tensor, source: Tensor, *, after: Arrival = DONE) -> Arrival:
-        """Copy host memory into a device tensor that nobody uses, after what the current stream does with it now."""
+    def now(self) -> Arrival:
+        """Over when the current stream has done what it was given so far."""
+        return DONE if self.up_stream is None else Arrival(torch.cuda.current_stream().record_event())
+
+    def up(self, target: Tensor, source: Tensor, *, after: Arrival = DONE, unused: Arrival | None = None) -> Arrival:
+        """Copy host memory into a device tensor that nobody uses after ``unused``, by default what the current stream
+        was given so far."""
         if self.up_stream is None or not target.is_cuda:
             after.on_host()
             target.copy_(source)
             return DONE
-        self.up_stream.wait_stream(torch.cuda.current_stream())
+        unused = unused or self.now()
         with torch.cuda.stream(self.up_stream):
+            unused.on_stream()
             after.on_stream()
             target.copy_(source, non_blocking=True)
             return Arrival(self.up_stream.record_event())

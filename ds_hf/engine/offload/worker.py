@@ -1,6 +1,7 @@
 """One thread that updates states on the CPU while the main thread launches copies and collectives.
 
-It is bound to the rank's share of the cores, and with it the OpenMP threads that its kernels start. ctypes and torch
+It is bound to the rank's share of the cores, and with it the OpenMP threads that its kernels start, most of them
+(``cpu.beside_threads``) whatever OMP_NUM_THREADS=1 leaves the rest of the process. ctypes and torch
 release the GIL for the length of a kernel. Tasks run one after another in the order they were given.
 """
 
@@ -15,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ds_hf.engine.ops.cpu import rank_cores
+from ds_hf.engine.ops.cpu import beside_threads, rank_cores, use_threads
 
 __all__ = ["Worker"]
 
@@ -24,10 +25,15 @@ T = TypeVar("T")
 
 
 class Worker:
-    """The thread starts with the first task."""
+    """The thread starts with the first task.
+
+    Attributes:
+        threads: how many its kernels use.
+    """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "ds_hf-offload", _bind)
+        self.threads = beside_threads()
+        self._pool = ThreadPoolExecutor(1, "ds_hf-offload", _bind, (self.threads,))
 
     def submit(self, task: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Run ``task`` without autograd. Its exception is raised by ``Future.result``."""
@@ -43,7 +49,8 @@ def _without_autograd(task: Callable[[], T]) -> T:
         return task()
 
 
-def _bind() -> None:
+def _bind(threads: int) -> None:
     if hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # a sandbox that forbids it
             os.sched_setaffinity(0, rank_cores())
+    use_threads(threads)

@@ -52,17 +52,19 @@ class Detour:
         self._turn = 0
         self._down: dict[Block, Arrival] = {}
 
-    def go(self, block: Block, job: Job, owned: Tensor) -> None:
-        """Update one unit, parameters in ``owned`` on the device; ``join`` before they are used.
+    def go(self, block: Block, job: Job, owned: Tensor) -> torch.cuda.Event | None:
+        """Update one unit, parameters in ``owned`` on the device; ``join``, or wait for the event, before their use.
 
         The states are back when ``arrived`` returns.
         """
         if self._stream is None:
-            return self._over(block, job, owned)
+            self._over(block, job, owned)
+            return None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._over(block, job, owned)
-        return None
+            done: torch.cuda.Event = self._stream.record_event()
+            return done
 
     def _over(self, block: Block, job: Job, owned: Tensor) -> None:
         self._home(block)

@@ -3,14 +3,18 @@
 Each unit has a ``Place``. On the HOST the worker updates it with the CPU's kernel and the 16-bit result is copied up
 while the next one is updated. STREAMED units take another way at the same time: their states go up, the GPU updates
 them, they go down again; the CPU and the link work on different units. Units on the DEVICE are updated where they are.
+In a process alone a step returns while updates go on: the next forward waits for each unit when it gets there, so that
+most of it is computed beside them (``zero/landing.py`` holds up everybody else who touches a parameter).
 Which unit has which place follows from the sizes and the settings alone, so that it is the same on every rank and in
 every run.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -18,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hf.engine.offload.blocks import Block
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import Arrival, Link
 from ds_hf.engine.offload.memory import host_copy
 from ds_hf.engine.offload.worker import Worker
 from ds_hf.engine.optim.detour import Detour
@@ -50,6 +54,7 @@ class HostStore:
 
     splits: str | None = None
     delays = False  # updates go on while the parameters are in use
+    lands_later = True  # updates may go on until the parameters are used
 
     def __init__(
         self, device: torch.device, settings: HostSettings, room: Room | None = None, gradient_places: int = 1
@@ -60,6 +65,7 @@ class HostStore:
         self._compute, self._settings, self._room = device, settings, room
         self._gradient_places = gradient_places
         self._blocks: dict[FlatBuffer, Block] = {}
+        self._landing: dict[GradientBuffer, _Landing] = {}
         self._detour = Detour(device, pinned=settings.pinned)
         self._filled = {Place.DEVICE: 0, Place.STREAMED: 0, Place.HOST: 0}
         self.outputs = Outputs(self.link, pinned=settings.pinned, at_once=not self.delays)
@@ -103,17 +109,46 @@ class HostStore:
     # -- the step -------------------------------------------------------------------------------------------------
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
+        yield from self.settle()  # what nobody has used since the last step
         at = {place: [g for g in gradients if self.places[g.buffer] is place] for place in Place}
+        unused = self.link.now()
         updates = [(gradient, self._submit(gradient, make)) for gradient in at[Place.HOST]]
+        later = self.lands_later and (self._room is None or self._room.decided)
+        joined = []
         for gradient in at[Place.STREAMED]:
-            self._detour.go(self._blocks[gradient.buffer], make([gradient]), self._target(gradient))
+            event = self._detour.go(self._blocks[gradient.buffer], make([gradient]), self._target(gradient))
+            if not (later and _is_alone(gradient) and gradient.buffer.take_off(event)):
+                joined.append(gradient)
         self._update_here(at[Place.DEVICE], make)
         yield at[Place.DEVICE]
+        if later:
+            updates = [update for update in updates if not self._land_later(*update, unused)]
         yield from self._finished(updates)
-        self._detour.join()
-        yield at[Place.STREAMED]
+        if joined:
+            self._detour.join()
+        yield joined
         if self._room is not None:
             self._fill_room(gradients)
+
+    def _land_later(self, gradient: GradientBuffer, update: Future[None], unused: Arrival) -> bool:
+        """Let whoever uses the unit's parameters next, the forward as a rule, wait for their update.
+
+        Not where processes gather them: who uses them first need not be the same on each.
+        """
+        if not _is_alone(gradient):
+            return False
+        gradient.buffer.check_views()
+        landing = _Landing(self, gradient, update, unused)
+        if not gradient.buffer.take_off(landing):
+            return False
+        self._landing[gradient] = landing
+        return True
+
+    def land(self, gradient: GradientBuffer, update: Future[None], unused: Arrival) -> None:
+        """Wait for the update of a unit, and have its parameters brought where they are used."""
+        del self._landing[gradient]
+        update.result()
+        self.outputs.finish(gradient, unused)
 
     def _update_here(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> None:
         """Units on the device, all at once: a launch costs as much as the update of a million elements."""
@@ -138,10 +173,14 @@ class HostStore:
             yield [gradient]
 
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
+        if not buffer.sharded:
+            buffer.gather()
         self._detour.arrived(self._blocks[buffer])
 
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:
-        return iter(())
+        for gradient in list(self._landing):
+            gradient.buffer.gather()
+            yield [gradient]
 
     # -- states that move to the device for good ------------------------------------------------------------------
 
@@ -167,11 +206,35 @@ class HostStore:
         self.outputs.drop(gradient)
 
     def close(self) -> None:
+        with contextlib.suppress(Exception):  # of an update: it was said, or nobody wants the parameters
+            for _ in self.settle():
+                pass
         self.worker.close()
         self._detour.close()
         self.link.close()
         self._blocks.clear()
         self.outputs.close()
+
+
+@dataclass(eq=False)
+class _Landing:
+    """The update of a unit that is waited for when its parameters are used; what ``FlatBuffer.take_off`` takes."""
+
+    store: HostStore
+    gradient: GradientBuffer
+    update: Future[None]
+    unused: Arrival
+    over: bool = False
+
+    def wait(self) -> None:
+        if not self.over:
+            self.over = True  # a fault is raised once: after it nothing is saved, and a checkpoint may be loaded
+            self.store.land(self.gradient, self.update, self.unused)
+
+
+def _is_alone(gradient: GradientBuffer) -> bool:
+    """The unit's parameters are all here, and no other process has a part in them."""
+    return not gradient.buffer.sharded and gradient.buffer.axis.world_size == 1
 
 
 class DelayedStore(HostStore):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import Arrival, Link
 from ds_hf.engine.offload.memory import host_empty
 from ds_hf.engine.optim.store import written_beside
 from ds_hf.engine.zero.gradient_home import HostHome
@@ -25,7 +25,7 @@ class Outputs:
     def __init__(self, link: Link, *, pinned: bool, at_once: bool = True) -> None:
         self._link, self._pinned, self._at_once = link, pinned, at_once
         self._own: dict[GradientBuffer, Tensor] = {}
-        self._written: dict[GradientBuffer, Tensor] = {}
+        self._written: dict[GradientBuffer, tuple[Tensor, Tensor]] = {}
 
     def begin(self, gradient: GradientBuffer, master: Tensor) -> Tensor | None:
         """Where the unit's update writes parameters; ``None`` where the master is the parameters."""
@@ -33,8 +33,9 @@ class Outputs:
         shard = buffer.full if gradient.policy.whole else buffer.shard
         if self._at_once and buffer.stays and shard.device.type == "cpu":
             return written_beside(buffer.owned(whole=gradient.policy.whole, fresh=True), master)
-        self._written[gradient] = self._between(gradient, shard)
-        return self._written[gradient]
+        between = self._between(gradient, shard)
+        self._written[gradient] = between, shard
+        return between
 
     def _between(self, gradient: GradientBuffer, shard: Tensor) -> Tensor:
         home = gradient.home
@@ -45,12 +46,20 @@ class Outputs:
             self._own[gradient] = host_empty(shard.numel(), shard.dtype, pinned=self._pinned)
         return self._own[gradient]
 
-    def finish(self, gradient: GradientBuffer) -> None:
-        """The update is over: what the current stream gets from now on may use the parameters."""
-        written = self._written.pop(gradient, None)
-        if written is not None:
-            owned = gradient.buffer.owned(whole=gradient.policy.whole, fresh=True)
-            self._link.up(owned, written).on_stream()
+    def finish(self, gradient: GradientBuffer, unused: Arrival | None = None) -> None:
+        """The update is over: what the current stream gets from now on may use the parameters.
+
+        Args:
+            unused: when the parameters' old values are of no use any more, see ``Link.up``.
+        """
+        if gradient in self._written:
+            between, shard = self._written.pop(gradient)
+            buffer = gradient.buffer
+            if buffer.aliased and buffer.region is None:
+                owned = shard
+            else:  # it may have been somewhere else meanwhile, or others may still read it
+                owned = buffer.owned(whole=gradient.policy.whole, fresh=True)
+            self._link.up(owned, between, unused=unused).on_stream()
 
     def drop(self, gradient: GradientBuffer) -> None:
         """The unit is not updated on the CPU any more."""

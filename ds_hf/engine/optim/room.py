@@ -28,6 +28,11 @@ class Room:
         self._device, self._axis = device, axis
         self._steps = 0
 
+    @property
+    def decided(self) -> bool:
+        """``nbytes_for_states`` has given its answer."""
+        return self._steps >= _STEPS
+
     def nbytes_for_states(self) -> int | None:
         """Bytes that may move to the device now; ``None`` at every step but one. Collective in that step."""
         self._steps += 1

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,9 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
+        for buffer in self.masters:
+            if not buffer.sharded:
+                buffer.gather()  # an update that nobody waited for yet may be writing it
         return self.optimizer.state
 
     @state.setter
@@ -157,6 +161,7 @@ class ShardedOptimizer(Optimizer):
             DsHfError: it cannot be in memory at once.
         """
         self._require_all("state_dict()")
+        self.settle()
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": list(self.masters.values()),
@@ -176,6 +181,7 @@ class ShardedOptimizer(Optimizer):
                 "engine.load_checkpoint() loads at any world size"
             )
         self._require_all("load_state_dict()")
+        self.settle()
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         with torch.no_grad():
@@ -184,22 +190,26 @@ class ShardedOptimizer(Optimizer):
                 self.masters_changed(buffer)
 
     def settle(self) -> None:
-        """Finish an update that goes on beside training (``ds_hf.offload.delayed``) and publish it. Collective.
+        """Finish updates that go on beside training and publish them. Collective where ``ds_hf.offload.delayed`` is.
 
         Raises:
             DsHfError: the last update ended in an exception.
         """
-        if self._apply.unfinished:
-            raise DsHfError(
-                "the last step failed half-way, so that some weights are a step ahead of others: nothing is saved. "
-                "Start again from the last checkpoint, or load it"
-            )
-        for done in self.store.settle():
-            publish([gradient.buffer for gradient in done], whole=self.policy.whole)
+        try:
+            for done in self.store.settle():
+                publish([gradient.buffer for gradient in done], whole=self.policy.whole)
+        finally:
+            if self._apply.unfinished:
+                raise DsHfError(
+                    "the last step failed half-way, so that some weights are a step ahead of others: nothing is saved. "
+                    "Start again from the last checkpoint, or load it"
+                )
 
     def forget_failure(self) -> None:
-        """Everything is going to be replaced by a checkpoint."""
-        self._apply.unfinished = False
+        """Everything is going to be replaced by a checkpoint. Updates that are still running end first."""
+        with contextlib.suppress(Exception):
+            self.settle()
+        self._apply.forget_failure()
 
     def _require_all(self, what: str) -> None:
         if self.store.splits:

@@ -7,7 +7,7 @@ independently), all units at once with what each rank holds of every parameter (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,7 +78,7 @@ class Stepping:
         store: StateStore,
     ) -> None:
         self.store = store
-        self.unfinished = False  # an update ended in an exception: some units are a step ahead of others
+        self._stepping = self._failed = False
         self.inner = inner
         self.update = update
         self.segments = segments
@@ -87,6 +87,18 @@ class Stepping:
         self.policy = policy
         self.axis = axis
         self.axis_device = axis_device
+
+    @property
+    def unfinished(self) -> bool:
+        """An update ended in an exception: some units are a step ahead of others."""
+        return self._stepping or self._failed
+
+    def forget_failure(self) -> None:
+        """Everything is going to be replaced."""
+        self._stepping = self._failed = False
+
+    def _note_failure(self) -> None:
+        self._failed = True
 
     def __call__(self, control: Tensor | None) -> None:
         """Update and publish, unit after unit where the rule can.
@@ -117,16 +129,17 @@ class Stepping:
     def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
         groups = [FrozenGroup(group) for group in self.inner.param_groups]
         make = partial(self._job, update, groups, _Control(control))
-        self.unfinished = True
+        self._stepping = True
         for done in self.store.stream(list(self.segments), make):
             publish([gradient.buffer for gradient in done], whole=self.policy.whole)
-        self.unfinished = False
+        self._stepping = False
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
     def _job(
         self, update: UnitUpdate, groups: Sequence[FrozenGroup], control: _Control, batch: Sequence[GradientBuffer]
     ) -> _UnitsJob:
-        job = _UnitsJob(update, groups, control, [(self.segments[g], g.settled()) for g in batch])
+        units = [(self.segments[g], g.settled()) for g in batch]
+        job = _UnitsJob(update, groups, control, units, self._note_failure)
         for gradient in batch:
             gradient.clear()
         return job
@@ -226,7 +239,9 @@ class _UnitsJob:
         groups: Sequence[FrozenGroup],
         control: _Control,
         units: Sequence[tuple[Sequence[Segment], Tensor | None]],
+        failed: Callable[[], None],
     ) -> None:
+        self._note_failure = failed  # before anybody hears of it: it may run beside the next forward
         self.grads = [grads for _, grads in units]
         self._segments = [segments for segments, _ in units]
         self._update, self._groups, self._control = update, groups, control
@@ -235,6 +250,13 @@ class _UnitsJob:
                 control.on(grads.device)  # here and now: the worker that may run this must not wait for the device
 
     def __call__(self, outs: Sequence[Tensor | None]) -> None:
+        try:
+            self._run(outs)
+        except BaseException:
+            self._note_failure()
+            raise
+
+    def _run(self, outs: Sequence[Tensor | None]) -> None:
         calls: dict[tuple[int, bool], tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
         for segments, grads, out in zip(self._segments, self.grads, outs, strict=True):
             if grads is None:

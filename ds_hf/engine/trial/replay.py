@@ -125,9 +125,7 @@ class Replay:
         try:
             # the meter is inside: what the ranks say to each other must not cross the limit again
             with shared_out_of_memory(self.engine.axis, is_out_of_memory), self.meter.watch(peaks):
-                self.step(
-                    resized(batch, micro), min(accumulation, 2)
-                )  # the second adds to the sums of the first
+                self.step(resized(batch, micro), min(accumulation, 2))  # the second adds to the sums of the first
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

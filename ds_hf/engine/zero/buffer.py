@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.dist.peers import Peers, Region
-from ds_hf.engine.dist.streams import Lane, wait
+from ds_hf.engine.dist.streams import Awaited, Lane, wait
 from ds_hf.engine.zero.landing import can_land_later, landed, take_off
 from ds_hf.engine.zero.layout import FlatLayout, Slot
 from ds_hf.engine.zero.rest import DeviceRest, ShardRest
@@ -143,7 +143,7 @@ class FlatBuffer:
         self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
         self.frozen = not any(p.requires_grad for p in params)
         self.lane = Lane()  # the builder gives the buffers of an engine one in common
-        self._arrival: torch.cuda.Event | None = None
+        self._arrival: Awaited | None = None
         self._users_at_rest = 0  # tensors that share the storage of a replicated buffer when nobody else looks at it
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
         self._gone: set[int] = set()  # parameters that another buffer took over
@@ -193,7 +193,7 @@ class FlatBuffer:
             self._full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         else:
             if self.peers is not None:
-                self.region = self.peers.region(self.layout.numel, self.dtype)
+                self.region = self.peers.region(self.layout.numel, self.dtype, visible=True)
                 full = self.region.mine.copy_(full)
             self._full = full
             self._shard = full[low:high]
@@ -364,7 +364,7 @@ class FlatBuffer:
                     "place (param.data.copy_(...))"
                 )
 
-    def take_off(self, arrival: torch.cuda.Event | None) -> bool:
+    def take_off(self, arrival: Awaited | None) -> bool:
         """Wait for ``arrival`` when somebody needs the values; ``False`` where somebody might see stale ones."""
         if arrival is None or self._storage_users() > self._users_at_rest or not can_land_later(self.params):
             return False

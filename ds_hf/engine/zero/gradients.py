@@ -130,6 +130,8 @@ class GradientBuffer:
                 return
             self.partial = self._empty(missing=True)
         self.lane.settle()
+        if not self.buffer.sharded:
+            self.buffer.gather()  # an update that nobody waited for may still read the last gradient where it is kept
         partial, self.partial = self.partial.to(self.dtype), None
         with self.lane:
             reduced = collectives.reduce_gradient(

@@ -48,9 +48,11 @@ def publish(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
 def _gather(buffers: Sequence[FlatBuffer]) -> None:
     lane, axis = buffers[0].lane, buffers[0].axis
     with lane:
-        for buffer in buffers:
-            if buffer.region is not None:
-                buffer.fill()
+        copied = [buffer for buffer in buffers if buffer.region is not None]
+        for buffer in copied:
+            buffer.fill()
+        if copied and copied[0].peers is not None:
+            copied[0].peers.meet_on_lane()  # users may write to parameters once they have landed
         rest = [buffer for buffer in buffers if buffer.region is None]
         fulls, shards = [b.full for b in rest], [b.shard for b in rest]
         collectives.all_gather_each(fulls, shards, axis, [b.weights_label for b in rest])

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,36 @@ def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.threads() == 1
     monkeypatch.setenv(cpu.THREADS_VARIABLE, "5")
     assert cpu.threads() == 5
+
+
+def test_threads_beside_the_launching_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", cpu.THREADS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    cores = [1, 2, 3, 4, 8, 16]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # OMP_NUM_THREADS=1, as launchers and images set it
+    for count, useful in zip(cores, [1, 2, 3, 3, 6, 12], strict=True):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, count=count: set(range(count)))
+        assert cpu.beside_threads() == useful
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)  # somebody's choice
+    assert cpu.beside_threads() == 5
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert cpu.beside_threads() == 12
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cpu.beside_threads() == 3
+    monkeypatch.setenv(cpu.THREADS_VARIABLE, "16")
+    assert cpu.beside_threads() == 16
+
+
+def test_a_thread_uses_what_it_was_given_and_others_keep_theirs() -> None:
+    before = cpu.threads(), torch.get_num_threads()
+
+    def inside() -> tuple[int, int]:
+        cpu.use_threads(before[1] + 2)
+        return cpu.threads(), torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(inside).result() == (before[1] + 2, before[1] + 2)
+    assert (cpu.threads(), torch.get_num_threads()) == before
 
 
 def test_unsupported_dtypes() -> None:
