@@ -58,10 +58,22 @@ class Launches:
         return outcome if outcome.points or not facts else _from_natural(outcome, facts["micro"], facts["accumulation"])
 
     def replayed(
-        self, name: str, setting: Setting, sizes: list[tuple[int, int]], best: float | None, watch: Watch
+        self,
+        name: str,
+        setting: Setting,
+        sizes: list[tuple[int, int]],
+        best: float | None,
+        watch: Watch,
+        *,
+        longest: bool = True,
     ) -> Outcome:
-        """All sizes of a setting in one launch, which resizes the script's batch; ``best``: seconds a sample so far."""
-        request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best)
+        """All sizes of a setting in one launch, which resizes the script's batch.
+
+        Args:
+            best: seconds a sample so far. longest: look for the longest samples, which takes time.
+        """
+        request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best,
+                                longest=longest)  # fmt: skip
         config = self._write_config(name, config_of(self.tree, setting))
         return self._launch(name, self.command.words(config), request, watch)
 

@@ -97,7 +97,7 @@ class View:
         """A launch is over."""
         self.records.append(record)
         self.now = self.detail = ""
-        self._say("  " + "  ".join(part for part in self._cells(record)[1:] if part))
+        self._say("  " + "  ".join(part for part in (*self._cells(record)[1:], f"{record.seconds:.0f} s") if part))
 
     def ruled_out(self, setting: Setting, reason: str) -> None:
         """A setting was ruled out by its prediction."""
