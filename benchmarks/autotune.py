@@ -231,7 +231,7 @@ class Benchmark:
         config = {**AUTO, "zero_optimization": zero, "autotuning": section}
         del config["train_batch_size"]  # of the first experiment it would be the user's, and fit no more
         (folder / "ds_config.json").write_text(json.dumps(config))
-        words = [*self._words()[:-1], "ds_config.json", *(["--use_cpu", "True"] if self.args.cpu else [])]
+        words = [*self._words()[:-1], "ds_config.json"]
         start = time.monotonic()
         limit = seconds_of(self.args.autotuner_limit)
         with (folder / "log.txt").open("wb") as log:
@@ -276,7 +276,7 @@ class Benchmark:
         common = ["--output_dir", str(folder / "out"), "--max_steps", "14", "--report_to", "none", "--save_strategy",
                   "no", "--disable_tqdm", "True", "--logging_strategy", "no", "--shape", shape]  # fmt: skip
         batch = [BATCH[0], str(args.micro), BATCH[1], str(args.accumulation)]
-        precision = [] if args.cpu else ["--bf16", "True"]
+        precision = ["--use_cpu", "True"] if args.cpu else ["--bf16", "True"]  # transformers finds DeepSpeed's ranks so
         return [str(folder / "train.py"), *common, *batch, *precision, "--deepspeed", str(folder / "ds_config.json")]
 
     def _train(self, words: list[str], python: str, environment: dict[str, str], *, real: bool) -> dict[str, Any]:

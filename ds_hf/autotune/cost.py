@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ds_hf.autotune.footprint import Footprint
+from ds_hf.autotune.options import gib
 from ds_hf.autotune.space import CHECKPOINTING, COMPILE, STAGE, Setting, config_of
 from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, StatePlan, plan_states
@@ -200,12 +201,12 @@ class CostModel:
         margin = MARGIN if traced is None else TRACED_MARGIN
         need = self.nbytes(setting, micro, accumulation)
         if self.memory is not None and need > margin * self.memory:
-            return f"needs {need / 2**30:.2f} GiB at micro-batch {micro}, and there are {self.memory / 2**30:.2f} GiB"
+            return f"needs {gib(need)} at micro-batch {micro}, and there are {gib(self.memory)}"
         host = self.survey.facts.get("host_memory")
         if traced is not None and host and self.survey.facts.get("cuda"):
             kept = sum(nbytes for name, nbytes in traced.host.items() if name != "loading")  # it loaded before
             if kept > TRACED_MARGIN * host:
-                return f"needs {kept / 2**30:.2f} GiB of host memory, and there are {host / 2**30:.2f} GiB a process"
+                return f"needs {gib(kept)} of host memory, and there are {gib(host)} a process"
         return ""
 
     # -- time -----------------------------------------------------------------------------------------------------

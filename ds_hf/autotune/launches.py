@@ -55,6 +55,9 @@ class Launches:
         config = self._write_config(name, config_of(self.tree, {}))
         outcome = self._launch(name, self.command.words(config), request, watch)
         facts = outcome.events.get("facts", {})
+        if facts and facts["micro"] in outcome.too_large:  # its own steps may have crossed a limit that nothing keeps
+            outcome.natural, outcome.waits = [], []
+            outcome.kind, outcome.reason = "oom", f"out of memory at micro-batch {facts['micro']}"
         return outcome if outcome.points or not facts else _from_natural(outcome, facts["micro"], facts["accumulation"])
 
     def replayed(

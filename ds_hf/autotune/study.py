@@ -155,7 +155,12 @@ class Search:
         self.view.started(0, "your file", None)
         started = time.time()
         outcome = self.launches.own(self._progress)
-        if outcome.kind in ("crash", "hang", "timeout", "no engine", "no steps") and not outcome.points:
+        if outcome.kind == "timeout" and self.options.budget < self.options.trial_timeout and not outcome.points:
+            message = f"the budget of {self.options.budget:g} s is spent, and your own file is not measured yet"
+            raise TuneError(f"{message}: give more with --budget", outcome.tail)
+        if outcome.kind in ("no engine", "no steps") and not outcome.points:
+            raise TuneError(f"nothing can be measured with your own file: {outcome.reason}", outcome.tail)
+        if outcome.kind in ("crash", "hang", "timeout") and not outcome.points:
             raise TuneError(f"your script, with your own file, failed: {outcome.reason}", outcome.tail)
         if "facts" not in outcome.events:
             raise TuneError(f"your script ran out of memory before it had an engine: {outcome.reason}", outcome.tail)

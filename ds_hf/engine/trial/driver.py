@@ -127,7 +127,7 @@ class Driver:
         if self.request.longest:
             self._find_longest(replay)
         # The first step makes the moments, which later ones find: alone it says nothing of their memory.
-        replay.fits(resized(replay.batch, 1), 1)
+        replay.fits(replay.batch, 1, 1)
         if self.request.survey:
             survey(replay, self.emit)
             if self.request.gradient_checkpointing is not None:

@@ -114,8 +114,8 @@ class Replay:
         if clock is not None:
             clock.mark()
 
-    def fits(self, batch: Batch, accumulation: int) -> tuple[bool, int]:
-        """Run a step with room for every rank to fail together.
+    def fits(self, batch: Batch, numel: int, accumulation: int) -> tuple[bool, int]:
+        """Run a step of ``batch`` with ``numel`` samples, with room for every rank to fail together.
 
         Returns:
             whether it fits, and the peak bytes of the rank that needed most.
@@ -124,14 +124,17 @@ class Replay:
         fine = True
         try:
             # the meter is inside: what the ranks say to each other must not cross the limit again
-            with shared_out_of_memory(self.engine.axis, is_out_of_memory), self.meter.watch(peaks):
-                self.step(batch, min(accumulation, 2))  # the second micro-batch adds to the sums of the first
+            with shared_out_of_memory(self.engine.axis, is_out_of_memory):
+                sized = resized(batch, numel)  # the inputs alone may be too large
+                with self.meter.watch(peaks):
+                    self.step(sized, min(accumulation, 2))  # the second micro-batch adds to the sums of the first
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             fine = False
             self.clean_up()
-        peak = agree_max(self.engine, peaks[0], lambda t: collectives.all_reduce_max(t, self.engine.axis, "a peak"))
+        most = peaks[0] if peaks else self.meter.at_rest()
+        peak = agree_max(self.engine, most, lambda t: collectives.all_reduce_max(t, self.engine.axis, "a peak"))
         return fine, peak
 
     def clean_up(self) -> None:
@@ -167,16 +170,14 @@ class Replay:
 
     def measure(self, micro: int, accumulation: int) -> float | None:
         """One point: seconds a sample, ``None`` when it does not fit."""
-        batch = resized(self.batch, micro)
-        worst = batch if self.worst is None else resized(self.worst, micro)
         self._forget_shapes()
-        fine, peak = self.fits(worst, accumulation)
+        fine, peak = self.fits(self.batch if self.worst is None else self.worst, micro, accumulation)
         if self.worst is not None:
             self._forget_shapes()
         if not fine:
             self.emit("point", micro=micro, accumulation=accumulation, outcome="oom", peak=peak, reason="out of memory")
             return None
-        totals, updates = self._timed(batch, accumulation)
+        totals, updates = self._timed(resized(self.batch, micro), accumulation)
         found = summarise(totals)
         each = self._of_rank_0(found.median / micro / accumulation)
         if each < self.best:

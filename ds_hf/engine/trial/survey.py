@@ -123,7 +123,7 @@ def _peaks(replay: Replay) -> dict[str, int]:
     """Peak bytes by number of samples; a size that does not fit is left out."""
     peaks: dict[str, int] = {}
     for numel in PROBES:
-        fine, peak = replay.fits(resized(replay.batch if replay.worst is None else replay.worst, numel), 1)
+        fine, peak = replay.fits(replay.batch if replay.worst is None else replay.worst, numel, 1)
         if not fine:
             break
         peaks[str(numel)] = peak
