@@ -372,6 +372,8 @@ class Search:
                 event["micro"], event["accumulation"], event["seconds"], event["low"], event["high"], event["peak"]
             )
             values.append(self._value(point))
+            if self.options.sampler == "exhaustive":
+                return False
             trial.report(max(values) if self.options.metric.maximize else min(values), len(values))
             return bool(trial.should_prune())
 

@@ -184,7 +184,7 @@ class TwoH200(World):
     again: float = 1.3
     other: tuple[float, ...] = (25.0, 19.0, 18.0, 20.0)
     each: tuple[float, ...] = (0.0, 0.0, 4.0, 8.0)
-    update: float = 7.0
+    update: float = 4.9
 
     def compute(self, checkpointing: bool, compiled: bool, micro: int) -> float:
         whole = self.compiled if compiled else self.eager
