@@ -126,8 +126,10 @@ class Driver:
     def _replay(self, replay: Replay, points: list[tuple[int, int]]) -> None:
         if self.request.longest:
             self._find_longest(replay)
-        # The first step makes the moments, which later ones find: alone it says nothing of their memory.
-        replay.fits(replay.batch, 1, 1)
+        # The first step makes the moments, which later ones find: alone it says nothing of their memory. Nothing is
+        # compiled for it: its size may be none of those that are measured.
+        with torch.compiler.set_stance("force_eager"):
+            replay.fits(replay.batch, 1, 1)
         if self.request.survey:
             survey(replay, self.emit)
             if self.request.gradient_checkpointing is not None:
