@@ -11,8 +11,10 @@ mean over the seeds. A rate is good when its loss is within 2 % of the best of t
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ from ds_hf.lr import LrResult
 WITHIN = 0.02
 SEEDS = (101, 102)
 POINTS = 12
+RULES = ("ds_hf", "valley", "steepest")
 Batch = tuple[Tensor, Tensor]
 
 
@@ -259,7 +262,7 @@ def measure(task: Task, known: dict[str, Any]) -> dict[str, Any]:
     earlier = {lr: math.inf if loss is None else loss for lr, loss in known.get(task.name, {}).get("grid", [])}
     grid = earlier or {lr: trained(task, lr) for lr in task.grid()}
     best = min(grid.values())
-    rates = {"ds_hf": result.lr, "valley": result.marks.valley, "steepest": result.marks.steepest}
+    rates = dict(zip(RULES, (result.lr, result.marks.valley, result.marks.steepest), strict=True))
     losses = {rule: math.inf if lr is None else trained(task, lr) for rule, lr in rates.items()}
     return {
         "task": task.name,
@@ -303,23 +306,30 @@ def main() -> None:
     )
     args = parser.parse_args()
     known = {row["task"]: row for row in json.loads(args.grid.read_text())["tasks"]} if args.grid else {}
+    names = args.task or list(TASKS)
+    if "digits" in names and importlib.util.find_spec("sklearn") is None:
+        parser.error("the digits come from scikit-learn: pip install scikit-learn, or name other tasks with --task")
     torch.set_num_threads(1)
     print(f"{'task':<42} {'best lr':>9} {'loss':>8}  {'ds_hf':>19}  {'valley':>19}  {'steepest':>19}  updates")
-    rows = []
-    for name in args.task or TASKS:
+    rows: list[dict[str, Any]] = []
+    started = time.perf_counter()
+    for name in names:
         rows.append(measure(TASKS[name](), known))
         show(rows[-1])
-    summary = {
-        rule: sum(
-            row["rules"][rule]["over_best"] is not None and row["rules"][rule]["over_best"] <= WITHIN for row in rows
-        )
-        for rule in ("ds_hf", "valley", "steepest")
-    }
-    print(f"within {WITHIN:.0%} of the best of the grid, of {len(rows)} tasks: {summary}")
-    if args.json:
-        args.json.write_text(
-            json.dumps({"torch": torch.__version__, "within": summary, "tasks": rows}, indent=1) + "\n"
-        )
+        figures = {
+            "command": f"python benchmarks/lr_range.py {' '.join(sys.argv[1:])}".strip(),
+            "torch": torch.__version__,
+            "seconds": round(time.perf_counter() - started),
+            "within": {rule: sum(_is_good(row["rules"][rule]) for row in rows) for rule in RULES},
+            "tasks": rows,
+        }
+        if args.json:  # after each task: a run that is cut off leaves what it has
+            args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(f"within {WITHIN:.0%} of the best of the grid, of {len(rows)} tasks: {figures['within']}")
+
+
+def _is_good(rule: dict[str, Any]) -> bool:
+    return rule["over_best"] is not None and rule["over_best"] <= WITHIN
 
 
 if __name__ == "__main__":

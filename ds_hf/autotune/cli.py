@@ -197,14 +197,18 @@ def _guarded(work: object) -> int:
         print("interrupted before your own file was measured: nothing was written", file=sys.stderr)
         return 130
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        first, *others = error.faults
+        plain = not (others or first.pointer or first.fix)  # not about the file
+        print(first.message if plain else error, file=sys.stderr)
         return 2
     except TuneError as error:
-        if error.tail:
+        if error.tail.strip():
             print(
                 "the end of the script's output:\n" + "\n".join(f"  | {line}" for line in error.tail.splitlines()),
                 file=sys.stderr,
             )
+        else:
+            print("the script printed nothing", file=sys.stderr)
         print(f"\n{error}", file=sys.stderr)
         return 1
     except DsHfError as error:

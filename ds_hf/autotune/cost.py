@@ -5,7 +5,9 @@ setting at the nearest micro-batch. Where the model is not known: the model stat
 what a sample's activations were measured to take, plus what was measured beyond both in the user's own setting.
 Time: a roofline. Compute as measured for each micro-batch in the user's setting, communication as bytes over measured
 bandwidth, the update as elements over measured speed. What the roofline has wrong is learned: a Bayesian regression of
-log(measured / predicted) on the values of the axes, which also says how sure it is. Units: bytes, seconds, samples.
+log(measured / predicted) on what differs from the user's setting, which also says how sure it is. A stage changes
+communication and the update but no compute, so that it is known beforehand how much it can matter: as much as the step
+was seen to do other things than compute. Units: bytes, seconds, samples.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from ds_hf.autotune.footprint import Footprint
-from ds_hf.autotune.space import CHECKPOINTING, COMPILE, Setting, config_of
+from ds_hf.autotune.options import gib
+from ds_hf.autotune.space import CHECKPOINTING, COMPILE, STAGE, Setting, config_of
 from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, StatePlan, plan_states
 from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estimate_states
@@ -35,7 +38,13 @@ HOST_COPY = 2e10  # bytes a second between device and host
 MARGIN = 1.1  # an estimate this much above the memory is believed
 TRACED_MARGIN = 1.05  # the same of a trace: 1.7 % off at most on an H100 (docs/memory.md), and fragments
 PRIOR_SPREAD = 0.15  # of log(measured / predicted) for each thing that differs from the user's setting
-NOISE = 0.04  # of the same once all of them were launched: what differences do to each other, and noise
+LEAST_SPREAD = 0.02  # of the same for what changes no compute: kernels beside a collective are a little slower
+INTERPLAY = 0.02  # of the same once all of them were launched: what they do to each other
+
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "shards parameters", "reduces every micro-batch", "shards the optimizer"
+
+Feature = tuple[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,13 @@ class Survey:
     Attributes:
         facts, found: the two events.
         points: micro-batch -> (seconds, accumulation, seconds of the update, peak bytes), in the user's setting.
+        split: the event "split": what the time of a step is made of, in the user's setting; empty where not measured.
     """
 
     facts: dict[str, Any]
     found: dict[str, Any] = field(default_factory=dict)
     points: dict[int, tuple[float, int, float, int]] = field(default_factory=dict)
+    split: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,8 +104,8 @@ class CostModel:
         self.activations = {on: self._slope(name) for on, name in ((False, "plain"), (True, "checkpointed"))}
         self.beyond = 0
         self._missed: dict[bool, dict[int, int]] = {False: {}, True: {}}
-        self._seen: list[tuple[Setting, float]] = []
-        self._names: list[tuple[str, Any]] = []
+        self._seen: list[tuple[dict[Feature, float], float, float]] = []  # what differed, its error, its noise
+        self._names: list[Feature] = []
         self._weights = np.zeros(0)
         self._covariance = np.zeros((0, 0))
         self._plans: dict[str, StatePlan] = {}
@@ -190,41 +201,45 @@ class CostModel:
         margin = MARGIN if traced is None else TRACED_MARGIN
         need = self.nbytes(setting, micro, accumulation)
         if self.memory is not None and need > margin * self.memory:
-            return f"needs {need / 2**30:.2f} GiB at micro-batch {micro}, and there are {self.memory / 2**30:.2f} GiB"
+            return f"needs {gib(need)} at micro-batch {micro}, and there are {gib(self.memory)}"
         host = self.survey.facts.get("host_memory")
         if traced is not None and host and self.survey.facts.get("cuda"):
             kept = sum(nbytes for name, nbytes in traced.host.items() if name != "loading")  # it loaded before
             if kept > TRACED_MARGIN * host:
-                return f"needs {kept / 2**30:.2f} GiB of host memory, and there are {host / 2**30:.2f} GiB a process"
+                return f"needs {gib(kept)} of host memory, and there are {gib(host)} a process"
         return ""
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def predict(self, setting: Setting, micro: int, accumulation: int) -> Prediction:
         """Seconds and bytes of one setting, with what was learned so far."""
-        mean, spread = self._correction(setting)
+        mean, spread = self._correction(setting, micro, accumulation)
         seconds = self.roofline(setting, micro, accumulation) * math.exp(mean)
         return Prediction(seconds, self.nbytes(setting, micro, accumulation), spread)
 
     def roofline(self, setting: Setting, micro: int, accumulation: int) -> float:
         """Seconds of a step by the roofline alone."""
-        each, boundary = self._communication(setting)
-        own_each, _ = self._communication(self.own)
-        compute = max(0.3 * self._measured_micro(micro), self._measured_micro(micro) - self._exposed(own_each, 0.0))
+        compute = self._own_compute(micro)
         compute *= _ratio(self._checkpoints(setting), self._checkpoints(self.own), RECOMPUTE)
         compute *= _ratio(bool(setting.get(COMPILE)), bool(self.own.get(COMPILE)), COMPILED)
-        micro_seconds = compute + self._exposed(each, compute)
-        return accumulation * micro_seconds + boundary / self.bandwidth + self._update(setting)
+        around = self._around(setting, accumulation, compute)
+        return accumulation * compute + around + self._update(setting)
+
+    def _around(self, setting: Setting, accumulation: int, compute: float) -> float:
+        """Seconds of communication in a step that are not behind ``compute`` of a micro-batch."""
+        each, last, publish = self._communication(setting)
+        every = self._exposed(each, compute)
+        return (accumulation - 1) * every + self._exposed(each + last, compute) + publish / self.bandwidth
 
     def _exposed(self, nbytes: float, compute: float) -> float:
         """Seconds of communication that are not behind compute."""
         seconds = nbytes / self.bandwidth
         return max(seconds - self.hidden * compute, seconds * (1 - self.hidden))
 
-    def _communication(self, setting: Setting) -> tuple[float, float]:
-        """Bytes that a ring moves for each micro-batch, and once a step."""
+    def _communication(self, setting: Setting) -> tuple[float, float, float]:
+        """Bytes that a ring moves for each micro-batch, more of them beside the last, and after the update."""
         if self.world == 1:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         plan = self.plan(setting)
         share = (self.world - 1) / self.world
         parameter = ITEM_NBYTES[plan.parameters.dtype or self._dtype]
@@ -234,8 +249,8 @@ class CostModel:
         gathers = 2 * weights if plan.shards_parameters else 0.0
         publish = weights if plan.shards_optimizer and not plan.shards_parameters else 0.0
         if plan.reduces_every_micro_batch:
-            return gathers + reduction, publish
-        return gathers, reduction + publish
+            return gathers + reduction, 0.0, publish
+        return gathers, reduction, publish
 
     def _update(self, setting: Setting) -> float:
         """Seconds of the optimizer step."""
@@ -252,12 +267,15 @@ class CostModel:
     def _owned(self, plan: StatePlan) -> float:
         return self.size.trainable / (self.world if plan.shards_optimizer else 1)
 
-    def _measured_micro(self, micro: int) -> float:
+    def _own_compute(self, micro: int) -> float:
         """Seconds of forward and backward in the user's setting: as measured, or on the line between and beyond."""
         points = sorted(self.survey.points.items())
         if not points:
             return 1e-3 * micro  # nothing of the user's setting fits: only the order counts
-        each = {m: max(1e-9, (seconds - update) / steps) for m, (seconds, steps, update, _) in points}
+        each = {}
+        for m, (seconds, steps, update, _) in points:
+            whole = max(1e-9, (seconds - update) / steps)
+            each[m] = max(0.3 * whole, whole - self._around(self.own, steps, whole) / steps)
         if micro in each:
             return each[micro]
         sizes = np.array(list(each), dtype=float)
@@ -271,40 +289,64 @@ class CostModel:
 
     # -- learning -------------------------------------------------------------------------------------------------
 
-    def observe(self, setting: Setting, measured: Sequence[tuple[int, int, float]]) -> None:
-        """Learn from (micro-batch, accumulation, seconds of a step) measured in ``setting`` by one launch."""
-        errors = [math.log(seconds / self.roofline(setting, *size)) for *size, seconds in measured]
-        if errors and self.features(setting):
-            self._seen.append((setting, float(np.mean(errors))))
-            self._fit()
+    def observe(self, setting: Setting, measured: Sequence[tuple[int, int, float, float]]) -> None:
+        """Learn from what one launch of ``setting`` measured.
+
+        Args:
+            measured: micro-batch, accumulation, seconds of a step, standard error of their logarithm; for each size.
+        """
+        if not measured or setting == self.own:
+            return
+        errors = [math.log(seconds / self.roofline(setting, *size)) for *size, seconds, _ in measured]
+        rows = [self.features(setting, micro, steps) for micro, steps, *_ in measured]
+        names = {name for row in rows for name in row}
+        mean = {name: float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
+        noise = float(np.mean([error for *_, error in measured]))
+        self._seen.append((mean, float(np.mean(errors)), math.hypot(INTERPLAY, noise)))
+        self._fit()
 
     def _fit(self) -> None:
         """Bayesian linear regression of the errors on what differs from the user's setting."""
-        self._names = sorted({name for setting, _ in self._seen for name in self.features(setting)}, key=repr)
-        rows = [self._row(setting)[0] for setting, _ in self._seen]
-        matrix, errors = np.array(rows), np.array([error for _, error in self._seen])
-        precision = matrix.T @ matrix / NOISE**2 + np.eye(len(self._names)) / PRIOR_SPREAD**2
-        self._covariance = np.linalg.inv(precision)
-        self._weights = self._covariance @ (matrix.T @ errors) / NOISE**2
+        self._names = sorted({name for row, *_ in self._seen for name in row}, key=repr)
+        noise = np.array([each for *_, each in self._seen])
+        matrix = np.array([[row.get(name, 0.0) for name in self._names] for row, *_ in self._seen]) / noise[:, None]
+        errors = np.array([error for _, error, _ in self._seen]) / noise
+        prior = np.array([self._spread_of(name) for name in self._names])
+        self._covariance = np.linalg.inv(matrix.T @ matrix + np.diag(prior**-2))
+        self._weights = self._covariance @ (matrix.T @ errors)
 
-    def _row(self, setting: Setting) -> tuple[list[float], int]:
-        """What of the setting was launched before, and the number of its features that were not."""
-        features = self.features(setting)
-        row = [float(name in features) for name in self._names]
-        return row, len(features.difference(self._names))
+    def features(self, setting: Setting, micro: int, accumulation: int) -> dict[Feature, float]:
+        """What differs from the user's setting, and how much that weighs: a stage is what it shards, which weighs more
+        where the rest of the step takes less time."""
+        found = {(name, value): 1.0 for name, value in setting.items() if name != STAGE and value != self.own.get(name)}
+        sharding = self._sharding(setting, accumulation) - self._sharding(self.own, accumulation)
+        if sharding:
+            own, here = (self.roofline(each, micro, accumulation) for each in (self.own, setting))
+            found |= dict.fromkeys(sharding, own / here)
+        return found
 
-    def features(self, setting: Setting) -> set[tuple[str, Any]]:
-        """What differs from the user's setting."""
-        return {(name, value) for name, value in setting.items() if value != self.own.get(name)}
+    def _sharding(self, setting: Setting, accumulation: int) -> set[Feature]:
+        plan = self.plan(setting)
+        every = {(GRADIENTS, plan.reduces_every_micro_batch)} if accumulation > 1 else set()
+        return {(PARAMETERS, plan.shards_parameters), (OPTIMIZER, plan.shards_optimizer), *every}
 
-    def _correction(self, setting: Setting) -> tuple[float, float]:
+    def _spread_of(self, feature: Feature) -> float:
+        """How wrong the roofline may be about a feature, before any launch had it: a standard deviation."""
+        if feature[0] not in (PARAMETERS, GRADIENTS, OPTIMIZER) or "compute" not in self.survey.split:
+            return PRIOR_SPREAD
+        others = 1 - float(self.survey.split["compute"])
+        return min(PRIOR_SPREAD, max(LEAST_SPREAD, others / 2))  # two of them: all that is no compute
+
+    def _correction(self, setting: Setting, micro: int, accumulation: int) -> tuple[float, float]:
         """Mean and standard deviation of log(measured / roofline)."""
-        row, new = self._row(setting)
-        known = np.array(row)
-        mean = float(known @ self._weights) if row else 0.0
-        variance = float(known @ self._covariance @ known) if row else 0.0
-        noise = NOISE**2 if row or new else 0.0
-        return mean, math.sqrt(variance + new * PRIOR_SPREAD**2 + noise)
+        features = self.features(setting, micro, accumulation)
+        if not features and setting == self.own:
+            return 0.0, 0.0
+        known = np.array([features.get(name, 0.0) for name in self._names])
+        variance = sum((features[new] * self._spread_of(new)) ** 2 for new in features.keys() - set(self._names))
+        if not self._names:
+            return 0.0, math.sqrt(variance + INTERPLAY**2)
+        return float(known @ self._weights), math.sqrt(variance + known @ self._covariance @ known + INTERPLAY**2)
 
 
 def _ratio(on: bool, own: bool, factor: float) -> float:

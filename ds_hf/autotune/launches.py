@@ -55,13 +55,28 @@ class Launches:
         config = self._write_config(name, config_of(self.tree, {}))
         outcome = self._launch(name, self.command.words(config), request, watch)
         facts = outcome.events.get("facts", {})
+        if facts and facts["micro"] in outcome.too_large:  # its own steps may have crossed a limit that nothing keeps
+            outcome.natural, outcome.waits = [], []
+            outcome.kind, outcome.reason = "oom", f"out of memory at micro-batch {facts['micro']}"
         return outcome if outcome.points or not facts else _from_natural(outcome, facts["micro"], facts["accumulation"])
 
     def replayed(
-        self, name: str, setting: Setting, sizes: list[tuple[int, int]], best: float | None, watch: Watch
+        self,
+        name: str,
+        setting: Setting,
+        sizes: list[tuple[int, int]],
+        best: float | None,
+        watch: Watch,
+        *,
+        longest: bool = True,
     ) -> Outcome:
-        """All sizes of a setting in one launch, which resizes the script's batch; ``best``: seconds a sample so far."""
-        request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best)
+        """All sizes of a setting in one launch, which resizes the script's batch.
+
+        Args:
+            best: seconds a sample so far. longest: look for the longest samples, which takes time.
+        """
+        request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best,
+                                longest=longest)  # fmt: skip
         config = self._write_config(name, config_of(self.tree, setting))
         return self._launch(name, self.command.words(config), request, watch)
 

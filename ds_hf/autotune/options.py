@@ -13,7 +13,7 @@ from typing import Any
 from ds_hf.config.types import Config, OriginKind
 from ds_hf.errors import ConfigError
 
-__all__ = ["Metric", "Options", "nbytes_of", "seconds_of"]
+__all__ = ["Metric", "Options", "gib", "nbytes_of", "seconds_of"]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)$")
 _NBYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?$", re.IGNORECASE)
@@ -155,3 +155,11 @@ def nbytes_of(text: str) -> int:
     decimal = text.strip().lower().endswith("b") and not match[3] and bool(match[2])
     power = "kmgt".index(match[2].lower()) + 1 if match[2] else 0
     return int(float(match[1]) * (1000 if decimal else 1024) ** power)
+
+
+def gib(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}" if name == "GiB" else f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes / 2**10:.1f} KiB"

@@ -17,10 +17,10 @@ import optuna
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from ds_hf.autotune.options import Metric
+from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.result import Result, summary_lines
-from ds_hf.autotune.view import gib, show_value
+from ds_hf.autotune.view import show_value
 
 if TYPE_CHECKING:
     from ds_hf.autotune.study import Search

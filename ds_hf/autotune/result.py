@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hf.autotune.options import Metric
+from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.space import (
     CHECKPOINTING,
@@ -23,7 +23,7 @@ from ds_hf.autotune.space import (
 )
 from ds_hf.autotune.study import Search
 from ds_hf.autotune.trial import Outcome, Point, launch_words
-from ds_hf.autotune.view import gib, show_value
+from ds_hf.autotune.view import show_value
 from ds_hf.config.load import examine
 from ds_hf.config.triple import WorldSize
 from ds_hf.errors import DsHfError

@@ -1,15 +1,16 @@
 """The search: the user's own file first, then settings in the order of the cost model and of Optuna's sampler.
 
 Each launch is one Optuna trial in a journal file, so that a search that was killed goes on, and workers on several
-machines share it. Most launches take what the corrected cost model thinks best; every fourth is Optuna's own choice,
-which does not believe the model. It ends when the budget is spent, everything is tried, nothing left can be better
-than the best by the model's own uncertainty, or ``patience`` launches brought no gain.
+machines share it. A launch takes the setting of which the corrected cost model expects most gain, by how fast it thinks
+it is and how unsure it is of that; every fourth is Optuna's own choice, which does not believe the model. It ends when
+the budget is spent, everything is tried, no launch that is left is worth its time, or ``patience`` brought no gain.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,9 +47,10 @@ __all__ = ["JOURNAL", "Search", "TuneError"]
 JOURNAL = "journal.log"
 STUDY = "ds_hf"
 EXPLORE_EVERY = 4
-SURE = 2.0  # standard deviations
+WORTH = 0.015  # of the step: a launch of which less gain is expected is not made
 CLOSE = 1.1  # sizes predicted within this of a setting's best are measured
 TIGHT = 0.9  # of the memory
+BLAME = 0.9  # of a failure is the setting's; the rest is chance
 LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
@@ -120,7 +122,7 @@ class Search:
         self.space = self._make_space(facts)
         found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in own.points}
         memory = self.options.memory_limit or facts.get("memory")
-        survey = Survey(facts, own.events.get("survey", {}), found)
+        survey = Survey(facts, own.events.get("survey", {}), found, own.events.get("split", {}))
         matters = memory is not None or self.options.metric is Metric.MEMORY
         footprint = self._trace(survey) if matters else None
         self.model = CostModel(self.space.tree, own.setting, survey, memory, footprint)
@@ -153,7 +155,12 @@ class Search:
         self.view.started(0, "your file", None)
         started = time.time()
         outcome = self.launches.own(self._progress)
-        if outcome.kind in ("crash", "hang", "timeout", "no engine", "no steps") and not outcome.points:
+        if outcome.kind == "timeout" and self.options.budget < self.options.trial_timeout and not outcome.points:
+            message = f"the budget of {self.options.budget:g} s is spent, and your own file is not measured yet"
+            raise TuneError(f"{message}: give more with --budget", outcome.tail)
+        if outcome.kind in ("no engine", "no steps") and not outcome.points:
+            raise TuneError(f"nothing can be measured with your own file: {outcome.reason}", outcome.tail)
+        if outcome.kind in ("crash", "hang", "timeout") and not outcome.points:
             raise TuneError(f"your script, with your own file, failed: {outcome.reason}", outcome.tail)
         if "facts" not in outcome.events:
             raise TuneError(f"your script ran out of memory before it had an engine: {outcome.reason}", outcome.tail)
@@ -181,12 +188,11 @@ class Search:
         if not ranked:
             self.why_stopped = "every setting that can fit was measured"
             return None
-        best = self._best_cost()
         if self.options.sampler == "exhaustive":
             return ranked[0][1]
-        hopeful = [setting for optimistic, setting in ranked if optimistic < best]
+        hopeful = [setting for gain, setting in ranked if gain >= WORTH]
         if not hopeful:
-            self.why_stopped = "no setting that is left can be faster than the best one, by the corrected model"
+            self.why_stopped = f"no launch that is left can be expected to gain {WORTH:.1%}, by the corrected model"
             return None
         launches = len(self.launched())
         if self.options.sampler == "gridsearch":
@@ -225,13 +231,14 @@ class Search:
         return since
 
     def _ranked(self) -> list[tuple[float, Setting]]:
-        """Settings that nobody has taken, most promising first, each with what it may cost at best."""
+        """Settings that nobody has taken, most promising first, each with its expected gain over the best so far."""
         taken = {record.key for record in records_of(self.study)}
         taken |= {
             t.user_attrs["running"]
             for t in self.study.get_trials(deepcopy=False)
             if t.state is TrialState.RUNNING and "running" in t.user_attrs
         }
+        best = self._best_cost()
         found = []
         for setting in self.space.settings():
             if key_of(setting) in taken:
@@ -242,10 +249,10 @@ class Search:
                 doubt = (
                     self.model.predict(setting, *sizes[0]).spread if self.options.metric is not Metric.MEMORY else 0.05
                 )
-                expected *= 1 + self._failures_like(setting)
-                found.append((expected * math.exp(-doubt), expected * math.exp(-SURE * doubt), setting))
-        found.sort(key=lambda item: item[0])
-        return [(optimistic, setting) for _, optimistic, setting in found]
+                works = self._chance_to_work(setting)
+                found.append((works * expected_gain(best / expected, doubt), expected / works, setting))
+        found.sort(key=lambda item: (-item[0], item[1]))
+        return [(gain, setting) for gain, _, setting in found]
 
     def _suggested(self, open_keys: set[str]) -> Setting | None:
         """Optuna's choice, if it is one that nobody has taken."""
@@ -303,12 +310,16 @@ class Search:
         """Whether the prediction is near the memory, so that a smaller size should stand by."""
         return self.model.memory is not None and self.model.nbytes(setting, *size) > TIGHT * self.model.memory
 
-    def _failures_like(self, setting: Setting) -> float:
-        """How many launches failed with something of the setting that never worked."""
+    def _chance_to_work(self, setting: Setting) -> float:
+        """After launches that failed: each blames equally what it had and no other launch worked with."""
         launched = self.launched()
-        worked = {name for record in launched if record.points for name in self.model.features(record.setting)}
-        bad = self.model.features(setting) - worked
-        return float(sum(bool(bad & self.model.features(r.setting)) for r in launched if not r.points))
+        worked = {value for record in launched if record.points for value in record.setting.items()}
+        chance = 1.0
+        for record in launched:
+            blamed = record.setting.items() - worked
+            if blamed and not record.points:
+                chance *= 1 - BLAME * len(setting.items() & blamed) / len(blamed)
+        return chance
 
     def _try(self, setting: Setting) -> None:
         number = len(self.launched())
@@ -342,7 +353,8 @@ class Search:
             if best is None or self.options.sampler == "exhaustive"
             else best.seconds / best.micro / best.accumulation
         )
-        return self.launches.replayed(name, setting, sizes, each, self._pruner(trial))
+        longest = self.own.events.get("longest", {}).get("known", True)
+        return self.launches.replayed(name, setting, sizes, each, self._pruner(trial), longest=longest)
 
     def _progress(self, event: dict[str, Any]) -> bool:
         self.view.event(event)
@@ -360,6 +372,8 @@ class Search:
                 event["micro"], event["accumulation"], event["seconds"], event["low"], event["high"], event["peak"]
             )
             values.append(self._value(point))
+            if self.options.sampler == "exhaustive":
+                return False
             trial.report(max(values) if self.options.metric.maximize else min(values), len(values))
             return bool(trial.should_prune())
 
@@ -405,7 +419,9 @@ class Search:
 
     def _learn(self, record: Record) -> None:
         if record.points:
-            self.model.observe(record.setting, [(p.micro, p.accumulation, p.seconds) for p in record.points])
+            errors = [(p.high - p.low) / (4 * p.seconds) for p in record.points]  # 95 % are four standard errors
+            sizes = [(p.micro, p.accumulation, p.seconds) for p in record.points]
+            self.model.observe(record.setting, [(*size, error) for size, error in zip(sizes, errors, strict=True)])
 
     def launched(self) -> list[Record]:
         return [record for record in records_of(self.study) if record.kind != "ruled out"]
@@ -438,6 +454,22 @@ class Search:
     def _best_point(self) -> Point | None:
         found = [point for record in self.launched() for point in record.points]
         return min(found, key=lambda p: p.seconds / p.micro / p.accumulation, default=None)
+
+
+def expected_gain(ratio: float, spread: float) -> float:
+    """Mean of max(0, log(best / cost)): what a launch is expected to gain, as a share of the best cost.
+
+    Args:
+        ratio: of the best cost so far to the predicted one; infinite while nothing was measured.
+        spread: standard deviation of the logarithm of the predicted cost.
+    """
+    if not math.isfinite(ratio):
+        return math.inf
+    mean = math.log(ratio)
+    if spread <= 0:
+        return max(0.0, mean)
+    density = statistics.NormalDist(mean, spread)
+    return mean * (1 - density.cdf(0.0)) + spread**2 * density.pdf(0.0)
 
 
 def _sampler(options: Options) -> optuna.samplers.BaseSampler:

@@ -214,7 +214,8 @@ def _judge_without_engine(outcome: Outcome, code: int) -> None:
     if code == 0:
         outcome.kind = "no engine"
         outcome.reason = (
-            "the script ended well and never made an engine (deepspeed.initialize, or a Trainer that trains)"
+            "the script ended without an error and never made an engine "
+            "(deepspeed.initialize, or a Trainer that trains)"
         )
     elif code != 0 and _says_out_of_memory(outcome.tail):
         outcome.kind, outcome.reason = "oom", last_error(outcome.tail)

@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from ds_hf.autotune.options import Metric, Options
+from ds_hf.autotune.options import Metric, Options, gib
 from ds_hf.autotune.records import Record, value_of
 from ds_hf.autotune.space import Setting, label_of
 from ds_hf.autotune.trial import Point
@@ -32,11 +32,6 @@ def show_value(value: float, metric: Metric) -> str:
     if metric is Metric.FLOPS:
         return f"{value / 1e12:.3g} TFLOPS"
     return f"{value * 1e3:,.1f} ms/step" if metric is Metric.LATENCY else f"{value:,.2f} samples/s"
-
-
-def gib(nbytes: float) -> str:
-    """Bytes for people."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 class View:
@@ -97,7 +92,7 @@ class View:
         """A launch is over."""
         self.records.append(record)
         self.now = self.detail = ""
-        self._say("  " + "  ".join(part for part in self._cells(record)[1:] if part))
+        self._say("  " + "  ".join(part for part in (*self._cells(record)[1:], f"{record.seconds:.0f} s") if part))
 
     def ruled_out(self, setting: Setting, reason: str) -> None:
         """A setting was ruled out by its prediction."""

@@ -11,6 +11,7 @@ survey    bytes and operations of one sample, bandwidth of the collectives (``re
 step      one measured step: ``micro``, ``accumulation``, ``seconds``; ``kind`` "replay", or "natural": the script's
           own, of which ``wait`` seconds were for the DataLoader
 point     all steps of a (micro, accumulation): median, interval, peak, ``optimizer_seconds``; ``outcome``: "ok", "oom"
+longest   ``known``: whether memory is checked with the longest samples of the data set
 peak      bytes, when only the script's own steps were measured
 split     where the time of one step goes, by kind of work
 note      something that could not be measured, and why

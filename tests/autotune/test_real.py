@@ -71,7 +71,7 @@ def test_scripts_that_fail_by_themselves(tmp_path: Path, fault: str, arguments: 
     found = run(command(tmp_path, fault, arguments=arguments))
     assert found.returncode == 1
     assert said in found.stderr.splitlines()[-1]
-    assert "with your own file, failed" in found.stderr
+    assert "with your own file" in found.stderr
 
 
 @pytest.mark.slow
@@ -97,6 +97,17 @@ def test_a_search_from_end_to_end(tmp_path: Path) -> None:
     assert "your file:" in found.stdout
     assert "limited by" in found.stdout
     assert not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_nothing_fits_the_limit(tmp_path: Path) -> None:
+    """Weights alone are 50 KiB. The script's own steps, which no limit stops on a CPU, are no result."""
+    found = run(command(tmp_path, "", "--memory-limit", "10KiB"))
+    assert found.returncode == 1
+    assert "no setting could be measured" in found.stderr
+    assert "out of memory at micro-batch 4" in found.stderr
+    assert "KiB at micro-batch 1, and there are 10.0 KiB" in found.stderr
+    assert not (tmp_path / "results" / "ds_config.tuned.json").exists()
 
 
 @pytest.mark.slow
@@ -131,6 +142,7 @@ def test_bad_options(tmp_path: Path, options: list[str], said: str) -> None:
     found = CliRunner().invoke(app, command(tmp_path, "", *options)[3:])
     assert found.exit_code == 2
     assert said in found.stderr
+    assert "(top level)" not in found.stderr  # it is not about the file
     assert not (tmp_path / "results" / "trials").exists()
 
 

@@ -68,7 +68,7 @@ def test_settings_that_cannot_fit_are_not_launched(search: Search, tmp_path: Pat
     rows = list(csv.DictReader((tmp_path / "results" / "trials.csv").read_text().splitlines()))
     ruled = [row for row in rows if row["outcome"] == "ruled out"]
     assert {row["zero_optimization.stage"] for row in ruled} >= {"0"}
-    assert all("GiB" in row["reason"] for row in ruled)
+    assert all("iB at micro-batch" in row["reason"] for row in ruled)
 
 
 def test_predictions_are_corrected(search: Search) -> None:

@@ -25,10 +25,18 @@ class World:
 
     Attributes:
         memory: bytes of a device. launched: settings in the order of their launches. points: how many were measured.
+        spent: seconds of all launches.
         fail: stage -> kind of an outcome that takes the place of measuring.
+        numel, dtype: of the parameters. processes, micro, steps: of the user's command.
     """
 
     memory: int = 2**40
+    numel: int = NUMEL
+    dtype: str = "float32"
+    processes: int = WORLD
+    micro: int = GLOBAL_MICRO
+    steps: int = GLOBAL_STEPS
+    spent: float = 0.0
     launched: list[dict[str, Any]] = field(default_factory=list)
     points: int = 0
     fail: dict[int, str] = field(default_factory=dict)
@@ -43,7 +51,15 @@ class World:
         once = {0: 2 * gradients, 1: 2 * gradients, 2: 0.02, 3: 0.0}[stage]
         return steps * (compute + each) + once + {0: 0.02}.get(stage, 0.005)
 
-    def nbytes(self, stage: int, checkpointing: bool, micro: int) -> int:
+    def compute_share(self, stage: int, micro: int, steps: int) -> float | None:
+        """Of the user's step, as a profile would show it; ``None``: there was none."""
+        return None
+
+    def launch_seconds(self, compiled: bool, points: int) -> float:
+        """Of a launch."""
+        return 10.0
+
+    def nbytes(self, stage: int, checkpointing: bool, micro: int, compiled: bool = False) -> int:
         """Peak of one device."""
         share = {0: 16, 1: 8 + 8 / WORLD, 2: 4 + 12 / WORLD, 3: 16 / WORLD + 1}[stage]
         return int(NUMEL * share + (12 if checkpointing else 60) * MIB * micro + 30 * MIB)
@@ -58,7 +74,8 @@ class World:
         checkpointing = bool(request.gradient_checkpointing) or "True" in words
         compiled = bool(tree.get("ds_hf", {}).get("compile"))
         self.launched.append({"stage": stage, "checkpointing": checkpointing, "compiled": compiled})
-        outcome = Outcome("ok", seconds=10.0)
+        outcome = Outcome("ok", seconds=self.launch_seconds(compiled, len(request.points) or 1))
+        self.spent += outcome.seconds
         events: list[dict[str, Any]] = [self.facts()]
         if stage in self.fail and not request.own_axis:
             return Outcome(self.fail[stage], f"made to {self.fail[stage]}", seconds=10.0)
@@ -66,17 +83,20 @@ class World:
             events.append(self.survey(stage))
         sizes = request.points
         if request.own_axis:
-            share = GLOBAL_MICRO * GLOBAL_STEPS
-            sizes = tuple((m, share // m) for m in (2, 4, 8, 16, 32, 1))
+            sizes = tuple(self.sizes().items())
         if not self.resizable:
             events.append({"event": "note", "text": "no loss", "resizable": False})
             sizes = ()
         events += [self.point(stage, checkpointing, compiled, *size) for size in sizes]
+        share = self.compute_share(stage, self.micro, self.steps)
+        if share is not None and request.own_axis:
+            events.append({"event": "split", "compute": share, "communication": 0.8 * (1 - share),
+                           "idle": 0.2 * (1 - share)})  # fmt: skip
         if request.natural_steps:
             given = [tree.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
-            micro, steps = (GLOBAL_MICRO, GLOBAL_STEPS) if "auto" in given else given
+            micro, steps = (self.micro, self.steps) if "auto" in given else given
             seconds = self.seconds(stage, checkpointing, compiled, micro, steps) + 0.01
-            if self.nbytes(stage, checkpointing, micro) > self.memory:
+            if self.nbytes(stage, checkpointing, micro, compiled) > self.memory:
                 return Outcome("oom", "out of memory", seconds=10.0, events={"facts": self.facts()})
             events += [
                 {"event": "step", "kind": "natural", "seconds": seconds, "micro": micro, "accumulation": steps}
@@ -91,38 +111,106 @@ class World:
         return outcome
 
     def point(self, stage: int, checkpointing: bool, compiled: bool, micro: int, steps: int) -> dict[str, Any]:
-        peak = self.nbytes(stage, checkpointing, micro)
+        peak = self.nbytes(stage, checkpointing, micro, compiled)
         base = {"event": "point", "micro": micro, "accumulation": steps, "peak": peak}
         if peak > self.memory:
             return {**base, "outcome": "oom", "reason": "out of memory"}
         self.points += 1
         seconds = self.seconds(stage, checkpointing, compiled, micro, steps)
         return {**base, "outcome": "ok", "seconds": seconds, "low": seconds * 0.995, "high": seconds * 1.005,
-                "optimizer_seconds": {0: 0.02}.get(stage, 0.005), "steps": 12}  # fmt: skip
+                "optimizer_seconds": self.update_seconds(stage), "steps": 12}  # fmt: skip
+
+    def update_seconds(self, stage: int) -> float:
+        """Of the optimizer."""
+        return {0: 0.02}.get(stage, 0.005)
+
+    def sizes(self) -> dict[int, int]:
+        """Every division of the global batch: micro-batch -> steps, the user's first."""
+        share = self.micro * self.steps
+        others = [m for m in (*range(self.micro + 1, share + 1), *range(self.micro)[::-1]) if m and share % m == 0]
+        return {m: share // m for m in (self.micro, *others)}
 
     def facts(self) -> dict[str, Any]:
-        return {"event": "facts", "total": NUMEL, "trainable": NUMEL, "largest_unit": NUMEL // 10, "units": 12,
-                "module_dtype": "float32", "world_size": WORLD, "micro": GLOBAL_MICRO, "accumulation": GLOBAL_STEPS,
-                "train_batch": GLOBAL_MICRO * GLOBAL_STEPS * WORLD, "optimizer": "FusedAdam", "device": "made up",
-                "cuda": True, "memory": self.memory, "can_checkpoint": True, "checkpointing": False,
-                "torch": "2"}  # fmt: skip
+        return {"event": "facts", "total": self.numel, "trainable": self.numel, "largest_unit": self.numel // 10,
+                "units": 12, "module_dtype": self.dtype, "world_size": self.processes, "micro": self.micro,
+                "accumulation": self.steps, "train_batch": self.micro * self.steps * self.processes,
+                "optimizer": "FusedAdam", "device": "made up", "cuda": True, "memory": self.memory,
+                "can_checkpoint": True, "checkpointing": False, "torch": "2"}  # fmt: skip
 
     def survey(self, stage: int) -> dict[str, Any]:
         def peaks(on: bool) -> dict[str, int]:
             found = {str(n): self.nbytes(stage, on, n) for n in (1, 3)}
             return {n: nbytes for n, nbytes in found.items() if nbytes <= self.memory}
 
-        return {"event": "survey", "flops": 10**9, "bandwidth": 1.5 * NUMEL * 4 / 0.04, "sample_numel": 128,
+        return {"event": "survey", "flops": 10**9, "bandwidth": self.bandwidth(), "sample_numel": 128,
                 "plain": peaks(False), "checkpointed": peaks(True)}  # fmt: skip
+
+    def bandwidth(self) -> float:
+        """Bytes a second of the collectives."""
+        return 1.5 * NUMEL * 4 / 0.04
 
     def grid(self) -> dict[tuple[int, bool, bool, int], float]:
         """Samples a second of every setting and micro-batch that fits: exhaustive search."""
-        share = GLOBAL_MICRO * GLOBAL_STEPS
+        share = self.micro * self.steps
         return {
-            (stage, on, compiled, micro): share * WORLD / self.seconds(stage, on, compiled, micro, share // micro)
+            (stage, on, compiled, micro): share * self.processes / self.seconds(stage, on, compiled, micro, steps)
             for stage in range(4)
             for on in (False, True)
             for compiled in (False, True)
-            for micro in (1, 2, 4, 8, 16, 32)
-            if self.nbytes(stage, on, micro) <= self.memory
+            for micro, steps in self.sizes().items()
+            if self.nbytes(stage, on, micro, compiled) <= self.memory
         }
+
+
+@dataclass
+class TwoH200(World):
+    """A Llama of 1.36 B parameters on two H200, 4 x 2048 tokens each, bf16; milliseconds as measured there.
+
+    The defaults are what ``benchmarks/training.py`` found (docs/performance.md); others are drawn around them.
+
+    Attributes:
+        eager, compiled: forward and backward of a micro-batch of 4. again: of that with checkpointing.
+        other: everything else of a step, by stage. each: more of it for another micro-batch.
+        update: the optimizer's part of ``other``. norms: the part of other kernels, which a profile counts as compute:
+            what is left at stage 3 without the 2.6 ms of collectives that a profile showed, half of it taken as idle.
+    """
+
+    memory: int = 140 * 2**30
+    numel: int = 1_364_297_728
+    dtype: str = "bfloat16"
+    processes: int = 2
+    micro: int = 4
+    steps: int = 1
+    eager: float = 180.0
+    compiled: float = 122.0
+    again: float = 1.3
+    other: tuple[float, ...] = (25.0, 19.0, 18.0, 20.0)
+    each: tuple[float, ...] = (0.0, 0.0, 4.0, 8.0)
+    update: float = 4.9
+    norms: float = 6.2
+
+    def compute(self, checkpointing: bool, compiled: bool, micro: int) -> float:
+        whole = self.compiled if compiled else self.eager
+        return whole * (micro / 4) ** 0.97 * (self.again if checkpointing else 1)
+
+    def seconds(self, stage: int, checkpointing: bool, compiled: bool, micro: int, steps: int) -> float:
+        work = steps * self.compute(checkpointing, compiled, micro)
+        return (work + self.other[stage] + (steps - 1) * self.each[stage]) / 1e3
+
+    def compute_share(self, stage: int, micro: int, steps: int) -> float | None:
+        work = steps * self.compute(False, False, micro) + self.update + self.norms
+        return min(1.0, work / 1e3 / self.seconds(stage, False, False, micro, steps))
+
+    def nbytes(self, stage: int, checkpointing: bool, micro: int, compiled: bool = False) -> int:
+        share = {0: 16, 1: 10, 2: 9, 3: 8}[stage]
+        return int(self.numel * share + (0.8 if checkpointing else 3 if compiled else 4.4) * micro * 2**30)
+
+    def bandwidth(self) -> float:
+        return 2.5e11
+
+    def update_seconds(self, stage: int) -> float:
+        return self.update * (1 if stage else 2) / 1e3
+
+    def launch_seconds(self, compiled: bool, points: int) -> float:
+        """Start of Python, the model, NCCL; then compiling and some steps for each size."""
+        return 22.0 + points * (17.0 if compiled else 4.0)

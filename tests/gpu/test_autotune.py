@@ -32,10 +32,11 @@ def trial(folder: str, limit: int | None, compiled: bool) -> list[int]:
     return [int(driver.done), engine.global_steps]
 
 
+@pytest.mark.timeout(300)  # blocks are compiled anew for each of five sizes
 @pytest.mark.parametrize("compiled", [False, True])
 def test_trial_with_a_limit(tmp_path: Path, compiled: bool) -> None:
     limit = 512 * MIB
-    assert run_distributed(trial, 1, str(tmp_path), limit, compiled, backend="nccl", timeout=110) == [[1, 6]]
+    assert run_distributed(trial, 1, str(tmp_path), limit, compiled, backend="nccl", timeout=270) == [[1, 6]]
     events = events_of(tmp_path)
     points: dict[int, dict[str, Any]] = {e["micro"]: e for e in events if e["event"] == "point"}
     assert [points[m]["outcome"] for m in (64, 1024, 1 << 20, 1 << 21)] == ["ok", "ok", "oom", "oom"]

@@ -98,7 +98,8 @@ class Driver:
             set_checkpointing(self.engine, self.request.gradient_checkpointing)
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         keep = None
-        if not self.request.finish or room_for_snapshot(self.engine, local):
+        ends = self.request.finish and not self.request.natural_steps  # nobody would see the state again
+        if not self.request.finish or (not ends and room_for_snapshot(self.engine, local)):
             keep = Snapshot(self.engine)
         replay = Replay(self.engine, Batch(args, kwargs, numel), self.request, self.meter, self.emit)
         try:
@@ -125,8 +126,10 @@ class Driver:
     def _replay(self, replay: Replay, points: list[tuple[int, int]]) -> None:
         if self.request.longest:
             self._find_longest(replay)
-        # The first step makes the moments, which later ones find: alone it says nothing of their memory.
-        replay.fits(replay.batch, 1, 1)
+        # The first step makes the moments, which later ones find: alone it says nothing of their memory. Nothing is
+        # compiled for it: its size may be none of those that are measured.
+        with torch.compiler.set_stance("force_eager"):
+            replay.fits(replay.batch, 1, 1)
         if self.request.survey:
             survey(replay, self.emit)
             if self.request.gradient_checkpointing is not None:
@@ -145,6 +148,7 @@ class Driver:
             found = f"{type(error).__name__}: {error}"
         flag = torch.tensor([isinstance(found, str)], dtype=torch.int32, device=self.engine.device)
         collectives.all_reduce_max(flag, self.engine.axis, "whether the longest batch is known")
+        self.emit("longest", known=not bool(flag))
         if isinstance(found, str):
             self.emit("note", text=f"memory was not checked with the longest batch: {found}")
         elif not bool(flag):

@@ -114,8 +114,8 @@ class Replay:
         if clock is not None:
             clock.mark()
 
-    def fits(self, batch: Batch, micro: int, accumulation: int) -> tuple[bool, int]:
-        """Run a step of ``micro`` samples made of ``batch``, so that every rank fails if one does.
+    def fits(self, batch: Batch, numel: int, accumulation: int) -> tuple[bool, int]:
+        """Run a step of ``batch`` with ``numel`` samples, with room for every rank to fail together.
 
         Returns:
             whether it fits, and the peak bytes of the rank that needed most.
@@ -124,14 +124,17 @@ class Replay:
         fine = True
         try:
             # the meter is inside: what the ranks say to each other must not cross the limit again
-            with shared_out_of_memory(self.engine.axis, is_out_of_memory), self.meter.watch(peaks):
-                self.step(resized(batch, micro), min(accumulation, 2))  # the second adds to the sums of the first
+            with shared_out_of_memory(self.engine.axis, is_out_of_memory):
+                sized = resized(batch, numel)  # the inputs alone may be too large
+                with self.meter.watch(peaks):
+                    self.step(sized, min(accumulation, 2))  # the second micro-batch adds to the sums of the first
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             fine = False
             self.clean_up()
-        peak = agree_max(self.engine, peaks[0], lambda t: collectives.all_reduce_max(t, self.engine.axis, "a peak"))
+        most = peaks[0] if peaks else self.meter.at_rest()
+        peak = agree_max(self.engine, most, lambda t: collectives.all_reduce_max(t, self.engine.axis, "a peak"))
         return fine, peak
 
     def clean_up(self) -> None:

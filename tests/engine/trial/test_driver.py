@@ -139,6 +139,13 @@ def test_limit_is_out_of_memory_on_every_rank(tmp_path: Path) -> None:
     assert points[1]["peak"] < points[16]["peak"] < 4_000_000 < points[4096]["peak"]
 
 
+def test_inputs_that_do_not_fit_are_out_of_memory(tmp_path: Path) -> None:
+    """2**40 samples are 4 PiB before any operator of the model runs."""
+    assert run_distributed(measure, 2, str(tmp_path), None, points=((4, 2), (1 << 40, 1))) == [1, 1]
+    points = {e["micro"]: e for e in events_of(tmp_path) if e["event"] == "point"}
+    assert {m: p["outcome"] for m, p in points.items()} == {4: "ok", 1 << 40: "oom"}
+
+
 def test_peaks_are_the_same_every_time(tmp_path: Path) -> None:
     peaks = []
     for folder in (tmp_path / "a", tmp_path / "b"):
