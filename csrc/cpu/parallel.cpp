@@ -46,13 +46,11 @@ void share(int64_t chunks, int threads, void (*work)(void *, Range), void *conte
     // Without the runtime where one thread is enough: in a forked child it would wait for threads that are gone.
     if (threads <= 1 || forked) return work(context, {0, chunks});
     watch_forks();
-    // Several runs a thread: one that has to share its core with another program, or with the thread that launches
-    // kernels, takes fewer, and the others do not wait for it.
-    const int64_t run = chunks / (8 * threads) + 1;
-    std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads)
-    for (int64_t begin; (begin = next.fetch_add(run, std::memory_order_relaxed)) < chunks;)
-        work(context, {begin, begin + run < chunks ? begin + run : chunks});
+    {
+        const int64_t mine = omp_get_thread_num(), all = omp_get_num_threads();
+        work(context, {chunks * mine / all, chunks * (mine + 1) / all});
+    }
 }
 
 } // namespace ds_hf

@@ -1,9 +1,8 @@
 // Divides lists of tensors into chunks and chunks among threads.
 //
-// Chunks have a fixed length and threads take runs of neighbours, whoever is free the next one: results never depend on
-// the number of threads, nor on who did what. Threads are OpenMP's, of the runtime that torch has loaded
-// (CMakeLists.txt links none): one pool serves both. That pool does not survive fork(), so a forked child works on its
-// own thread only.
+// Chunks have a fixed length and each thread gets a run of neighbours, so that results never depend on the number of
+// threads. Threads are OpenMP's, of the runtime that torch has loaded (CMakeLists.txt links none): one pool serves
+// both. That pool does not survive fork(), so a forked child works on its own thread only.
 #pragma once
 
 #include <stdint.h>
@@ -34,7 +33,7 @@ int64_t chunk_count(const int64_t *numels, int64_t count);
 // How many threads the work is worth, at most `wanted`.
 int useful_threads(const int64_t *numels, int64_t count, int wanted);
 
-// Calls work(context, chunks) on several threads, each time with the next chunks, until there are none.
+// Calls work(context, chunks) on each thread with the chunks that are its share.
 void share(int64_t chunks, int threads, void (*work)(void *, Range), void *context);
 
 // For each chunk: on_entry(entry) when another entry begins on this thread, then on_chunk(entry, elements, chunk).
