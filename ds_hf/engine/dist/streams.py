@@ -43,7 +43,6 @@ class Lane:
             self._index = self.stream.device.index
             self._own = (self.stream.stream_id, self.stream.device_index, self.stream.device_type)
         self._left: list[tuple[int, int, int]] = []
-        self._known: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         self._behind = False  # something was queued since the last join
         self._kept: list[tuple[torch.cuda.Event, list[Tensor]]] = []
 
@@ -53,7 +52,7 @@ class Lane:
         # torch.cuda.current_stream() and set_stream() do the same for ten times as much of the host's time.
         ids = torch._C._cuda_getCurrentStream(self._index)
         self._left.append(ids)
-        self._reached.record(self._stream_of(ids))
+        self._reached.record(_stream_of(ids))
         self.stream.wait_event(self._reached)
         self._behind = True
         _set_stream(self._own)
@@ -63,14 +62,6 @@ class Lane:
     ) -> None:
         if self.stream is not None:
             _set_stream(self._left.pop())
-
-    def _stream_of(self, ids: tuple[int, int, int]) -> torch.cuda.Stream:
-        stream = self._known.get(ids)
-        if stream is None:
-            number, index, kind = ids
-            stream = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
-            self._known[ids] = stream
-        return stream
 
     def event(self) -> torch.cuda.Event | None:
         """Done when all that the lane has been given so far is."""
@@ -85,15 +76,27 @@ class Lane:
     def settle(self) -> None:
         """Let go of what was kept, for the current stream to take its memory: it waits for the lane to have read it."""
         for event, _ in self._kept:
-            event.wait()
+            wait(event)
         self._kept.clear()
 
     def join(self) -> None:
         """The current stream goes on when the lane has done all it was given."""
         if self.stream is not None and self._behind:
-            self._stream_of(torch._C._cuda_getCurrentStream(self._index)).wait_stream(self.stream)
+            _stream_of(torch._C._cuda_getCurrentStream(self._index)).wait_stream(self.stream)
             self._behind = False
             self._kept.clear()
+
+
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def _stream_of(ids: tuple[int, int, int]) -> torch.cuda.Stream:
+    stream = _streams.get(ids)
+    if stream is None:
+        number, index, kind = ids
+        stream = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
+        _streams[ids] = stream
+    return stream
 
 
 def _set_stream(ids: tuple[int, int, int]) -> None:
@@ -103,5 +106,7 @@ def _set_stream(ids: tuple[int, int, int]) -> None:
 
 def wait(event: Awaited | None) -> None:
     """The current stream goes on after ``event``."""
-    if event is not None:
+    if isinstance(event, torch.cuda.Event):  # without a stream it asks torch for the current one, at some length
+        event.wait(_stream_of(torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())))
+    elif event is not None:
         event.wait()

@@ -242,7 +242,7 @@ class FlatBuffer:
         if self.state is not BufferState.RELEASED:
             return False
         if not self.aliased:
-            with torch.no_grad(), self.lane:
+            with self.lane:
                 self._full.untyped_storage().resize_(self.layout.numel * self._full.element_size())
                 self.fill()
             self._arrival = self.lane.event()
