@@ -1,6 +1,6 @@
 """Correctness in short, then times of the CUDA optimizer kernels, for several tunings. Run in the repository root:
 
-    python3 benchmarks/cuda_tunings.py [--quick] [--no-check] [--budget SECONDS]
+    python3 benchmarks/cuda_tunings.py [--only check,adam,norm,lamb,clip,host] [--quick] [--no-check] [--budget SECONDS]
 
 Bytes: AdamW and LAMB count 28 B/element (p, m, v fp32 read and written; bf16 grad read; bf16 copy written), the norm 2.
 Every figure is a share of what torch's copy_ moves in the same manner (same bytes read + written, same way of timing).
@@ -11,13 +11,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
+import os
 import sys
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 sys.path.insert(0, ".")
 
 import torch
+from optimizers import segments
 
 from ds_hf.engine.ops import cuda, cuda_lamb, cuda_launch, reference
 from ds_hf.engine.ops.cuda_launch import Tuning
@@ -282,55 +287,200 @@ def norms(quick):
         del jobs, grads
 
 
-def lamb(budget):
+# LAMB as a stream of tiles: `own` has what differs from 992 threads, one vector each. The first is the kernel before.
+BEFORE = Tuning(threads=1024, blocks=1, groups=1, exact=0, held=3)
+STREAMS = [
+    {"threads": 480, "groups": 2},
+    {},
+    {"scratch": 8},
+    {"scratch": 8, "keep": 2},
+    {"scratch": 8, "keep": 3},
+    {"keep": 1},
+    {"fetch": 1},
+    {"ahead": 1},
+    {"ahead": 4},
+    {"threads": 480, "groups": 2, "held": 2},
+    {"threads": 480, "groups": 2, "scratch": 8},
+    {"threads": 480, "groups": 2, "scratch": 8, "keep": 3},
+    {"threads": 480, "groups": 2, "ahead": 4},
+    {"threads": 480, "groups": 2, "held": 2, "fetch": 1},
+    {"threads": 480, "groups": 2, "held": 2, "keep": 1},
+    {"threads": 736, "held": 4},
+    {"threads": 736, "held": 3, "scratch": 8, "keep": 2},
+    {"threads": 864},
+    {"threads": 608, "held": 6},
+    {"threads": 224, "groups": 4, "held": 2},
+    {"threads": 480, "blocks": 2, "scratch": 8},
+]
+
+
+def on_device(calls, seconds=0.02):
+    """Microseconds of one call, of calls that were queued before the first one began; the best of three rounds."""
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    rounds, n = [], max(3, len(calls))
+    for _ in range(4):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(2_000_000 + 80_000 * n)  # the host gets ahead: some 50 us a call
+        begin.record()
+        for index in range(n):
+            calls[index % len(calls)]()
+        end.record()
+        torch.cuda.synchronize()
+        rounds.append(begin.elapsed_time(end) * 1e3 / n)
+        if len(rounds) == 1:
+            n = max(3, min(150, int(seconds * 1e6 / rounds[0])))
+    return min(rounds[1:])
+
+
+def copies_on_device(numel):
+    count = max(1, min(24, int(500e6 // (28 * numel))))
+    pairs = [torch.zeros(2, 14 * numel, dtype=torch.uint8, device=DEV) for _ in range(count)]
+    return on_device([lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs])
+
+
+@contextlib.contextmanager
+def watched(what, seconds=20):
+    """A kernel whose blocks wait for what never comes cannot be stopped otherwise."""
+
+    def give_up():
+        say(f"{what} HANGS: later ones can be had with --skip {what}")
+        os._exit(3)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def checks():
+    """LAMB's inputs, and what the reference makes of them; tiles, tails, many entries, one beyond the chip."""
+    numels = [4097, 1_000_003, 5504 * 2048, 7, *[2048] * 60, 2048 * 2048, 0, 30_000_001]
+    job = Job(numels)
+    job.v = [v * 0.01 for v in job.v]
+    want = [[t.double() for t in ts] for ts in (job.p, job.g, job.m, job.v)]
+    reference.lamb_(*want, [], job.s, job.control, **LAMB)
+    return job, (want[0], want[2], want[3])
+
+
+def checked(job, want):
+    """Raises if LAMB does not give what the reference gives, the same each time, or writes though told not to."""
+    before = [[t.clone() for t in ts] for ts in (job.p, job.m, job.v)]
+    results = []
+    for flag in (1.0, 0.0, 0.0):
+        for now, was in zip((job.p, job.m, job.v), before, strict=True):
+            torch._foreach_copy_(now, was)
+        job.control[1] = flag
+        job.lamb()
+        got = [*job.p, *job.m, *job.v, *job.o]
+        if flag:
+            assert all(torch.equal(a, b) for a, b in zip(got, itertools.chain(*before), strict=False)), "flag"
+        else:
+            results.append([t.clone() for t in got])
+    for now, was in zip((job.p, job.m, job.v), before, strict=True):
+        torch._foreach_copy_(now, was)
+    assert all(map(torch.equal, *results)), "not the same bits the second time"
+    n = len(job.p)
+    params, outs = results[0][:n], results[0][3 * n :]
+    assert all(torch.equal(o, p.bfloat16()) for o, p in zip(outs, params, strict=True)), "outs"
+    worst = max(relative(a, b) for a, b in zip(results[0][: 3 * n], itertools.chain(*want), strict=True) if a.numel())
+    assert worst < 1e-6, f"relative error {worst}"
+    return worst
+
+
+USUAL = cuda_lamb.STREAMED_NUMEL
+
+
+def select(name):
+    """Have the kernel of a variant take all sizes; what it is called in ``Tunings``."""
+    cuda_lamb.STREAMED_NUMEL = 0 if name == "before" else 1 << 60
+    return "lamb_fused" if name == "before" else "lamb_stream"
+
+
+def named(own):
+    return "-".join(f"{key[:2]}{value}" for key, value in own.items()) or "plain"
+
+
+def lamb(budget, skip, quick):
     cases = {
+        "1 M": [M],
         "2048x2048": [2048 * 2048],
         "5504x2048": [5504 * 2048],
         "Llama layer": LLAMA_LAYER,
-        "1 M": [M],
-        "32000x2048": [32000 * 2048],
-        "layers and embeddings, 500 M": [32000 * 2048] + LLAMA_LAYER * 7 + [32000 * 2048],
+        "500 M": segments(500 * M),
+        "embeddings": [32000 * 2048] + LLAMA_LAYER * 7 + [32000 * 2048],
     }
-    fused = [
-        (Tuning(threads=1024, blocks=1, groups=1), 1),
-        (Tuning(threads=512, blocks=2, groups=1), 1),
-    ]
-    shapes = (
-        (1024, 1, 2),
-        (1024, 1, 3),
-        (1024, 1, 4),
-        (1024, 1, 6),
-        (768, 1, 6),
-        (768, 1, 8),
-        (640, 1, 12),
-        (512, 2, 4),
-    )
-    for threads, groups, held in shapes:
-        fused.append((Tuning(threads=threads, blocks=1, groups=groups, held=held, exact=0), 1))
-    plain = [(t, 1) for t in (Tuning(), Tuning(threads=256, blocks=4, groups=1))]
-    scores = {}
+    variants = {"before": BEFORE}
+    for own in STREAMS[:: 3 if quick else 1]:
+        variants[named(own)] = Tuning(**{"threads": 992, "blocks": 1, "groups": 1, "exact": 0, **own})
+    job, want = checks()
+    shares: dict[str, dict[str, float]] = {}
+    for name, tuning in variants.items():
+        if name in skip or time.time() - START > budget:
+            say(f"{name} is left out")
+            continue
+        kind = select(name)
+        began = time.time()
+        try:
+            with watched(name), tuned(**{kind: tuning}):
+                worst = checked(job, want)
+            shares[name] = {}
+            say(f"check {name}: relative error {worst:.1e}, {time.time() - began:.1f} s with compilation")
+        except Exception as error:
+            say(f"{name} FAILED: {error!r}"[:300])
+    del job, want
+    torch.cuda.empty_cache()
     for label, numels in cases.items():
+        numel = sum(numels)
         jobs = sets_for(numels)
-        copy, numel = copy_us(28 * sum(numels)), sum(numels)
-        for kind, tunings in (("lamb_fused", fused), ("lamb", plain)):
-            for tuning, cuda_lamb.AHEAD in tunings:
-                if time.time() - START > budget:
-                    continue
-                name = f"{kind} {tuning.threads}x{tuning.blocks}x{tuning.groups} h{tuning.held} exact{tuning.exact} ahead{cuda_lamb.AHEAD} {label}"  # noqa: E501
-                try:
-                    with tuned(**{kind: tuning}):
-                        calls = [job.lamb if kind == "lamb_fused" else job.lamb_two for job in jobs]
-                        share = row(name, numel, 28, copy, *timed(calls, seconds=0.03))
-                    scores.setdefault((kind, (tuning, cuda_lamb.AHEAD)), []).append(share)
-                except Exception as error:
-                    say(name, "FAILED", repr(error)[:300])
+        copy = copies_on_device(numel)
+        for name in list(shares):
+            if time.time() - START > budget:
+                continue
+            kind = select(name)
+            with watched(name), tuned(**{kind: variants[name]}):
+                shares[name][label] = copy / on_device([job.lamb for job in jobs])
+        say(f"{label}: copy {copy:.1f} us, {28 * numel / copy / 1e6:.2f} TB/s")
         del jobs
         torch.cuda.empty_cache()
-    cuda_lamb.AHEAD = 1
-    for kind in ("lamb_fused", "lamb"):
-        ranked = sorted(((sum(s) / len(s), t) for (k, t), s in scores.items() if k == kind), key=lambda x: -x[0])
-        for share, tuning in ranked[:2]:
-            say(f"BEST {kind}: {share:.1%} (tuning, ahead) {tuning}")
+    cuda_lamb.STREAMED_NUMEL = USUAL
+    print(f"{'LAMB, share of copy':34s}" + "".join(f"{label:>13s}" for label in cases))
+    for name, of in sorted(shares.items(), key=lambda item: -item[1].get("500 M", 0)):
+        print(f"{name:34s}" + "".join(f"{of[label]:13.1%}" if label in of else " " * 13 for label in cases))
+    return shares
+
+
+def clipping(budget):
+    """AdamW with clipping for both ways to add up the norm, and tiles that the update fetches meanwhile."""
+    norm, update = cuda_launch.Tunings().norm, cuda_launch.Tunings().update
+    small = {"512x3": {}, "256x4": {"threads": 256, "blocks": 4}, "1024x1": {"threads": 1024, "blocks": 1}}
+    variants = {f"messages {keep} fetch {fetch} 512x3": (keep, fetch, {}) for keep in (0, 1) for fetch in (0, 2, 4, 8)}
+    variants |= {f"messages 1 fetch 8 {shape}": (1, 8, own) for shape, own in small.items()}
+    shares: dict[str, dict[str, float]] = {}
+    for size in (M, 4 * M, 500 * M):
+        jobs, copy = sets_for([size]), copies_on_device(size)
+        alone = on_device([job.adam for job in jobs])
+        for name, (keep, fetch, own) in variants.items():
+            if time.time() - START > budget:
+                continue
+            tunings = {"norm": replace(norm, keep=keep, **own), "update": replace(update, fetch=fetch)}
+            try:
+                with watched(name), tuned(**tunings):
+                    got = cuda.norm_control(jobs[0].g, scale=1.0, max_norm=1.0, checked=True).tolist()
+                    true = float(jobs[0].g[0].double().norm())
+                    assert abs(got[2] / true - 1) < 1e-6, (got, true)
+                    shares.setdefault(name, {})[f"{size // M} M"] = copy / on_device([job.clipped for job in jobs])
+            except Exception as error:
+                say(f"{name} FAILED: {error!r}"[:300])
+        say(f"AdamW of {size // M} M alone: {copy / alone:.1%} of copy")
+        del jobs
+        torch.cuda.empty_cache()
+    for name, of in sorted(shares.items(), key=lambda item: -item[1].get("1 M", 0)):
+        print(f"AdamW + clip, {name:28s}" + "".join(f"{label:>8s} {share:.1%}" for label, share in of.items()))
+    return shares
 
 
 def main():
@@ -338,7 +488,8 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--budget", type=float, default=210)
-    parser.add_argument("--only", default="check,adam,norm,lamb,host")
+    parser.add_argument("--only", default="check,adam,norm,lamb,clip,host")
+    parser.add_argument("--skip", default="", help="variants of LAMB to leave out, e.g. sc8,th864")
     options = parser.parse_args()
     say(torch.__version__, torch.cuda.get_device_name(), "available:", cuda.available() or "yes")
     only = options.only.split(",")
@@ -349,8 +500,13 @@ def main():
         adam_sizes(best, copies)
     if "norm" in only:
         norms(options.quick)
+    shares = {}
     if "lamb" in only:
-        lamb(options.budget)
+        shares["lamb"] = lamb(options.budget * (0.8 if "clip" in only else 1), options.skip.split(","), options.quick)
+    if "clip" in only:
+        shares["clip"] = clipping(options.budget)
+    if shares and "OUT" in os.environ:
+        (Path(os.environ["OUT"]) / "cuda_tunings.json").write_text(json.dumps(shares, indent=1))
     if "host" in only:
         host()
 

@@ -43,25 +43,35 @@ struct Sums {
 
 enum class Moments { left, stored_for_long, stored_for_now };  // the last: the second pass reads them again
 
-// The first pass: moments are updated. Leaves the params and their directions, the latter as the second pass would find
-// them, that is from the moments as stored.
-template <bool WHOLE>
-__device__ __forceinline__ void first_pass(const Table& table, const Tile& tile, const Lamb& rule, float scale,
-                                           Moments moments, Sums& sums, float (&params)[ITEMS],
-                                           float (&directions)[ITEMS]) {
-  Lane<Param> param_lane;
+// What the first pass reads of a tile.
+struct Loaded {
+  Lane<Param> params;
   Lane<Grad> grads;
   Lane<First> firsts;
   Lane<Second> seconds;
-  load<Grad, WHOLE>(grads, tensor<Grad>(table, 1, tile), tile.left);
-  load<Param, WHOLE, false>(param_lane, tensor<Param>(table, 0, tile), tile.left);
-  load<First, WHOLE>(firsts, tensor<First>(table, 3, tile), tile.left);
-  load<Second, WHOLE>(seconds, tensor<Second>(table, 4, tile), tile.left);
+};
+
+template <bool WHOLE, int PARAMS = AGAIN>
+__device__ __forceinline__ void load_all(const Table& table, const Tile& tile, Loaded& loaded) {
+  load<Grad, WHOLE>(loaded.grads, tensor<Grad>(table, 1, tile), tile.left);
+  load<Param, WHOLE, PARAMS>(loaded.params, tensor<Param>(table, 0, tile), tile.left);
+  load<First, WHOLE>(loaded.firsts, tensor<First>(table, 3, tile), tile.left);
+  load<Second, WHOLE>(loaded.seconds, tensor<Second>(table, 4, tile), tile.left);
+}
+
+// The first pass: moments are updated. Leaves the params and their directions, the latter as the second pass would find
+// them, that is from the moments as stored.
+template <bool WHOLE>
+__device__ __forceinline__ void first_pass(const Table& table, const Tile& tile, Loaded& loaded, const Lamb& rule,
+                                           float scale, Moments moments, Sums& sums, float (&params)[ITEMS],
+                                           float (&directions)[ITEMS]) {
+  Lane<First>& firsts = loaded.firsts;
+  Lane<Second>& seconds = loaded.seconds;
 #pragma unroll
   for (u32 item = 0; item < ITEMS; ++item) {
-    const float p = Param::wide(param_lane.value[item]);
+    const float p = Param::wide(loaded.params.value[item]);
     float m = First::wide(firsts.value[item]), v = Second::wide(seconds.value[item]);
-    rule.moments(Grad::wide(grads.value[item]) * scale, m, v);
+    rule.moments(Grad::wide(loaded.grads.value[item]) * scale, m, v);
     const float u = rule.direction(p, m, v);
     if (WHOLE || place<WHOLE>(item) < tile.left) {  // of nothing it may be 0 / 0
       sums.params += p * p;
@@ -78,9 +88,18 @@ __device__ __forceinline__ void first_pass(const Table& table, const Tile& tile,
     store<First, WHOLE>(firsts, tensor<First>(table, 3, tile), tile.left);
     store<Second, WHOLE>(seconds, tensor<Second>(table, 4, tile), tile.left);
   } else if (moments == Moments::stored_for_now) {
-    store<First, WHOLE, false>(firsts, tensor<First>(table, 3, tile), tile.left);
-    store<Second, WHOLE, false>(seconds, tensor<Second>(table, 4, tile), tile.left);
+    store<First, WHOLE, AGAIN>(firsts, tensor<First>(table, 3, tile), tile.left);
+    store<Second, WHOLE, AGAIN>(seconds, tensor<Second>(table, 4, tile), tile.left);
   }
+}
+
+template <bool WHOLE>
+__device__ __forceinline__ void first_pass(const Table& table, const Tile& tile, const Lamb& rule, float scale,
+                                           Moments moments, Sums& sums, float (&params)[ITEMS],
+                                           float (&directions)[ITEMS]) {
+  Loaded loaded;
+  load_all<WHOLE>(table, tile, loaded);
+  first_pass<WHOLE>(table, tile, loaded, rule, scale, moments, sums, params, directions);
 }
 
 template <bool WHOLE>
@@ -120,8 +139,13 @@ __device__ __forceinline__ void write_params(const Table& table, const Tile& til
   store<Out, WHOLE>(outs, tensor<Out>(table, 2, tile), tile.left);
 }
 
+__device__ __forceinline__ double base_rate_of(const Table& table, u32 entry) {
+  const double lr = table.lr ? (double)*table.lr : table.scalars[0];
+  return Lamb::base_rate(table.scalars, table.flags, lr, *table.steps[entry]);
+}
+
 __device__ __forceinline__ float rate_of(const Table& table, u32 entry, double squares_params,
                                          double squares_directions) {
-  const double lr = table.lr ? (double)*table.lr : table.scalars[0];
-  return Lamb::rate(table.scalars, table.flags, lr, *table.steps[entry], squares_params, squares_directions);
+  return (float)(base_rate_of(table, entry) *
+                 Lamb::trust_ratio(table.scalars, squares_params, squares_directions));
 }

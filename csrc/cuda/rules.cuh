@@ -135,17 +135,16 @@ struct Sgd {
 
 // scalars: lr, beta1, beta2, eps, weight_decay, min_coeff, max_coeff
 struct Lamb {
-  float beta1, rest1, beta2, rest2, eps, decay;
-  bool inside;
+  float beta1, rest1, beta2, rest2, eps_inside, eps_outside, decay;
 
   __device__ __forceinline__ void prepare(const double* scalars, u32 flags) {
     beta1 = (float)scalars[1];
     rest1 = (float)(1 - scalars[1]);
     beta2 = (float)scalars[2];
     rest2 = (float)(1 - scalars[2]);
-    eps = (float)scalars[3];
+    eps_inside = flags & EPS_INSIDE ? (float)scalars[3] : 0;
+    eps_outside = flags & EPS_INSIDE ? 0 : (float)scalars[3];
     decay = (float)scalars[4];
-    inside = flags & EPS_INSIDE;
   }
 
   __device__ __forceinline__ void moments(float g, float& m, float& v) const {
@@ -154,19 +153,24 @@ struct Lamb {
   }
 
   __device__ __forceinline__ float direction(float p, float m, float v) const {
-    return quotient(m, inside ? root(v + eps) : root(v) + eps) + decay * p;
+    return quotient(m, root(v + eps_inside) + eps_outside) + decay * p;
   }
 
-  // What the direction is multiplied by. `squares`: sums of the squares of the param and of its direction.
-  static __device__ __forceinline__ float rate(const double* scalars, u32 flags, double lr, double step,
-                                               double squares_param, double squares_direction) {
+  // What the direction is multiplied by, but for the trust ratio.
+  static __device__ __forceinline__ double base_rate(const double* scalars, u32 flags, double lr, double step) {
     const Corrections c(scalars[1], scalars[2], step, flags & BIAS_CORRECTION);
+    return lr * sqrt(c.second) / c.first;
+  }
+
+  // `squares`: sums of the squares of the param and of its direction.
+  static __device__ __forceinline__ double trust_ratio(const double* scalars, double squares_param,
+                                                       double squares_direction) {
     double ratio = 1;
     if (squares_param > 0 && squares_direction > 0) {
       ratio = sqrt(squares_param) / sqrt(squares_direction);
       if (ratio < scalars[5]) ratio = scalars[5];  // nan (inf / inf) stays nan
       if (ratio > scalars[6]) ratio = scalars[6];
     }
-    return (float)(lr * sqrt(c.second) / c.first * ratio);
+    return ratio;
   }
 };

@@ -97,6 +97,16 @@ inline double exchange(double value, unsigned with) {
   return result;
 }
 
+inline unsigned votes(bool mine) {
+  auto& warp = running->block->warps[running->index.x / 32];
+  warp.values[running->index.x % 32] = mine;
+  wait(warp.arrived, warp.phase, 32);
+  unsigned result = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) result |= (unsigned)(warp.values[lane] != 0) << lane;
+  wait(warp.arrived, warp.phase, 32);
+  return result;
+}
+
 // Memory of which nothing was written yet is nan.
 inline void* fresh(size_t nbytes) {
   void* memory = aligned_alloc(16, (nbytes + 31) / 16 * 16);
@@ -167,6 +177,11 @@ inline int run(unsigned blocks, unsigned threads, size_t dynamic, Body kernel, v
 inline void __syncthreads() { emulated::wait_block(); }
 inline void __threadfence() {}
 inline void __nanosleep(unsigned) { emulated::pause(); }
+inline void __threadfence_block() {}
+inline unsigned __ballot_sync(unsigned, bool mine) { return emulated::votes(mine); }
+inline unsigned __shfl_sync(unsigned, unsigned value, unsigned from) { return (unsigned)emulated::exchange(value, from); }
+inline int __ffs(unsigned value) { return __builtin_ffs((int)value); }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline double __shfl_xor_sync(unsigned, double value, int mask) {
   return emulated::exchange(value, (emulated::running->index.x % 32) ^ mask);
 }

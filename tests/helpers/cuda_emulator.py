@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ds_hf.engine.ops.cuda_build import Macros, program_text
 from ds_hf.engine.ops.cuda_launch import COUNTERS, Counters, Tuning, Tunings
 
@@ -29,7 +27,7 @@ SMALL = Tuning(threads=64, blocks=2)
 _KERNELS = {
     "update.cu": {"update": "*(Table*)a[0]"},
     "norm.cu": {
-        "gradient_norm": "*(Table*)a[0], *(u32**)a[1], *(float**)a[2]",
+        "gradient_norm": "*(Table*)a[0], *(u32**)a[1], *(u64**)a[2], *(float**)a[3]",
         "clip_control": "*(Table*)a[0], *(const float**)a[1], *(float**)a[2]",
     },
     "lamb.cu": {
@@ -37,6 +35,7 @@ _KERNELS = {
         "lamb_norms": "*(Table*)a[0], *(u32*)a[1], *(float**)a[2]",
         "lamb_apply": "*(Table*)a[0], *(const float**)a[1]",
     },
+    "lamb_stream.cu": {"lamb_stream": "*(Table*)a[0], *(Lamb*)a[1], *(u64**)a[2], *(uint4**)a[3]"},
     "lamb_fused.cu": {"lamb_fused": "*(Table*)a[0], *(double2**)a[1], *(float**)a[2], *(u32**)a[3]"},
 }
 _WRAPPER = """
@@ -68,12 +67,16 @@ class Emulator:
     shared_nbytes: int = 20 << 10
     tunings: Tunings = field(
         default_factory=lambda: Tunings(
-            update=SMALL, norm=SMALL, lamb=SMALL, lamb_fused=Tuning(threads=64, blocks=2, groups=1)
+            update=SMALL,
+            norm=SMALL,
+            lamb=SMALL,
+            lamb_fused=Tuning(threads=64, blocks=2, groups=1),
+            lamb_stream=Tuning(threads=64, blocks=2, groups=1),
         )
     )
     launches: list[tuple[str, int]] = field(default_factory=list)
     early: bool = False
-    _counters: Counters = field(default_factory=lambda: Counters(torch.zeros(2 * COUNTERS, dtype=torch.int32)))
+    _counters: Counters = field(default_factory=lambda: Counters.with_messages(2000, "cpu"))
     _kernels: dict[tuple[str, str, Macros], Any] = field(default_factory=dict)
 
     def kernel(self, source: str, name: str, macros: Macros) -> Any:
@@ -103,7 +106,7 @@ class Emulator:
     def starts_early(self) -> bool:
         return self.early
 
-    def counters(self) -> Counters:
+    def counters(self, messages: int = 0) -> Counters:
         assert not self._counters.memory[:COUNTERS].any()
         return self._counters.next()
 

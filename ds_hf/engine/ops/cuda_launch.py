@@ -81,6 +81,8 @@ class Tuning:
         waves: blocks launched, at most, over those that the GPU holds at once.
         capacity: entries of one launch; 60 fill the 4 KB of parameters that launches used to be limited to.
         held: tiles that LAMB keeps in registers.
+        ahead, scratch: as lamb_stream.cu says.
+        keep, fetch: likewise; also norm.cu's DS_MESSAGES, and update.cu's DS_PREFETCH.
     """
 
     threads: int = 256
@@ -92,6 +94,10 @@ class Tuning:
     capacity: int = 60
     exact: int = 1
     held: int = 0
+    ahead: int = 2
+    scratch: int = 0
+    keep: int = 0
+    fetch: int = 0
 
     def holding(self, entries: int) -> Tuning:
         """Itself, or for more entries than its capacity one with as many as 32 KB of parameters hold: CUDA 12.1."""
@@ -121,9 +127,10 @@ class Tunings:
     doubles for 16 bits."""
 
     update: Tuning = Tuning(blocks=4, groups=1, waves=1000)  # a tile a block
-    norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0)  # grads are read again soon
+    norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0, keep=1)  # grads are read again soon
     lamb: Tuning = Tuning()
     lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1, exact=0, held=3)
+    lamb_stream: Tuning = Tuning(threads=736, blocks=1, groups=1, exact=0, held=4)
 
 
 @dataclass
@@ -131,12 +138,27 @@ class Counters:
     """Numbers by which the blocks of a launch count themselves; launches on one stream share them.
 
     Attributes:
-        memory: int32 ``[2 * COUNTERS]``; of the first half each is 0 between launches.
+        memory: int32 ``[2 * COUNTERS + 2 * messages]``; of the first ``COUNTERS`` each is 0 between launches.
         launch: not 0, and another for each launch.
     """
 
     memory: Tensor
     launch: int = 0
+
+    @classmethod
+    def with_messages(cls, messages: int, device: str) -> Counters:
+        """New ones, with room for ``messages`` of core.cuh."""
+        return cls(torch.zeros(2 * (COUNTERS + messages), dtype=torch.int32, device=device))
+
+    @property
+    def messages_at(self) -> int:
+        """Address of the first message."""
+        return self.memory.data_ptr() + 8 * COUNTERS
+
+    @property
+    def messages(self) -> int:
+        """How many messages there is room for."""
+        return len(self.memory) // 2 - COUNTERS
 
     def next(self) -> Counters:
         """For one more launch."""
@@ -181,8 +203,8 @@ class Machine(Protocol):
         """Whether launches on the current stream can be ``early``."""
         ...
 
-    def counters(self) -> Counters:
-        """For one launch on the current stream."""
+    def counters(self, messages: int = 0) -> Counters:
+        """For one launch on the current stream, with room for so many messages."""
         ...
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
@@ -346,13 +368,13 @@ class Gpu:
     def starts_early(self) -> bool:
         return self._overlaps and not torch.cuda.is_current_stream_capturing()
 
-    def counters(self) -> Counters:
-        make = functools.partial(torch.zeros, 2 * COUNTERS, dtype=torch.int32, device=f"cuda:{self.index}")
+    def counters(self, messages: int = 0) -> Counters:
+        device = f"cuda:{self.index}"
         if torch.cuda.is_current_stream_capturing():  # graphs captured on one stream may be replayed on two
-            return Counters(make()).next()
+            return Counters.with_messages(messages, device).next()
         stream = torch._C._cuda_getCurrentRawStream(self.index)
-        if stream not in self._counters:
-            self._counters[stream] = Counters(make())
+        if stream not in self._counters or self._counters[stream].messages < messages:
+            self._counters[stream] = Counters.with_messages(max(messages, 1 << 14), device)
         return self._counters[stream].next()
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_hf.engine.ops import cuda, cuda_build, cuda_launch
+from ds_hf.engine.ops import cuda, cuda_build, cuda_lamb, cuda_launch
 from tests.helpers import cubin
 
 ARCHS = ["sm_80", "sm_90", "sm_100"]
 F32, BF16, F16, NONE = range(4)
 MOMENTS = {"Adam": 2, "Lion": 1, "Adagrad": 1, "Sgd": 1}
 TUNINGS = cuda_launch.Tunings()
+LAMB = ["lamb.cu", "lamb_fused.cu", "lamb_stream.cu"]
 
 needs_compiler = pytest.mark.skipif(cubin.compiler() is None, reason="neither NVRTC nor nvcc is here")
 
@@ -31,8 +32,11 @@ def update(rule: str, param: int, grad: int, moment: int, out: int, stochastic: 
 
 
 def lamb(source: str, param: int, grad: int, moment: int, out: int) -> str:
+    dtypes = (param, grad, out, moment, moment)
+    if source == "lamb_stream.cu":
+        return cuda_build.program_text(source, cuda_lamb._stream_macros(TUNINGS.lamb_stream, dtypes))
     tuning = TUNINGS.lamb if source == "lamb.cu" else TUNINGS.lamb_fused
-    return cuda_build.program_text(source, cuda_launch.macros_of(tuning, (), (param, grad, out, moment, moment)))
+    return cuda_build.program_text(source, cuda_launch.macros_of(tuning, (), dtypes))
 
 
 def norm(dtype: int) -> str:
@@ -53,7 +57,7 @@ def check(programs: list[str], arch: str, local_nbytes: int = 8) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_main_kernels(arch: str) -> None:
     usual = (F32, BF16, F32, BF16)
-    check([update("Adam", *usual), norm(BF16), lamb("lamb.cu", *usual), lamb("lamb_fused.cu", *usual)], arch)
+    check([update("Adam", *usual), norm(BF16), *(lamb(source, *usual) for source in LAMB)], arch)
 
 
 @needs_compiler
@@ -77,7 +81,7 @@ def test_every_update(rule: str, arch: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("source", ["lamb.cu", "lamb_fused.cu"])
+@pytest.mark.parametrize("source", LAMB)
 def test_every_lamb(source: str, arch: str) -> None:
     dtypes = product((F32, BF16), (F32, BF16, F16), (F32, BF16), (F32, BF16, F16, NONE))
     check([lamb(source, *combination) for combination in dtypes], arch, local_nbytes=32)

@@ -239,18 +239,20 @@ def test_lamb_flag_writes_nothing(ops: Any, fused: bool) -> None:
         (Tuning(threads=64, blocks=1, vec=8, groups=1, waves=3), 2),
         (Tuning(threads=32, blocks=3, groups=4, stream=0, capacity=100), 1),
         (Tuning(threads=64, blocks=2, groups=1, held=3), 1),
+        (Tuning(threads=64, blocks=1, groups=2, held=2, scratch=4, keep=3, fetch=1, ahead=1), 1),
+        (Tuning(threads=32, blocks=2, groups=1, scratch=20, keep=2, ahead=4), 1),
     ],
 )
 def test_other_tunings(
     ops: Any, machine: Emulator, monkeypatch: pytest.MonkeyPatch, tuning: Tuning, ahead: int
 ) -> None:
-    monkeypatch.setattr(machine, "tunings", Tunings(tuning, tuning, tuning, tuning))
+    monkeypatch.setattr(machine, "tunings", Tunings(tuning, tuning, tuning, tuning, tuning))
     monkeypatch.setattr(machine, "shared_nbytes", 40 << 10)
     monkeypatch.setattr(cuda_lamb, "AHEAD", ahead)
-    for numels in ([5000, 0, 1024, 33, 7000, 2048, 512], [index * 37 % 700 for index in range(130)]):
+    for numels in ([5000, 0, 1024, 33, 7000, 2048, 512, 60000, 9000], [index * 37 % 700 for index in range(130)]):
         for offset in (0, 1):
             cases.check_update(ops, "adamw", cases.make(numels, grad=BF16, out=BF16, offset=offset))
             cases.check_lamb(ops, cases.make(numels, grad=BF16, out=BF16, offset=offset), fused=False)
             cases.check_lamb(ops, cases.make(numels, grad=BF16, out=BF16, offset=offset), fused=True)
         cases.check_norm(ops, cases.make(numels, grad=BF16).grads)
-    assert {name for name, _ in machine.launches} > {"lamb_fused"}
+    assert {name for name, _ in machine.launches} > {"lamb_stream"}
