@@ -317,13 +317,13 @@ def test_threads_beside_the_launching_one(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.delenv(name, raising=False)
     cores = [1, 2, 3, 4, 8, 16]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # OMP_NUM_THREADS=1, as launchers and images set it
-    for count, useful in zip(cores, [1, 2, 3, 3, 6, 12], strict=True):
+    for count, useful in zip(cores, [1, 2, 2, 3, 7, 15], strict=True):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, count=count: set(range(count)))
         assert cpu.beside_threads() == useful
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)  # somebody's choice
     assert cpu.beside_threads() == 5
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    assert cpu.beside_threads() == 12
+    assert cpu.beside_threads() == 15
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert cpu.beside_threads() == 3
     monkeypatch.setenv(cpu.THREADS_VARIABLE, "16")
