@@ -225,7 +225,7 @@ def test_runs_are_alike(stage: int) -> None:
 
 
 def profiled(stage: int, folder: str) -> dict[str, list[float]]:
-    """For each kind of collective: the share of each one's time in which computation ran as well."""
+    """For each kind of communication: the share of each one's time in which computation ran as well."""
     engine = engine_of(stage)
     x = data(8192)
     for _ in range(4):
@@ -238,14 +238,16 @@ def profiled(stage: int, folder: str) -> dict[str, list[float]]:
         torch.cuda.synchronize()
     trace = Path(folder) / f"{dist.get_rank()}.json"
     profiler.export_chrome_trace(str(trace))
-    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events]
+    kinds = {"reductions": ("ReduceScatter",), "gathers": ("AllGather", "Memcpy PtoP")}  # by NCCL, or copied
     updates = sorted(begin for begin, _, name in spans if name == "update")
     started, ended = updates[0], updates[-1]  # ranks begin to trace at other times; nothing follows the last step
-    compute = sorted((begin, end) for begin, end, name in spans if "nccl" not in name and end > started)
+    others = ("nccl", "Memcpy", "barrier_kernel")
+    compute = sorted((b, e) for b, e, name in spans if not any(other in name for other in others) and e > started)
     result = {}
-    for kind in ("ReduceScatter", "AllGather"):
-        mine = [(b, e) for b, e, name in spans if "nccl" in name and kind in name and started < b < ended]
+    for kind, words in kinds.items():
+        mine = [(b, e) for b, e, name in spans if any(word in name for word in words) and started < b < ended]
         result[kind] = [
             sum(max(0.0, min(end, e) - max(begin, b)) for b, e in compute) / (end - begin) for begin, end in mine
         ]
