@@ -112,9 +112,9 @@ def threads() -> int:
 def beside_threads() -> int:
     """How many threads an update may use beside a thread that launches kernels.
 
-    All of the rank's cores but one (2.7 B beside a forward, 16 cores of an H100's host: 726 ms with 12 threads, 679 with
-    14, 630 with 16). Fewer where OMP_NUM_THREADS or
-    ``torch.set_num_threads`` say so, but for the number 1, which launchers and images set for everybody.
+    All of the rank's cores but one (2.7 B beside a forward, 16 cores of an H100's host: 726 ms with 12 threads, 679
+    with 14, 630 with 16). Fewer where OMP_NUM_THREADS or ``torch.set_num_threads`` say so, but for the number 1, which
+    launchers and images set for everybody.
     """
     cores = len(rank_cores())
     limit = torch.get_num_threads()
