@@ -3,8 +3,8 @@
 // A block makes the first pass over its tiles one after another, and the second over them in the same order, some tiles
 // behind: in each step it issues the loads of a tile for the first pass, makes the second pass over an older one
 // meanwhile, and then computes. A tile's second pass is due AHEAD steps after the last tile of its entry. Until then
-// its directions lie in a slot: in shared memory, or in registers (HELD slots); without one they are computed again. The
-// last tiles' params have slots too, if there are any left.
+// its directions lie in a slot: in shared memory, or in registers (HELD slots); without one they are computed again.
+// The last tiles' params have slots too, if there are any left.
 //
 // Warps do not wait for each other either. One more warp of each block, behind the THREADS that share tiles, adds up
 // what the others have summed over an entry and sends it to all blocks; it adds up what all of them sent, in the same

@@ -1,8 +1,8 @@
 // The sum of the squares of all elements of a list, in the same order each time, and what the update needs of it.
 //
 // DS_GRAD is the dtype; pointers[0] of an entry. Each block sends its sum to the last block of the last launch, which
-// adds them up; all other blocks are on the GPU by then. table.extra: blocks of the launches before; blocks in all, or 0
-// before the last launch; the number of the call.
+// adds them up; all other blocks are on the GPU by then. table.extra: blocks of the launches before; blocks in all, or
+// 0 before the last launch; the number of the call.
 #include "core.cuh"
 
 using Grad = Numbered<DS_GRAD>::type;

@@ -1,7 +1,7 @@
 """LAMB on NVIDIA GPUs: in two passes where norms are added up over ranks between them, else in one kernel.
 
-The one kernel keeps on the chip what its first pass computed; csrc/cuda/lamb_stream.cu says how. Sums are added up in
-one order, so results have the same bits each time on one kind of GPU.
+The one kernel, of two that there are, keeps on the chip what its first pass computed; csrc/cuda/lamb_stream.cu and
+lamb_fused.cu say how. Sums are added up in one order, so results have the same bits each time on one kind of GPU.
 """
 
 from __future__ import annotations

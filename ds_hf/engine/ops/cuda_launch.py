@@ -129,7 +129,7 @@ class Tunings:
 
 
 def tunings_of(major: int) -> Tunings:
-    """For GPUs of compute capability ``major``.x: LAMB holds in registers what the compiler finds room for there."""
+    """For GPUs of compute capability ``major``.x: LAMB holds as many tiles in registers as do not make others spill."""
     usual = Tunings()
     fused = replace(usual.lamb_fused, held=usual.lamb_fused.held if major == 9 else 0)
     stream = replace(usual.lamb_stream, held=usual.lamb_stream.held if major >= 9 else 1)
