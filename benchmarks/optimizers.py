@@ -236,8 +236,8 @@ def copy_jobs(t: Tensors) -> dict[str, Job]:
     if t.device == "cpu":
         return {"triad": lambda i: torch.add(t.at(i)[2], t.at(i)[3], alpha=3.0, out=t.at(i)[1])}
     source = [torch.empty(14 * t.numel, dtype=torch.uint8, device=t.device) for _ in range(t.sets)]
-    target = torch.empty_like(source[0])
-    return {"copy": lambda i: target.copy_(source[i % t.sets])}
+    target = [torch.empty_like(each) for each in source]
+    return {"copy": lambda i: target[i % t.sets].copy_(source[i % t.sets])}
 
 
 # -- timing -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ using i64 = long long;
 #ifndef DS_GROUPS  // vectors that a thread holds of each tensor
 #define DS_GROUPS 2
 #endif
-#ifndef DS_STREAM  // how the caches are told of what is not used twice: ONCE, or AGAIN
+#ifndef DS_STREAM  // 1: tell the caches what is not used twice
 #define DS_STREAM 1
 #endif
 
@@ -153,50 +153,20 @@ struct Numbered<DS_NONE> {
 
 // ---- access
 
-// What the caches are told: nothing; that nothing will read it again soon, so that it is the first to leave them; that
-// it is to be the last.
-constexpr int AGAIN = 0, ONCE = 1, KEPT = 2;
-
-#ifdef __CUDA_ARCH__
-__device__ __forceinline__ u64 last_to_leave() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-#endif
-
-template <class Vector, int USE>
+// ONCE: nothing will read it again soon, so that it is the first to leave the caches.
+template <class Vector, bool ONCE>
 __device__ __forceinline__ Vector fetch(const void* from) {
-  if constexpr (USE == ONCE) return __ldcs((const Vector*)from);
-#ifdef __CUDA_ARCH__
-  if constexpr (USE == KEPT && sizeof(Vector) == 16) {
-    uint4 word;
-    asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
-                 : "l"(from), "l"(last_to_leave())
-                 : "memory");
-    return bits<Vector>(word);
-  }
-#endif
+  if constexpr (ONCE) return __ldcs((const Vector*)from);
   return *(const Vector*)from;
 }
 
-template <class Vector, int USE>
+template <class Vector, bool ONCE>
 __device__ __forceinline__ void put(void* to, Vector value) {
-  if constexpr (USE == ONCE) {
+  if constexpr (ONCE) {
     __stcs((Vector*)to, value);
-    return;
+  } else {
+    *(Vector*)to = value;
   }
-#ifdef __CUDA_ARCH__
-  if constexpr (USE == KEPT && sizeof(Vector) == 16) {
-    const uint4 word = bits<uint4>(value);
-    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(word.x), "r"(word.y),
-                 "r"(word.z), "r"(word.w), "l"(last_to_leave())
-                 : "memory");
-    return;
-  }
-#endif
-  *(Vector*)to = value;
 }
 
 // A thread's elements of one tensor, of one tile.
@@ -211,7 +181,7 @@ __device__ __forceinline__ u32 place(u32 item) {
   return WHOLE ? (item / VEC * THREADS + threadIdx.x) * VEC + item % VEC : item * THREADS + threadIdx.x;
 }
 
-template <class D, bool WHOLE, int USE = DS_STREAM>
+template <class D, bool WHOLE, bool ONCE = DS_STREAM>
 __device__ __forceinline__ void load(Lane<D>& lane, const typename D::raw* tile, u32 left) {
   using raw = typename D::raw;
   if constexpr (!D::exists) return;
@@ -222,12 +192,12 @@ __device__ __forceinline__ void load(Lane<D>& lane, const typename D::raw* tile,
       const raw* from = tile + place<true>(group * VEC);
       raw* to = lane.value + group * VEC;
       if constexpr (bytes == 8) {
-        const uint2 word = fetch<uint2, USE>(from);
+        const uint2 word = fetch<uint2, ONCE>(from);
         memcpy(to, &word, 8);
       } else {
 #pragma unroll
         for (u32 part = 0; part < bytes / 16; ++part) {
-          const uint4 word = fetch<uint4, USE>((const uint4*)from + part);
+          const uint4 word = fetch<uint4, ONCE>((const uint4*)from + part);
           memcpy(to + part * 16 / sizeof(raw), &word, 16);
         }
       }
@@ -236,12 +206,12 @@ __device__ __forceinline__ void load(Lane<D>& lane, const typename D::raw* tile,
 #pragma unroll
     for (u32 item = 0; item < ITEMS; ++item) {
       const u32 at = place<false>(item);
-      lane.value[item] = at < left ? fetch<raw, USE>(tile + at) : raw(0);
+      lane.value[item] = at < left ? fetch<raw, ONCE>(tile + at) : raw(0);
     }
   }
 }
 
-template <class D, bool WHOLE, int USE = DS_STREAM>
+template <class D, bool WHOLE, bool ONCE = DS_STREAM>
 __device__ __forceinline__ void store(const Lane<D>& lane, typename D::raw* tile, u32 left) {
   using raw = typename D::raw;
   if constexpr (!D::exists) return;
@@ -254,13 +224,13 @@ __device__ __forceinline__ void store(const Lane<D>& lane, typename D::raw* tile
       if constexpr (bytes == 8) {
         uint2 word;
         memcpy(&word, from, 8);
-        put<uint2, USE>(to, word);
+        put<uint2, ONCE>(to, word);
       } else {
 #pragma unroll
         for (u32 part = 0; part < bytes / 16; ++part) {
           uint4 word;
           memcpy(&word, from + part * 16 / sizeof(raw), 16);
-          put<uint4, USE>((uint4*)to + part, word);
+          put<uint4, ONCE>((uint4*)to + part, word);
         }
       }
     }
@@ -268,7 +238,7 @@ __device__ __forceinline__ void store(const Lane<D>& lane, typename D::raw* tile
 #pragma unroll
     for (u32 item = 0; item < ITEMS; ++item) {
       const u32 at = place<false>(item);
-      if (at < left) put<raw, USE>(tile + at, lane.value[item]);
+      if (at < left) put<raw, ONCE>(tile + at, lane.value[item]);
     }
   }
 }
@@ -370,19 +340,6 @@ __device__ __forceinline__ void fetch_ahead(const void* from) {
 #ifdef __CUDA_ARCH__
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));  // the cache of all: it cannot get stale
 #endif
-}
-
-// Whether this is the last of `blocks` blocks to come here; it sees what the others wrote. The counter is 0 again then.
-// Every thread must come here.
-__device__ __forceinline__ bool last_to_arrive(u32* counter, u32 blocks, u32* last /* shared */) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    *last = atomicInc(counter, blocks - 1) == blocks - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  return *last;
 }
 
 // ---- messages: a number, and above it that of the launch that sends it. Memory for them is never written otherwise

@@ -51,10 +51,10 @@ struct Loaded {
   Lane<Second> seconds;
 };
 
-template <bool WHOLE, int PARAMS = AGAIN>
+template <bool WHOLE>
 __device__ __forceinline__ void load_all(const Table& table, const Tile& tile, Loaded& loaded) {
   load<Grad, WHOLE>(loaded.grads, tensor<Grad>(table, 1, tile), tile.left);
-  load<Param, WHOLE, PARAMS>(loaded.params, tensor<Param>(table, 0, tile), tile.left);
+  load<Param, WHOLE, false>(loaded.params, tensor<Param>(table, 0, tile), tile.left);
   load<First, WHOLE>(loaded.firsts, tensor<First>(table, 3, tile), tile.left);
   load<Second, WHOLE>(loaded.seconds, tensor<Second>(table, 4, tile), tile.left);
 }
@@ -88,8 +88,8 @@ __device__ __forceinline__ void first_pass(const Table& table, const Tile& tile,
     store<First, WHOLE>(firsts, tensor<First>(table, 3, tile), tile.left);
     store<Second, WHOLE>(seconds, tensor<Second>(table, 4, tile), tile.left);
   } else if (moments == Moments::stored_for_now) {
-    store<First, WHOLE, AGAIN>(firsts, tensor<First>(table, 3, tile), tile.left);
-    store<Second, WHOLE, AGAIN>(seconds, tensor<Second>(table, 4, tile), tile.left);
+    store<First, WHOLE, false>(firsts, tensor<First>(table, 3, tile), tile.left);
+    store<Second, WHOLE, false>(seconds, tensor<Second>(table, 4, tile), tile.left);
   }
 }
 

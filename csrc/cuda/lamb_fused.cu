@@ -165,6 +165,19 @@ __device__ __forceinline__ void compute_rates(const Job& job, const Group& group
   }
 }
 
+// Whether this is the last of `blocks` blocks to come here; it sees what the others wrote. The counter is 0 again then.
+// Every thread must come here.
+__device__ __forceinline__ bool last_to_arrive(u32* counter, u32 blocks, u32* last /* shared */) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    *last = atomicInc(counter, blocks - 1) == blocks - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return *last;
+}
+
 __device__ __forceinline__ void arrive(const Job& job, const Group& group, u32* last /* shared */) {
   const u32 blocks = group.tiles < gridDim.x ? group.tiles : gridDim.x;
   if (last_to_arrive(job.arrived + group.number, blocks, last)) compute_rates(job, group);

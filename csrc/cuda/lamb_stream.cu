@@ -3,33 +3,19 @@
 // A block makes the first pass over its tiles one after another, and the second over them in the same order, some tiles
 // behind: in each step it issues the loads of a tile for the first pass, makes the second pass over an older one
 // meanwhile, and then computes. A tile's second pass is due AHEAD steps after the last tile of its entry. Until then
-// its directions lie in a slot: in shared memory, in registers (HELD slots), or in memory that the L2 cache is to keep
-// (SCRATCH); without a slot they are computed again. The last tiles' params have slots too, if there are any left.
+// its directions lie in a slot: in shared memory, or in registers (HELD slots); without one they are computed again.
+// The last tiles' params have slots too, if there are any left.
 //
 // Warps do not wait for each other either. One more warp of each block, behind the THREADS that share tiles, adds up
 // what the others have summed over an entry and sends it to all blocks; it adds up what all of them sent, in the same
 // order everywhere, and tells its own block the rate. So the launch must be cooperative. table.extra: slots in shared
-// memory, the number of this launch. `messages`: two for each block of each entry; `scratch`: SCRATCH tiles of fp32 a
-// block.
+// memory, the number of this launch. `messages`: two for each block of each entry.
 #include "lamb.cuh"
 
-#ifndef DS_AHEAD  // at least 1
-#define DS_AHEAD 2
-#endif
 #ifndef DS_HELD
 #define DS_HELD 0
 #endif
-#ifndef DS_SCRATCH
-#define DS_SCRATCH 0
-#endif
-#ifndef DS_KEEP  // what is the last to leave the L2 cache; 1: params between the passes, 2: the scratch memory
-#define DS_KEEP 0
-#endif
-#ifndef DS_FETCH  // how many tiles before its first pass the L2 cache fetches a tile; 0: it does not
-#define DS_FETCH 0
-#endif
-constexpr u32 AHEAD = DS_AHEAD, HELD = DS_HELD, SCRATCH = DS_SCRATCH, FETCH = DS_FETCH;
-constexpr int PARAMS_ARE = DS_KEEP & 1 ? KEPT : AGAIN, SCRATCH_IS = DS_KEEP & 2 ? KEPT : AGAIN;
+constexpr u32 AHEAD = 2, HELD = DS_HELD;
 constexpr u32 WARPS = THREADS / 32, ALL = 0xffffffffu, NO_SLOT = ~0u;
 constexpr u32 BUFFERS = 4;  // entries whose sums the warps of a block may be about to add up
 constexpr u32 AT_ONCE = 5;  // messages of each kind that a thread reads before it adds them
@@ -53,7 +39,6 @@ struct Shared {
 struct Job {
   const Table& table;
   u64* messages;
-  uint4* scratch;
   uint4* slots;
   Shared* shared;
   const Lamb& rule;  // of the launch: operands need no registers
@@ -127,14 +112,6 @@ __device__ __forceinline__ bool in_registers(const Job& job, u32 slot) {
   return HELD && slot - job.table.extra[0] < HELD;
 }
 
-__device__ __forceinline__ uint4* scratch_at(const Job& job, u32 slot, u32 word) {
-  return job.scratch + ((slot - job.table.extra[0] - HELD) * WORDS + word) * THREADS + threadIdx.x;
-}
-
-__device__ __forceinline__ bool in_scratch(const Job& job, u32 slot) {
-  return SCRATCH && slot >= job.table.extra[0] + HELD;
-}
-
 __device__ __forceinline__ void keep(const Job& job, Held& held, u32 slot, const float (&values)[ITEMS]) {
   if (slot == NO_SLOT) return;
   if (in_registers(job, slot)) {
@@ -151,11 +128,7 @@ __device__ __forceinline__ void keep(const Job& job, Held& held, u32 slot, const
   for (u32 word = 0; word < WORDS; ++word) {
     uint4 value;
     memcpy(&value, values + 4 * word, 16);
-    if (in_scratch(job, slot)) {
-      put<uint4, SCRATCH_IS>(scratch_at(job, slot, word), value);
-    } else {
-      job.slots[(slot * WORDS + word) * THREADS + threadIdx.x] = value;
-    }
+    job.slots[(slot * WORDS + word) * THREADS + threadIdx.x] = value;
   }
 }
 
@@ -172,12 +145,7 @@ __device__ __forceinline__ void recall(const Job& job, const Held& held, u32 slo
   }
 #pragma unroll
   for (u32 word = 0; word < WORDS; ++word) {
-    uint4 value;
-    if (in_scratch(job, slot)) {
-      value = fetch<uint4, SCRATCH_IS>(scratch_at(job, slot, word));
-    } else {
-      value = job.slots[(slot * WORDS + word) * THREADS + threadIdx.x];
-    }
+    const uint4 value = job.slots[(slot * WORDS + word) * THREADS + threadIdx.x];
     memcpy(values + 4 * word, &value, 16);
   }
 }
@@ -326,7 +294,7 @@ __device__ __forceinline__ void end_second_pass(const Job& job, const Held& held
 
 __device__ __forceinline__ void begin_first_pass(const Job& job, u32 run, u32 index, Loaded& loaded) {
   const Place place = place_of(job, run, index);
-  if (place.whole) load_all<true, PARAMS_ARE>(job.table, place.tile, loaded);
+  if (place.whole) load_all<true>(job.table, place.tile, loaded);
 }
 
 __device__ __forceinline__ void end_first_pass(const Job& job, u32 run, u32 index, Loaded& loaded, Moments moments,
@@ -340,7 +308,9 @@ __device__ __forceinline__ void end_first_pass(const Job& job, u32 run, u32 inde
   }
 }
 
-__device__ __forceinline__ void fetch_tile(const Table& table, const Tile& tile) {
+// Before anything else is known.
+__device__ __forceinline__ void fetch_first_tile(const Table& table) {
+  const Tile tile = tile_at(table, blockIdx.x, 0);
   if (tile.left < TILE || threadIdx.x % 8) return;
 #pragma unroll
   for (u32 item = 0; item < ITEMS; item += VEC) {
@@ -355,7 +325,7 @@ __device__ __forceinline__ void fetch_tile(const Table& table, const Tile& tile)
 // What the other warps do.
 __device__ __forceinline__ void pass(const Job& job, u32 count) {
   const Run* runs = job.shared->runs;
-  const u32 on_chip = job.table.extra[0] + HELD, places = on_chip + SCRATCH;
+  const u32 places = job.table.extra[0] + HELD;
   Held held;
   Slots slots;
   Sums sums;
@@ -369,7 +339,6 @@ __device__ __forceinline__ void pass(const Job& job, u32 count) {
     Begun begun;
     if (due) begin_second_pass(job, slots, second, done, begun);
     begin_first_pass(job, first, step, loaded);
-    if (FETCH && step + FETCH < first_end) fetch_tile(job.table, place_of(job, first, step + FETCH).tile);
     if (due) {
       end_second_pass(job, held, second, done, begun);
       if (++done == second_end) second_end = runs[++second].end;
@@ -386,7 +355,7 @@ __device__ __forceinline__ void pass(const Job& job, u32 count) {
     float params[ITEMS], directions[ITEMS];
     end_first_pass(job, first, step, loaded, moments, sums, params, directions);
     keep(job, held, directions_in, directions);
-    free = slots.free(on_chip, done);
+    free = slots.free(places, done);
     if ((u32)__popc(free) > count - 1 - step) {  // more than directions to come
       keep(job, held, slots.take(free, Slots::tag(step, true)), params);
     }
@@ -405,8 +374,7 @@ __device__ __forceinline__ void pass(const Job& job, u32 count) {
 }
 
 extern "C" __global__ void __launch_bounds__(DS_THREADS + 32, DS_BLOCKS)
-    lamb_stream(const __grid_constant__ Table table, const __grid_constant__ Lamb rule, u64* messages,
-                uint4* scratch) {
+    lamb_stream(const __grid_constant__ Table table, const __grid_constant__ Lamb rule, u64* messages) {
   DS_SHARED(Shared, shared, 1);
   DS_DYNAMIC(memory);
   const float scale = table.control ? table.control[0] : 1;
@@ -414,13 +382,13 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS + 32, DS_BLOCKS)
   if (threadIdx.x >= THREADS) {
     write_runs(table, shared->runs);
   } else {
-    fetch_tile(table, tile_at(table, blockIdx.x, 0));
+    fetch_first_tile(table);
     for (u32 run = threadIdx.x; run < table.entries; run += THREADS) shared->rates[run] = 0;
     if (threadIdx.x < BUFFERS) shared->filled[threadIdx.x] = shared->emptied[threadIdx.x] = 0;
   }
   __syncthreads();
   if (skip) return;  // all blocks do
-  const Job job{table, messages, scratch + (u64)blockIdx.x * SCRATCH * WORDS * THREADS, memory, shared, rule, scale};
+  const Job job{table, messages, memory, shared, rule, scale};
   const u32 count = (table.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;  // no block is without a tile
   if (threadIdx.x < THREADS) {
     pass(job, count);

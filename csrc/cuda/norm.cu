@@ -1,14 +1,9 @@
 // The sum of the squares of all elements of a list, in the same order each time, and what the update needs of it.
 //
 // DS_GRAD is the dtype; pointers[0] of an entry. Each block sends its sum to the last block of the last launch, which
-// adds them up; all other blocks are on the GPU by then. table.extra: blocks of the launches before; blocks in all, or 0
-// before the last launch; the number of the call. With DS_MESSAGES 0: sums are doubles in the workspace, and whichever
-// block is the last to finish adds them up.
+// adds them up; all other blocks are on the GPU by then. table.extra: blocks of the launches before; blocks in all, or
+// 0 before the last launch; the number of the call.
 #include "core.cuh"
-
-#ifndef DS_MESSAGES
-#define DS_MESSAGES 1
-#endif
 
 using Grad = Numbered<DS_GRAD>::type;
 
@@ -46,11 +41,9 @@ __device__ __forceinline__ void write_result(const Table& table, float squares, 
 }
 
 extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS)
-    gradient_norm(const __grid_constant__ Table table, u32* counter, u64* messages, float* result) {
+    gradient_norm(const __grid_constant__ Table table, u64* messages, float* result) {
   DS_SHARED(double, of_warps, DS_THREADS / 32);
-  DS_SHARED(u32, last, 1);
   let_next_kernel_start();
-  double* parts = (double*)table.workspace;
   float sum = 0;
   Tile tile;
   tile.entry = 0;
@@ -61,23 +54,16 @@ extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS)
   }
   double total[1] = {sum};
   block_sum(total, of_warps);
-  if (DS_MESSAGES) {
-    if (threadIdx.x == 0) send(messages + table.extra[0] + blockIdx.x, message_of((float)total[0], table.extra[2]));
-    if (!table.extra[1] || blockIdx.x != gridDim.x - 1) return;
-    total[0] = 0;
-    for (u32 part = threadIdx.x; part < table.extra[1]; part += DS_THREADS) {
-      u64 message = look(messages + part);
-      while (!came(message, table.extra[2])) {
-        __nanosleep(20);
-        message = look(messages + part);
-      }
-      total[0] += value_of(message);
+  if (threadIdx.x == 0) send(messages + table.extra[0] + blockIdx.x, message_of((float)total[0], table.extra[2]));
+  if (!table.extra[1] || blockIdx.x != gridDim.x - 1) return;
+  total[0] = 0;
+  for (u32 part = threadIdx.x; part < table.extra[1]; part += DS_THREADS) {
+    u64 message = look(messages + part);
+    while (!came(message, table.extra[2])) {
+      __nanosleep(20);
+      message = look(messages + part);
     }
-  } else {
-    if (threadIdx.x == 0) parts[table.extra[0] + blockIdx.x] = total[0];
-    if (!table.extra[1] || !last_to_arrive(counter, gridDim.x, last)) return;
-    total[0] = 0;
-    for (u32 part = threadIdx.x; part < table.extra[1]; part += DS_THREADS) total[0] += __ldcg(parts + part);
+    total[0] += value_of(message);
   }
   block_sum(total, of_warps);
   if (threadIdx.x == 0) write_result(table, (float)total[0], result);

@@ -2,13 +2,9 @@
 //
 // DS_RULE, DS_STOCHASTIC and the dtypes DS_PARAM, DS_GRAD, DS_OUT, DS_FIRST and DS_SECOND say which one this is; with
 // DS_AFTER it may start before the kernel ahead of it on the stream has ended. Pointers of an entry: param, grad, out,
-// first and second moment. table.extra, with DS_AFTER: blocks that the GPU holds at once; multiprocessors.
+// first and second moment. table.extra, with DS_AFTER: blocks that the GPU holds at once.
 #include "core.cuh"
 #include "rules.cuh"
-
-#ifndef DS_PREFETCH  // tiles for each multiprocessor that the L2 cache fetches meanwhile, beside each block's first
-#define DS_PREFETCH 0
-#endif
 
 using Param = Numbered<DS_PARAM>::type;
 using Grad = Numbered<DS_GRAD>::type;
@@ -86,8 +82,10 @@ __device__ __forceinline__ bool all_aligned(const Table& table, u32 entry) {
          aligned<First>(table, 3, entry) && aligned<Second>(table, 4, entry);
 }
 
-__device__ __forceinline__ void fetch_tile(const Table& table, u32 at) {
-  const Tile tile = tile_at(table, at, 0);
+// While the kernel before still runs, which computes `control`: what this block will read first.
+__device__ __forceinline__ void fetch_first_tile(const Table& table) {
+  if (blockIdx.x >= table.extra[0] || blockIdx.x >= table.tiles || threadIdx.x % 8) return;
+  const Tile tile = tile_at(table, blockIdx.x, 0);
   if (tile.left < TILE) return;
 #pragma unroll
   for (u32 item = 0; item < ITEMS; item += VEC) {
@@ -99,21 +97,11 @@ __device__ __forceinline__ void fetch_tile(const Table& table, u32 at) {
   }
 }
 
-// While the kernel before still runs, which computes `control`: what will be read first. The first blocks do this also
-// for those that do not fit beside that kernel.
-__device__ __forceinline__ void fetch_first_tiles(const Table& table) {
-  if (blockIdx.x >= table.extra[0] || threadIdx.x % 8) return;
-  const u32 tiles = DS_PREFETCH && blockIdx.x < table.extra[1] ? DS_PREFETCH : 1;
-  for (u32 which = 0, at = blockIdx.x; which < tiles && at < table.tiles; ++which, at += table.extra[1]) {
-    fetch_tile(table, at);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(DS_THREADS, DS_BLOCKS) update(const __grid_constant__ Table table) {
   DS_SHARED(Prepared, prepared, 2);
   Block block;
   if (DS_AFTER) {
-    fetch_first_tiles(table);
+    fetch_first_tile(table);
     wait_for_kernel_before();
   }
   if (table.control) {

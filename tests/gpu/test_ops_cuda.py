@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.ops import cuda, cuda_launch
+from ds_hf.engine.ops import cuda, cuda_lamb, cuda_launch
 from tests.helpers import ops_cases as cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = [0, 1, 7, 33, 1000, 4097, 1_000_003]
-# A tile of LAMB's fused kernel is 2048 elements; on an H100 a group fits up to some six million.
+# On an H100 lamb_fused.cu and lamb_stream.cu keep some 8 million elements on the chip, in tiles of 4096 and 2944.
 LAMB_SIZES = [
     pytest.param([2048 * 2048, 2048, 5504 * 2048, 2048, 512 * 2048, 2048 * 2048 + 7, 33], id="llama"),
     pytest.param([30_000_001], id="larger than the chip"),
@@ -137,7 +137,21 @@ def test_clipped_updates_one_after_another_are_right() -> None:
         assert torch.equal(torch.cat(each.outs), torch.cat(each.params).bfloat16())
 
 
-@pytest.mark.parametrize("fused", [False, True])
+KERNELS = ["lamb_apply", "lamb_fused", "lamb_stream"]
+
+
+def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Have LAMB of all sizes end with ``kernel``; whether that is one of those of one launch."""
+    monkeypatch.setattr(cuda_lamb, "STREAMED_NUMEL", 1 << 60 if kernel == "lamb_stream" else 0)
+    return kernel != "lamb_apply"
+
+
+@pytest.fixture(params=KERNELS)
+def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """LAMB in one call or in two, each of its kernels in turn."""
+    return take(request.param, monkeypatch)
+
+
 @pytest.mark.parametrize("numels", LAMB_SIZES)
 def test_lamb(numels: list[int], fused: bool) -> None:
     for offset in (0, 1):
@@ -147,7 +161,21 @@ def test_lamb(numels: list[int], fused: bool) -> None:
     cases.check_lamb(cuda, data, fused=fused, eps_inside_sqrt=True)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS[1:])
+def test_lamb_has_room_for_its_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would make two passes otherwise, as right and slower."""
+    machine = cuda_launch.gpu(torch.cuda.current_device())
+    load, loaded = machine.kernel, []
+
+    def remember(source: str, name: str, macros: Any) -> Any:
+        loaded.append(name)
+        return load(source, name, macros)
+
+    monkeypatch.setattr(machine, "kernel", remember)
+    cases.check_lamb(cuda, cases.make([5000, 7], "cuda"), fused=take(kernel, monkeypatch))
+    assert loaded == [kernel]
+
+
 def test_lamb_is_deterministic(fused: bool) -> None:
     def run() -> list[torch.Tensor]:
         data = cases.make([3_000_000, 40, 9_000_000], "cuda", grad=BF16, out=BF16)
@@ -158,12 +186,16 @@ def test_lamb_is_deterministic(fused: bool) -> None:
         assert torch.equal(first, second)
 
 
+def test_lamb_flag_writes_nothing(fused: bool) -> None:
+    for offset in (0, 1):
+        data = cases.make([*SIZES, 9_000_000], "cuda", out=BF16, offset=offset)
+        cases.check_skip(data, lambda control, data=data: cases.call_lamb(cuda, data, control, fused))
+
+
 def test_flag_writes_nothing() -> None:
     calls: list[Callable[[cases.Data, torch.Tensor], Any]] = [
         lambda data, control: cases.call_update(cuda, "adamw", data, control),
         lambda data, control: cases.call_update(cuda, "sgd", data, control),
-        lambda data, control: cases.call_lamb(cuda, data, control, False),
-        lambda data, control: cases.call_lamb(cuda, data, control, True),
     ]
     for call in calls:
         for offset in (0, 1):
@@ -171,28 +203,31 @@ def test_flag_writes_nothing() -> None:
             cases.check_skip(data, lambda control, data=data, call=call: call(data, control))
 
 
-def _jobs() -> dict[str, Callable[[cases.Data, torch.Tensor, torch.Tensor], Any]]:
-    return {
-        "adamw": lambda data, control, lr: cases.call_update(cuda, "adamw", data, control, lr=lr),
-        "lamb": lambda data, control, lr: cases.call_lamb(cuda, data, control, False, lr=lr),
-        "lamb-fused": lambda data, control, lr: cases.call_lamb(cuda, data, control, True, lr=lr),
-        "norm": lambda data, control, lr: data.outs[0].copy_(cuda.squared_norm(data.grads)),
-    }
+Job = Callable[[cases.Data, torch.Tensor, torch.Tensor], Any]
 
 
-@pytest.mark.parametrize("job", _jobs())
-def test_graph(job: str) -> None:
+@pytest.fixture(params=["adamw", "norm", *KERNELS])
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A call with data, control and learning rate."""
+    if request.param == "adamw":
+        return lambda data, control, lr: cases.call_update(cuda, "adamw", data, control, lr=lr)
+    if request.param == "norm":
+        return lambda data, control, lr: data.outs[0].copy_(cuda.squared_norm(data.grads))
+    fused = take(request.param, monkeypatch)
+    return lambda data, control, lr: cases.call_lamb(cuda, data, control, fused, lr=lr)
+
+
+def test_graph(job: Job) -> None:
     """Replays take what control and lr are then, and each gives what a call would."""
     numels = [1_000_003, 2_000_000, 5, 8_000_000]
-    call = _jobs()[job]
     eager, graphed = (cases.make(numels, "cuda", grad=BF16, out=BF16) for _ in range(2))
     control, lr = cases.control_of("cuda"), torch.tensor(0.01, device="cuda")
     warm = cases.make(numels, "cuda", grad=BF16, out=BF16)
-    call(warm, control, lr)
+    job(warm, control, lr)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(graphed, control, lr)
+        job(graphed, control, lr)
     for scale, flag, rate in ((0.5, 0.0, 0.01), (0.25, 0.0, 0.1), (1.0, 1.0, 0.1), (1.0, 0.0, 0.02)):
         control.copy_(torch.tensor([scale, flag]))
         lr.fill_(rate)
@@ -200,7 +235,7 @@ def test_graph(job: str) -> None:
             for step in data.steps:
                 step.add_(1)
         graph.replay()
-        call(eager, control, lr)
+        job(eager, control, lr)
         for one, other in zip(eager.written(), graphed.written(), strict=True):
             assert torch.equal(one, other)
 
@@ -215,21 +250,19 @@ def test_capture_of_kernels_not_yet_loaded() -> None:
     assert torch.equal(data.params[0], same.params[0])
 
 
-@pytest.mark.parametrize("job", _jobs())
-def test_host_does_not_wait(job: str) -> None:
+def test_host_does_not_wait(job: Job) -> None:
     data = cases.make([1_000_003, 77], "cuda", grad=BF16, out=BF16)
     control, lr = cases.control_of("cuda"), torch.tensor(0.01, device="cuda")
-    _jobs()[job](data, control, lr)
+    job(data, control, lr)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            _jobs()[job](data, control, lr)
+            job(data, control, lr)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("job", _jobs())
-def test_other_streams_and_threads(job: str) -> None:
+def test_other_streams_and_threads(job: Job) -> None:
     """Two streams at once, each fed by its own thread: both finish, with the same result."""
     numels = [9_000_000, 100, 3_000_000]
     control, lr = cases.control_of("cuda"), torch.tensor(0.01, device="cuda")
@@ -239,7 +272,7 @@ def test_other_streams_and_threads(job: str) -> None:
     def work(data: cases.Data) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(20):
-                _jobs()[job](data, control, lr)
+                job(data, control, lr)
 
     threads = [threading.Thread(target=work, args=(data,)) for data in several]
     for thread in threads:

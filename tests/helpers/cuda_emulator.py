@@ -27,7 +27,7 @@ SMALL = Tuning(threads=64, blocks=2)
 _KERNELS = {
     "update.cu": {"update": "*(Table*)a[0]"},
     "norm.cu": {
-        "gradient_norm": "*(Table*)a[0], *(u32**)a[1], *(u64**)a[2], *(float**)a[3]",
+        "gradient_norm": "*(Table*)a[0], *(u64**)a[1], *(float**)a[2]",
         "clip_control": "*(Table*)a[0], *(const float**)a[1], *(float**)a[2]",
     },
     "lamb.cu": {
@@ -35,7 +35,7 @@ _KERNELS = {
         "lamb_norms": "*(Table*)a[0], *(u32*)a[1], *(float**)a[2]",
         "lamb_apply": "*(Table*)a[0], *(const float**)a[1]",
     },
-    "lamb_stream.cu": {"lamb_stream": "*(Table*)a[0], *(Lamb*)a[1], *(u64**)a[2], *(uint4**)a[3]"},
+    "lamb_stream.cu": {"lamb_stream": "*(Table*)a[0], *(Lamb*)a[1], *(u64**)a[2]"},
     "lamb_fused.cu": {"lamb_fused": "*(Table*)a[0], *(double2**)a[1], *(float**)a[2], *(u32**)a[3]"},
 }
 _WRAPPER = """
@@ -108,6 +108,7 @@ class Emulator:
 
     def counters(self, messages: int = 0) -> Counters:
         assert not self._counters.memory[:COUNTERS].any()
+        assert messages <= self._counters.messages
         return self._counters.next()
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:

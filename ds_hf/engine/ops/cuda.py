@@ -175,16 +175,11 @@ def _update(rule: str, call: Call, places: Sequence[Sequence[Tensor]], stochasti
     machine = cuda_launch.machine_of(places[0][0])
     tuning = machine.tunings.update.holding(len(places[0]))
     early = call.control is not None and machine.starts_early()  # beside the norm
-    own = (
-        ("DS_RULE", rule),
-        ("DS_STOCHASTIC", int(stochastic)),
-        ("DS_AFTER", int(early)),
-        ("DS_PREFETCH", tuning.fetch),
-    )
+    own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)), ("DS_AFTER", int(early)))
     macros = macros_of(tuning, own, tuple(map(dtype_number, places)))
     kernel = machine.kernel("update.cu", "update", macros)
     for table in tables(call, places, tuning):
-        table.extra[:2] = machine.multiprocessors * tuning.blocks, machine.multiprocessors
+        table.extra[0] = machine.multiprocessors * tuning.blocks
         machine.launch(kernel, grid_of(machine, tuning, table.tiles), tuning.threads, [table], early=early)
 
 
@@ -240,12 +235,10 @@ def _norm(call: Call, tensors: Sequence[Tensor], result: Tensor) -> None:
         _write_control(call, 0, result)
         return
     grids = [grid_of(machine, tuning, table.tiles) for table in launches]
-    parts = torch.empty(sum(grids), dtype=torch.float64, device=result.device)
     kernel, first = machine.kernel("norm.cu", "gradient_norm", macros), 0
     counters = machine.counters(sum(grids))
-    addresses = (counters.memory.data_ptr(), counters.messages_at, result.data_ptr())
+    addresses = (counters.messages_at, result.data_ptr())
     for table, grid in zip(launches, grids, strict=True):
-        table.workspace = parts.data_ptr()
         table.extra[:3] = first, sum(grids) if table is launches[-1] else 0, counters.launch
         arguments = (table, *map(ctypes.c_uint64, addresses))
         machine.launch(kernel, grid, tuning.threads, arguments)
@@ -266,4 +259,4 @@ def _with_small_tiles(tuning: Tuning) -> Tuning:
 
 @functools.cache
 def _norm_macros(tuning: Tuning, dtype: int) -> Macros:
-    return (*_norm_tuning(tuning, dtype).macros, ("DS_GRAD", dtype), ("DS_MESSAGES", tuning.keep))
+    return (*_norm_tuning(tuning, dtype).macros, ("DS_GRAD", dtype))

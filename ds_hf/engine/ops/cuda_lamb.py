@@ -1,13 +1,12 @@
 """LAMB on NVIDIA GPUs: in two passes where norms are added up over ranks between them, else in one kernel.
 
-The one kernel keeps on the chip what its first pass computed; csrc/cuda/lamb_stream.cu says how. Sums are added up in
-one order, so results have the same bits each time on one kind of GPU.
+The one kernel, of two that there are, keeps on the chip what its first pass computed; csrc/cuda/lamb_stream.cu and
+lamb_fused.cu say how. Sums are added up in one order, so results have the same bits each time on one kind of GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,8 +33,8 @@ __all__ = ["lamb_", "lamb_apply_", "lamb_moments_"]
 Rate = float | Tensor
 
 AHEAD = 2  # tiles that a block begins of the next group before it waits for the rates of one
-# Elements up to which lamb_stream.cu is the faster of the two. On an H100 it reaches 87 % of a copy's speed at 1 M and
-# 82 % at 11 M, where lamb_fused.cu reaches 54 and 79 %; at 500 M 78 against 80 %.
+# Elements up to which lamb_stream.cu is the faster of the two: on an H100 it takes 0.62 of lamb_fused.cu's time at 1 M,
+# 0.96 at 11 M, 1.03 at 500 M (benchmarks/cuda_tunings.py).
 STREAMED_NUMEL = 16_000_000
 _FIRST_PASS = ("lamb_moments", "lamb_norms")
 
@@ -152,15 +151,13 @@ def _streamed(call: Call, places: Sequence[Sequence[Tensor]]) -> bool:
     slots, grid = _slots(machine, kernel, tuning, threads)
     if not grid:
         return False
-    device, rule = places[0][0].device, _rule(call)
+    rule = _rule(call)
     for table in tables(call, places, tuning):
         blocks = min(grid, table.tiles)
         counters = machine.counters(2 * table.entries * blocks)
         table.extra[:2] = (slots, counters.launch)
-        scratch = torch.empty(blocks * tuning.scratch * tuning.tile, dtype=torch.float32, device=device)
-        pointers = [ctypes.c_uint64(address) for address in (counters.messages_at, scratch.data_ptr())]
-        nbytes = slots * tuning.tile * 4
-        machine.launch(kernel, blocks, threads, [table, rule, *pointers], nbytes, cooperative=True)
+        arguments = [table, rule, ctypes.c_uint64(counters.messages_at)]
+        machine.launch(kernel, blocks, threads, arguments, slots * tuning.tile * 4, cooperative=True)
     return True
 
 
@@ -171,18 +168,19 @@ def _rule(call: Call) -> Any:
     return (ctypes.c_float * 7)(beta1, 1 - beta1, beta2, 1 - beta2, *both, weight_decay)
 
 
-@functools.cache
 def _stream_macros(tuning: Tuning, dtypes: tuple[int, ...]) -> Macros:
-    names = ("ahead", "held", "scratch", "keep", "fetch")
-    return macros_of(tuning, tuple((f"DS_{name.upper()}", getattr(tuning, name)) for name in names), dtypes)
+    return macros_of(tuning, (("DS_HELD", tuning.held),), dtypes)
+
+
+def _fused_macros(tuning: Tuning, dtypes: tuple[int, ...]) -> Macros:
+    return macros_of(tuning, (("DS_AHEAD", AHEAD), ("DS_HELD", tuning.held)), dtypes)
 
 
 def _fused(call: Call, places: Sequence[Sequence[Tensor]]) -> bool:
     """LAMB in one launch for each sixty entries; ``False`` if this GPU has too little shared memory for it."""
     machine = cuda_launch.machine_of(places[0][0])
     tuning = machine.tunings.lamb_fused
-    own = (("DS_AHEAD", AHEAD), ("DS_HELD", tuning.held))
-    kernel = machine.kernel("lamb_fused.cu", "lamb_fused", macros_of(tuning, own, tuple(map(dtype_number, places))))
+    kernel = machine.kernel("lamb_fused.cu", "lamb_fused", _fused_macros(tuning, tuple(map(dtype_number, places))))
     slots, grid = _slots(machine, kernel, tuning, tuning.threads)
     if slots <= 2 * AHEAD or not grid:
         return False
@@ -205,7 +203,7 @@ def _slots(machine: Machine, kernel: Any, tuning: Tuning, threads: int) -> tuple
     """How many tiles a block keeps, and how many blocks the GPU holds at once then."""
     own = 4 << 10  # of a block, for the system's use and for sums
     slots = (machine.shared_nbytes // tuning.blocks - own) // (tuning.tile * 4)
-    slots = min(slots, 32 - tuning.held - tuning.scratch)  # a warp's lanes know whose they are
+    slots = min(slots, 32 - tuning.held)  # a warp's lanes know whose they are
     resident = machine.resident(kernel, threads, slots * tuning.tile * 4) if slots > 0 else 0
     return slots, resident * machine.multiprocessors
 

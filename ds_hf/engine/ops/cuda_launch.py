@@ -39,6 +39,7 @@ __all__ = [
     "macros_of",
     "new_table",
     "tables",
+    "tunings_of",
 ]
 
 # As in rules.cuh.
@@ -81,8 +82,6 @@ class Tuning:
         waves: blocks launched, at most, over those that the GPU holds at once.
         capacity: entries of one launch; 60 fill the 4 KB of parameters that launches used to be limited to.
         held: tiles that LAMB keeps in registers.
-        ahead, scratch: as lamb_stream.cu says.
-        keep, fetch: likewise; also norm.cu's DS_MESSAGES, and update.cu's DS_PREFETCH.
     """
 
     threads: int = 256
@@ -94,10 +93,6 @@ class Tuning:
     capacity: int = 60
     exact: int = 1
     held: int = 0
-    ahead: int = 2
-    scratch: int = 0
-    keep: int = 0
-    fetch: int = 0
 
     def holding(self, entries: int) -> Tuning:
         """Itself, or for more entries than its capacity one with as many as 32 KB of parameters hold: CUDA 12.1."""
@@ -127,10 +122,18 @@ class Tunings:
     doubles for 16 bits."""
 
     update: Tuning = Tuning(blocks=4, groups=1, waves=1000)  # a tile a block
-    norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0, keep=1)  # grads are read again soon
+    norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0)  # grads are read again soon
     lamb: Tuning = Tuning()
     lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1, exact=0, held=3)
     lamb_stream: Tuning = Tuning(threads=736, blocks=1, groups=1, exact=0, held=4)
+
+
+def tunings_of(major: int) -> Tunings:
+    """For GPUs of compute capability ``major``.x: LAMB holds as many tiles in registers as do not make others spill."""
+    usual = Tunings()
+    fused = replace(usual.lamb_fused, held=usual.lamb_fused.held if major == 9 else 0)
+    stream = replace(usual.lamb_stream, held=usual.lamb_stream.held if major >= 9 else 1)
+    return replace(usual, lamb_fused=fused, lamb_stream=stream)
 
 
 @dataclass
@@ -303,13 +306,14 @@ class Gpu:
     """A CUDA device."""
 
     index: int
-    tunings: Tunings = field(default_factory=Tunings)
+    tunings: Tunings = field(init=False)
 
     def __post_init__(self) -> None:
         properties = torch.cuda.get_device_properties(self.index)
         self.multiprocessors = int(properties.multi_processor_count)
         self.shared_nbytes = int(properties.shared_memory_per_multiprocessor)
         self.arch = f"sm_{properties.major}{properties.minor}"
+        self.tunings = tunings_of(properties.major)
         self._driver: Any = importlib.import_module("cuda.bindings.driver")
         self._kernels: dict[tuple[str, str, Macros], Any] = {}
         self._resident: dict[tuple[int, int, int], int] = {}

@@ -21,6 +21,7 @@ F32, BF16, F16, NONE = range(4)
 MOMENTS = {"Adam": 2, "Lion": 1, "Adagrad": 1, "Sgd": 1}
 TUNINGS = cuda_launch.Tunings()
 LAMB = ["lamb.cu", "lamb_fused.cu", "lamb_stream.cu"]
+USUAL = (F32, BF16, F32, BF16)  # param, grad, moments, out
 
 needs_compiler = pytest.mark.skipif(cubin.compiler() is None, reason="neither NVRTC nor nvcc is here")
 
@@ -31,12 +32,15 @@ def update(rule: str, param: int, grad: int, moment: int, out: int, stochastic: 
     return cuda_build.program_text("update.cu", cuda_launch.macros_of(TUNINGS.update, own, dtypes))
 
 
-def lamb(source: str, param: int, grad: int, moment: int, out: int) -> str:
+def lamb(source: str, arch: str, param: int, grad: int, moment: int, out: int) -> str:
     dtypes = (param, grad, out, moment, moment)
-    if source == "lamb_stream.cu":
-        return cuda_build.program_text(source, cuda_lamb._stream_macros(TUNINGS.lamb_stream, dtypes))
-    tuning = TUNINGS.lamb if source == "lamb.cu" else TUNINGS.lamb_fused
-    return cuda_build.program_text(source, cuda_launch.macros_of(tuning, (), dtypes))
+    tunings = cuda_launch.tunings_of(int(arch.removeprefix("sm_")) // 10)
+    macros = {
+        "lamb.cu": cuda_launch.macros_of(tunings.lamb, (), dtypes),
+        "lamb_fused.cu": cuda_lamb._fused_macros(tunings.lamb_fused, dtypes),
+        "lamb_stream.cu": cuda_lamb._stream_macros(tunings.lamb_stream, dtypes),
+    }
+    return cuda_build.program_text(source, macros[source])
 
 
 def norm(dtype: int) -> str:
@@ -56,8 +60,14 @@ def check(programs: list[str], arch: str, local_nbytes: int = 8) -> None:
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 def test_main_kernels(arch: str) -> None:
-    usual = (F32, BF16, F32, BF16)
-    check([update("Adam", *usual), norm(BF16), *(lamb(source, *usual) for source in LAMB)], arch)
+    check([update("Adam", *USUAL), norm(BF16), lamb("lamb.cu", arch, *USUAL)], arch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("source", ["lamb_fused.cu", "lamb_stream.cu"])
+def test_lamb_of_one_launch_spills_nothing(source: str, arch: str) -> None:
+    check([lamb(source, arch, *USUAL)], arch, local_nbytes=0)
 
 
 @needs_compiler
@@ -84,7 +94,7 @@ def test_every_update(rule: str, arch: str) -> None:
 @pytest.mark.parametrize("source", LAMB)
 def test_every_lamb(source: str, arch: str) -> None:
     dtypes = product((F32, BF16), (F32, BF16, F16), (F32, BF16), (F32, BF16, F16, NONE))
-    check([lamb(source, *combination) for combination in dtypes], arch, local_nbytes=32)
+    check([lamb(source, arch, *combination) for combination in dtypes], arch, local_nbytes=32)
 
 
 def test_program_has_no_includes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,17 +178,30 @@ def test_norm_of_special_numbers(ops: Any) -> None:
         assert got.isnan() if math.isnan(value) else got == math.inf
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.fixture(params=["lamb_apply", "lamb_fused", "lamb_stream"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel that LAMB ends with, whatever the sizes: that of two calls, or one of the two of one launch."""
+    monkeypatch.setattr(cuda_lamb, "STREAMED_NUMEL", 1 << 60 if request.param == "lamb_stream" else 0)
+    return str(request.param)
+
+
+def check_lamb(ops: Any, kernel: str, machine: Emulator, data: cases.Data, *args: Any, **changes: Any) -> None:
+    machine.launches.clear()
+    cases.check_lamb(ops, data, *args, fused=kernel != "lamb_apply", **changes)
+    wanted = {kernel, "lamb_moments", "lamb_norms"} if kernel == "lamb_apply" else {kernel}
+    assert {name for name, _ in machine.launches} == (wanted if any(map(len, data.params)) else set())
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"eps_inside_sqrt": True, "weight_decay": 0.0}, {"bias_correction": False, "max_coeff": 0.5}]
 )
-def test_lamb(ops: Any, fused: bool, changes: dict[str, Any]) -> None:
+def test_lamb(ops: Any, kernel: str, machine: Emulator, changes: dict[str, Any]) -> None:
     for offset in (0, 1, 4):
         data = cases.make(SIZES, out=BF16, offset=offset)
-        cases.check_lamb(ops, data, cases.control_of("cpu") if offset else None, fused=fused, **changes)
+        check_lamb(ops, kernel, machine, data, cases.control_of("cpu") if offset else None, **changes)
 
 
-# In the fused kernel a tile has 256 elements, there are 4 blocks, and a block keeps 7 tiles of a group.
+# In the kernels of one launch a tile has 256 elements, there are 4 blocks, and a block keeps 6 tiles in shared memory.
 LAMB_SIZES = [
     pytest.param([30000], id="larger than the chip"),
     pytest.param([3000, 3000, 7000, 40, 1, 0, 9000, 300, 300, 12000], id="several groups"),
@@ -196,17 +210,39 @@ LAMB_SIZES = [
 ]
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("numels", LAMB_SIZES)
-def test_lamb_sizes(ops: Any, machine: Emulator, numels: list[int], fused: bool) -> None:
-    cases.check_lamb(ops, cases.make(numels, out=BF16), fused=fused)
-    if fused:
+def test_lamb_sizes(
+    ops: Any, kernel: str, machine: Emulator, monkeypatch: pytest.MonkeyPatch, numels: list[int]
+) -> None:
+    check_lamb(ops, kernel, machine, cases.make(numels, out=BF16))
+    if kernel != "lamb_apply":
         assert len(machine.launches) == -(-len(numels) // 60)
+        tuning = replace(getattr(machine.tunings, kernel), held=2)
+        monkeypatch.setattr(machine, "tunings", replace(machine.tunings, **{kernel: tuning}))
+        for offset in (0, 3):
+            check_lamb(ops, kernel, machine, cases.make(numels, out=BF16, offset=offset))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_lamb_dtypes(ops: Any, fused: bool) -> None:
-    cases.check_lamb(ops, cases.make([2600, 30000, 77], param=BF16, grad=F16, moment=BF16), fused=fused)
+def test_lamb_dtypes(ops: Any, kernel: str, machine: Emulator) -> None:
+    check_lamb(ops, kernel, machine, cases.make([2600, 30000, 77], param=BF16, grad=F16, moment=BF16))
+
+
+def test_lamb_is_deterministic(ops: Any, kernel: str) -> None:
+    """Threads take other turns the second time."""
+
+    def run() -> list[torch.Tensor]:
+        data = cases.make([5000, 33, 12000, 700], grad=BF16, out=BF16)
+        cases.call_lamb(ops, data, None, kernel != "lamb_apply")
+        return data.written()
+
+    assert all(map(torch.equal, run(), run()))
+
+
+def test_lamb_takes_the_kernel_for_the_size(ops: Any, machine: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_lamb, "STREAMED_NUMEL", 1000)
+    for numels in ([400, 600], [400, 601]):
+        cases.check_lamb(ops, cases.make(numels), fused=True)
+    assert [name for name, _ in machine.launches] == ["lamb_stream", "lamb_fused"]
 
 
 def test_lamb_without_shared_memory(ops: Any, machine: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,21 +251,21 @@ def test_lamb_without_shared_memory(ops: Any, machine: Emulator, monkeypatch: py
     assert [name for name, _ in machine.launches] == ["lamb_moments", "lamb_norms", "lamb_apply"]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_lamb_of_nothing_and_of_zeros(ops: Any, fused: bool) -> None:
-    cases.check_lamb(ops, cases.make([]), fused=fused)
-    cases.check_lamb(ops, cases.make([0, 0]), fused=fused)
+def test_lamb_of_nothing_and_of_zeros(ops: Any, kernel: str, machine: Emulator) -> None:
+    for numels in ([], [0, 0]):
+        cases.check_lamb(ops, cases.make(numels), fused=kernel != "lamb_apply")
     data = cases.make([700, 700])
     data.params[0].zero_()
     data.grads[1].zero_()
     data.states[0][1].zero_()
-    cases.check_lamb(ops, data, fused=fused, weight_decay=0.0)
+    check_lamb(ops, kernel, machine, data, weight_decay=0.0)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_lamb_flag_writes_nothing(ops: Any, fused: bool) -> None:
-    data = cases.make(SIZES, out=BF16)
-    cases.check_skip(data, lambda control: cases.call_lamb(ops, data, control, fused))
+def test_lamb_flag_writes_nothing(ops: Any, kernel: str, machine: Emulator) -> None:
+    for numels in (SIZES, [30000]):
+        data = cases.make(numels, out=BF16)
+        cases.check_skip(data, lambda control, data=data: cases.call_lamb(ops, data, control, kernel != "lamb_apply"))
+    assert kernel in {name for name, _ in machine.launches}
 
 
 @pytest.mark.slow
@@ -239,20 +275,19 @@ def test_lamb_flag_writes_nothing(ops: Any, fused: bool) -> None:
         (Tuning(threads=64, blocks=1, vec=8, groups=1, waves=3), 2),
         (Tuning(threads=32, blocks=3, groups=4, stream=0, capacity=100), 1),
         (Tuning(threads=64, blocks=2, groups=1, held=3), 1),
-        (Tuning(threads=64, blocks=1, groups=2, held=2, scratch=4, keep=3, fetch=1, ahead=1), 1),
-        (Tuning(threads=32, blocks=2, groups=1, scratch=20, keep=2, ahead=4), 1),
+        (Tuning(threads=64, blocks=1, groups=2, held=2), 2),
     ],
 )
 def test_other_tunings(
-    ops: Any, machine: Emulator, monkeypatch: pytest.MonkeyPatch, tuning: Tuning, ahead: int
+    ops: Any, kernel: str, machine: Emulator, monkeypatch: pytest.MonkeyPatch, tuning: Tuning, ahead: int
 ) -> None:
     monkeypatch.setattr(machine, "tunings", Tunings(tuning, tuning, tuning, tuning, tuning))
     monkeypatch.setattr(machine, "shared_nbytes", 40 << 10)
     monkeypatch.setattr(cuda_lamb, "AHEAD", ahead)
     for numels in ([5000, 0, 1024, 33, 7000, 2048, 512, 60000, 9000], [index * 37 % 700 for index in range(130)]):
         for offset in (0, 1):
-            cases.check_update(ops, "adamw", cases.make(numels, grad=BF16, out=BF16, offset=offset))
-            cases.check_lamb(ops, cases.make(numels, grad=BF16, out=BF16, offset=offset), fused=False)
-            cases.check_lamb(ops, cases.make(numels, grad=BF16, out=BF16, offset=offset), fused=True)
-        cases.check_norm(ops, cases.make(numels, grad=BF16).grads)
-    assert {name for name, _ in machine.launches} > {"lamb_stream"}
+            check_lamb(ops, kernel, machine, cases.make(numels, grad=BF16, out=BF16, offset=offset))
+            if kernel == "lamb_apply":
+                cases.check_update(ops, "adamw", cases.make(numels, grad=BF16, out=BF16, offset=offset))
+        if kernel == "lamb_apply":
+            cases.check_norm(ops, cases.make(numels, grad=BF16).grads)
