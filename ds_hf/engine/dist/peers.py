@@ -116,11 +116,24 @@ def open_peers(axis: Axis, device: torch.device, lane: Lane) -> Peers | None:
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=axis.group)
     if not able.item():
         return None
-    gpus = _Gpus(axis, device)
-    peers = Peers(axis, lane, gpus, gpus.meet)
-    works = torch.tensor([_try(peers)], dtype=torch.int32, device=device)
+    peers = _made(axis, device, lane)
+    works = torch.tensor([peers is not None], dtype=torch.int32, device=device)
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=axis.group)
     return peers if works.item() else None
+
+
+def _made(axis: Axis, device: torch.device, lane: Lane) -> Peers | None:
+    """``None`` if a gather does not bring what was written."""
+    try:
+        gpus = _Gpus(axis, device)
+        peers = Peers(axis, lane, gpus, gpus.meet)
+        if _brings_what_was_written(peers):
+            return peers
+        reason = "other values came"
+    except (AttributeError, RuntimeError, TypeError) as error:  # this torch's symmetric memory is another
+        reason = str(error).splitlines()[0]
+    logger.info("gathers go through NCCL: memory of other GPUs cannot be read (%s)", reason)
+    return None
 
 
 class _Gpus:
@@ -168,25 +181,20 @@ def _name_of(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _try(peers: Peers) -> bool:
-    """Whether a gather brings what was written."""
+def _brings_what_was_written(peers: Peers) -> bool:
     axis = peers.axis
-    try:
-        regions = [peers.region(64, torch.float32) for _ in range(2)]  # in one piece of memory, probably
-        good = []
-        for number, region in enumerate(regions):
-            region.writing()
-            region.mine.fill_(2 * axis.rank + number)
-            found = torch.zeros(axis.world_size * 64, device=region.mine.device)
-            with peers.lane:
-                region.gather(found.chunk(axis.world_size), region.theirs, "a trial of the peers' memory")
-            peers.lane.join()
-            wanted = 2 * torch.arange(axis.world_size, device=found.device).repeat_interleave(64) + number
-            good.append(bool((found == wanted).all()))
-        return all(good)
-    except (AttributeError, RuntimeError) as error:
-        logger.info("gathers go through NCCL: memory of other GPUs cannot be read (%s)", str(error).splitlines()[0])
-        return False
+    regions = [peers.region(64, torch.float32) for _ in range(2)]  # in one piece of memory, probably
+    good = []
+    for number, region in enumerate(regions):
+        region.writing()
+        region.mine.fill_(2 * axis.rank + number)
+        found = torch.zeros(axis.world_size * 64, device=region.mine.device)
+        with peers.lane:
+            region.gather(found.chunk(axis.world_size), region.theirs, "a trial of the peers' memory")
+        peers.lane.join()
+        wanted = 2 * torch.arange(axis.world_size, device=found.device).repeat_interleave(64) + number
+        good.append(bool((found == wanted).all()))
+    return all(good)
 
 
 def _symmetric_memory() -> Any:

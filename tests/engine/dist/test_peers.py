@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hf import initialize
 from ds_hf.engine import builder
-from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist import collectives, peers
 from ds_hf.engine.dist.mesh import Axis, data_parallel_axis
 from ds_hf.engine.dist.peers import Peers, open_peers
 from ds_hf.engine.dist.streams import Lane
@@ -160,6 +160,31 @@ def _delay(region: Any) -> None:
 def test_training_is_the_same(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
     more = {key: {**value, "stage": stage} if isinstance(value, dict) else value for key, value in more.items()}
     run_distributed(train_both, 2, str(tmp_path), stage, more)
+
+
+def another_torch() -> list[bool]:
+    """What is made of peers where torch has no symmetric memory, or one of another form; and where it brings others'
+    values."""
+    axis = data_parallel_axis()
+    found = []
+    for memory in (None, object()):
+        peers._symmetric_memory = lambda memory=memory: memory
+        found.append(peers._made(axis, CPU, Lane()) is None)
+
+    class Wrong:
+        def __init__(self, axis: Axis, device: torch.device) -> None:
+            self.meet = dist.barrier
+
+        def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+            return [torch.zeros(numel, dtype=dtype) for _ in range(2)]
+
+    peers._Gpus = Wrong
+    found.append(peers._made(axis, CPU, Lane()) is None)
+    return found
+
+
+def test_what_does_not_work_is_not_used() -> None:
+    assert run_distributed(another_torch, 2) == [[True] * 3] * 2
 
 
 def nobody_to_read() -> bool:
