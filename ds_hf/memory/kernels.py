@@ -61,6 +61,10 @@ def _attention(
         flash = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
         result: Tensor = flash[0]
         return result[..., :head] if spare else result
+    learned = attn_mask is not None and attn_mask.requires_grad  # T5's position bias: no fused kernel for it
+    if learned and same_heads and not is_causal:
+        assert attn_mask is not None
+        return _plain(query, key, value, attn_mask, dropout_p, scale)
     if query.dim() == 4 and same_heads:
         bias = _bias(query, key, attn_mask)
         efficient = _aten._scaled_dot_product_efficient_attention(
@@ -70,6 +74,14 @@ def _attention(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout_p: float, scale: float) -> Tensor:
+    """One operator after another, in fp32; of all scores backward needs what softmax and dropout gave."""
+    wide = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in (query, key, value)]
+    scores = (wide[0] * math.sqrt(scale)) @ (wide[1] * math.sqrt(scale)).transpose(-2, -1)
+    shares = _dropout(torch.softmax(scores.add_(bias), -1), dropout_p)
+    return (shares @ wide[2]).to(query.dtype)
 
 
 def _bias(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor | None:
