@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ def train(stage: int, peer_copies: bool) -> tuple[dict[str, Tensor], int, list[f
     weights = {name: value.cpu() for name, value in full_weights(engine.module).items()}
     engine.destroy()
     del engine, regions
+    gc.collect()  # parameters and their buffers know each other
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return weights, free - torch.cuda.mem_get_info()[0], losses
