@@ -227,8 +227,9 @@ def _make_parts(
     groups: dict[GradientBuffer, list[int]] = {}
     gradient_policy = _gradient_policy(settings, plan, axis)
     gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
-    shares = settings.ds_hf.peer_copies and (plan.shards_optimizer or plan.shards_parameters)
-    peers = open_peers(axis, device, gathers) if shares else None
+    gathers_some = plan.shards_optimizer or plan.shards_parameters
+    halves = any((dtype or _own_dtype(param)).itemsize <= 2 for unit in units for param in unit.params)
+    peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and halves else None
     for unit in units:
         layouts = [*_by_layout(unit.params, group_of, dtype), *_by_layout(unit.whole, group_of, dtype)]
         for params in layouts:

@@ -206,18 +206,23 @@ def test_a_trainer_that_waits_for_data_gets_workers(tmp_path: Path) -> None:
     assert not left_behind(tmp_path)
 
 
+def tune_example(tmp_path: Path, config: str, *options: str) -> Any:
+    """The autotuner on the example, small, on two processes, without a confirming launch; what it printed."""
+    (tmp_path / "ds_config.json").write_text((EXAMPLES / config).read_text())
+    small = ["--vocab_size", "512", "--hidden_size", "64", "--num_hidden_layers", "2", "--block_size", "64"]
+    training = ["--output_dir", str(tmp_path / "out"), "--eval_on_start", "False", "--max_steps", "300", *small]
+    tune = ["autotune", *options, "-n", "2", "--no-confirm", "--results-dir", str(tmp_path / "results")]
+    script = [str(EXAMPLES / "train_lm.py"), *training, "--deepspeed", str(tmp_path / "ds_config.json")]
+    found = run([sys.executable, "-m", "ds_hf.cli", *tune, *script], timeout=280)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_learning_rate_in_the_same_command(tmp_path: Path) -> None:
     """``--lr`` on the example, two processes: half of the budget is the search's, half the learning rate's."""
-    (tmp_path / "ds_config.json").write_text((EXAMPLES / "ds_config_zero2.json").read_text())
-    small = ["--vocab_size", "512", "--hidden_size", "64", "--num_hidden_layers", "2", "--block_size", "64"]
-    training = ["--output_dir", str(tmp_path / "out"), "--eval_on_start", "False", "--max_steps", "300", *small]
-    tune = ["autotune", "--lr", "-n", "2", "--budget", "120s", "--trials", "1", "--no-confirm"]
-    words = [*tune, "--results-dir", str(tmp_path / "results"), str(EXAMPLES / "train_lm.py"), *training]
-    script = [*words, "--deepspeed", str(tmp_path / "ds_config.json")]
-    found = run([sys.executable, "-m", "ds_hf.cli", *script], timeout=280)
-    assert found.returncode == 0, found.stdout + found.stderr
+    found = tune_example(tmp_path, "ds_config_zero2.json", "--lr", "--budget", "120s", "--trials", "1")
     assert "learning rate, some" in found.stdout
     assert "WarmupDecayLR" in found.stdout
     rate = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())["learning_rate"]
@@ -233,14 +238,8 @@ def test_a_learning_rate_in_the_same_command(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_bytes_are_predicted_by_a_trace_of_the_model(tmp_path: Path) -> None:
     """The example on two processes: what other stages need is known within 3 % before they are launched."""
-    (tmp_path / "ds_config.json").write_text((EXAMPLES / "ds_config_zero3.json").read_text())
-    small = ["--vocab_size", "512", "--hidden_size", "64", "--num_hidden_layers", "2", "--block_size", "64"]
-    training = ["--output_dir", str(tmp_path / "out"), "--eval_on_start", "False", "--max_steps", "300", *small]
-    options = ["-n", "2", "--budget", "150s", "--trials", "2", "--no-confirm", "--memory-limit", "64MiB"]
-    tune = ["autotune", *options, "--tune", "zero_optimization.stage", "--results-dir", str(tmp_path / "results")]
-    script = [str(EXAMPLES / "train_lm.py"), *training, "--deepspeed", str(tmp_path / "ds_config.json")]
-    found = run([sys.executable, "-m", "ds_hf.cli", *tune, *script], timeout=280)
-    assert found.returncode == 0, found.stdout + found.stderr
+    options = ["--budget", "150s", "--trials", "2", "--memory-limit", "64MiB", "--tune", "zero_optimization.stage"]
+    tune_example(tmp_path, "ds_config_zero3.json", *options)
     reasons = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())
     assert reasons["bytes_predicted"].startswith("by a trace of the model")
     rows = list(csv.DictReader((tmp_path / "results" / "trials.csv").read_text().splitlines()))

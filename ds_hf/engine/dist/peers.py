@@ -55,11 +55,11 @@ class Peers:
     def meet_on_main(self) -> None:
         """What all ranks have asked for so far, gathers too, comes before what this rank asks for next."""
         self.lane.join()
-        self.meet_on_lane()
+        self.meet()
         self.met_on_main += 1
 
-    def meet_on_lane(self) -> None:
-        """What all ranks have asked for so far comes before what this rank's lane does next. Called on the lane."""
+    def meet(self) -> None:
+        """What all ranks' current streams have been given comes before what this rank's is given next."""
         with self.axis.log("barrier", "the ranks' memory"):
             self._meet()
 
@@ -70,7 +70,7 @@ class Region:
     Attributes:
         mine: this rank's, ``[numel]``.
         theirs: every rank's, by its place on the axis; others than ``mine`` are for ``gather`` alone.
-        visible: users may write to ``mine``: who gathers calls ``Peers.meet_on_lane`` before anybody sees the result.
+        visible: users may write to ``mine``: who gathers calls ``Peers.meet`` before anybody sees the result.
     """
 
     def __init__(self, peers: Peers, theirs: Sequence[Tensor], visible: bool) -> None:
@@ -93,7 +93,7 @@ class Region:
         """
         peers = self._peers
         if self._written:
-            peers.meet_on_lane()
+            peers.meet()
             self._written = False
         if not self.visible:
             self._read_at = peers.met_on_main

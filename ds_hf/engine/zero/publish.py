@@ -52,7 +52,7 @@ def _gather(buffers: Sequence[FlatBuffer]) -> None:
         for buffer in copied:
             buffer.fill()
         if copied and copied[0].peers is not None:
-            copied[0].peers.meet_on_lane()  # users may write to parameters once they have landed
+            copied[0].peers.meet()  # users may write to parameters once they have landed
         rest = [buffer for buffer in buffers if buffer.region is None]
         fulls, shards = [b.full for b in rest], [b.shard for b in rest]
         collectives.all_gather_each(fulls, shards, axis, [b.weights_label for b in rest])
