@@ -85,11 +85,13 @@ class GradientBuffer:
     def empty(self) -> bool:
         return self.partial is None and self._owned is None and not self.ready
 
-    @torch.no_grad()
     def collect(self, factor: float = 1.0) -> None:
         """Move the waiting ``.grad``, times ``factor``, into ``partial``; parameters without one count as zero."""
-        if not self.ready:
-            return
+        if self.ready:
+            self._collect(factor)
+
+    @torch.no_grad()
+    def _collect(self, factor: float) -> None:
         grads, slots = [], []
         for index in sorted(self.ready):
             param = self.buffer.params[index]
@@ -106,10 +108,10 @@ class GradientBuffer:
             torch._foreach_mul_(grads, factor)
         if self.partial is None:
             self.partial = self._empty(missing=len(grads) < len(self.buffer.params))
-            torch._foreach_copy_([self.partial[s.offset : s.end].view(s.shape) for s in slots], grads)
+            torch._foreach_copy_([slot.of(self.partial) for slot in slots], grads)
         else:
             self.partial = self.partial.to(self.policy.accumulation_dtype)
-            torch._foreach_add_([self.partial[s.offset : s.end].view(s.shape) for s in slots], grads)
+            torch._foreach_add_([slot.of(self.partial) for slot in slots], grads)
 
     def _empty(self, *, missing: bool) -> Tensor:
         """A flat gradient whose gaps are zero: they enter the norm and the sums."""

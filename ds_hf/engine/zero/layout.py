@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 __all__ = ["ALIGNMENT", "FlatLayout", "Fragment", "Slot"]
 
@@ -30,6 +32,15 @@ class Slot:
     @property
     def end(self) -> int:
         return self.offset + self.numel
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Of the parameter where it lies, contiguous."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    def of(self, full: Tensor) -> Tensor:
+        """The parameter in ``full``, as a view: one call, for this is done for each parameter in each backward."""
+        return full.as_strided(self.shape, self.strides, full.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
