@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["report_html", "write_report"]
 
+FEWEST = 3  # measured settings that say something about their keys
 COLOURS = {
     "ok": "#2a9d5c",
     "oom": "#e0a030",
@@ -226,7 +227,11 @@ def _timeline(records: list[Record]) -> go.Figure:
 
 
 def _importances(search: Search) -> go.Figure | None:
-    """Optuna's PED-ANOVA; nothing where too few trials differ."""
+    """Optuna's PED-ANOVA of the keys that were varied; nothing where too few trials differ."""
+    settings = [record.setting for record in search.launched() if record.points]
+    varied = {name for setting in settings for name, value in setting.items() if value != settings[0].get(name)}
+    if len(settings) < FEWEST:
+        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -235,7 +240,8 @@ def _importances(search: Search) -> go.Figure | None:
             )
     except (ValueError, RuntimeError):
         return None
-    if not found or not any(found.values()):
+    found = {name: value for name, value in found.items() if name in varied}
+    if not any(found.values()):
         return None
     figure = go.Figure(go.Bar(x=list(found.values()), y=list(found), orientation="h", marker={"color": "#2f6db5"}))
     figure.update_yaxes(autorange="reversed")

@@ -237,9 +237,12 @@ def limits_of(search: Search, best: tuple[Record, Point]) -> tuple[dict[str, flo
     update = point.optimizer_seconds / point.seconds if point.seconds else 0.0
     shares = {"optimizer": update}
     rest = 1 - update
-    shares["communication"] = rest * float(split.get("communication", 0.0))
-    shares["host"] = rest * float(split.get("idle", 0.0))
-    shares["compute"] = max(0.0, 1 - sum(shares.values()))
+    if "compute" in split:
+        shares["communication"] = rest * float(split["communication"])
+        shares["host"] = rest * float(split["idle"])
+        shares["compute"] = max(0.0, 1 - sum(shares.values()))
+    else:  # the launch ended before its profile
+        shares["forward and backward"] = rest
     own = next((p for p in search.own.points if p.micro == search.own.events["facts"]["micro"]), None)
     if own is not None and search.own.natural:
         natural = sorted(search.own.natural)[len(search.own.natural) // 2]
@@ -333,8 +336,15 @@ def summary_lines(search: Search, result: Result) -> list[str]:
     lines.append(f"limited by {result.limit} ({shares})")
     launched = len(search.launched())
     ruled = len(records_of(search.study)) - launched
-    lines.append(f"{launched} launches, {ruled} settings ruled out without one; stopped: {result.why_stopped}")
+    lines.append(
+        f"{_several(launched, 'launch', 'launches')}, {_several(ruled, 'setting', 'settings')} ruled out without one; "
+        f"stopped: {result.why_stopped}"
+    )
     return lines
+
+
+def _several(count: int, one: str, more: str) -> str:
+    return f"{count} {one if count == 1 else more}"
 
 
 def _line(search: Search, point: Point) -> str:

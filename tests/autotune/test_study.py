@@ -251,3 +251,18 @@ def test_optuna_reads_the_journal(search: Search, tmp_path: Path) -> None:
     study = optuna.load_study(study_name="ds_hf", storage=storage)
     assert study.best_value == pytest.approx(found(result))
     assert any(record.own for record in records_of(study))
+
+
+def test_nothing_is_said_of_what_was_not_measured(search: Search, tmp_path: Path) -> None:
+    """One launch, cut off before its profile."""
+    result = search(World(), trials=1)
+    assert result.limits.keys() == {"optimizer", "forward and backward", "data and script"}
+    assert sum(result.limits.values()) == pytest.approx(1)
+    report = (tmp_path / "results" / "report.html").read_text()
+    assert "Importance of the keys" not in report
+    assert "1 launch, " in report
+
+
+def test_importance_of_the_keys_that_were_varied(search: Search, tmp_path: Path) -> None:
+    search(World())
+    assert "Importance of the keys" in (tmp_path / "results" / "report.html").read_text()

@@ -1,7 +1,7 @@
 """Where the time of one step goes, from torch's profiler.
 
-With a GPU: its kernels on a line of time. Compute is what runs on it, communication what runs while nothing else does,
-and what is left is idle: the host did not keep up. Without one: gloo's collectives, in which the ranks stand still.
+With a GPU: its kernels on a line of time. Compute is what runs on it, communication - NCCL's, copies from other GPUs and
+over the link to the host - what runs while nothing else does, and what is left is idle: the host did not keep up. Without one: gloo's collectives, in which the ranks stand still.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["covered", "split_of"]
 
 Span = tuple[float, float]
+
+# In the names of what brings values from elsewhere: collectives, dist/peers (copies, and its barrier), offload.
+_COMMUNICATION = ("gloo:", "nccl", "Memcpy PtoP", "barrier_kernel", "Memcpy HtoD", "Memcpy DtoH")
 
 
 def split_of(replay: Replay, batch: Batch, accumulation: int) -> dict[str, float]:
@@ -55,7 +58,7 @@ def _counts(event: Any, cuda: bool) -> bool:
 
 
 def _is_communication(name: str) -> bool:
-    return name.startswith("gloo:") or "nccl" in name.lower()
+    return any(part in name for part in _COMMUNICATION)
 
 
 def covered(spans: Iterable[Span]) -> float:
