@@ -1,7 +1,8 @@
 """Where the time of one step goes, from torch's profiler.
 
-With a GPU: its kernels on a line of time. Compute is what runs on it, communication - NCCL's, copies from other GPUs and
-over the link to the host - what runs while nothing else does, and what is left is idle: the host did not keep up. Without one: gloo's collectives, in which the ranks stand still.
+With a GPU: its kernels on a line of time. Compute is what runs on it; communication, which is NCCL's and copies from
+other GPUs and over the link to the host, what runs while nothing else does; what is left is idle: the host did not keep
+up. Without one: gloo's collectives, in which the ranks stand still.
 """
 
 from __future__ import annotations
