@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# The tests and benchmarks that need GPUs, in parts, for a machine with torch and transformers that reaches no registry.
+#
+#   benchmarks/on_gpus.sh wheels                where there is a registry: into .whl what that machine lacks
+#   OUT=results benchmarks/on_gpus.sh PART...   there, in a copy of this checkout with .whl and ds_hf/engine/ops/_lib
+#
+# Parts, GPUs and minutes on H100 or H200:
+#   kernels 1, 3    tests of the CUDA kernels; optimizers at 1 M and 500 M elements
+#   tests 1 or 2, 8 tests/gpu but for those of the kernels
+#   training 2, 9   benchmarks/training.py, the rows of docs/performance.md; ROWS="3 7" for some of them
+#   offload 1, 8    2.7 B with its states in host memory
+#   offload2 2, 4   1.35 B on two GPUs
+#   memory 1, 3     predicted and measured
+#   host 1, 3       microseconds a module and pass
+#   autotune 2, 8   a search and its result, against the user's file and real DeepSpeed
+#
+# Each part says how it ended; a part that fails does not keep the others from running. Figures: $OUT/*.json.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+OWN="optuna colorlog alembic Mako SQLAlchemy greenlet jsonschema jsonschema-specifications referencing rpds-py attrs
+  typer annotated-doc rich plotly narwhals wrapt click shellingham Pygments markdown-it-py mdurl psutil peft
+  hypothesis sortedcontainers pytest-xdist pytest-timeout execnet"
+DEEPSPEED="deepspeed hjson pydantic pydantic-core annotated-types typing-inspection py-cpuinfo msgpack einops ninja"
+BESIDE=/tmp/ds_hf-deepspeed # real DeepSpeed, put in front of PYTHONPATH only where it is a contender
+WITH=(--deepspeed-path "$BESIDE")
+
+wheels() {
+  local pip=".venv/bin/python -m pip -q"
+  mkdir -p .whl
+  # shellcheck disable=SC2086
+  $pip download -d .whl --python-version 3.12 --only-binary=:all: --no-deps $OWN hjson msgpack einops py-cpuinfo ninja &&
+    $pip download -d .whl --python-version 3.12 --only-binary=:all: pydantic &&
+    DS_BUILD_OPS=0 $pip wheel -w .whl --no-deps --no-build-isolation deepspeed==0.19.8 &&
+    rm -f .whl/ds_hf* && $pip wheel -w .whl --no-deps --no-build-isolation . && ls .whl
+}
+
+prepare() {
+  local pip="python3 -m pip -q install --no-index --find-links .whl --no-deps"
+  # shellcheck disable=SC2086
+  $pip $OWN ds_hf && $pip --target "$BESIDE" $DEEPSPEED || exit 1
+  export PYTHONPATH="$PWD:$PWD/ds_hf/compat" TORCH_CUDA_ARCH_LIST=9.0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+  export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+  mkdir -p "${OUT:=results}"
+}
+
+two() { OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 "$@"; }
+
+kernels() {
+  python3 -m pytest -q -n 8 -m "" --timeout 300 tests/gpu/test_ops_cuda.py
+  python3 benchmarks/optimizers.py --device cuda --numel 1000000 --json "$OUT/optimizers-1m.json"
+  python3 benchmarks/optimizers.py --device cuda --numel 500000000 --rounds 5 "${WITH[@]}" --json "$OUT/optimizers-500m.json"
+  python3 benchmarks/cuda_tunings.py lamb_stream --vary held=3,4 --numel 1000000 --json "$OUT/tunings.json"
+}
+
+tests() {
+  python3 -m pytest -q -m "" --timeout 300 --maxfail 6 -ra tests/gpu --ignore tests/gpu/test_ops_cuda.py
+}
+
+training() {
+  local rows=(
+    "1b3 4 2048 2" "1b3 4 2048 3" "1b3 4 2048 2 --accumulation 4" "1b3 4 2048 3 --accumulation 4"
+    "1b3 4 2048 2 --compile" "1b3 4 2048 3 --compile" "0b37 1 512 2" "0b37 1 512 3" "6b7 2 2048 3 --checkpointing"
+    "1b3 4 2048 1"
+  )
+  local number model batch length stage more
+  for number in ${ROWS:-$(seq ${#rows[@]})}; do
+    read -r model batch length stage more <<<"${rows[number - 1]}"
+    # DeepSpeed last: destroyed, it keeps memory that would be counted as the next one's.
+    # shellcheck disable=SC2086
+    two benchmarks/training.py --model "$model" --micro-batch "$batch" --seq "$length" --stage "$stage" $more \
+      --engines ds_hf,fsdp2,floor,deepspeed "${WITH[@]}" --rounds 1 --json "$OUT/training-$number.json"
+  done
+}
+
+offload() {
+  local common=(--model 2b7 --stage 2 --micro-batch 4 --seq 2048 --checkpointing --rounds 1)
+  python3 benchmarks/offload.py "${common[@]}" --json "$OUT/offload.json" \
+    --engines ds_hf+none,ds_hf+auto,ds_hf,ds_hf+stream=0.3,ds_hf+stream=0.5,fsdp2,floor
+  python3 benchmarks/offload.py "${common[@]}" "${WITH[@]}" --engines deepspeed --json "$OUT/offload-deepspeed.json"
+}
+
+offload2() {
+  two benchmarks/offload.py --model 1b3 --stage 2 --micro-batch 4 --seq 2048 --rounds 1 "${WITH[@]}" \
+    --engines ds_hf+none,ds_hf+auto,ds_hf,fsdp2,deepspeed --json "$OUT/offload2.json"
+}
+
+memory() { python3 benchmarks/memory_prediction.py --budget 150 --json "$OUT/memory.json"; }
+
+host() { OMP_NUM_THREADS=1 python3 benchmarks/host_cost.py --json "$OUT/host.json"; }
+
+autotune() {
+  python3 benchmarks/autotune.py --model 1b --folder /tmp/ds_hf-tuning "${WITH[@]}" --micros 4:4 --budget 4m \
+    --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
+}
+
+(($#)) || { sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2; }
+for part in "$@"; do
+  case $part in
+    wheels) wheels || exit 1 ;;
+    kernels | tests | training | offload | offload2 | memory | host | autotune)
+      [[ -v PREPARED ]] || { prepare; PREPARED=1; }
+      SECONDS=0
+      "$part"
+      echo "== $part ended with $? after $SECONDS s"
+      ;;
+    *) echo "no part '$part'; benchmarks/on_gpus.sh lists them" >&2; exit 2 ;;
+  esac
+done
