@@ -1,7 +1,7 @@
 """Errors that ds_hf raises for its users.
 
-Everything derives from ``DsHfError``. ``ConfigError`` is also a ``ValueError`` so that code written for
-DeepSpeed or transformers, which catches ``ValueError``, keeps working.
+Everything derives from ``DsHfError``. That is also an ``AssertionError``, because DeepSpeed asserts where it is used
+wrongly, and ``ConfigError`` also a ``ValueError``: code that catches those keeps working.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 
-class DsHfError(RuntimeError):
+class DsHfError(RuntimeError, AssertionError):
     """Base of all errors raised on purpose by ds_hf."""
 
 
@@ -67,7 +67,7 @@ class CheckpointError(DsHfError):
     """A checkpoint is missing, incomplete, damaged or does not fit the model."""
 
 
-class LossScaleError(DsHfError, RuntimeError):
+class LossScaleError(DsHfError):
     """The fp16 loss scale is at its minimum and gradients still overflow (DeepSpeed key ``fp16.min_loss_scale``)."""
 
 

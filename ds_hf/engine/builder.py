@@ -114,6 +114,7 @@ def initialize(
     settings = load_config(source, world_size=axis.world_size)
     watch_for_hangs(axis, settings.ds_hf.hang_timeout)
     plan = plan_states(settings)
+    _check_scheduler(optimizer, lr_scheduler)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
     parts = _make_parts(settings, plan, axis, model, inner)
     engine = Engine(model, source if isinstance(source, dict) else settings.resolved, settings, parts)
@@ -170,7 +171,8 @@ def _make_optimizer(
     assert settings.optimizer is not None
     if settings.optimizer.type.lower() == "muon":
         mark_matrices(model)
-    return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups)
+    offloaded = settings.zero_optimization.offload_optimizer.device != "none"
+    return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups, offloaded=offloaded)
 
 
 def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[Any]:
@@ -189,6 +191,15 @@ def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) 
 
 def _listed(params: Any) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _check_scheduler(optimizer: Any, lr_scheduler: Any) -> None:
+    """A finished scheduler changes the rates of the optimizer it was built on: that one has to be given, too."""
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) and not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"lr_scheduler= is a {type(lr_scheduler).__name__} on an optimizer of its own, which the engine does not "
+            "step: give that optimizer as optimizer=, or a function from the optimizer to the scheduler"
+        )
 
 
 def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any) -> Any:

@@ -227,8 +227,12 @@ class Engine(EngineFacade, nn.Module):
             self.reducer.suspended = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear what parameters hold in ``.grad``. Sums being accumulated stay: ``step`` clears them, or
-        ``engine.optimizer.zero_grad()``."""
+        """Clear what parameters hold in ``.grad``, and what backwards inside ``no_sync`` left for this rank alone.
+
+        Other sums being accumulated stay: ``step`` clears them, or ``engine.optimizer.zero_grad()``.
+        """
+        if self.reducer.held:
+            self.reducer.clear()
         for param in self.module.parameters():
             param.grad = None
 

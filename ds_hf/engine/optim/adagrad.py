@@ -43,6 +43,12 @@ class FusedAdagrad(StreamingOptimizer):
                 raise ValueError(f"{key} must not be negative, got {value}")
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
 
+    def _dense(self, group: dict[str, Any], grad: Any) -> Tensor:
+        """A gradient of zero moves nothing here, so that a sparse one may be filled up; but for the weight decay."""
+        if grad.is_sparse and not group["weight_decay"]:
+            return grad.to_dense()  # type: ignore[no-any-return]
+        return super()._dense(group, grad)
+
     def _update(
         self,
         group: dict[str, Any],

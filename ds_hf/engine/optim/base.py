@@ -83,10 +83,18 @@ class StreamingOptimizer(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if any(p.grad.is_sparse for p in params):
-                raise ValueError(f"{type(self).__name__} needs dense gradients; build the embedding with sparse=False")
-            self.update(group, params, [p.grad for p in params])
+            self.update(group, params, [self._dense(group, p.grad) for p in params])
         return loss
+
+    def _dense(self, group: dict[str, Any], grad: Any) -> Tensor:
+        """The gradient as the rule takes it.
+
+        Raises:
+            ValueError: it is sparse, and the rule would move what it has no value for.
+        """
+        if grad.is_sparse:
+            raise ValueError(f"{type(self).__name__} needs dense gradients; build the embedding with sparse=False")
+        return grad  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def update(

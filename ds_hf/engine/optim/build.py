@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ds_hf.engine.optim.adagrad import FusedAdagrad
+from ds_hf.engine.optim.adagrad import DeepSpeedCPUAdagrad, FusedAdagrad
 from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from ds_hf.engine.optim.json_params import accepted_params, nearest, param_faults
 from ds_hf.engine.optim.lamb import FusedLamb
@@ -38,9 +38,12 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
 
 
 def build_optimizer(
-    section_type: str, params: Mapping[str, Any] | None, param_groups: Iterable[Any]
+    section_type: str, params: Mapping[str, Any] | None, param_groups: Iterable[Any], *, offloaded: bool = False
 ) -> torch.optim.Optimizer:
     """The optimizer that ``optimizer: {type: section_type, params: params}`` asks for, over ``param_groups``.
+
+    Args:
+        offloaded: the states rest off the device, where DeepSpeed takes its classes for the CPU; the rules are the same.
 
     Raises:
         ConfigError: unknown or refused type, unknown, unresolved or wrong parameters; every one of them is named.
@@ -53,16 +56,16 @@ def build_optimizer(
     param_groups = list(param_groups)
     cls: Callable[..., torch.optim.Optimizer]
     if name in ("adam", "adamw"):
-        cls = _choose_adam(name, options)
+        cls = _choose_adam(name, options, offloaded)
     elif name == "lion":
-        cls = DeepSpeedCPULion if "fp32_optimizer_states" in options else FusedLion
+        cls = DeepSpeedCPULion if _for_cpu(options, offloaded) else FusedLion
     elif name == "lamb":
         cls = FusedLamb
     elif name == "muon":
         cls = muon_of_json
     elif name == "adagrad":
         # Not torch's class: it makes its state at construction, for whole parameters instead of shards.
-        cls = FusedAdagrad
+        cls = DeepSpeedCPUAdagrad if offloaded and "lr_decay" not in options else FusedAdagrad
     else:
         cls = _torch_class(section_type)
     return _construct(cls, section_type, options, param_groups)
@@ -75,7 +78,12 @@ def optimizer_names() -> list[str]:
     )
 
 
-def _choose_adam(name: str, options: dict[str, Any]) -> Callable[..., torch.optim.Optimizer]:
+def _for_cpu(options: Mapping[str, Any], offloaded: bool) -> bool:
+    """Whether DeepSpeed's class for the CPU is meant: it alone has the first option, and lacks the second."""
+    return "fp32_optimizer_states" in options or (offloaded and "set_grad_none" not in options)
+
+
+def _choose_adam(name: str, options: dict[str, Any], offloaded: bool) -> Callable[..., torch.optim.Optimizer]:
     """Pick the class and turn DeepSpeed's switches in ``options`` into that class's parameters."""
     decoupled = options.pop("adam_w_mode", True)
     if name == "adamw" and not decoupled:
@@ -83,7 +91,7 @@ def _choose_adam(name: str, options: dict[str, Any]) -> Callable[..., torch.opti
         decoupled = True
     if options.pop("torch_adam", False):
         return torch.optim.AdamW if decoupled else torch.optim.Adam
-    if "fp32_optimizer_states" in options:
+    if _for_cpu(options, offloaded):
         options["adamw_mode"] = decoupled
         return DeepSpeedCPUAdam
     options["adam_w_mode"] = decoupled

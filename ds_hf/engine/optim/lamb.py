@@ -75,6 +75,8 @@ class FusedLamb(TensorwiseOptimizer):
             "amsgrad": amsgrad,
         }
         self.eps_inside_sqrt = eps_inside_sqrt
+        self._norms: dict[Tensor, tuple[Tensor, float, float]] = {}  # of the last step, with the bounds of the ratio
+        self._asked = False  # for the ratios: a GPU's one kernel would not tell them
         super().__init__(params, defaults, fp32_optimizer_states=True)
 
     def _update(
@@ -91,18 +93,19 @@ class FusedLamb(TensorwiseOptimizer):
         advance(states, control)
         columns = [[state[key] for state in states] for key in (*_MOMENTS, "step")]
         for work, gradients, exp_avgs, exp_avg_sqs, steps, copies in alike([params, grads, *columns, outs]):
-            ops.lamb_(
-                work,
-                gradients,
-                exp_avgs,
-                exp_avg_sqs,
-                copies,
-                steps,
-                control,
-                lr=rate_of(group, work[0].device),
-                **self._settings(group),
-                **_trust(group),
-            )
+            self._step_whole(group, work, gradients, exp_avgs, exp_avg_sqs, copies, steps, control)
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The trust ratios of the last step, of the parameters that this process updated, in the order of updating.
+
+        On a GPU that holds whole parameters the first call asks for them to be kept, and returns an empty list.
+        """
+        self._asked = True
+        found = []
+        for norms, low, high in self._norms.values():
+            weight, size = norms.double().sqrt().tolist()
+            found.append(min(max(weight / size, low), high) if weight > 0 and size > 0 else 1.0)
+        return found
 
     def _states(self, pieces: Sequence[Piece], key: str) -> list[Tensor]:
         return [self.state[piece.param][key] for piece in pieces]
@@ -130,7 +133,8 @@ class FusedLamb(TensorwiseOptimizer):
                 self._apply(group, pieces, table, control)
 
     def _whole(self, group: dict[str, Any], pieces: list[Piece], control: Tensor | None) -> None:
-        ops.lamb_(
+        self._step_whole(
+            group,
             [p.param for p in pieces],
             [p.grad for p in pieces],
             self._states(pieces, "exp_avg"),
@@ -138,10 +142,32 @@ class FusedLamb(TensorwiseOptimizer):
             outs_of(pieces),
             self._states(pieces, "step"),
             control,
-            lr=rate_of(group, pieces[0].param.device),
-            **self._settings(group),
-            **_trust(group),
         )
+
+    def _step_whole(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        control: Tensor | None,
+    ) -> None:
+        """Both passes; in one call where nobody wants the norms between them, or where that is no faster."""
+        rate = rate_of(group, params[0].device)
+        settings, trust = self._settings(group), _trust(group)
+        if params[0].is_cuda and not self._asked:
+            ops.lamb_(params, grads, exp_avgs, exp_avg_sqs, outs, steps, control, lr=rate, **settings, **trust)
+            return
+        norms = ops.lamb_moments_(params, grads, exp_avgs, exp_avg_sqs, control, **settings)
+        self._remember(group, params, norms)
+        ops.lamb_apply_(params, exp_avgs, exp_avg_sqs, outs, steps, norms, control, lr=rate, **settings, **trust)
+
+    def _remember(self, group: dict[str, Any], params: Sequence[Tensor], norms: Tensor) -> None:
+        for param, row in zip(params, norms, strict=True):
+            self._norms[param] = (row, group["min_coeff"], group["max_coeff"])
 
     def _moments(self, unit: UnitPieces, control: Tensor | None) -> Tensor:
         """First pass: squares of this rank's pieces, ``[slots, 2]`` with zeros for parameters it holds nothing of."""
@@ -158,13 +184,15 @@ class FusedLamb(TensorwiseOptimizer):
         return table
 
     def _apply(self, group: dict[str, Any], pieces: list[Piece], table: Tensor, control: Tensor | None) -> None:
+        params, norms = [p.param for p in pieces], table[[p.slot for p in pieces]]
+        self._remember(group, params, norms)
         ops.lamb_apply_(
-            [p.param for p in pieces],
+            params,
             self._states(pieces, "exp_avg"),
             self._states(pieces, "exp_avg_sq"),
             outs_of(pieces),
             self._states(pieces, "step"),
-            table[[p.slot for p in pieces]],
+            norms,
             control,
             lr=rate_of(group, pieces[0].param.device),
             **self._settings(group),

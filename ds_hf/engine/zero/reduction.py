@@ -40,6 +40,7 @@ class Reducer:
         self.driven = False  # the engine runs the backward, and has divided the loss by the accumulation steps
         self.raw_factor = 1.0  # that division, for the gradients of other backwards
         self.suspended = False  # inside no_sync()
+        self.held = False  # backwards inside no_sync() left gradients that nothing has reduced yet
         self.used: dict[Unit, None] = {}
         self._by_call = {buffer for unit, bs in buffers.items() if unit.sharded for buffer in bs}
         self._order = self._reversed(self.units)
@@ -128,6 +129,7 @@ class Reducer:
         """End of backward: reduce what has not been reduced, release what is still gathered."""
         for buffer in self.buffers:
             buffer.collect(self.factor)
+        self.held = self.suspended or (self.held and not self.reduces)
         if self.reduces:
             self._complete.update(self.buffers)
             self._advance()
@@ -162,5 +164,6 @@ class Reducer:
 
     def clear(self) -> None:
         """Drop all gradients."""
+        self.held = False
         for buffer in self.buffers:
             buffer.clear()

@@ -65,6 +65,24 @@ def test_continues_from_a_checkpoint_of_torch() -> None:
         torch.testing.assert_close(param, other, rtol=3e-7, atol=1e-7)
 
 
+def test_sparse_gradients_equal_torch() -> None:
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Embedding(6, 3, sparse=True), torch.nn.Embedding(6, 3, sparse=True)
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = DeepSpeedCPUAdagrad(ours.parameters(), lr=0.1), torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    for rows in ([0, 3, 3], [5], [3, 1]):
+        for table, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            table(torch.tensor(rows)).square().sum().backward()
+            assert table.weight.grad is not None
+            assert table.weight.grad.is_sparse
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    optimizers[0].param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(ValueError, match="sparse=False"):
+        optimizers[0].step()
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="amsgrad"):
         DeepSpeedCPUAdagrad([torch.nn.Parameter(torch.ones(1))], amsgrad=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.optim.adagrad import FusedAdagrad
+from ds_hf.engine.optim.adagrad import DeepSpeedCPUAdagrad, FusedAdagrad
 from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from ds_hf.engine.optim.build import build_optimizer, optimizer_names
 from ds_hf.engine.optim.lion import DeepSpeedCPULion, FusedLion
@@ -51,6 +51,25 @@ def test_class_of_each_name(name: str, params: dict[str, Any], cls: type, decoup
     assert optimizer.param_groups[0]["lr"] == 0.02
     assert getattr(optimizer, "adam_w_mode", None) is decoupled
     assert given == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "cls"),
+    [
+        ("AdamW", {}, DeepSpeedCPUAdam),
+        ("Adam", {"adam_w_mode": False}, DeepSpeedCPUAdam),
+        ("Adam", {"set_grad_none": False}, FusedAdam),
+        ("AdamW", {"torch_adam": True}, torch.optim.AdamW),
+        ("Lion", {}, DeepSpeedCPULion),
+        ("Adagrad", {}, DeepSpeedCPUAdagrad),
+        ("Adagrad", {"lr_decay": 0.1}, FusedAdagrad),
+        ("SGD", {"lr": 0.1}, torch.optim.SGD),
+    ],
+)
+def test_offloaded_optimizers_have_the_names_for_the_cpu(name: str, params: dict[str, Any], cls: type) -> None:
+    optimizer = build_optimizer(name, params, [{"params": make_params()}], offloaded=True)
+    assert type(optimizer) is cls
+    assert getattr(optimizer, "adam_w_mode", True) is params.get("adam_w_mode", True)
 
 
 def test_json_lists_become_tuples_and_groups_keep_their_options() -> None:

@@ -18,6 +18,7 @@ from ds_hf.engine.builder import initialize
 from ds_hf.engine.optim.base import Piece, UnitPieces
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.zero.layout import FlatLayout
+from tests.helpers.distributed import run_distributed
 
 SHAPES = ((5, 3), (4,), (2, 3, 2), (1,), (33, 7))
 BASE: dict[str, Any] = {
@@ -240,6 +241,42 @@ def test_pieces_of_one_process_are_whole_parameters() -> None:
             rule.step(grad)
     for param, rule in zip(params, rules, strict=True):
         torch.testing.assert_close(param.detach().double(), rule.p.flatten(), rtol=1e-5, atol=1e-6)
+
+
+def test_trust_ratios_of_the_last_step_can_be_asked_for() -> None:
+    params = [nn.Parameter(value) for value in draw(0)]
+    optimizer = FusedLamb(params, **BASE)
+    rules = [Rule(value) for value in draw(0)]
+    assert optimizer.get_lamb_coeffs() == []
+    for step in range(3):
+        for param, rule, grad in zip(params, rules, draw(100 + step), strict=True):
+            param.grad = grad
+            rule.step(grad)
+        optimizer.step()
+        assert optimizer.get_lamb_coeffs() == pytest.approx([rule.ratio for rule in rules], rel=1e-5)
+
+
+def _ratios_by_rank(stage: int) -> list[float]:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Lamb", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = initialize(model=nn.Linear(6, 5), config=config)
+    engine.backward(engine(torch.ones(2, 6)).square().mean())
+    engine.step()
+    assert engine.optimizer is not None
+    return engine.optimizer.optimizer.get_lamb_coeffs()  # type: ignore[operator,union-attr,no-any-return]
+
+
+def test_ratios_are_those_of_whole_parameters_where_ranks_hold_pieces() -> None:
+    whole = run_distributed(_ratios_by_rank, 2, 0, timeout=60)
+    assert len(whole[0]) == 2
+    assert whole[0] == whole[1]
+    pieces = run_distributed(_ratios_by_rank, 2, 1, timeout=60)
+    assert pieces[0][0] == pytest.approx(whole[0][0], rel=1e-5)  # the matrix, of which rank 0 holds the beginning
+    assert pieces[1][-1] == pytest.approx(whole[0][1], rel=1e-5)  # the bias lies at the end
 
 
 def test_what_has_no_gradient_stays() -> None:

@@ -116,6 +116,24 @@ def test_no_sync_reduces_once(stage: int) -> None:
         assert distance < 1e-7
 
 
+def held_and_dropped(stage: int) -> float:
+    """Distance of weights that a dropped accumulation inside no_sync() could have moved."""
+    plain, engine = _engine(stage, 1), _engine(stage, 1)
+    x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with engine.no_sync():
+        for micro in x[:2]:
+            engine.backward(mean_square(engine(micro)))
+    engine.zero_grad()
+    for one in (plain, engine):
+        _micro(one, x[2])
+    return float((_weights(engine) - _weights(plain)).abs().max())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_zero_grad_drops_what_no_sync_left(stage: int) -> None:
+    assert run_distributed(held_and_dropped, 2, stage, timeout=60) == [0.0, 0.0]
+
+
 def refused() -> list[str]:
     messages = []
     for stage in (2, 3):
