@@ -168,10 +168,10 @@ def add_run_command(app: typer.Typer) -> None:
     app.command("run", context_settings=CONTEXT, epilog=EXAMPLES.replace("  deepspeed ", "  ds-hf run "))(run_command)
 
 
-def deepspeed_main() -> None:
-    """Entry point of the scripts ``deepspeed`` and ``ds``."""
+def deepspeed_main(args: list[str] | None = None) -> None:
+    """Entry point of the scripts ``deepspeed`` and ``ds``; with ``args`` in place of the command line's."""
     if real_deepspeed() is not None:
         sys.exit(call_real("deepspeed.launcher.runner", "main"))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings=CONTEXT, epilog=EXAMPLES)(run_command)
-    app(prog_name="deepspeed")
+    app(args, prog_name="deepspeed")

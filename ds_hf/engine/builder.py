@@ -160,6 +160,7 @@ def _make_optimizer(
     if isinstance(optimizer, Optimizer):
         if settings.optimizer is not None:
             warn_once(f"the optimizer given to initialize() replaces the configuration's {settings.optimizer.type!r}")
+        _check_whole(optimizer)
         return optimizer
     if optimizer is None and settings.optimizer is None:
         return None
@@ -173,6 +174,18 @@ def _make_optimizer(
         mark_matrices(model)
     offloaded = settings.zero_optimization.offload_optimizer.device != "none"
     return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups, offloaded=offloaded)
+
+
+def _check_whole(optimizer: Optimizer) -> None:
+    """An optimizer that only calls others would update nothing: what those hold is not what the engine fills."""
+    own = {id(group) for group in optimizer.param_groups}
+    for name, part in vars(optimizer).items():
+        if isinstance(part, Optimizer) and not any(id(group) in own for group in part.param_groups):
+            raise ConfigError(
+                f"{type(optimizer).__name__} hands its parameters on to another optimizer ({name}: "
+                f"{type(part).__name__}), whose parameters the engine does not know: share the parameter groups "
+                "between them, or give one optimizer with several groups"
+            )
 
 
 def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[Any]:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.export import export_engine
+from ds_hf.engine.data import ShardedLoader, build_dataloader
 from ds_hf.engine.dist.process_group import get_local_rank
+from ds_hf.engine.facade_settings import SettingsFacade
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.log import warn_once
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineFacade"]
 
 
-class EngineFacade:
+class EngineFacade(SettingsFacade):
     """Mixed into ``Engine``."""
 
     if TYPE_CHECKING:
@@ -199,6 +202,44 @@ class EngineFacade:
         """Nothing of a step is outstanding. Collective."""
         if self.optimizer is not None:
             self.optimizer.settle()
+
+    def empty_partition_cache(self) -> None:
+        """Give back the memory of gathered parameters that stay between uses (where parameters are sharded)."""
+        self._finish_update()
+        for unit in self.units:
+            unit.release()
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> ShardedLoader:
+        """A loader of this rank's batches, as ``initialize(training_data=...)`` returns one.
+
+        Args:
+            batch_size: of one process; default the micro-batch.
+            route: accepted for DeepSpeed's sake; a loader for evaluation shards in the same way.
+
+        Raises:
+            ValueError: ``data_sampler`` is given: the loader brings the one that shards and resumes.
+        """
+        if data_sampler is not None:
+            raise ValueError("deepspeed_io() has a sampler of its own: give data_sampler to a torch DataLoader instead")
+        return build_dataloader(
+            dataset,
+            batch_size or self.batch.micro,
+            collate_fn,
+            self.settings.dataloader_drop_last,
+            self.axis.rank,
+            self.axis.world_size,
+            num_local_io_workers or 0,
+            pin_memory,
+        )
 
     # -- learning rate --------------------------------------------------------------------------------------------
 

@@ -1,20 +1,26 @@
 """Operations, parameters and time of a model: DeepSpeed's flops profiler on torch's ``FlopCounterMode``.
 
 torch counts what the matrix products, convolutions and attention of forward (and backward, when it runs while
-profiling) really do, whatever module asked for them. A multiply-accumulate counts as two operations.
+profiling) really do, whatever module asked for them; ``_formulas`` adds what it leaves out. A multiply-accumulate
+counts as two operations; a bias, and sums and products element by element, as one operation an element.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from ds_hf.engine.dist.accelerator import get_accelerator
 from ds_hf.engine.zero.buffer import home_of, logical_shape
@@ -47,12 +53,13 @@ class FlopsProfiler:
         self.started = False
         self._counter: FlopCounterMode | None = None
         self._flops: dict[str, int] = {}
+        self._macs = 0
         self._since = self._duration = 0.0
 
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
         """Begin to count; what was counted before is forgotten."""
         self.reset_profile()
-        self._counter = FlopCounterMode(display=False)
+        self._counter = FlopCounterMode(display=False, custom_mapping=_formulas(self._add_macs))
         self._counter.__enter__()  # type: ignore[no-untyped-call]
         get_accelerator().synchronize()
         self._since, self.started = time.perf_counter(), True
@@ -71,7 +78,10 @@ class FlopsProfiler:
         """Forget what was counted."""
         if self._counter is not None:
             self.stop_profile()
-        self._flops, self._duration = {}, 0.0
+        self._flops, self._macs, self._duration = {}, 0, 0.0
+
+    def _add_macs(self, count: int) -> None:
+        self._macs += count
 
     def end_profile(self) -> None:
         """Forget what was counted, and end."""
@@ -84,9 +94,8 @@ class FlopsProfiler:
         return number_to_string(found) if as_string else found
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiply-accumulates: half the operations."""
-        found = self._flops.get("Global", 0) // 2
-        return macs_to_string(found) if as_string else found
+        """Multiply-accumulates of matrix products, convolutions and attention."""
+        return macs_to_string(self._macs) if as_string else self._macs
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Parameters, those of other ranks' shards too."""
@@ -134,6 +143,48 @@ class FlopsProfiler:
             for level, name, count in rows
             if depth < 0 or level <= depth
         ]
+
+
+def _formulas(add_macs: Callable[[int], None]) -> dict[Any, Callable[..., int]]:
+    """How many operations each of torch's operators takes; ``add_macs`` is told what is multiplied and added up."""
+    aten = torch.ops.aten
+
+    def product(formula: Callable[..., int], bias: Callable[..., bool] | None = None) -> Callable[..., int]:
+        def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+            found = int(formula(*args, out_val=out_val, **kwargs))
+            add_macs(found // 2)
+            return found + (out_val.numel() if bias is not None and bias(*args) else 0)
+
+        return _raw(count)
+
+    def elements(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        return int(out_val.numel())
+
+    biases: dict[Any, Callable[..., bool]] = {
+        aten.addmm: lambda *_: True,
+        aten.baddbmm: lambda *_: True,
+        aten.convolution: lambda x, weight, bias=None, *_: bias is not None,
+    }
+    found = {op: product(formula, biases.get(op)) for op, formula in flop_registry.items()}
+    found |= {op: _raw(elements) for op in (aten.add, aten.sub, aten.mul, aten.div)}
+    found[aten.mv] = product(lambda matrix, vector, **_: 2 * matrix.numel())
+    found[aten.dot] = product(lambda one, other, **_: 2 * one.numel())
+    # the CPU's attention: torch's table has the GPU's alone
+    found[aten._scaled_dot_product_flash_attention_for_cpu] = product(
+        lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
+    )
+    found[aten._scaled_dot_product_flash_attention_for_cpu_backward] = product(
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
+            grad.shape, q.shape, k.shape, v.shape
+        )
+    )
+    return found
+
+
+def _raw(formula: Callable[..., int]) -> Callable[..., int]:
+    """Mark ``formula`` as one that takes the operator's tensors, and not their shapes."""
+    formula._get_raw = True  # type: ignore[attr-defined]
+    return formula
 
 
 def get_model_profile(

@@ -138,6 +138,7 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration, mode)
         self.first_step_size, self.second_step_size = _cycle_sizes(cycle_first_step_size, cycle_second_step_size)
         self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
         self.first_stair_count = cycle_first_stair_count
         self.second_stair_count = (
             cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
@@ -215,7 +216,7 @@ class OneCycle(Schedule):
         done = self.last_batch_iteration + 1
         turns = done / self.total_size
         position = 1.0 + turns - math.floor(1 + turns)
-        peak = self.first_step_size / self.total_size
+        peak = self.step_ratio
         rising = position <= peak
         stairs = self.first_stair_count if rising else self.second_stair_count
         if stairs > 0:

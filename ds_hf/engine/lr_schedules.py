@@ -39,6 +39,11 @@ __all__ = [
     "build_scheduler",
     "get_config_from_args",
     "get_lr_from_config",
+    "override_1cycle_params",
+    "override_lr_range_test_params",
+    "override_params",
+    "override_warmupCosineLR_params",
+    "override_warmupLR_params",
 ]
 
 _POLICIES: Mapping[str, type[Schedule]] = {
@@ -118,12 +123,42 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
         return None, "--lr_schedule was not given"
     if name not in _POLICIES:
         return None, f"--lr_schedule {name!r} is not one of {', '.join(VALID_LR_SCHEDULES)}"
+    return {"type": name, "params": _given(args, name)}, None
+
+
+def override_lr_range_test_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    """Write what the command line says about LRRangeTest into ``params``."""
+    params.update(_given(args, "LRRangeTest"))
+
+
+def override_1cycle_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    """Write what the command line says about OneCycle into ``params``."""
+    params.update(_given(args, "OneCycle"))
+
+
+def override_warmupLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:  # noqa: N802
+    """Write what the command line says about WarmupLR into ``params``."""
+    params.update(_given(args, "WarmupLR"))
+
+
+def override_warmupCosineLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:  # noqa: N802
+    """Write what the command line says about WarmupCosineLR into ``params``."""
+    params.update(_given(args, "WarmupCosineLR"))
+
+
+def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    """Write what the command line says about any of the schedules into ``params``."""
+    for name in _POLICIES:
+        params.update(_given(args, name))
+
+
+def _given(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The parameters of schedule ``name`` among parsed arguments."""
     accepted = accepted_params(_POLICIES[name], _HIDDEN)
     values = {key: value for key, value in vars(args).items() if key in accepted and value is not None}
     # -1 is the command line's "not given" for these three, and no legal value.
     absent = ("cycle_second_step_size", "cycle_second_stair_count", "cycle_first_stair_count")
-    params = {key: value for key, value in values.items() if not (key in absent and value == -1)}
-    return {"type": name, "params": params}, None
+    return {key: value for key, value in values.items() if not (key in absent and value == -1)}
 
 
 _ARGUMENT_DEFAULTS: Mapping[str, Any] = {

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 
 from ds_hf.engine.dist.accelerator import get_accelerator
@@ -37,6 +38,7 @@ __all__ = [
     "has_inf_or_nan",
     "is_zero_param",
     "is_zero_supported_optimizer",
+    "mask_nan_or_inf_with_val_inplace",
     "memory_status",
     "move_to_device",
     "noop_context",
@@ -44,6 +46,7 @@ __all__ = [
     "partition_balanced",
     "partition_uniform",
     "prefix_sum_inc",
+    "required_torch_version",
     "see_memory_usage",
     "set_random_seed",
 ]
@@ -94,6 +97,11 @@ class CheckOverflow:
 def has_inf_or_nan(x: Tensor) -> bool:
     """Whether ``x`` has an element that is not finite."""
     return not bool(torch.isfinite(x).all())
+
+
+def mask_nan_or_inf_with_val_inplace(tensor: Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Put ``val`` in place of elements that are not finite."""
+    tensor.masked_fill_(~torch.isfinite(tensor), val)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -303,6 +311,16 @@ def noop_decorator(func: F) -> F:
 def noop_context() -> Iterator[None]:
     """Changes nothing."""
     yield
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch is of ``min_version`` or later, or of ``max_version`` or earlier; release numbers are compared."""
+    if (min_version is None) == (max_version is None):
+        raise ValueError("required_torch_version() takes one of min_version and max_version")
+    release = Version(Version(torch.__version__).base_version)
+    if min_version is not None:
+        return release >= Version(str(min_version))
+    return release <= Version(str(max_version))
 
 
 def is_zero_param(parameter: Any) -> bool:

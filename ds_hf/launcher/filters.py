@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ds_hf.launcher.errors import LaunchError, mistake
 from ds_hf.launcher.hostfile import Pool
 
-__all__ = ["first_nodes_and_slots", "parse_filter", "select"]
+__all__ = ["first_nodes_and_slots", "parse_filter", "remaining", "select"]
 
 _EXAMPLE = "write host, host:0,2 or host-a:0,2@host-b"
 
@@ -55,7 +55,19 @@ def _split(text: str, separator: str, column: int) -> Iterator[tuple[int, str]]:
 
 
 def select(pool: Pool, include: str = "", exclude: str = "") -> Pool:
-    """The part of ``pool`` that the two filters leave; they exclude each other, as in DeepSpeed."""
+    """The part of ``pool`` that the two filters leave.
+
+    Raises:
+        LaunchError: nothing is left, or a filter is wrong.
+    """
+    active = remaining(pool, include, exclude)
+    if exclude and not active:
+        raise LaunchError(f"--exclude {exclude}: no slot is left\n  fix: exclude less")
+    return active
+
+
+def remaining(pool: Pool, include: str = "", exclude: str = "") -> Pool:
+    """``select``, which may leave nothing; the filters exclude each other, as in DeepSpeed."""
     if include and exclude:
         raise LaunchError("--include and --exclude are both given\n  fix: give one of them")
     if include:
@@ -65,10 +77,7 @@ def select(pool: Pool, include: str = "", exclude: str = "") -> Pool:
         return pool
     named = parse_filter(exclude, pool, "--exclude")
     left = {host: tuple(slot for slot in slots if slot not in named.get(host, ())) for host, slots in pool.items()}
-    active = {host: slots for host, slots in left.items() if slots}
-    if not active:
-        raise LaunchError(f"--exclude {exclude}: no slot is left\n  fix: exclude less")
-    return active
+    return {host: slots for host, slots in left.items() if slots}
 
 
 def first_nodes_and_slots(pool: Pool, num_nodes: int = -1, num_gpus: int = -1) -> Pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import logging
 import subprocess
 import sys
@@ -36,6 +37,7 @@ deepspeed.zero: Init GatheredParameters register_external_parameter unregister_e
 deepspeed.runtime: ZeROOptimizer DeepSpeedOptimizer
 deepspeed.runtime.activation_checkpointing.checkpointing: checkpoint CudaRNGStatesTracker
 deepspeed.runtime.base_optimizer: ZeROOptimizer DeepSpeedOptimizer
+deepspeed.runtime.config: ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER TORCH_ADAM_PARAM
 deepspeed.runtime.config: DeepSpeedConfig DeepSpeedConfigError
 deepspeed.runtime.utils: see_memory_usage memory_status clip_grad_norm_ get_global_norm CheckOverflow set_random_seed
 deepspeed.runtime.utils: partition_uniform partition_balanced get_weight_norm has_inf_or_nan noop_decorator empty_cache
@@ -53,6 +55,9 @@ deepspeed.runtime.zero.tiling: TiledLinear TiledLinearReturnBias
 deepspeed.runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_live DeepSpeedZeroOptimizer_Stage3
 deepspeed.runtime.zero.stage3: estimate_zero3_model_states_mem_needs_all_cold
 deepspeed.runtime.zero.stage_1_and_2: estimate_zero2_model_states_mem_needs_all_live DeepSpeedZeroOptimizer
+deepspeed.runtime.lr_schedules: LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR
+deepspeed.runtime.lr_schedules: add_tuning_arguments get_config_from_args get_lr_from_config override_params
+deepspeed.runtime.lr_schedules: override_1cycle_params override_lr_range_test_params override_warmupLR_params
 deepspeed.runtime.lr_schedules: VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest
 deepspeed.runtime.engine: DeepSpeedEngine
 deepspeed.runtime.dataloader: RepeatingLoader DeepSpeedDataLoader
@@ -71,7 +76,7 @@ deepspeed.ops.op_builder.all_ops: ALL_OPS
 deepspeed.ops.op_builder.builder: OpBuilder
 deepspeed.profiling.flops_profiler: get_model_profile FlopsProfiler
 deepspeed.profiling.flops_profiler.profiler: get_model_profile FlopsProfiler number_to_string
-deepspeed.checkpoint.utils: clone_tensors_for_torch_save
+deepspeed.checkpoint.utils: clone_tensors_for_torch_save get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
 deepspeed.utils: logger log_dist groups zero_to_fp32 RepeatingLoader is_initialized OnDevice instrument_w_nvtx
 deepspeed.utils: set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter
 deepspeed.utils: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
@@ -81,6 +86,9 @@ deepspeed.utils: safe_set_local_fp32_param safe_set_local_grad safe_set_local_op
 deepspeed.utils.groups: _get_sequence_parallel_world_size _get_sequence_parallel_rank _get_data_parallel_group
 deepspeed.utils.groups: get_data_parallel_world_size get_data_parallel_rank get_model_parallel_world_size
 deepspeed.utils.logging: logger log_dist print_json_dist set_log_level_from_string
+deepspeed.utils.torch: required_torch_version
+deepspeed.utils.zero_to_fp32: convert_zero_checkpoint_to_state_dict to_torch_tensor
+deepspeed.utils.zero_to_torch: main
 deepspeed.utils.nvtx: instrument_w_nvtx
 deepspeed.utils.init_on_device: OnDevice
 deepspeed.utils.timer: SynchronizedWallClockTimer ThroughputTimer
@@ -229,6 +237,31 @@ def test_accelerator_answers_for_this_machine() -> None:
     assert accelerator.device_count() >= 1
     assert accelerator.communication_backend_name() == ("nccl" if torch.cuda.is_available() else "gloo")
     assert deepspeed.get_accelerator() is accelerator
+
+
+def test_scripts_ask_the_accelerator_for_its_name() -> None:
+    assert deepspeed.get_accelerator()._name == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_constants_of_schedules_are_the_keys_of_the_json() -> None:
+    schedules = deepspeed.runtime.lr_schedules
+    names = [schedules.LR_RANGE_TEST, schedules.ONE_CYCLE, schedules.WARMUP_LR, schedules.WARMUP_DECAY_LR]
+    assert sorted([*names, schedules.WARMUP_COSINE_LR]) == sorted(schedules.VALID_LR_SCHEDULES)
+    for name in schedules.VALID_LR_SCHEDULES:
+        accepted = set(inspect.signature(getattr(schedules, name)).parameters) - {"optimizer", "mode"}
+        accepted -= {"last_batch_iteration"}
+        assert accepted <= {value for key, value in vars(schedules).items() if key.isupper() and isinstance(value, str)}
+
+
+def test_required_torch_version() -> None:
+    required = deepspeed.utils.torch.required_torch_version
+    assert required(min_version=1.8)
+    assert required(min_version="2.0.1")
+    assert not required(min_version=99)
+    assert not required(max_version=1.13)
+    assert required(max_version=torch.__version__.split("+")[0])
+    with pytest.raises(ValueError, match="one of"):
+        required()
 
 
 def test_optimizers_take_what_accelerate_gives_them() -> None:

@@ -252,10 +252,10 @@ def test_flops_of_a_linear_layer(tmp_path: Path) -> None:
     params = 16 * 32 + 32 + 32 * 4 + 4
     report = tmp_path / "profile.txt"
     found = get_model_profile(model, input_shape=(8, 16), as_string=False, output_file=str(report))
-    assert found == (2 * macs, macs, params)
+    assert found == (2 * macs + 8 * (32 + 4), macs, params)  # the biases are added
     assert "flops profile" in report.read_text()
     assert get_model_profile(model, args=[torch.ones(8, 16)], print_profile=False) == (
-        "10.24 K",
+        "10.53 K",
         "5.12 KMACs",
         "676 ",
     )

@@ -323,8 +323,18 @@ def test_deep_copies() -> None:
 # -- bad input -----------------------------------------------------------------------------------------------------
 
 
+class HandsOn(torch.optim.Optimizer):
+    """Steps by an optimizer of its own."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__(params, {})
+        self.inner = torch.optim.Adam(params)
+
+
 def bad_calls() -> None:
     config = base_config(1)
+    stack = Stack()
+    schedule = torch.optim.lr_scheduler.LambdaLR(sgd(stack), lambda step: 1.0)
     for arguments, message in [
         ({}, "needs model="),
         ({"model": "gpt2"}, "needs model="),
@@ -337,8 +347,13 @@ def bad_calls() -> None:
         ({"model": Stack(), "config": {**config, "zero_optimisation": {}}}, "zero_optimization"),
         ({"model": Stack(), "config": {**config, "optimizer": {"type": "AdamX"}}}, "AdamX"),
         ({"model": Stack(), "config": config, "mesh_param": (2, 2)}, "mesh_param"),
+        ({"model": stack, "config": config, "lr_scheduler": schedule}, "LambdaLR on an optimizer of its own"),
+        ({"model": stack, "config": config, "optimizer": sgd, "lr_scheduler": schedule}, "optimizer of its own"),
+        ({"model": stack, "config": config, "optimizer": HandsOn(list(stack.parameters()))}, r"\(inner: Adam\)"),
     ]:
         with pytest.raises(ConfigError, match=message):
+            initialize(**arguments)  # type: ignore[arg-type]
+        with pytest.raises(AssertionError, match=message):  # what DeepSpeed raises
             initialize(**arguments)  # type: ignore[arg-type]
     engine = make(2)
     output = engine(batch())

@@ -84,3 +84,55 @@ def test_steps_per_print(capfd: pytest.CaptureFixture[str]) -> None:
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
     assert "lr [0.5], grad norm " in lines[0]
     assert lines[0].endswith("skipped 0, loss scale 1")
+
+
+def _settings_and_loader() -> dict[str, object]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.25}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
+        "bf16": {"enabled": True},
+        "communication_data_type": "fp32",
+        "prescale_gradients": True,
+        "checkpoint": {"tag_validation": "Fail"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 1234, "offload_optimizer": {"device": "cpu"}},
+    }
+    engine, *_ = initialize(model=TinyLM(), config=config)
+    engine.train()
+    engine.backward(engine(token_batches(2, 8)))
+    engine.empty_partition_cache()
+    offload = engine.zero_offload_optimizer()
+    assert offload is not None
+    return {
+        "communication": engine.communication_data_type,
+        "params": (engine.optimizer_params(), engine.scheduler_params()),
+        "bucket": engine.zero_reduce_bucket_size(),
+        "offload": (
+            offload.device,
+            engine.zero_offload_param(),
+            engine.zero_cpu_offload(),
+            engine.zero_has_nvme_offload(),
+        ),
+        "tags": (engine.checkpoint_tag_validation_enabled(), engine.checkpoint_tag_validation_fail()),
+        "scaled": (engine.postscale_gradients(), engine.gradient_predivide_factor()),
+        "groups": (engine.mp_world_size, engine.seq_dp_world_size, torch.distributed.get_world_size(engine.dp_group)),
+        "rest": [p.numel() for unit in engine.units if unit.sharded for p in unit.params if p.dim() > 1 and p.numel()],
+        "batches": [batch.tolist() for batch in engine.deepspeed_io(list(range(8)), route="eval")],
+    }
+
+
+def test_settings_by_their_old_names() -> None:
+    seen: list[int] = []
+    for found in run_distributed(_settings_and_loader, 2):
+        seen += [item for batch in found.pop("batches") for item in batch]
+        assert found == {
+            "communication": torch.float32,
+            "params": ({"lr": 0.25}, {"warmup_num_steps": 7}),
+            "bucket": 1234,
+            "offload": ("cpu", None, True, False),
+            "tags": (True, True),
+            "scaled": (False, 1.0),
+            "groups": (1, 2, 2),
+            "rest": [],
+        }
+    assert sorted(seen) == list(range(8))

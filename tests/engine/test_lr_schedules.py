@@ -23,6 +23,11 @@ from ds_hf.engine.lr_schedules import (
     build_scheduler,
     get_config_from_args,
     get_lr_from_config,
+    override_1cycle_params,
+    override_lr_range_test_params,
+    override_params,
+    override_warmupCosineLR_params,
+    override_warmupLR_params,
 )
 from ds_hf.errors import ConfigError
 
@@ -331,6 +336,33 @@ def test_tuning_arguments_build_every_schedule() -> None:
     assert config["params"]["cycle_second_step_size"] == 7
     assert config["params"]["cycle_first_step_size"] == 1000
     assert config["params"]["cycle_momentum"] is False
+
+
+def test_arguments_override_parameters() -> None:
+    parser = add_tuning_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--lr_range_test_staircase", "--cycle_max_lr", "0.3", "--warmup_type", "linear"])
+    params: dict[str, Any] = {"cycle_max_lr": 0.1, "other": 1}
+    override_1cycle_params(args, params)
+    assert (params["cycle_max_lr"], params["other"], params["cycle_momentum"]) == (0.3, 1, False)
+    assert "cycle_second_step_size" not in params
+    params = {}
+    override_lr_range_test_params(args, params)
+    assert set(params) == {f"lr_range_test_{key}" for key in ("min_lr", "step_rate", "step_size", "staircase")}
+    assert params["lr_range_test_staircase"] is True
+    params = {}
+    override_warmupLR_params(args, params)
+    assert params["warmup_type"] == "linear"
+    assert "warmup_min_ratio" not in params
+    override_warmupCosineLR_params(args, params)
+    assert params["warmup_min_ratio"] == 0.01
+    params = {}
+    override_params(args, params)
+    assert {"cycle_max_lr", "lr_range_test_min_lr", "warmup_max_lr", "cos_min_ratio"} <= set(params)
+
+
+def test_step_ratio_is_the_share_of_the_rising_half() -> None:
+    schedule = OneCycle(make_optimizer(), 0.1, 0.2, cycle_first_step_size=3, cycle_second_step_size=1)
+    assert schedule.step_ratio == 0.75
 
 
 def test_get_lr_from_config() -> None:

@@ -24,6 +24,7 @@ from .git_version_info import git_hash as __git_hash__
 from .git_version_info import version
 from .runtime import zero
 from .runtime.activation_checkpointing import checkpointing
+from .runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER
 from .runtime.dataloader import DeepSpeedDataLoader
 from .utils import log_dist, logger
 
@@ -33,6 +34,8 @@ __version_minor__ = 19
 __version_patch__ = 8
 dist = comm
 __all__ = [
+    "ADAM_OPTIMIZER",
+    "LAMB_OPTIMIZER",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedDataLoader",

@@ -27,8 +27,10 @@ from ds_hf.engine.checkpoint.interface import (
 )
 from ds_hf.engine.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
+    to_torch_tensor,
 )
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.log import logger
@@ -37,9 +39,11 @@ __all__ = [
     "clone_tensors_for_torch_save",
     "consolidated_state_dict",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "save_16bit_model",
+    "to_torch_tensor",
 ]
 
 

@@ -8,13 +8,31 @@ number of the rank.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ds_hf.engine.checkpoint.deepspeed_pickle import FragmentAddress
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedFragment
 
-__all__ = ["addressed", "count_of", "even_parts", "in_order"]
+__all__ = [
+    "addressed",
+    "count_of",
+    "even_parts",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
+    "in_order",
+]
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """The file with the model of a tensor-parallel rank (``"00"``), where parameters are not sharded."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """The file with the optimizer states of a data-parallel rank."""
+    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
 
 
 def even_parts(shapes: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, list[SavedFragment]]:

@@ -50,12 +50,14 @@ __all__ = [
     "SavedParameter",
     "TensorFiles",
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "find_folder",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "read_manifest",
     "recover",
     "sealed",
+    "to_torch_tensor",
 ]
 
 FORMAT = "ds_hf checkpoint"
@@ -63,6 +65,10 @@ VERSION = 1
 MANIFEST = "manifest.json"
 _LATEST_NBYTES = 4096  # a file 'latest' may have
 _MANIFEST_NBYTES = 2**22  # that a manifest may always have; more in proportion to the tensors
+_DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+}  # fmt: skip
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -528,7 +534,7 @@ class LazyTensor:
         return self.parameter.numel
 
     def contiguous(self) -> Tensor:
-        return self.files.value(self.parameter, torch.float32)
+        return self.files.value(self.parameter, self.dtype)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -548,6 +554,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: it is missing, incomplete or damaged.
     """
+    return _whole_state(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode, torch.float32)
+
+
+def _whole_state(
+    checkpoint_dir: str | Path, tag: str | None, exclude_frozen_parameters: bool, lazy_mode: bool, dtype: torch.dtype
+) -> dict[str, Any]:
     manifest = read_manifest(find_folder(checkpoint_dir, tag))
     manifest.check_files()
     files = TensorFiles(manifest.folder)
@@ -556,10 +568,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     state: dict[str, Any] = {}
     for name, parameter in manifest.parameters.items():
         if parameter.trainable or not exclude_frozen_parameters:
-            state[name] = LazyTensor(files, parameter) if lazy_mode else files.value(parameter, torch.float32)
+            state[name] = LazyTensor(files, parameter, dtype) if lazy_mode else files.value(parameter, dtype)
     for name, buffer in manifest.buffers.items():
         value = files.buffer(buffer)
-        state[name] = value.float() if value.is_floating_point() else value
+        state[name] = value.to(dtype) if value.is_floating_point() else value
     state.update({alias: state[name] for alias, name in manifest.tied.items() if name in state})
     return state
 
@@ -594,6 +606,28 @@ def load_state_dict_from_zero_checkpoint(
     return model.cpu()
 
 
+def to_torch_tensor(
+    state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: str | torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Tensors out of a state dict that may be lazy; names that shared one still do.
+
+    Args:
+        return_empty_tensor: uninitialized tensors of the same shapes, without reading any.
+        dtype: of floating-point tensors, such as ``"bf16"``; default as they are.
+
+    Raises:
+        ValueError: it is no dtype of weights.
+    """
+    wanted = None if dtype is None else _dtype(dtype)
+    made: dict[int, Tensor] = {}
+    for value in state_dict.values():
+        if id(value) in made:
+            continue
+        kind = value.dtype if wanted is None or not value.dtype.is_floating_point else wanted
+        made[id(value)] = torch.empty(value.shape, dtype=kind) if return_empty_tensor else value.contiguous().to(kind)
+    return {name: made[id(value)] for name, value in state_dict.items()}
+
+
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
@@ -602,14 +636,33 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write whole fp32 weights as transformers reads them, one shard in memory at a time.
+    """``convert_zero_checkpoint_to_state_dict`` with ``dtype="fp32"``."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, "fp32", max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: str | torch.dtype = "fp32",
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write whole weights as transformers reads them, one shard in memory at a time.
 
     Args:
         output_dir: a folder, or the path of one file that ends in ``.bin``, ``.pt``, ``.pth`` or ``.safetensors``.
+        dtype: of floating-point weights: ``"fp32"``, ``"fp16"``, ``"bf16"``.
         max_shard_size: such as ``"5GB"``; larger weights are split, with an index beside them. Not for one file.
         safe_serialization: safetensors instead of pickled files, in a folder.
+
+    Raises:
+        ValueError: ``dtype`` or ``max_shard_size`` is neither of these.
     """
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
+    state = _whole_state(checkpoint_dir, tag, exclude_frozen_parameters, True, _dtype(dtype))
     out = Path(output_dir)
     _refuse_links(out, Path(checkpoint_dir))
     if out.suffix in (".bin", ".pt", ".pth", ".safetensors"):
@@ -650,6 +703,13 @@ def _replaced(path: Path) -> Iterator[Path]:
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
+
+
+def _dtype(given: str | torch.dtype) -> torch.dtype:
+    found = given if isinstance(given, torch.dtype) else _DTYPES.get(given.lower())
+    if found is None or found not in _DTYPES.values():
+        raise ValueError(f"{given!r} is no dtype of weights: use fp32, fp16 or bf16")
+    return found
 
 
 def _nbytes(text: str | int | None) -> float:
@@ -707,10 +767,11 @@ def _write_shard(path: Path, names: list[str], state: Mapping[str, Any]) -> list
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Turn a ds_hf checkpoint into whole fp32 weights.")
+    parser = argparse.ArgumentParser(description="Turn a ds_hf checkpoint into whole weights.")
     parser.add_argument("checkpoint_dir", help="folder given to save_checkpoint (it holds 'latest'), or the tag's own")
     parser.add_argument("output", help="folder for model.safetensors, or the path of one .bin or .safetensors file")
     parser.add_argument("-t", "--tag", help="default: what 'latest' names")
+    parser.add_argument("--dtype", default="fp32", help="fp32 (the default), fp16 or bf16")
     parser.add_argument("--max_shard_size", "--max-shard-size", default="5GB", help="default: 5GB")
     parser.add_argument("--safe_serialization", "--safe-serialization", action="store_true", help="the default")
     parser.add_argument("--bin", action="store_true", help="write pytorch_model.bin in the folder instead")
@@ -718,9 +779,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(arguments)
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
+        convert_zero_checkpoint_to_state_dict(
             args.checkpoint_dir,
             args.output,
+            args.dtype,
             args.max_shard_size,
             safe_serialization=not args.bin,
             tag=args.tag,

@@ -90,6 +90,15 @@ class Accelerator:
         """``"cuda"`` or ``"cuda:1"``."""
         return self.kind if device_index is None else f"{self.kind}:{device_index}"
 
+    @property
+    def _name(self) -> str:
+        """What scripts compare with ``"cuda"`` and ``"cpu"``."""
+        return self.kind
+
+    @property
+    def _communication_backend_name(self) -> str:
+        return self.backend
+
     def communication_backend_name(self) -> str:
         """The process-group backend of this device."""
         return self.backend

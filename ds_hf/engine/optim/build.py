@@ -43,7 +43,7 @@ def build_optimizer(
     """The optimizer that ``optimizer: {type: section_type, params: params}`` asks for, over ``param_groups``.
 
     Args:
-        offloaded: the states rest off the device, where DeepSpeed takes its classes for the CPU; the rules are the same.
+        offloaded: the states rest off the device, where DeepSpeed takes its classes for the CPU, of the same rules.
 
     Raises:
         ConfigError: unknown or refused type, unknown, unresolved or wrong parameters; every one of them is named.

@@ -87,7 +87,7 @@ def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
 
 def _is_ordinary(group: dict[str, Any]) -> bool:
     flags = ("amsgrad", "maximize", "differentiable", "capturable")
-    tensors = (group["lr"], *group.get("betas", ()))
+    tensors = (group.get("lr"), *group.get("betas", ()))
     return not any(group.get(flag) for flag in flags) and not any(isinstance(value, Tensor) for value in tensors)
 
 

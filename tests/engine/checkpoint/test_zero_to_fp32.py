@@ -16,8 +16,10 @@ from safetensors.torch import load_file, load_model
 
 from ds_hf.engine.checkpoint.consolidate import (
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
+    to_torch_tensor,
 )
 from ds_hf.engine.checkpoint.zero_to_fp32 import main
 from ds_hf.errors import CheckpointError
@@ -132,6 +134,36 @@ def test_shards_and_their_index(checkpoints: Any, tmp_path: Path, safe: bool) ->
         path = tmp_path / file
         content = load_file(path) if safe else torch.load(path, weights_only=True)
         assert torch.equal(content[name], whole[name])
+
+
+def test_weights_in_another_dtype(checkpoints: Any, tmp_path: Path) -> None:
+    folder, _ = checkpoints[3]
+    whole = get_fp32_state_dict_from_zero_checkpoint(folder)
+    half = {name: value.bfloat16() if value.is_floating_point() else value for name, value in whole.items()}
+    convert_zero_checkpoint_to_state_dict(folder, tmp_path / "a", dtype="bf16")
+    assert main([str(folder), str(tmp_path / "b.bin"), "--dtype", "bfloat16"]) == 0
+    for path in (tmp_path / "a/pytorch_model.bin", tmp_path / "b.bin"):
+        content = torch.load(path, weights_only=True)
+        assert set(content) == NAMES
+        assert all(torch.equal(content[name], half[name]) for name in NAMES)
+        assert content["head.weight"].data_ptr() == content["embedding.weight"].data_ptr()
+    one = sum(value.numel() * value.element_size() for value in {id(v): v for v in whole.values()}.values()) // 2 + 64
+    convert_zero_checkpoint_to_state_dict(folder, tmp_path / "c", torch.float16, max_shard_size=one)
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["pytorch_model.bin"]  # two bytes each are counted
+    with pytest.raises(ValueError, match="'int8' is no dtype of weights"):
+        convert_zero_checkpoint_to_state_dict(folder, tmp_path, dtype="int8")
+
+
+def test_lazy_states_become_tensors(checkpoints: Any) -> None:
+    folder, _ = checkpoints[2]
+    whole = get_fp32_state_dict_from_zero_checkpoint(folder)
+    lazy = get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
+    made = to_torch_tensor(lazy)
+    assert all(torch.equal(made[name], whole[name]) for name in NAMES)
+    assert made["head.weight"] is made["embedding.weight"]
+    empty = to_torch_tensor(lazy, return_empty_tensor=True, dtype="fp16")
+    assert {name: value.shape for name, value in empty.items()} == {name: value.shape for name, value in whole.items()}
+    assert empty["head.weight"].dtype is torch.float16
 
 
 def test_sizes_that_are_none(checkpoints: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from ds_hf.launch_cli import deepspeed_main as main
 from ds_hf.launcher.environment import EXPORT_PREFIXES as _PREFIXES
-from ds_hf.launcher.filters import select as _select
+from ds_hf.launcher.filters import remaining as _remaining
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE as DLTS_HOSTFILE
 from ds_hf.launcher.hostfile import read_hostfile as _read
 
@@ -33,7 +33,7 @@ def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> OrderedDict[str, list[int]]:
     """The slots that the two filters leave, by host."""
-    chosen = _select({host: tuple(slots) for host, slots in host_info.items()}, include_str, exclude_str)
+    chosen = _remaining({host: tuple(slots) for host, slots in host_info.items()}, include_str, exclude_str)
     return OrderedDict((host, list(slots)) for host, slots in chosen.items())
 
 

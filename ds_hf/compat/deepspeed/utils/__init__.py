@@ -32,7 +32,7 @@ from ds_hf.engine.zero.on_device import OnDevice
 from ds_hf.log import logger
 
 from .._missing import missing
-from . import groups, init_on_device, nvtx, tensor_fragment, timer, zero_to_fp32
+from . import groups, init_on_device, logging, nvtx, tensor_fragment, timer, torch, zero_to_fp32, zero_to_torch
 
 __all__ = [
     "OnDevice",
@@ -44,6 +44,7 @@ __all__ = [
     "is_initialized",
     "log_dist",
     "logger",
+    "logging",
     "nvtx",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -63,9 +64,11 @@ __all__ = [
     "set_z3_leaf_modules",
     "tensor_fragment",
     "timer",
+    "torch",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "z3_leaf_parameter",
     "zero_to_fp32",
+    "zero_to_torch",
 ]
 __getattr__ = missing(__name__)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from ds_hf.engine.checkpoint.consolidate import (
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
+    to_torch_tensor,
 )
 
 from .._missing import missing
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "to_torch_tensor",
 ]
 __getattr__ = missing(__name__)
