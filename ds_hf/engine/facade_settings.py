@@ -168,6 +168,9 @@ class SettingsFacade:
     def load_universal_checkpoint(self) -> bool:
         return self.settings.checkpoint.load_universal
 
+    def log_level(self) -> str | None:
+        return self.settings.log_level
+
     def wall_clock_breakdown(self) -> bool:
         return self.settings.wall_clock_breakdown
 

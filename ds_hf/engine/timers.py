@@ -142,6 +142,9 @@ class ThroughputTimer:
         config: object with ``enabled`` and ``synchronized``; None means both.
         batch_size: samples of one global step.
         steps_per_output: report every so many steps; None: never.
+
+    Raises:
+        ValueError: ``steps_per_output`` is no whole number from 1.
     """
 
     def __init__(
@@ -153,6 +156,8 @@ class ThroughputTimer:
         monitor_memory: bool = False,
         logging_fn: Callable[[str], None] | None = None,
     ) -> None:
+        if steps_per_output is not None and (steps_per_output < 1 or steps_per_output != int(steps_per_output)):
+            raise ValueError(f"steps_per_output must be a whole number from 1, or None, got {steps_per_output}")
         self.enabled = bool(getattr(config, "enabled", True))
         self.synchronized = bool(getattr(config, "synchronized", True))
         self.batch_size = max(1, batch_size)

@@ -24,6 +24,7 @@ def test_resource_functions(tmp_path: Path) -> None:
     assert dict(runner.parse_inclusion_exclusion(pool, "b:2,0@a", "")) == {"a": [0, 1], "b": [0, 2]}
     assert dict(runner.parse_resource_filter({"a": [0, 1], "b": [0]}, exclude_str="a:0@b")) == {"a": [1]}
     assert runner.parse_resource_filter({"a": [0, 1]}, exclude_str="a") == {}
+    assert runner._parse_hostfile(["a slots=2\n", "\n", "# b slots=1\n", "c slots=4\n"]) == {"a": 2, "c": 4}
     with pytest.raises(ValueError, match="no slot 7"):  # DeepSpeed raises ValueError, too
         runner.parse_resource_filter({"a": [0]}, include_str="a:7")
     assert (runner.DLTS_HOSTFILE, runner.DEEPSPEED_ENVIRONMENT_NAME) == ("/job/hostfile", ".deepspeed_env")

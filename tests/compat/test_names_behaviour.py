@@ -75,7 +75,12 @@ def collectives() -> dict[str, Any]:
         elif rank == 1:
             dist.recv(message, src=0)
         found["recv"] = message.tolist()
-    dist.barrier()
+    dist.barrier(prof=True, log_name="end", debug="here")
+    named = torch.empty(2 * world, device=device)
+    dist.all_gather_into_tensor(output_tensor=named, tensor=mine(), prof=False)
+    dist.reduce_scatter_tensor(output_tensor=scattered, tensor=named, debug="here")
+    dist.all_to_all_single(exchanged, tensor=mine(world), log_name="here")
+    found["by DeepSpeed's names"] = [named.tolist(), scattered.tolist(), exchanged.tolist()]
     return found
 
 
@@ -98,6 +103,8 @@ def test_collectives_of_deepspeed_comm() -> None:
         assert found["inference_all_reduce"] == [total, total]
         assert found["group"] == list(range(WORLD))
         assert found["mesh"] == WORLD
+        gathered = [value for value in each for _ in range(2)]
+        assert found["by DeepSpeed's names"] == [gathered, [WORLD * (rank + 1.0)] * 2, each]
         if WORLD > 1:
             assert found["recv"] == [1.0 if rank in (0, 1) else rank + 1.0] * 2
 
@@ -333,6 +340,9 @@ def test_timers_and_messages(caplog: pytest.LogCaptureFixture, tmp_path: Path) -
     timers("forward").start()
     timers("forward").stop(record=True)
     assert timers("forward").elapsed(reset=False) > 0
+    for wrong in (0, 1.5):
+        with pytest.raises(ValueError, match="steps_per_output"):
+            ThroughputTimer(steps_per_output=wrong)  # type: ignore[arg-type]
     speed = ThroughputTimer(batch_size=4, start_step=0)
     for _ in range(3):
         speed.start()

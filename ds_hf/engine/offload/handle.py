@@ -74,8 +74,18 @@ class aio_handle:  # noqa: N801  DeepSpeed's spelling
         self._begun.append((request, memory if memory is not buffer else None, buffer))
         return 0
 
-    def async_pwrite(self, buffer: Tensor, filename: _File, file_offset: int = 0) -> int:
-        """Begin to write ``buffer``; 0. A number for ``filename`` is a file that is open."""
+    def async_pwrite(
+        self, buffer: Tensor, filename: _File | None = None, file_offset: int = 0, *, fd: int | None = None
+    ) -> int:
+        """Begin to write ``buffer``; 0. A number for ``filename``, or ``fd``, is a file that is open.
+
+        Raises:
+            TypeError: both are given, or neither.
+        """
+        if (filename is None) == (fd is None):
+            raise TypeError("async_pwrite() takes a filename or an fd")
+        filename = fd if filename is None else filename
+        assert filename is not None
         memory = _host(buffer)
         if memory is not buffer:
             memory.copy_(buffer)

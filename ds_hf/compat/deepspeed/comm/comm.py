@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.process_group import (
-    ProcessGroup,
-    ReduceOp,
+from ds_hf.engine.dist.deepspeed_calls import (
     all_gather,
     all_gather_into_tensor,
     all_gather_object,
@@ -12,27 +10,31 @@ from ds_hf.engine.dist.process_group import (
     all_to_all_single,
     barrier,
     broadcast,
-    broadcast_object_list,
-    destroy_process_group,
     gather,
-    get_global_rank,
-    get_local_rank,
-    get_rank,
-    get_world_group,
-    get_world_size,
-    init_distributed,
     irecv,
-    is_available,
-    is_initialized,
     isend,
     monitored_barrier,
-    new_group,
     recv,
     reduce,
     reduce_scatter,
     reduce_scatter_tensor,
     scatter,
     send,
+)
+from ds_hf.engine.dist.process_group import (
+    ProcessGroup,
+    ReduceOp,
+    broadcast_object_list,
+    destroy_process_group,
+    get_global_rank,
+    get_local_rank,
+    get_rank,
+    get_world_group,
+    get_world_size,
+    init_distributed,
+    is_available,
+    is_initialized,
+    new_group,
 )
 from ds_hf.engine.dist.extra_collectives import (
     P2POp,

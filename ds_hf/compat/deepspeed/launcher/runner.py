@@ -6,12 +6,13 @@ import base64
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ds_hf.launch_cli import deepspeed_main as main
 from ds_hf.launcher.environment import EXPORT_PREFIXES as _PREFIXES
 from ds_hf.launcher.filters import remaining as _remaining
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE as DLTS_HOSTFILE
+from ds_hf.launcher.hostfile import parse_hostfile as _parse
 from ds_hf.launcher.hostfile import read_hostfile as _read
 
 from .._missing import missing
@@ -27,6 +28,11 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
     """Slots of each host in the file; None if there is no such file."""
     pool = _read(hostfile_path, explicit=False)
     return None if pool is None else OrderedDict((host, len(slots)) for host, slots in pool.items())
+
+
+def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
+    pool = _parse("\n".join(line.rstrip("\n") for line in hostfile_lines))
+    return OrderedDict((host, len(slots)) for host, slots in pool.items())
 
 
 def parse_resource_filter(
