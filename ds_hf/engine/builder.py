@@ -20,10 +20,12 @@ from ds_hf.engine import progress, trial
 from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
+from ds_hf.engine.dist.messages import set_log_level_from_string
 from ds_hf.engine.dist.peers import Peers, open_peers
 from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.engine import Engine
+from ds_hf.engine.given import check_optimizer, check_scheduler
 from ds_hf.engine.lr_probe import script as lr_script
 from ds_hf.engine.lr_schedules import build_scheduler
 from ds_hf.engine.offloading import accumulation_dtype, build_offload
@@ -112,9 +114,11 @@ def initialize(
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     axis = data_parallel_axis(mpu)
     settings = load_config(source, world_size=axis.world_size)
+    if settings.log_level is not None:
+        set_log_level_from_string(settings.log_level)
     watch_for_hangs(axis, settings.ds_hf.hang_timeout)
     plan = plan_states(settings)
-    _check_scheduler(optimizer, lr_scheduler)
+    check_scheduler(optimizer, lr_scheduler)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
     parts = _make_parts(settings, plan, axis, model, inner)
     engine = Engine(model, source if isinstance(source, dict) else settings.resolved, settings, parts)
@@ -160,7 +164,7 @@ def _make_optimizer(
     if isinstance(optimizer, Optimizer):
         if settings.optimizer is not None:
             warn_once(f"the optimizer given to initialize() replaces the configuration's {settings.optimizer.type!r}")
-        _check_whole(optimizer)
+        check_optimizer(optimizer)
         return optimizer
     if optimizer is None and settings.optimizer is None:
         return None
@@ -174,18 +178,6 @@ def _make_optimizer(
         mark_matrices(model)
     offloaded = settings.zero_optimization.offload_optimizer.device != "none"
     return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups, offloaded=offloaded)
-
-
-def _check_whole(optimizer: Optimizer) -> None:
-    """An optimizer that only calls others would update nothing: what those hold is not what the engine fills."""
-    own = {id(group) for group in optimizer.param_groups}
-    for name, part in vars(optimizer).items():
-        if isinstance(part, Optimizer) and not any(id(group) in own for group in part.param_groups):
-            raise ConfigError(
-                f"{type(optimizer).__name__} hands its parameters on to another optimizer ({name}: "
-                f"{type(part).__name__}), whose parameters the engine does not know: share the parameter groups "
-                "between them, or give one optimizer with several groups"
-            )
 
 
 def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[Any]:
@@ -204,15 +196,6 @@ def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) 
 
 def _listed(params: Any) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else list(params)
-
-
-def _check_scheduler(optimizer: Any, lr_scheduler: Any) -> None:
-    """A finished scheduler changes the rates of the optimizer it was built on: that one has to be given, too."""
-    if isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler) and not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"lr_scheduler= is a {type(lr_scheduler).__name__} on an optimizer of its own, which the engine does not "
-            "step: give that optimizer as optimizer=, or a function from the optimizer to the scheduler"
-        )
 
 
 def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any) -> Any:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 from ds_hf.engine.builder import initialize
+from ds_hf.errors import ConfigError
+from ds_hf.log import logger
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches
 
@@ -136,3 +140,19 @@ def test_settings_by_their_old_names() -> None:
             "rest": [],
         }
     assert sorted(seen) == list(range(8))
+
+
+def _levels() -> list[object]:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    logger.setLevel(logging.WARNING)
+    found: list[object] = []
+    for level in ({}, {"log_level": "error"}):
+        engine, *_ = initialize(model=TinyLM(), config={**config, **level})
+        found += [engine.log_level(), logger.level]
+    with pytest.raises(ConfigError, match="log_level"):
+        initialize(model=TinyLM(), config={**config, "log_level": "loud"})
+    return found
+
+
+def test_log_level_of_the_configuration() -> None:
+    assert run_distributed(_levels, 1) == [[None, logging.WARNING, "ERROR", logging.ERROR]]

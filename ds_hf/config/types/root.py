@@ -163,7 +163,7 @@ class Config:
     memory_breakdown: bool = False
     dump_state: bool = False
     disable_python_gc: bool = False
-    log_level: str | None = None
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = None
     flops_profiler: FlopsProfilerSection = field(default_factory=FlopsProfilerSection)
     timers: TimersSection = field(default_factory=TimersSection)
     tensorboard: TensorboardSection = field(default_factory=TensorboardSection)
