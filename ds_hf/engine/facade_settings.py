@@ -76,6 +76,11 @@ class SettingsFacade:
     def postscale_gradients(self) -> bool:
         return not self.settings.prescale_gradients
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Parameters whose gradients travel as indices and values: none, sparse gradients are filled up."""
+        return set()
+
     def sparse_gradients_enabled(self) -> bool:
         return self.settings.sparse_gradients
 

@@ -62,6 +62,7 @@ deepspeed.runtime.lr_schedules: VALID_LR_SCHEDULES WarmupLR WarmupDecayLR Warmup
 deepspeed.runtime.engine: DeepSpeedEngine
 deepspeed.runtime.dataloader: RepeatingLoader DeepSpeedDataLoader
 deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler LossScaler
+deepspeed.env_report: main cli_main
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.ops: adam adagrad lion aio op_builder __compatible_ops__
 deepspeed.ops.adam: DeepSpeedCPUAdam FusedAdam

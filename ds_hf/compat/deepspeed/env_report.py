@@ -1,0 +1,14 @@
+"""``deepspeed.env_report``: what ``ds_report`` tells, for scripts that run it with ``python -m``."""
+
+from __future__ import annotations
+
+from ds_hf.doctor_cli import report_main as cli_main
+from ds_hf.doctor_cli import report_main as main
+
+from ._missing import missing
+
+__all__ = ["cli_main", "main"]
+__getattr__ = missing(__name__)
+
+if __name__ == "__main__":
+    main()
