@@ -22,7 +22,6 @@ from ds_hf.engine.data import ShardedLoader, build_dataloader
 from ds_hf.engine.dist.process_group import get_local_rank
 from ds_hf.engine.facade_settings import SettingsFacade
 from ds_hf.engine.zero.buffer import unshard
-from ds_hf.log import warn_once
 
 if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
@@ -347,6 +346,7 @@ class EngineFacade(SettingsFacade):
     ) -> None:
         """Compile the forward of each repeated block with ``torch.compile``; what ZeRO does stays outside.
 
+        A model without such blocks is compiled whole, or in the parts that are gathered apart.
         After two steps the log tells how many graphs and graph breaks there are, see ``compile_report``.
 
         Raises:
@@ -355,10 +355,8 @@ class EngineFacade(SettingsFacade):
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("engine.compile() compiles blocks: it takes no schedule and no compiled autograd")
         blocks = [unit.module for unit in self.units if unit.name and any(unit.module.children())]
-        for block in blocks:
+        for block in blocks or [self.module]:
             self.compiler.compile(block, backend=backend, **(compile_kwargs or {}), **kwargs)
-        if not blocks:
-            warn_once("engine.compile(): the model has no repeated blocks, so nothing is compiled")
 
     @property
     def is_compiled(self) -> bool:

@@ -161,10 +161,58 @@ def other_ways() -> None:
     assert make(0, ds_hf={"compile": "blocks"}).is_compiled
     with pytest.raises(ValueError, match="schedule"):
         engine.compile(schedule=[])
-    small = make(0, nn.Linear(6, 6))
-    small.compile(backend=EAGER)
-    assert not small.is_compiled
 
 
 def test_other_ways_to_ask_for_it() -> None:
     run_distributed(other_ways, 1, timeout=60)
+
+
+class Small(nn.Module):
+    """No repeated block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x))).square().mean()
+
+
+class Alike(nn.Module):
+    """Repeated layers without anything inside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def without_blocks() -> list[tuple[bool, int, dict[str, int], bool]]:
+    """Whether compiled, calls of the backend (none before the first forward), graph breaks, the same losses."""
+    found = []
+    for stage in STAGES:
+        for kind in (Small, Alike):
+            torch._dynamo.reset()
+            graphs: list[int] = []
+
+            def backend(graph: torch.fx.GraphModule, inputs: list[Tensor], graphs: list[int] = graphs) -> object:
+                graphs.append(len(inputs))
+                return graph.forward
+
+            torch.manual_seed(2)
+            model = kind()
+            plain, engine = make(stage, copy.deepcopy(model)), make(stage, model)
+            engine.compile(backend=backend)
+            assert not graphs
+            same = train(engine) == train(plain)
+            found.append((engine.is_compiled, bool(graphs), engine.compile_report().breaks, same))
+    return found
+
+
+def test_models_without_repeated_blocks_are_compiled_too() -> None:
+    for found in run_distributed(without_blocks, 2, timeout=100):
+        assert found == [(True, True, {}, True)] * 8
