@@ -1,6 +1,7 @@
 """Settings given twice, in the JSON file and as a training argument, with different values: all of them at once.
 
-transformers compares the same pairs, but only when training starts, after the model has been loaded.
+transformers compares the same pairs, but only when training starts, after the model has been loaded. That is left so
+where the settings are a dict of the program's own.
 """
 
 from __future__ import annotations

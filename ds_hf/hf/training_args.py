@@ -8,7 +8,7 @@ would switch DeepSpeed off on a CPU machine; then transformers' own code runs wi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from ds_hf.hf import auto
 from ds_hf.hf.accelerate_state import has_accelerator
 from ds_hf.hf.mismatch import find_mismatches
 from ds_hf.hf.source import AUTO, checked_config, plain_config
-from ds_hf.log import warn_once
+from ds_hf.log import logger, warn_once
 
 __all__ = ["wrap_training_args"]
 
@@ -43,7 +43,11 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
     config = checked_config(given)
     faults = find_mismatches(config, arguments)
     if faults:
-        raise ConfigError(faults, f"{config.source} and the training arguments")
+        error = ConfigError(faults, f"{config.source} and the training arguments")
+        if not isinstance(given, Mapping):
+            raise error
+        # A program made it, and may change it, or the arguments: transformers compares them when training starts.
+        logger.warning("%s\nTraining will refuse to start.", error)
     _settle_cpu(arguments)
     with _replaced(arguments, plain_config(given)):
         wrapped(*args, **kwargs)

@@ -101,6 +101,18 @@ def test_all_mismatches_at_once_with_both_sources(tmp_path: Path) -> None:
     assert faults["/bf16/enabled"].message.endswith("from --bf16 (its default)")
 
 
+def test_a_dict_is_compared_when_training_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**AUTO, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "train_batch_size": 1000}
+    caplog.set_level("WARNING")
+    arguments = make(tmp_path, {**config, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, learning_rate=1e-4)
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "lr")
+    assert all(key in caplog.text for key in keys)
+    assert "Training will refuse to start" in caplog.text
+    with pytest.raises(ValueError, match="mismatch TrainingArguments") as failure:
+        arguments.hf_deepspeed_config.trainer_config_finalize(arguments, None, 10)
+    assert all(key in str(failure.value) for key in keys)
+
+
 def test_equal_values_and_auto_are_no_mismatch(tmp_path: Path) -> None:
     config = {
         **AUTO,
@@ -115,9 +127,10 @@ def test_equal_values_and_auto_are_no_mismatch(tmp_path: Path) -> None:
 
 def test_schedule_length_is_compared_where_it_is_known(tmp_path: Path) -> None:
     params = {"warmup_max_lr": "auto", "warmup_num_steps": 7, "total_num_steps": 50}
-    config = {**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**AUTO, "scheduler": {"type": "WarmupDecayLR", "params": params}}))
     with pytest.raises(ConfigError) as failure:
-        make(tmp_path, config, warmup_steps=5, max_steps=100)
+        make(tmp_path, str(file), warmup_steps=5, max_steps=100)
     assert [fault.pointer for fault in failure.value.faults] == [
         "/scheduler/params/warmup_num_steps",
         "/scheduler/params/total_num_steps",
