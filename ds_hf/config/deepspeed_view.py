@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from enum import Enum, IntEnum
 from typing import Any
 
 from ds_hf.config.load import load_config
 from ds_hf.config.types.root import Config
 
-__all__ = ["DeepSpeedConfig", "OffloadDeviceEnum", "ZeroStageEnum"]
+__all__ = ["DeepSpeedConfig", "DeepSpeedZeroConfig", "OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum"]
 
 
 class ZeroStageEnum(IntEnum):
@@ -30,6 +31,16 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
+class OffloadStateTypeEnum(str, Enum):
+    """What ``engine.offload_states`` may take off the device."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 class DeepSpeedConfig:
     """Reads a configuration (path, dict, JSON text, ...) as ``initialize`` does.
 
@@ -44,6 +55,13 @@ class DeepSpeedConfig:
         world_size = int(os.environ.get("WORLD_SIZE") or 1) if mpu is None else mpu.get_data_parallel_world_size()
         self.world_size: int = world_size
         self.settings: Config = load_config(config, world_size=world_size)
+
+    @classmethod
+    def of(cls, settings: Config, world_size: int) -> DeepSpeedConfig:
+        """The view of a configuration that has been read already."""
+        view = cls.__new__(cls)
+        view.world_size, view.settings = world_size, settings
+        return view
 
     def __getattr__(self, name: str) -> Any:
         settings = self.__dict__.get("settings")
@@ -69,6 +87,12 @@ class DeepSpeedConfig:
     @property
     def zero_enabled(self) -> bool:
         return self.settings.zero_optimization.stage > 0
+
+    @property
+    def overlaps_communication(self) -> bool:
+        """``overlap_comm``, whose default depends on the stage."""
+        zero = self.settings.zero_optimization
+        return zero.stage == ZeroStageEnum.weights if zero.overlap_comm is None else zero.overlap_comm
 
     @property
     def float16_config(self) -> Any:
@@ -116,6 +140,49 @@ class DeepSpeedConfig:
         import json
 
         return json.dumps(self.settings.resolved, indent=4, sort_keys=True)
+
+
+class DeepSpeedZeroConfig:
+    """The section ``zero_optimization`` alone, checked; settings go by their names of the JSON, with and without
+    ``stage3_``.
+
+    Raises:
+        ConfigError: a setting is wrong; it is a ``ValueError``.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        given = {key: value for key, value in values.items() if value is not None}
+        whole = {"train_batch_size": 1, "zero_optimization": {"stage": 3, **given}}  # a stage that may have anything
+        settings = load_config(whole, allow_auto=True, check_batch=False)
+        section = replace(settings.zero_optimization, stage=given.get("stage", 0))
+        self.settings = replace(settings, zero_optimization=section)
+
+    def __getattr__(self, name: str) -> Any:
+        settings = self.__dict__.get("settings")
+        section = None if settings is None else settings.zero_optimization
+        for full in (name, f"stage3_{name}"):
+            if hasattr(section, full):
+                return getattr(section, full)
+        raise AttributeError(f"zero_optimization has no setting {name!r}; it has {_fields(section)}")
+
+    @property
+    def overlap_comm(self) -> bool:
+        """Its default depends on the stage."""
+        return DeepSpeedConfig.of(self.settings, 1).overlaps_communication
+
+    @property
+    def offload_param(self) -> Any:
+        """The section, ``None`` where there is none."""
+        return self._section("offload_param")
+
+    @property
+    def offload_optimizer(self) -> Any:
+        """The section, ``None`` where there is none."""
+        return self._section("offload_optimizer")
+
+    def _section(self, name: str) -> Any:
+        there = name in self.settings.resolved.get("zero_optimization", {})
+        return getattr(self.settings.zero_optimization, name) if there else None
 
 
 def _fields(settings: Any) -> str:

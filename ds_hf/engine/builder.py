@@ -123,6 +123,7 @@ def initialize(
     parts = _make_parts(settings, plan, axis, model, inner)
     engine = Engine(model, source if isinstance(source, dict) else settings.resolved, settings, parts)
     engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
+    engine.mpu = mpu
     if training_data is not None:
         engine.training_dataloader = build_dataloader(
             training_data,
@@ -249,6 +250,7 @@ def _make_parts(
             buffer = _make_buffer(params, axis, dtype, device, rest, peers if gathered else None)
             buffer.name_for_logs(unit.name or "the model's root")
             buffer.lane = gathers
+            buffer.kept_whole = plan.shards_parameters and not buffer.sharded
             staged = buffer.adopt()
             unit.buffers.append(buffer)
             if trains:
@@ -268,9 +270,8 @@ def _make_parts(
     optimizer = None
     if inner is not None:
         policy = _policy(settings, plan, axis, offload.store, inner)
-        optimizer = ShardedOptimizer(
-            inner, groups, reducer, build_loss_scaler(settings), axis, policy, masters, offload.store
-        )
+        scaler = build_loss_scaler(settings, ends_at_minimum=plan.shards_optimizer)
+        optimizer = ShardedOptimizer(inner, groups, reducer, scaler, axis, policy, masters, offload.store)
     for unit in units:
         for buffer in unit.buffers:
             buffer.count_users()

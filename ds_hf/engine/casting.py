@@ -35,15 +35,17 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def place_buffers(model: nn.Module, axis: Axis, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Put the model's buffers on ``device``, floating ones in ``dtype`` if given, with rank 0's values."""
+    """Put the model's buffers on ``device``, floating ones but fp8 in ``dtype`` if given, with rank 0's values."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            cast = dtype if buffer.is_floating_point() and name not in _KEPT_WIDE else None
+            narrow = buffer.dtype.itemsize < 2  # fp8: scales and the like of quantized weights
+            cast = dtype if buffer.is_floating_point() and name not in _KEPT_WIDE and not narrow else None
             placed = buffer.to(device=device, dtype=cast)
             if not placed.is_contiguous():
                 placed = placed.contiguous()
             if placed.numel():
-                collectives.broadcast(placed, axis, what="a buffer of the model")
+                sent = placed.view(torch.uint8) if narrow and placed.is_floating_point() else placed  # gloo has no fp8
+                collectives.broadcast(sent, axis, what="a buffer of the model")
             module._buffers[name] = placed

@@ -22,6 +22,7 @@ from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
 from ds_hf.engine.facade import EngineFacade
+from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
@@ -31,6 +32,7 @@ from ds_hf.log import logger
 
 __all__ = ["Engine"]
 
+_PARKED = "offload_states() took states of this engine away: call reload_states() first"
 _NO_OPTIMIZER = "this engine has no optimizer: give initialize() one, or name one in the configuration"
 
 
@@ -66,6 +68,7 @@ class Engine(EngineFacade, nn.Module):
         self.accumulation = Accumulation(self.batch.accumulation_steps)
         self.training_dataloader: Any = None
         self.checkpoint_writer = BackgroundWriter(parts.axis)
+        self.parking = Parking()
         self.global_steps = self.global_samples = self._skipped_steps = 0
         self.step_hooks: list[Callable[[Engine], None]] = []
         self._applied = False
@@ -85,6 +88,8 @@ class Engine(EngineFacade, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; floating-point inputs are cast to its dtype where that is 16-bit."""
         self._require_alive()
+        if "lp_params" in self.parking.names:
+            raise DsHfError(_PARKED)
         self.hooks.reset()
         if self.compute_dtype is not None:
             args, kwargs = cast_floats(args, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
@@ -117,8 +122,10 @@ class Engine(EngineFacade, nn.Module):
             self._scaled(loss).backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
         return loss
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """``loss`` times the loss scale, for a ``.backward()`` of one's own: ``engine.scale(loss).backward()``.
+
+        ``retain_graph`` is DeepSpeed's; what a graph needs is gathered for every backward through it.
 
         A ``.backward()`` that is not the engine's divides by ``gradient_accumulation_steps`` by itself.
 
@@ -142,7 +149,7 @@ class Engine(EngineFacade, nn.Module):
 
         The learning-rate schedule advances only when the weights did.
         """
-        self._require_alive()
+        self._require_states()
         if self.optimizer is None:
             raise DsHfError(_NO_OPTIMIZER)
         if self.reducer.suspended:
@@ -227,14 +234,15 @@ class Engine(EngineFacade, nn.Module):
             self.reducer.suspended = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear what parameters hold in ``.grad``, and what backwards inside ``no_sync`` left for this rank alone.
+        """Clear what parameters hold in ``.grad``, what backwards inside ``no_sync`` left for this rank alone, and
+        where one backward makes a step, the gradient that it gave.
 
-        Other sums being accumulated stay: ``step`` clears them, or ``engine.optimizer.zero_grad()``.
+        Sums over several micro-batches stay: ``step`` clears them, or ``engine.optimizer.zero_grad()``.
         """
-        if self.reducer.held:
-            self.reducer.clear()
         for param in self.module.parameters():
             param.grad = None
+        if self.reducer.held or (self.accumulation.steps == 1 and self.accumulation.forced is None):
+            self.reducer.clear()
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of all gradients of the last step, before clipping, without the loss scale; ``None`` before it."""
@@ -272,7 +280,7 @@ class Engine(EngineFacade, nn.Module):
                 is left as it was.
             ValueError: ``client_state`` and ``client_sd`` are both given.
         """
-        self._require_alive()
+        self._require_states()
         self._settle()
         if client_state is not None and client_sd is not None:
             raise ValueError("client_state and client_sd are the same argument: give one")
@@ -307,7 +315,7 @@ class Engine(EngineFacade, nn.Module):
         Raises:
             CheckpointError: it is incomplete, damaged or does not fit the model.
         """
-        self._require_alive()
+        self._require_states()
         if self.optimizer is not None:
             self.optimizer.forget_failure()
         self._settle()
@@ -367,6 +375,11 @@ class Engine(EngineFacade, nn.Module):
     def _require_alive(self) -> None:
         if self._destroyed:
             raise DsHfError("this engine was destroyed; call initialize() again")
+
+    def _require_states(self) -> None:
+        self._require_alive()
+        if self.parking.names:
+            raise DsHfError(_PARKED)
 
 
 def _nothing() -> None:

@@ -21,6 +21,7 @@ from ds_hf.engine.checkpoint.export import export_engine
 from ds_hf.engine.data import ShardedLoader, build_dataloader
 from ds_hf.engine.dist.process_group import get_local_rank
 from ds_hf.engine.facade_settings import SettingsFacade
+from ds_hf.engine.facade_states import StatesFacade
 from ds_hf.engine.zero.buffer import unshard
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineFacade"]
 
 
-class EngineFacade(SettingsFacade):
+class EngineFacade(SettingsFacade, StatesFacade):
     """Mixed into ``Engine``."""
 
     if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ds_hf.config.deepspeed_view import DeepSpeedConfig
+
 if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
     from ds_hf.config.types import Config
@@ -120,8 +122,9 @@ class SettingsFacade:
     def zero_reduce_scatter(self) -> bool:
         return self.settings.zero_optimization.reduce_scatter
 
-    def zero_overlap_comm(self) -> bool | None:
-        return self.settings.zero_optimization.overlap_comm
+    def zero_overlap_comm(self) -> bool:
+        """Its default depends on the stage."""
+        return DeepSpeedConfig.of(self.settings, self.axis.world_size).overlaps_communication
 
     def zero_contiguous_gradients(self) -> bool:
         return self.settings.zero_optimization.contiguous_gradients

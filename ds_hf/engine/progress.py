@@ -58,7 +58,7 @@ def precisions(engine: Engine) -> dict[str, str]:
     """In which dtype each row of the model states is kept, sent and summed; rows that there are not are left out."""
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     reduced = engine.reducer.buffers
-    masters = [] if engine.optimizer is None else engine.optimizer.single_partition_of_fp32_groups
+    masters = [] if engine.optimizer is None else list(engine.optimizer.masters.values())
     table: dict[str, Iterable[torch.dtype]] = {
         "parameters": (buffer.dtype for buffer in buffers if not buffer.frozen),
         "frozen parameters": (buffer.dtype for buffer in buffers if buffer.frozen),

@@ -165,7 +165,8 @@ class ThroughputTimer:
         self.logging = logging_fn or logger.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
-        self._since: float | None = None
+        self.initialized = self.started = False
+        self.start_time = self.end_time = 0.0
 
     def update_epoch_count(self) -> None:
         """A new epoch begins."""
@@ -174,18 +175,23 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """A micro-batch begins."""
-        if self.enabled and self.global_step_count >= self.start_step:
-            self._since = self._now()
-
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-batch ends, and with ``global_step`` a whole step."""
         if not self.enabled:
             return
+        self.initialized = self.started = True
+        if self.global_step_count >= self.start_step:
+            self.start_time = self._now()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A micro-batch ends, and with ``global_step`` a whole step; nothing happens without a ``start()``."""
+        if not self.enabled or not self.started:
+            return
+        self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
-        if self._since is None:
+        if not self.start_time:
             return
-        passed, self._since = self._now() - self._since, None
+        self.end_time = self._now()
+        passed = self.end_time - self.start_time
         self.total_elapsed_time += passed
         self.step_elapsed_time += passed
         if global_step:

@@ -33,6 +33,7 @@ deepspeed.accelerator.abstract_accelerator: DeepSpeedAccelerator
 deepspeed.accelerator.real_accelerator: get_accelerator
 deepspeed.checkpointing: configure is_configured checkpoint reset model_parallel_cuda_manual_seed get_cuda_rng_tracker
 deepspeed.checkpointing: partition_activations_in_checkpoint set_num_layers non_reentrant_checkpoint
+deepspeed.zero: unwrap_model_for_generation
 deepspeed.zero: Init GatheredParameters register_external_parameter unregister_external_parameter TiledLinear
 deepspeed.runtime: ZeROOptimizer DeepSpeedOptimizer
 deepspeed.runtime.activation_checkpointing.checkpointing: checkpoint CudaRNGStatesTracker
@@ -44,8 +45,12 @@ deepspeed.runtime.utils: partition_uniform partition_balanced get_weight_norm ha
 deepspeed.runtime.zero: Init GatheredParameters register_external_parameter partition_parameters ZeroParamStatus
 deepspeed.runtime.zero.partition_parameters: zero_wrapper_for_fp_tensor_constructor _orig_torch_arange get_accelerator
 deepspeed.runtime.zero.partition_parameters: Init GatheredParameters register_external_parameter ZeroParamStatus
+deepspeed.runtime.zero.partition_parameters: partitioned_param_data_shape
 deepspeed.runtime.zero.config: DeepSpeedZeroConfig ZeroStageEnum OffloadDeviceEnum
-deepspeed.runtime.zero.offload_config: OffloadDeviceEnum
+deepspeed.runtime.zero.config: DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig
+deepspeed.runtime.zero.offload_config: OffloadDeviceEnum OffloadStateTypeEnum DeepSpeedZeroOffloadOptimizerConfig
+deepspeed.runtime.zero.offload_states: get_state_devices
+deepspeed.runtime.swap_tensor: MIN_SWAPPABLE_BYTES
 deepspeed.runtime.zero.muon.muon_optimizer: MuonWithAuxAdam muon_update adam_update
 deepspeed.runtime.zero.muon.original_muon: Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam
 deepspeed.runtime.zero.muon.original_muon: muon_update adam_update zeropower_via_newtonschulz5 ns_compute_dtype
@@ -61,7 +66,8 @@ deepspeed.runtime.lr_schedules: override_1cycle_params override_lr_range_test_pa
 deepspeed.runtime.lr_schedules: VALID_LR_SCHEDULES WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest
 deepspeed.runtime.engine: DeepSpeedEngine
 deepspeed.runtime.dataloader: RepeatingLoader DeepSpeedDataLoader
-deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler LossScaler
+deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler LossScaler CreateLossScaler INITIAL_LOSS_SCALE SCALE_WINDOW
+deepspeed.runtime.fp16.loss_scaler: DELAYED_SHIFT CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE
 deepspeed.env_report: main cli_main
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.ops: adam adagrad lion aio op_builder __compatible_ops__
@@ -87,11 +93,12 @@ deepspeed.utils: safe_set_local_fp32_param safe_set_local_grad safe_set_local_op
 deepspeed.utils.groups: _get_sequence_parallel_world_size _get_sequence_parallel_rank _get_data_parallel_group
 deepspeed.utils.groups: get_data_parallel_world_size get_data_parallel_rank get_model_parallel_world_size
 deepspeed.utils.logging: logger log_dist print_json_dist set_log_level_from_string
-deepspeed.utils.torch: required_torch_version
 deepspeed.utils.zero_to_fp32: convert_zero_checkpoint_to_state_dict to_torch_tensor
 deepspeed.utils.zero_to_torch: main
 deepspeed.utils.nvtx: instrument_w_nvtx
 deepspeed.utils.init_on_device: OnDevice
+deepspeed.utils: safe_update_full_grad_vectorized set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
+deepspeed.utils.torch: required_torch_version
 deepspeed.utils.timer: SynchronizedWallClockTimer ThroughputTimer
 deepspeed.utils.zero_to_fp32: load_state_dict_from_zero_checkpoint get_fp32_state_dict_from_zero_checkpoint
 """

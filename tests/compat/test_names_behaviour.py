@@ -414,3 +414,39 @@ def test_whether_a_parameter_is_sharded() -> None:
 
     assert not is_zero_param(nn.Parameter(torch.ones(1)))
     assert is_zero_supported_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def test_zero_section_alone() -> None:
+    from deepspeed.runtime.zero.config import (
+        DeepSpeedZeroConfig,
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    assert DeepSpeedZeroConfig(reduce_bucket_size=1).reduce_bucket_size == 1
+    with pytest.raises(ValueError, match="reduce_bucket_size"):
+        DeepSpeedZeroConfig(reduce_bucket_size=0)
+    assert DeepSpeedZeroConfig(stage3_prefetch_bucket_size=12345).prefetch_bucket_size == 12345
+    assert [DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in (0, 1, 2, 3)] == [False, False, False, True]
+    plain = DeepSpeedZeroConfig(offload_param=None)
+    assert (plain.stage, plain.offload_param, plain.offload_optimizer) == (0, None, None)
+    assert isinstance(DeepSpeedZeroConfig(cpu_offload_param=True).offload_param, DeepSpeedZeroOffloadParamConfig)
+    assert isinstance(DeepSpeedZeroConfig(cpu_offload=True).offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
+    assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=True).pipeline
+    assert not DeepSpeedZeroOffloadOptimizerConfig().pipeline
+    with pytest.raises(AttributeError, match="no setting 'nothing'"):
+        _ = plain.nothing
+
+
+def test_loss_scalers_by_dtype() -> None:
+    from deepspeed.runtime.fp16 import loss_scaler
+
+    args = {loss_scaler.INITIAL_LOSS_SCALE: 1024.0, loss_scaler.SCALE_WINDOW: 2, loss_scaler.DELAYED_SHIFT: 1}
+    scaler = loss_scaler.CreateLossScaler(torch.float16, 0, True, args)
+    assert isinstance(scaler, loss_scaler.DynamicLossScaler)
+    scaler.update_scale(True)
+    assert (scaler.cur_scale, scaler.loss_scale) == (512.0, 512.0)
+    assert loss_scaler.CreateLossScaler(torch.float16, 128.0, False, None).loss_scale == 128.0
+    assert loss_scaler.CreateLossScaler(torch.bfloat16, 128.0, True, args).loss_scale == 1.0
+    with pytest.raises(ValueError, match=r"dynamic_loss_args\['init_scale'\] must be finite"):
+        loss_scaler.CreateLossScaler(torch.float16, 0, True, {loss_scaler.INITIAL_LOSS_SCALE: float("inf")})

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from ds_hf.engine.builder import initialize
+from ds_hf.engine.zero.access import safe_get_full_grad
 from ds_hf.errors import ConfigError
 from ds_hf.log import logger
 from tests.helpers.distributed import run_distributed
@@ -156,3 +160,77 @@ def _levels() -> list[object]:
 
 def test_log_level_of_the_configuration() -> None:
     assert run_distributed(_levels, 1) == [[None, logging.WARNING, "ERROR", logging.ERROR]]
+
+
+class Group:
+    """What Megatron gives: all processes are data-parallel."""
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+
+def settings_and_reductions() -> None:
+    mpu, hooked = Group(), []
+    engine, optimizer, *_ = initialize(
+        model=nn.Linear(4, 1, bias=False),
+        mpu=mpu,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 3,
+            "prescale_gradients": True,
+            "communication_data_type": "fp32",
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_prefetch_bucket_size": 77,
+                "offload_optimizer": {"device": "cpu"},
+            },
+        },
+    )
+    found = {
+        "mpu": engine.mpu is mpu,
+        "group": engine.data_parallel_group is dist.group.WORLD,
+        "sizes": (engine.mp_world_size, engine.seq_dp_world_size),
+        "zero": (engine.zero_prefetch_bucket_size(), engine._config.overlaps_communication, engine.zero_cpu_offload()),
+        "offload": (engine.zero_offload_optimizer().device, engine.zero_offload_param()),
+        "gradients": engine.postscale_gradients(),
+        "params": (engine.optimizer_params(), engine.scheduler_params()),
+        "config": (engine._config.zero_config.stage, engine._config.gradient_clipping, engine._config.world_size),
+        "autocast": (engine.torch_autocast_enabled(), engine.torch_autocast_dtype()),
+        "inner": engine.basic_optimizer is optimizer.optimizer,
+    }
+    assert found == {
+        "mpu": True,
+        "group": True,
+        "sizes": (1, 2),
+        "zero": (77, True, True),
+        "offload": ("cpu", None),
+        "gradients": False,
+        "params": ({"lr": 0.5}, None),
+        "config": (3, 1.0, 2),
+        "autocast": (False, None),
+        "inner": True,
+    }
+    timer = engine.tput_timer
+    timer.stop()
+    assert (timer.batch_size, timer.micro_step_count, timer.initialized) == (3, 0, False)
+    timer.start()
+    timer.stop(global_step=True)
+    assert (timer.micro_step_count, timer.global_step_count, timer.started, timer.initialized) == (1, 1, False, True)
+    engine.set_all_reduce_hook(lambda gradient: hooked.append(gradient.mul_(2).clone()))
+    engine.backward(engine(torch.ones(1, 4)).sum(), scale_wrt_gas=False)
+    engine.allreduce_gradients()
+    gradient = safe_get_full_grad(engine.module.weight)
+    assert gradient is not None
+    assert gradient.flatten().tolist() == [2.0] * 4
+    assert len(hooked) == 1
+    engine.module.weight.all_gather()
+    engine.empty_partition_cache()
+    assert engine.module.weight.numel() == 0
+
+
+def test_settings_and_reductions() -> None:
+    run_distributed(settings_and_reductions, 2, timeout=60)

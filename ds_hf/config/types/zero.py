@@ -47,6 +47,11 @@ class OffloadOptimizerSection:
     super_offload: bool = False
     cpuadam_cores_perc: float = 0.8
 
+    @property
+    def pipeline(self) -> bool:
+        """Whether files are read or written beside the update."""
+        return self.pipeline_read or self.pipeline_write
+
 
 @dataclass(frozen=True)
 class ZenFlowSection:

@@ -7,7 +7,10 @@ three, chosen at construction by ``build_loss_scaler``, so the engine never asks
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
+
+import torch
 
 from ds_hf.errors import LossScaleError
 from ds_hf.log import logger, warn_once
@@ -18,6 +21,8 @@ __all__ = [
     "NoLossScaler",
     "StaticLossScaler",
     "build_loss_scaler",
+    "checked_scale",
+    "create_loss_scaler",
 ]
 
 _FACTOR = 2.0
@@ -27,6 +32,7 @@ class LossScaler(Protocol):
     """What the engine knows of a loss scaler."""
 
     dynamic: bool
+    cur_scale: float
 
     @property
     def scale(self) -> float:
@@ -42,7 +48,55 @@ class LossScaler(Protocol):
         """Continue from ``state_dict()`` of another scaler."""
 
 
-class StaticLossScaler:
+class _DeepSpeedNames:
+    """What scripts read of DeepSpeed's loss scalers, and of ``optimizer.loss_scale_config``."""
+
+    dynamic = False
+    scale_factor = _FACTOR
+    _scale: float
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale for the next loss; may be set."""
+        return self._scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self._scale = checked_scale(value)
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.dynamic
+
+    @property
+    def use_grad_scaling(self) -> bool:
+        """Whether gradients carry a scale."""
+        return True
+
+    def update_scale(self, overflow: bool) -> None:
+        """Take note of one boundary."""
+        self.update(overflow)  # type: ignore[attr-defined]
+
+
+def checked_scale(value: float) -> float:
+    """``value`` as a loss scale.
+
+    Raises:
+        ValueError: it is not a positive number.
+    """
+    scale = float(value)
+    if not math.isfinite(scale):
+        raise ValueError(f"loss_scale must be finite, not {scale}")
+    if scale <= 0:
+        raise ValueError(f"loss_scale must be greater than 0, not {scale}")
+    return scale
+
+
+class StaticLossScaler(_DeepSpeedNames):
     """A fixed scale (``fp16.loss_scale`` > 0); an overflow skips the step and leaves the scale alone."""
 
     dynamic = False
@@ -73,12 +127,16 @@ class NoLossScaler(StaticLossScaler):
     def __init__(self) -> None:
         super().__init__(1.0)
 
+    @property
+    def use_grad_scaling(self) -> bool:
+        return False
+
     def update(self, overflow: bool) -> None:
         if overflow:
             logger.warning("Gradients are not finite; the step was skipped and the weights were not changed.")
 
 
-class DynamicLossScaler:
+class DynamicLossScaler(_DeepSpeedNames):
     """Halve the scale on overflow, double it after ``loss_scale_window`` boundaries without one.
 
     Args:
@@ -86,7 +144,9 @@ class DynamicLossScaler:
         loss_scale_window: boundaries without overflow before the scale doubles.
         hysteresis: overflows tolerated before the scale is halved, counting the one that halves it.
         consecutive_hysteresis: give the whole hysteresis back at every good boundary, not only when the scale grows.
-        min_loss_scale: never go below; an overflow there ends the run with LossScaleError.
+        min_loss_scale: never go below.
+        ends_at_minimum: an overflow there ends the run with LossScaleError, as DeepSpeed does it with ZeRO; otherwise
+            the step is skipped like others.
     """
 
     dynamic = True
@@ -98,6 +158,7 @@ class DynamicLossScaler:
         hysteresis: int = 2,
         consecutive_hysteresis: bool = False,
         min_loss_scale: float = 1.0,
+        ends_at_minimum: bool = True,
     ) -> None:
         positive = {
             "initial scale": initial_scale,
@@ -113,6 +174,7 @@ class DynamicLossScaler:
         self.hysteresis = hysteresis
         self.consecutive_hysteresis = consecutive_hysteresis
         self.min_loss_scale = float(min_loss_scale)
+        self.ends_at_minimum = ends_at_minimum
         self._hysteresis_left = hysteresis
         self._boundary = 0
         self._last_overflow = -1
@@ -121,6 +183,33 @@ class DynamicLossScaler:
     @property
     def scale(self) -> float:
         return self._scale
+
+    @property
+    def cur_iter(self) -> int:
+        """Boundaries so far."""
+        return self._boundary
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The boundary of the last overflow, -1 before one."""
+        return self._last_overflow
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """Overflows left until the scale is halved."""
+        return self._hysteresis_left
+
+    @property
+    def scale_window(self) -> int:
+        return self.loss_scale_window
+
+    @property
+    def delayed_shift(self) -> int:
+        return self.hysteresis
+
+    @property
+    def min_scale(self) -> float:
+        return self.min_loss_scale
 
     def update(self, overflow: bool) -> None:
         if overflow:
@@ -164,7 +253,7 @@ class DynamicLossScaler:
                 self._hysteresis_left,
             )
             return
-        if self._scale == self.min_loss_scale:
+        if self._scale == self.min_loss_scale and self.ends_at_minimum:
             raise LossScaleError(
                 f"fp16 gradients overflow at the smallest loss scale allowed ({self.min_loss_scale:g}, "
                 f"fp16.min_loss_scale), {self._consecutive_overflows} boundaries in a row: the scale cannot be "
@@ -185,7 +274,36 @@ class DynamicLossScaler:
             self._scale *= _FACTOR
 
 
-def build_loss_scaler(config: Any) -> LossScaler:
+def create_loss_scaler(
+    dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: dict[str, Any] | None
+) -> LossScaler:
+    """The scaler for a dtype (DeepSpeed's ``CreateLossScaler``); only fp16 has a scale.
+
+    Args:
+        dynamic_loss_args: ``init_scale``, ``scale_window``, ``delayed_shift`` (hysteresis),
+            ``consecutive_hysteresis``, ``min_scale``; any of them may be missing.
+
+    Raises:
+        ValueError: a scale is not a positive number.
+    """
+    if dtype != torch.float16:
+        return NoLossScaler()
+    if not dynamic_scaling:
+        return StaticLossScaler(checked_scale(static_loss_scale))
+    given = dynamic_loss_args or {}
+    initial = given.get("init_scale", 2.0**32)
+    if not math.isfinite(initial):
+        raise ValueError(f"dynamic_loss_args['init_scale'] must be finite, not {initial}")
+    return DynamicLossScaler(
+        initial,
+        given.get("scale_window", 1000),
+        given.get("delayed_shift", 1),
+        given.get("consecutive_hysteresis", False),
+        given.get("min_scale", 1.0),
+    )
+
+
+def build_loss_scaler(config: Any, *, ends_at_minimum: bool = True) -> LossScaler:
     """The scaler that ``config.fp16`` asks for (``loss_scale`` 0 is dynamic), or none for bf16 and fp32."""
     fp16 = config.fp16
     if not fp16.enabled:
@@ -204,4 +322,5 @@ def build_loss_scaler(config: Any) -> LossScaler:
         fp16.hysteresis,
         fp16.consecutive_hysteresis,
         fp16.min_loss_scale,
+        ends_at_minimum,
     )

@@ -38,7 +38,9 @@ def muon_update(
     rows, columns = grad.shape[-2:]
     if num_heads is not None:
         if grad.dim() != 2 or num_heads < 1 or rows % num_heads:
-            raise ValueError(f"{num_heads} heads do not divide the rows of a tensor of shape {tuple(grad.shape)}")
+            raise ValueError(
+                f"the rows of a tensor of shape {tuple(grad.shape)} are not divisible by num_heads={num_heads}"
+            )
         rows //= num_heads
         update = update.reshape(num_heads, rows, columns)
     elif grad.dim() == 4 and not is_expert_group:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
+from ds_hf.engine.optim.deepspeed_names import OptimizerNames
 from ds_hf.engine.optim.grad_norm import global_control
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
@@ -38,7 +39,7 @@ from ds_hf.log import warn_once
 __all__ = ["OptimizerPolicy", "Segment", "ShardedOptimizer"]
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(OptimizerNames, Optimizer):
     """What users hold as ``engine.optimizer``.
 
     Args:
@@ -403,22 +404,3 @@ class ShardedOptimizer(Optimizer):
         for state in self.state.values():
             total += sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor) and v.dim() > 0)
         return total
-
-    # -- names that DeepSpeed users know ---------------------------------------------------------------------------
-
-    @property
-    def loss_scale(self) -> float:
-        return self.loss_scaler.scale
-
-    cur_scale = loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return hasattr(self.loss_scaler, "hysteresis") or type(self.loss_scaler).__name__ == "DynamicLossScaler"
-
-    @property
-    def single_partition_of_fp32_groups(self) -> list[Tensor]:
-        """Master weights, one flat tensor a buffer."""
-        return list(self.masters.values())
-
-    fp32_partitioned_groups_flat = single_partition_of_fp32_groups

@@ -6,6 +6,7 @@ flat ``[n]``, and communicate nothing. A parameter that the optimizer does not k
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]
 
 
@@ -136,6 +138,20 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
         raise ValueError("there is no gradient to set: call it between backward() and step()")
     _write(home, states, gradient, value)
     states.set_gradient(home.buffer, gradient)
+
+
+def safe_update_full_grad_vectorized(
+    params: Sequence[Tensor], update_func: Callable[[Tensor | None, Tensor], Tensor | None]
+) -> None:
+    """Replace the whole averaged gradient of each parameter by ``update_func(gradient, parameter)``. Collective.
+
+    Frozen parameters are passed over; ``None`` from the function leaves a gradient as it is.
+    """
+    for param in params:
+        if param.requires_grad:
+            value = update_func(safe_get_full_grad(param), param)
+            if value is not None:
+                safe_set_full_grad(param, value)
 
 
 @torch.no_grad()

@@ -26,7 +26,8 @@ from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.dist.peers import Peers, Region
 from ds_hf.engine.dist.streams import Awaited, Lane, wait
 from ds_hf.engine.zero.landing import can_land_later, landed, take_off
-from ds_hf.engine.zero.layout import FlatLayout, Slot
+from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Slot
+from ds_hf.engine.zero.param_names import mark_sharded, unmark
 from ds_hf.engine.zero.rest import DeviceRest, ShardRest
 from ds_hf.errors import DsHfError
 
@@ -110,6 +111,7 @@ class FlatBuffer:
         sharded: whether each rank keeps only its shard between uses (the plan's parameter placement).
         rest: where a sharded buffer's shard is between uses; default on ``device``.
         peers: ranks that read each other's memory, if they shall for this buffer.
+        alignment: see ``FlatLayout``.
     """
 
     _next_id = 0
@@ -124,6 +126,7 @@ class FlatBuffer:
         sharded: bool,
         rest: ShardRest | None = None,
         peers: Peers | None = None,
+        alignment: int = ALIGNMENT,
     ) -> None:
         self.params = tuple(params)
         self.owners = self.params  # the model's parameters whose values lie here
@@ -135,12 +138,13 @@ class FlatBuffer:
         self.rest = rest or DeviceRest(device, device)
         self.peers = None if self.rest.apart else peers
         self.region: Region | None = None
-        self.layout = FlatLayout(self._stored_shapes(), axis.world_size)
+        self.layout = FlatLayout(self._stored_shapes(), axis.world_size, alignment)
         self.state = BufferState.GATHERED
         self.holds = 0  # contexts that want it to stay gathered
         self.release_wanted = False  # a release came while it was held
         self.writers: list[int] = []  # ranks whose changes an open ``GatheredParameters`` will keep
         self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
+        self.kept_whole = False  # small parameters of a model whose others are sharded
         self.frozen = not any(p.requires_grad for p in params)
         self.lane = Lane()  # the builder gives the buffers of an engine one in common
         self._arrival: Awaited | None = None
@@ -405,9 +409,9 @@ class FlatBuffer:
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view.clone()
         for param in self.owners:
-            for name in ("_ds_home", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
-                if hasattr(param, name):
-                    delattr(param, name)
+            unmark(param)
+            if hasattr(param, "_ds_home"):
+                del param._ds_home
 
 
 def _source_dtype(param: Tensor) -> torch.dtype:
@@ -420,17 +424,13 @@ def _mark(param: nn.Parameter, buffer: FlatBuffer, slot: Slot) -> None:
     if former is not None and former.buffer is not buffer:
         former.buffer.give_up(param)
     param._ds_home = ParamHome(buffer, slot)  # type: ignore[attr-defined]
-    if buffer.sharded:  # the names by which transformers, accelerate and PEFT know a stage-3 parameter
+    if buffer.sharded:
         if not hasattr(param, "ds_id"):
             param.ds_id = FlatBuffer._next_id  # type: ignore[attr-defined]
             FlatBuffer._next_id += 1
-        param.ds_shape = slot.shape  # type: ignore[attr-defined]
-        param.ds_numel = slot.numel  # type: ignore[attr-defined]
-        param.ds_active_sub_modules = set()  # type: ignore[attr-defined]
+        mark_sharded(param, buffer, slot)
     else:
-        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
-            if hasattr(param, name):
-                delattr(param, name)
+        unmark(param)
 
 
 def buffers_of(params: Iterable[Any]) -> list[FlatBuffer]:

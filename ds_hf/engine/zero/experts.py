@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_hf.engine.zero.buffer import logical_shape
 
-__all__ = ["Choice", "find_choices", "is_container"]
+__all__ = ["Choice", "find_choices", "holder_of", "is_container"]
 
 _LIST = re.compile(r"expert|mixture", re.IGNORECASE)
 _CHILD = re.compile(r"expert(?!s)", re.IGNORECASE)
@@ -45,7 +45,7 @@ def find_choices(model: nn.Module) -> list[Choice]:
         if not (name and isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1):
             continue
         kinds = {type(child) for child in module.children()}
-        holder = _holder(named, name)
+        holder = holder_of(named, name)
         if len(kinds) > 1 or next(iter(kinds)).__name__ in declared:
             continue
         if any(choice.holder.startswith(name + ".") for choice in found):
@@ -60,8 +60,8 @@ def is_container(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def _holder(named: Mapping[str, nn.Module], name: str) -> str:
-    """The nearest module above ``name`` that has a forward."""
+def holder_of(named: Mapping[str, nn.Module], name: str) -> str:
+    """The nearest module above ``name`` that has a forward; the root ``""`` at last."""
     holder = name.rpartition(".")[0]
     while holder and is_container(named[holder]):
         holder = holder.rpartition(".")[0]

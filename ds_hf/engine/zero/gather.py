@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, unshard
+from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, home_of, unshard
 from ds_hf.engine.zero.external import register_external_parameter
 
-__all__ = ["GatheredParameters"]
+__all__ = ["GatheredParameters", "unwrap_model_for_generation"]
 
 
 class GatheredParameters:
@@ -46,7 +46,7 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        self.buffers = buffers_of(self.params)
+        self.buffers = [*buffers_of(self.params), *_kept_whole(self.params)]
         self._held.enter_context(unshard(self.buffers))
         if self.modifier_rank is not None:
             # What a block around this one writes back anyway is left to it: transformers enters inner blocks on the
@@ -65,6 +65,19 @@ class GatheredParameters:
                 buffer.write_back(buffer.axis.axis_rank(self.modifier_rank))
         self._written = []
         self._held.close()
+
+
+def _kept_whole(params: list[Any]) -> list[FlatBuffer]:
+    """Buffers of small parameters that no rank shards: what one rank writes to them has to reach the others as well."""
+    homes = [home_of(param) for param in params if isinstance(param, Tensor)]
+    return list(dict.fromkeys(home.buffer for home in homes if home is not None and home.buffer.kept_whole))
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Keep all parameters of an engine gathered inside the context, so that generating gathers nothing. Collective."""
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 def _as_list(params: Any) -> list[Any]:

@@ -8,6 +8,7 @@ needs: the first gradient stays in the communication dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,7 @@ class GradientBuffer:
         self.lane = lane or Lane()
         self.home: GradientHome = home or DeviceHome(policy.accumulation_dtype)
         self.dtype = policy.communication_dtype or buffer.dtype
+        self.hook: Callable[[Tensor], None] | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
         self.partial: Tensor | None = None
         self._owned: Tensor | None = None
@@ -84,6 +86,12 @@ class GradientBuffer:
     @property
     def empty(self) -> bool:
         return self.partial is None and self._owned is None and not self.ready
+
+    def pick_up(self) -> None:
+        """Note the gradients that no backward told of: users put them into ``param.grad`` themselves."""
+        for index, (param, slot) in enumerate(zip(self.buffer.params, self.buffer.layout.slots, strict=True)):
+            if param.grad is not None and param.grad.numel() == slot.numel:
+                self.ready.add(index)
 
     def collect(self, factor: float = 1.0) -> None:
         """Move the waiting ``.grad``, times ``factor``, into ``partial``; parameters without one count as zero."""
@@ -144,6 +152,8 @@ class GradientBuffer:
                 scale_after=self.policy.scale_after,
                 what=self.buffer.gradients_label,
             )
+            if self.hook is not None:
+                self.hook(reduced)
             self._owned = self.home.add(self._owned, reduced)
         self.lane.keep([partial])
 

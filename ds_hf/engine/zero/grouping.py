@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from ds_hf.engine.zero.buffer import logical_shape
-from ds_hf.engine.zero.experts import find_choices, is_container
+from ds_hf.engine.zero.experts import find_choices, holder_of, is_container
 from ds_hf.engine.zero.leaf import is_leaf
 from ds_hf.engine.zero.unit import Unit
 
@@ -29,7 +29,12 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for class_name in (getattr(module, "_no_split_modules", None) or ())
         if isinstance(class_name, str)
     }
-    chosen = {name for name, module in named.items() if type(module).__name__ in declared or is_leaf(module)}
+    chosen = {name for name, module in named.items() if type(module).__name__ in declared}
+    leaves = {name for name, module in named.items() if is_leaf(module)}
+    # a list that was marked as a leaf is never called: who holds it is, and gathers it
+    chosen |= {holder_of(named, name) if is_container(named[name]) else name for name in leaves}
+    if is_leaf(model):
+        return []
     choices = find_choices(model)
     chosen |= {choice.holder for choice in choices}
     chosen |= {
@@ -40,7 +45,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if not is_container(item)
     }
     # where the model itself chooses, its experts travel with the root
-    inside = chosen | {choice.container for choice in choices}
+    inside = chosen | leaves | {choice.container for choice in choices}
     outermost = [name for name in chosen if name and not any(parent in inside for parent in _ancestors(name))]
     order = {name: position for position, name in enumerate(named)}
     return [
@@ -77,7 +82,8 @@ def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -
     root = Unit("", model, [])
     chooses = {parent for choice in choices for parent in (choice.holder, *_ancestors(choice.holder))}
     units = {
-        name: Unit(name, module, [], leaf=is_leaf(module) or name in chooses) for name, module in [*blocks, *leaves]
+        name: Unit(name, module, [], leaf=name in chooses or any(map(is_leaf, module.modules())))
+        for name, module in [*blocks, *leaves]
     }
     for param in dict.fromkeys(p for p in model.parameters() if id(p) in wanted):
         owners = claims.get(id(param), set())

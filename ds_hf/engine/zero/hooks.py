@@ -250,7 +250,7 @@ class UnitHooks:
             if self.needs_scale and not self.scaled and self.reducer.has_new:
                 self.abandon()
                 raise DsHfError(
-                    "fp16 needs the loss scale: call engine.backward(loss) or engine.scale(loss).backward(), "
+                    "Loss scaling is required with fp16: call engine.backward(loss) or engine.scale(loss).backward(), "
                     "not loss.backward()"
                 )
             self.scaled = False

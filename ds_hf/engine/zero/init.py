@@ -34,12 +34,14 @@ __all__ = [
     "Init",
     "ZeroParamStatus",
     "get_accelerator",
+    "partitioned_param_data_shape",
     "register_external_parameter",
     "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
 
 ZeroParamStatus = ParamStatus
+partitioned_param_data_shape = [0]  # of what a parameter shows while it is released
 
 _CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn", "rand")
 _orig_torch_arange = torch.arange
@@ -108,8 +110,11 @@ class Init:
             return
         source = config_dict_or_path if config_dict_or_path is not None else config
         shard_device = remote_device
+        self.gathers_for_apply = True
         if source is not None:
-            row = plan_states(load_config(source, allow_auto=True, check_batch=False)).parameters
+            settings = load_config(source, allow_auto=True, check_batch=False)
+            self.gathers_for_apply = settings.zero_optimization.override_module_apply
+            row = plan_states(settings).parameters
             # Neither fp16 nor bf16: as the model is written, or from_pretrained(dtype=...) asks, like at other stages.
             dtype = dtype or (getattr(torch, row.dtype) if row.dtype else None)
             shard_device = shard_device or (row.device if row.device != "device" else None)
@@ -166,6 +171,22 @@ class Init:
             context._patch_init(cls)
 
         self._replace(nn.Module, "__init_subclass__", classmethod(on_new_class))
+        if self.gathers_for_apply:
+            self._replace(nn.Module, "apply", self._apply_to_whole)
+
+    @property
+    def _apply_to_whole(self) -> Callable[[nn.Module, Callable[[nn.Module], None]], nn.Module]:
+        """``Module.apply`` that gives the function whole parameters: a constructor initialises its children so."""
+        source = self.axis.global_rank(0)
+
+        def apply(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
+            for child in module.children():
+                child.apply(fn)
+            with GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=source):
+                fn(module)
+            return module
+
+        return apply
 
     def _patch_init(self, cls: type[nn.Module]) -> None:
         original = vars(cls).get("__init__")
@@ -191,9 +212,12 @@ class Init:
         """Shard the parameters that ``module`` itself holds."""
         if "_parameters" not in module.__dict__:
             return
-        for param in module._parameters.values():
+        for name, param in module._parameters.items():
             if param is None or not param.is_floating_point():
                 continue
+            if param.is_meta:  # torch.nn.utils.skip_init, which asks for memory when the module is made
+                empty = torch.empty_like(param, device=self.device)
+                param = module._parameters[name] = nn.Parameter(empty, requires_grad=param.requires_grad)
             home = home_of(param)
             if home is not None and home.buffer.sharded:
                 continue
@@ -204,6 +228,7 @@ class Init:
                 device=self.device,
                 sharded=True,
                 rest=DeviceRest(self.device, self.shard_device),
+                alignment=1,
             )
             buffer.adopt()
             if isinstance(module, ParametrizationList):

@@ -1,6 +1,6 @@
 """Flat layouts: where each parameter of a unit lies in one flat buffer, and what part of it each rank owns.
 
-Invariant: parameters follow one another, each start is a multiple of ``ALIGNMENT`` elements, the whole is padded
+Invariant: parameters follow one another, each start is a multiple of the alignment, in elements, the whole is padded
 once so that every rank's shard has the same number of elements. All figures are elements, never bytes.
 
     full  [numel] = | p0 | gap | p1 | gap | ... | padding |      shard r = full[r * shard_numel : (r + 1) * shard_numel]
@@ -69,18 +69,22 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 class FlatLayout:
-    """Layout of parameters with the given shapes, cut into ``world_size`` equal shards."""
+    """Layout of parameters with the given shapes, cut into ``world_size`` equal shards.
 
-    def __init__(self, shapes: Sequence[torch.Size], world_size: int) -> None:
+    Args:
+        alignment: elements; 1 where nothing computes on the shards, and padding would be most of a small parameter.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], world_size: int, alignment: int = ALIGNMENT) -> None:
         slots: list[Slot] = []
         end = 0
         for index, shape in enumerate(shapes):
-            offset = _round_up(end, ALIGNMENT)
+            offset = _round_up(end, alignment)
             slots.append(Slot(index, shape, offset, shape.numel()))
             end = offset + shape.numel()
         self.slots: tuple[Slot, ...] = tuple(slots)
         self.world_size = world_size
-        self.numel = _round_up(max(end, 1), ALIGNMENT * world_size)
+        self.numel = _round_up(max(end, 1), alignment * world_size)
         self.shard_numel = self.numel // world_size
 
     def gaps(self) -> Iterator[tuple[int, int]]:

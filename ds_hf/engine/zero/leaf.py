@@ -16,6 +16,8 @@ __all__ = [
     "mark_leaves",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
     "z3_leaf_parameter",
@@ -52,19 +54,69 @@ def set_z3_leaf_modules(
     Raises:
         ValueError: no module is of any of the classes.
     """
-    found = [module for module in model.modules() if _matches(module, leaf_module_classes)]
-    if not found and raise_if_not_found:
-        raise ValueError(f"no module of {type(model).__name__} is of class {[_name(c) for c in leaf_module_classes]}")
+    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         set_z3_leaf_module(module, True)
     return found
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
-    """Take the mark away from all modules of the given classes; returns them."""
-    found = [module for module in model.modules() if _matches(module, leaf_module_classes)]
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of the given paths. Returns those marked, and the paths that do not exist.
+
+    Raises:
+        ValueError: none of the paths exists.
+    """
+    named = dict(model.named_modules())
+    return _mark_all(model, {name: [name] if name in named else [] for name in module_names}, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose paths end in one of the suffixes. Returns those marked, and the suffixes of none.
+
+    Raises:
+        ValueError: no path ends in one of them.
+    """
+    paths = [name for name, _ in model.named_modules()]
+    ends = {suffix: [path for path in paths if path.endswith(suffix)] for suffix in module_name_suffixes}
+    return _mark_all(model, ends, raise_if_not_found)
+
+
+def _mark_all(
+    model: nn.Module, paths: dict[str, list[str]], raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    named = dict(model.named_modules())
+    found = [named[path] for path in dict.fromkeys(path for of in paths.values() for path in of)]
+    if not found and raise_if_not_found:
+        raise ValueError(f"{type(model).__name__} has no module {', '.join(paths)}")
+    for module in found:
+        set_z3_leaf_module(module, True)
+    return found, [name for name, of in paths.items() if not of]
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark away from all modules of the given classes; returns them.
+
+    Raises:
+        ValueError: no module is of any of the classes.
+    """
+    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
     for module in found:
         set_z3_leaf_module(module, False)
+    return found
+
+
+def _of_classes(
+    model: nn.Module, classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool
+) -> list[nn.Module]:
+    found = [module for module in model.modules() if _matches(module, classes)]
+    if not found and raise_if_not_found:
+        raise ValueError(f"no module of {type(model).__name__} is of class {[_name(c) for c in classes]}")
     return found
 
 

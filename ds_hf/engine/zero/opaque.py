@@ -1,7 +1,7 @@
 """Opaque weights: what is not floating point (quantized weights), sharded as the bytes that it is.
 
 A quantized weight is an integer parameter (bitsandbytes, HQQ), bytes that call themselves floating point (bitsandbytes
-with ``bnb_4bit_quant_storage``), or a tensor that wraps others (torchao). Behind each there are plain tensors, its
+with ``bnb_4bit_quant_storage``), fp8, or a tensor that wraps others (torchao). Behind each there are plain tensors, its
 *parts*. Invariants: no byte is ever cast; opaque weights do not train; where parameters are replicated they are left as
 they were. An ``OpaqueBuffer`` is ``[nbytes]`` in uint8, and the parts are views of it in their own dtype and strides.
 """
@@ -27,7 +27,8 @@ __all__ = ["OpaqueBuffer", "check_opaque", "is_opaque", "move_opaque", "opaque_p
 
 def is_opaque(param: Tensor) -> bool:
     """Whether the values of ``param`` are no plain floating-point numbers."""
-    return _is_wrapped(param) or not param.is_floating_point() or hasattr(param, "quant_state")
+    narrow = param.dtype.itemsize < 2  # integers, and fp8: a number in it means nothing without its scale
+    return _is_wrapped(param) or narrow or not param.is_floating_point() or hasattr(param, "quant_state")
 
 
 def _is_wrapped(param: Tensor) -> bool:

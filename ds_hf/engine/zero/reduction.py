@@ -156,9 +156,12 @@ class Reducer:
         self._end_backward()
 
     def finish(self) -> None:
-        """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left."""
+        """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left, and
+        what users wrote into ``param.grad``."""
         for buffer in self.buffers:
             buffer.collect(self.factor)
+            buffer.pick_up()
+            buffer.collect()
             if buffer.partial is not None or (not buffer.has_reduced and buffer.buffer.axis.world_size > 1):
                 buffer.reduce()
 

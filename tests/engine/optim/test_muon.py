@@ -384,7 +384,7 @@ def test_heads_and_experts_as_a_function() -> None:
     (grad,) = draw(0, (6, 5), dtype=torch.float64)
     found = muon_update(grad, torch.zeros_like(grad), num_heads=3)
     torch.testing.assert_close(found, by_singular_values(grad.view(3, 2, 5)).view(6, 5), rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="4 heads"):
+    with pytest.raises(ValueError, match="not divisible by num_heads=4"):
         muon_update(grad, torch.zeros_like(grad), num_heads=4)
     (batch,) = draw(0, (2, 2, 4, 3), dtype=torch.float64)
     experts = muon_update(batch, torch.zeros_like(batch), is_expert_group=True)

@@ -133,3 +133,27 @@ def every_cell() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_states_of_parameters(world: int) -> None:
     run_distributed(every_cell, world, timeout=100)
+
+
+def updated_together() -> None:
+    for stage in (1, 2, 3):
+        model = Stack()
+        model.outlet.requires_grad_(False)
+        engine, *_ = initialize(model=model, config=base_config(stage))
+        engine.backward(mean_square(engine(data(1)[dist.get_rank()])))
+        before = access.safe_get_full_grad(model.inlet.weight)
+        assert before is not None
+        kept = id(model.inlet.bias)
+
+        def tripled(old: Tensor | None, param: Tensor, kept: int = kept) -> Tensor | None:
+            return None if old is None or id(param) == kept else old * 3
+
+        bias = access.safe_get_full_grad(model.inlet.bias)
+        access.safe_update_full_grad_vectorized(list(model.parameters()), tripled)
+        torch.testing.assert_close(access.safe_get_full_grad(model.inlet.weight), before * 3)
+        torch.testing.assert_close(access.safe_get_full_grad(model.inlet.bias), bias)
+        engine.destroy()
+
+
+def test_updated_together() -> None:
+    run_distributed(updated_together, 2, timeout=60)

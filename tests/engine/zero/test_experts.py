@@ -7,6 +7,7 @@ from torch import nn
 
 from ds_hf.engine.zero.experts import Choice, find_choices
 from ds_hf.engine.zero.grouping import make_units
+from ds_hf.engine.zero.leaf import set_z3_leaf_modules
 
 
 def linears(count: int) -> nn.ModuleList:
@@ -78,3 +79,20 @@ def test_a_model_of_mixtures_is_split_into_them() -> None:
 def test_a_model_that_itself_chooses_keeps_its_experts_with_the_root() -> None:
     whole = Holder(gate=nn.Linear(8, 4), experts=linears(4), body=Holder(layers=linears(3)))
     assert [unit.name for unit in make_units(whole)] == ["", "body.layers.0", "body.layers.1", "body.layers.2"]
+
+
+def test_a_list_marked_as_a_leaf_is_gathered_by_who_calls_it() -> None:
+    whole = Holder(inlet=nn.Linear(8, 8), middle=Holder(ways=linears(3)), layers=linears(2))
+    set_z3_leaf_modules(whole.middle, [nn.ModuleList])
+    units = {unit.name: unit for unit in make_units(whole)}
+    assert set(units) == {"", "middle", "layers.0", "layers.1"}
+    assert units["middle"].leaf
+    assert len(units["middle"].params) == 6
+    set_z3_leaf_modules(whole, [nn.ModuleList])
+    assert {unit.name: len(unit.params) for unit in make_units(whole)} == {"": 6, "middle": 6}  # layers with the root
+
+
+def test_a_model_marked_as_a_leaf_is_one_unit() -> None:
+    whole = Holder(layers=linears(4))
+    set_z3_leaf_modules(whole, [Holder])
+    assert [(unit.name, len(unit.params)) for unit in make_units(whole)] == [("", 8)]

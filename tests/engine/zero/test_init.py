@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,13 @@ from ds_hf.engine.zero.external import register_external_parameter, unregister_e
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.grouping import make_units
 from ds_hf.engine.zero.init import Init, ZeroParamStatus
-from ds_hf.engine.zero.leaf import get_z3_leaf_modules, set_z3_leaf_modules, unset_z3_leaf_modules
+from ds_hf.engine.zero.leaf import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+)
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM
@@ -296,10 +302,101 @@ def test_gathered_and_external_parameters(world: int) -> None:
 def test_leaves() -> None:
     model = Stack()
     assert len(set_z3_leaf_modules(model, [nn.ModuleList])) == 1
-    assert [unit.name for unit in make_units(model)] == ["", "blocks"]
+    assert [unit.name for unit in make_units(model)] == [""]  # a list is not called: the model itself gathers it
     assert get_z3_leaf_modules(model) == [model.blocks]
     unset_z3_leaf_modules(model, ["ModuleList"])
     assert [unit.name for unit in make_units(model)] == ["", "blocks.0", "blocks.1", "blocks.2"]
-    with pytest.raises(ValueError, match="Missing"):
-        set_z3_leaf_modules(model, ["Missing"])
+    for change in (set_z3_leaf_modules, unset_z3_leaf_modules, set_z3_leaf_modules_by_name):
+        with pytest.raises(ValueError, match="Missing"):
+            change(model, ["Missing"])
+    assert set_z3_leaf_modules_by_name(model, ["blocks.0", "no"]) == ([model.blocks[0]], ["no"])
+    assert set_z3_leaf_modules_by_suffix(model, [".2"]) == ([model.blocks[2]], [])
+    assert get_z3_leaf_modules(model) == [model.blocks[0], model.blocks[2]]
     assert len(set_z3_leaf_modules(model, [f"{Layer.__module__}.Layer"])) == 3
+
+
+def skipped_initialisation() -> None:
+    """``torch.nn.utils.skip_init`` makes modules on the meta device first; also modules of modules."""
+
+    class Pair(nn.Module):
+        def __init__(self, width: int, device: Any = None) -> None:
+            super().__init__()
+            self.first = nn.Linear(width, width, device=device)
+            self.others = nn.ModuleList([nn.Linear(width, width, device=device)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self.others[0](self.first(x)))
+
+    with Init(config_dict_or_path=AUTO):
+        model = nn.Sequential(nn.utils.skip_init(nn.Linear, WIDTH, WIDTH), nn.utils.skip_init(Pair, WIDTH))
+    for param in model.parameters():
+        assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        assert param.ds_shape in ((WIDTH, WIDTH), (WIDTH,))
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        for param in model.parameters():
+            nn.init.ones_(param)
+    engine, *_ = initialize(model=model, config=base_config(3, optimizer=SGD))
+    engine.backward(mean_square(engine(torch.zeros(1, WIDTH))))
+    engine.step()
+    assert all(torch.isfinite(value).all() for value in full_weights(model).values())
+
+
+def test_skipped_initialisation() -> None:
+    run_distributed(skipped_initialisation, 2, timeout=60)
+
+
+class Parent(nn.Module):
+    """Initialises its children in its own constructor, each rank otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 1)
+        self.apply(self.fill)
+
+    def fill(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 1.0 + dist.get_rank())
+
+
+def names_of_parameters() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    with Init(config_dict_or_path=AUTO):
+        model = Parent()
+    weight = model.linear.weight
+    assert weight.ds_tensor.tolist() == [1.0] * -(-12 // world)  # rank 0's
+    assert [weight.aligned_size(), weight.padding_size()] == [-(-12 // world) * world, -(-12 // world) * world - 12]
+    assert weight.ds_summary()["ds_shape"] == (1, 12)
+    with pytest.raises(AttributeError):
+        _ = nn.Linear(1, 1).weight.ds_tensor
+    weight.all_gather()
+    assert (weight.ds_status, weight.numel()) == (ZeroParamStatus.AVAILABLE, 12)
+    weight.partition()
+    assert (weight.ds_status, weight.numel()) == (ZeroParamStatus.NOT_AVAILABLE, 0)
+    with torch.no_grad():
+        weight.ds_tensor.fill_(float(rank))
+    weight.all_gather_coalesced([weight, model.linear.bias]).wait()
+    part = -(-12 // world)
+    assert weight.flatten().tolist() == [float(index // part) for index in range(12)]
+    weight.partition([weight, model.linear.bias])
+    engine, *_ = initialize(model=model, config=base_config(3, optimizer=SGD))
+    parts = [torch.zeros(12) for _ in range(world)]
+    mine = torch.zeros(12)
+    mine[: weight.partition_numel()] = weight.ds_tensor
+    dist.all_gather(parts, mine)
+    assert sum(part.sum().item() for part in parts) == sum(index // -(-12 // world) for index in range(12))
+    pickle.dumps(model.linear.weight)
+    engine.destroy()
+    with GatheredParameters(model.parameters()):
+        assert weight.numel() == 12
+    off = {**AUTO, "zero_optimization": {"stage": 3, "override_module_apply": False}}
+    apply = nn.Module.apply
+    with Init(config_dict_or_path=AUTO):
+        assert nn.Module.apply is not apply
+    with Init(config_dict_or_path=off):
+        assert nn.Module.apply is apply
+    assert nn.Module.apply is apply
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_names_of_parameters(world: int) -> None:
+    run_distributed(names_of_parameters, world, timeout=60)

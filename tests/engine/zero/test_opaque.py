@@ -238,3 +238,42 @@ def refused_training(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_quantized_weights_that_train_are_refused_by_name(stage: int) -> None:
     run_distributed(refused_training, 1, stage)
+
+
+class Fp8(nn.Module):
+    """A frozen weight and its scales in fp8, beside a layer that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.arange(-8.0, 8.0).repeat(4).view(8, 8).to(torch.float8_e4m3fn)
+        self.frozen = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("scale", torch.full((8,), 0.5).to(torch.float8_e5m2))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layer(x), self.frozen.to(x.dtype)).sum()
+
+
+def fp8(stage: int) -> None:
+    model = Fp8()
+    expected = model.frozen.detach().clone()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = ds_hf.initialize(model=model, config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+    assert model.scale.dtype == torch.float8_e5m2
+    with GatheredParameters(model.parameters()):
+        assert model.layer.weight.dtype == torch.bfloat16
+        assert model.frozen.dtype == torch.float8_e4m3fn
+        assert torch.equal(model.frozen.view(torch.uint8), expected.view(torch.uint8))
+
+
+@STAGES
+def test_fp8_stays_as_it_is(stage: int) -> None:
+    run_distributed(fp8, 2, stage, timeout=60)

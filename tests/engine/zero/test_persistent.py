@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hf.engine.builder import initialize
+from ds_hf.engine.zero.access import safe_get_full_fp32_param
+from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches
@@ -88,3 +91,27 @@ def checkpoints(folder: Path) -> None:
 
 def test_checkpoints_with_and_without(tmp_path: Path) -> None:
     run_distributed(checkpoints, 2, tmp_path, timeout=90)
+
+
+def written_by_one_rank() -> None:
+    """What a rank writes inside ``GatheredParameters`` reaches all, and the masters, of small parameters too."""
+    for more in ({}, {"bf16": {"enabled": True}}):
+        model = torch.nn.Linear(8, 8)
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 20}
+        engine, *_ = initialize(model=model, config={**base_config(3, **more), "zero_optimization": zero})
+        assert [model.weight.numel(), model.bias.numel()] == [0, 8]
+        with GatheredParameters([model.weight, model.bias], modifier_rank=1):
+            if dist.get_rank() == 1:
+                with torch.no_grad():
+                    model.weight.fill_(3.0)
+                    model.bias.fill_(7.0)
+        assert model.bias.tolist() == [7.0] * 8
+        for param, value in ((model.weight, 3.0), (model.bias, 7.0)):
+            master = safe_get_full_fp32_param(param)
+            assert master is not None
+            assert master.eq(value).all()
+        engine.destroy()
+
+
+def test_written_by_one_rank() -> None:
+    run_distributed(written_by_one_rank, 2, timeout=60)

@@ -15,6 +15,7 @@ from ds_hf.engine.zero.access import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
     safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 
 from .._missing import missing
@@ -32,5 +33,6 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]
 __getattr__ = missing(__name__)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ds_hf.engine.zero.init import ZeroParamStatus
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
-from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.gather import GatheredParameters, unwrap_model_for_generation
 from ds_hf.engine.zero.init import Init
 from ds_hf.engine.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 from ..._missing import missing
-from . import config, muon, offload_config, partition_parameters, stage3, stage_1_and_2, tiling, utils
+from . import config, muon, offload_config, offload_states, partition_parameters, stage3, stage_1_and_2, tiling, utils
 
 __all__ = [
     "GatheredParameters",
@@ -20,12 +20,14 @@ __all__ = [
     "config",
     "muon",
     "offload_config",
+    "offload_states",
     "partition_parameters",
     "register_external_parameter",
     "stage3",
     "stage_1_and_2",
     "tiling",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
     "utils",
 ]
 __getattr__ = missing(__name__)

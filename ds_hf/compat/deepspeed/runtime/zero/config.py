@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from ds_hf.config.deepspeed_view import OffloadDeviceEnum, ZeroStageEnum
-from ds_hf.config.types.zero import ZeroSection as DeepSpeedZeroConfig
+from ds_hf.config.deepspeed_view import DeepSpeedZeroConfig, OffloadDeviceEnum, ZeroStageEnum
+from ds_hf.config.types.zero import OffloadOptimizerSection as DeepSpeedZeroOffloadOptimizerConfig
+from ds_hf.config.types.zero import OffloadParamSection as DeepSpeedZeroOffloadParamConfig
 
 from ..._missing import missing
 
-__all__ = ["DeepSpeedZeroConfig", "OffloadDeviceEnum", "ZeroStageEnum"]
+__all__ = [
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "ZeroStageEnum",
+]
 __getattr__ = missing(__name__)

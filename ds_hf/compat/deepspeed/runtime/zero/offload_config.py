@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from ds_hf.config.deepspeed_view import OffloadDeviceEnum
+from ds_hf.config.deepspeed_view import OffloadDeviceEnum, OffloadStateTypeEnum
+from ds_hf.config.types.zero import OffloadOptimizerSection as DeepSpeedZeroOffloadOptimizerConfig
+from ds_hf.config.types.zero import OffloadParamSection as DeepSpeedZeroOffloadParamConfig
 
 from ..._missing import missing
 
-__all__ = ["OffloadDeviceEnum"]
+__all__ = [
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+]
 __getattr__ = missing(__name__)

@@ -1,0 +1,156 @@
+"""The names by which scripts know a stage-3 parameter: ``ds_id``, ``ds_shape``, ``ds_tensor``, ``all_gather()``, ...
+
+They are attributes of the parameter, since transformers, accelerate and PEFT look for them there. ``ds_tensor`` is a
+view of what this rank keeps of the parameter: writing to it, in place, changes the parameter. After ``initialize`` the
+ranks' parts of a parameter are not of equal length, and may be empty: a whole block is cut, not each of its parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.zero.layout import Slot
+
+if TYPE_CHECKING:
+    from ds_hf.engine.zero.buffer import FlatBuffer
+
+__all__ = ["mark_sharded", "unmark"]
+
+
+class _Method:
+    """A function of a parameter, as an attribute of it. Copies and pickles as ``None``."""
+
+    __slots__ = ("name", "param")
+
+    def __init__(self, name: str, param: nn.Parameter) -> None:
+        self.name, self.param = name, weakref.ref(param)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        param = self.param()
+        assert param is not None
+        return _METHODS[self.name](param, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _nothing, ()
+
+
+class _Part(Tensor):
+    """A tensor that pickles as ``None``: the file of a pickled model would have the shards in it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # what is computed from it is an ordinary tensor
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, tuple[()]]:
+        return _nothing, ()
+
+
+class _Gathered:
+    """What ``all_gather_coalesced`` gives: the parameters are there already."""
+
+    def wait(self, **kwargs: Any) -> None:
+        """They are there."""
+
+
+def _nothing() -> None:
+    return None
+
+
+def _buffer(param: Tensor) -> FlatBuffer:
+    return param._ds_home.buffer  # type: ignore[attr-defined, no-any-return]
+
+
+def _all_gather(param: nn.Parameter, param_list: Sequence[nn.Parameter] | None = None, **kwargs: Any) -> None:
+    """Make it (or the list) available until ``partition()``. Collective."""
+    for each in [param] if param_list is None else param_list:
+        _buffer(each).gather()
+
+
+def _all_gather_coalesced(param: nn.Parameter, params: Sequence[nn.Parameter], **kwargs: Any) -> _Gathered:
+    """The same, for DeepSpeed's asynchronous form."""
+    _all_gather(param, list(params))
+    return _Gathered()
+
+
+def _partition(
+    param: nn.Parameter, param_list: Sequence[nn.Parameter] | None = None, has_been_updated: bool = False, **kwargs: Any
+) -> None:
+    """Give the whole values back; ``has_been_updated``: keep what was written to them on this rank."""
+    for each in [param] if param_list is None else param_list:
+        if has_been_updated:
+            _buffer(each).write_back()
+        _buffer(each).release()
+
+
+def _partition_numel(param: nn.Parameter) -> int:
+    """Elements of ``ds_tensor``."""
+    return int(param.ds_tensor.numel())  # type: ignore[attr-defined]
+
+
+def _aligned_size(param: nn.Parameter) -> int:
+    """Elements of as many equal parts as there are ranks."""
+    world = _buffer(param).axis.world_size
+    return -(-param.ds_numel // world) * world  # type: ignore[attr-defined, no-any-return]
+
+
+def _padding_size(param: nn.Parameter) -> int:
+    """Elements of those parts that the parameter does not fill."""
+    return _aligned_size(param) - param.ds_numel  # type: ignore[attr-defined, no-any-return]
+
+
+def _summary(param: nn.Parameter, **kwargs: Any) -> dict[str, Any]:
+    """What it is, for a log."""
+    names = {"id": "ds_id", "status": "ds_status", "numel": "numel", "ds_numel": "ds_numel", "ds_shape": "ds_shape"}
+    found = {key: getattr(param, name) for key, name in names.items()}
+    found["numel"] = param.numel()
+    return {
+        **found, "status": found["status"].name, "shape": tuple(param.shape), "ds_shape": tuple(found["ds_shape"]),
+        "requires_grad": param.requires_grad, "ds_tensor.shape": tuple(param.ds_tensor.shape),  # type: ignore[attr-defined]
+    }  # fmt: skip
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "all_gather": _all_gather,
+    "all_gather_coalesced": _all_gather_coalesced,
+    "aligned_size": _aligned_size,
+    "ds_summary": _summary,
+    "padding_size": _padding_size,
+    "partition": _partition,
+    "partition_numel": _partition_numel,
+}
+_ATTRIBUTES = (
+    "ds_active_sub_modules", "ds_id", "ds_numel", "ds_persist", "ds_shape", "ds_status", "ds_tensor",
+    "is_external_param",
+)  # fmt: skip
+
+
+def mark_sharded(param: Any, buffer: FlatBuffer, slot: Slot) -> None:
+    """Give ``param``, whose values lie in ``buffer``, the names."""
+    param.ds_shape = slot.shape
+    param.ds_numel = slot.numel
+    param.ds_active_sub_modules = set()
+    param.ds_persist = param.is_external_param = False
+    param.ds_tensor = _part(buffer, slot)
+    for name in _METHODS:
+        setattr(param, name, _Method(name, param))
+
+
+def unmark(param: Tensor) -> None:
+    """Take them away."""
+    for name in (*_ATTRIBUTES, *_METHODS):
+        if name in param.__dict__:
+            delattr(param, name)
+
+
+def _part(buffer: FlatBuffer, slot: Slot) -> Tensor:
+    """This rank's part, flat; with its padding where the parameter is alone in the buffer."""
+    layout = buffer.layout
+    if slot.index < 0 or layout.numel - slot.numel < layout.world_size:  # bytes of quantized weights, or alone
+        return buffer.shard.detach().as_subclass(_Part)
+    low, high = layout.shard_range(buffer.axis.rank)
+    start, end = max(slot.offset, low), min(slot.end, high)
+    found = slice(start - low, end - low) if end > start else slice(0, 0)
+    return buffer.shard.detach()[found].as_subclass(_Part)
