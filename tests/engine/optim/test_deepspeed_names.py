@@ -131,3 +131,28 @@ def test_names_of_the_scalers() -> None:
     assert (scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis, scaler.min_scale) == (3, 2, 1, 4.0)
     assert (StaticLossScaler(8.0).loss_scale, StaticLossScaler(8.0).dynamic_loss_scale) == (8.0, False)
     assert [s.use_grad_scaling for s in (scaler, StaticLossScaler(8.0), NoLossScaler())] == [True, True, False]
+
+
+def test_at_stage_0_in_fp32_it_is_the_users_own() -> None:
+    model = nn.Linear(4, 4)
+    given = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _, optimizer, *_ = initialize(model=model, optimizer=given, config={"train_micro_batch_size_per_gpu": 1})
+    assert optimizer == given
+    assert given == optimizer
+    assert hash(optimizer) == hash(given)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer != torch.optim.AdamW(nn.Linear(4, 4).parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert schedule.get_last_lr() == [0.05]
+
+
+@pytest.mark.parametrize("section", [{"zero_optimization": {"stage": 1}}, {"bf16": {"enabled": True}}])
+def test_otherwise_it_is_not(section: dict[str, Any]) -> None:
+    model = nn.Linear(4, 4)
+    given = torch.optim.AdamW(model.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 1, **section}
+    _, optimizer, *_ = initialize(model=model, optimizer=given, config=config)
+    assert optimizer != given
+    assert not isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.optimizer is given
