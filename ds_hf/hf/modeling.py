@@ -1,4 +1,4 @@
-"""Hooks on ``transformers.modeling_utils``: what loading at stage 3 leaves out.
+"""Hooks on ``transformers.modeling_utils``: what loading and counting at stage 3 leave out.
 
 Weights whose shape is not the model's: transformers has them neither passed over (``ignore_mismatched_sizes``) nor
 refused on all ranks - the first raises, the others wait for ever. The shapes are compared before anything is loaded.
@@ -10,6 +10,9 @@ children's, are gathered while it runs, as transformers itself does for models t
 
 Weight norm in models from scratch: ``_init_weights`` writes to a weight that is computed, and only what the layer's
 constructor drew stays; at stage 3 that is switched off, so it is drawn afterwards.
+
+``num_parameters`` adds up ``numel()``, which is 0 of a parameter at rest; the Trainer's ``total_flos`` and the index of
+a model saved in several files are made of it.
 """
 
 from __future__ import annotations
@@ -35,9 +38,26 @@ __all__ = ["wrap_modeling"]
 def wrap_modeling(module: ModuleType) -> None:
     """Hook of ``transformers.modeling_utils``."""
     wrapt.wrap_function_wrapper(module, "PreTrainedModel.initialize_weights", _gathered)
+    wrapt.wrap_function_wrapper(module, "PreTrainedModel.num_parameters", _counting_released)
     integration = importlib.import_module("transformers.integrations.deepspeed")  # imported by ``module`` already
     wrapt.wrap_function_wrapper(integration, "initialize_weights_zero3", _with_parametrized)
     wrapt.wrap_function_wrapper(module, "_load_state_dict_into_zero3_model", _without_mismatched)
+
+
+def _counting_released(
+    wrapped: Callable[..., int], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    def count(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        left_out: set[str] = set()
+        if exclude_embeddings:
+            left_out = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        return wrapped(only_trainable, exclude_embeddings) + sum(
+            logical_shape(param).numel() - param.numel()
+            for name, param in model.named_parameters()
+            if name not in left_out and (param.requires_grad or not only_trainable)
+        )
+
+    return count(*args, **kwargs)
 
 
 def _gathered(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@
 - ``save_only_model`` with ``load_best_model_at_end``: the weights alone are loaded.
 - checkpoints that are written in the background: ``save_total_limit`` never counts one that is not on disk yet.
 - ``resume_from_checkpoint=True`` passes over a checkpoint whose saving was interrupted.
+- ``save_model()`` before there is an engine; ``get_num_trainable_parameters()`` of parameters at rest.
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
 - training that was started again after a failure (``--max_restarts``) resumes: see ``hf.restart``.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
@@ -46,6 +47,8 @@ def wrap_trainer(module: ModuleType) -> None:
         "_load_best_model": _load_weights_alone,
         "_save_checkpoint": _keep_one_more,
         "log": _log_skipped_steps,
+        "save_model": _save_without_engine,
+        "get_num_trainable_parameters": _count_trainable,
     }
     for name, hook in hooks.items():
         wrapt.wrap_function_wrapper(module, f"Trainer.{name}", hook)
@@ -201,3 +204,30 @@ def _log_skipped_steps(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwarg
     if engine is not None and engine.skipped_steps and "loss" in logs:
         logs.setdefault("skipped_steps", engine.skipped_steps)
     return wrapped(*args, **kwargs)
+
+
+def _save_without_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Before ``train()`` and ``evaluate()`` transformers asks the bare model to save itself as an engine would."""
+    if not trainer.is_deepspeed_enabled or trainer.deepspeed is not None:
+        return wrapped(*args, **kwargs)
+    from ds_hf.engine.checkpoint.consolidate import whole_state_dict
+
+    save, state = trainer._save, whole_state_dict(trainer.model)
+
+    def save_whole(output_dir: str | None = None, state_dict: Any = None) -> None:
+        save(output_dir, state_dict=state)
+
+    trainer._save = save_whole
+    try:
+        with _with(trainer, is_deepspeed_enabled=False):
+            return wrapped(*args, **kwargs)
+    finally:
+        del trainer._save
+
+
+def _count_trainable(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> int:
+    if not trainer.is_deepspeed_enabled:
+        return int(wrapped(*args, **kwargs))
+    from ds_hf.engine.zero.buffer import logical_shape
+
+    return sum(logical_shape(param).numel() for param in trainer.model.parameters() if param.requires_grad)

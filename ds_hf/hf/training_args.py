@@ -8,7 +8,7 @@ would switch DeepSpeed off on a CPU machine; then transformers' own code runs wi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from ds_hf.errors import ConfigError, Fault
 from ds_hf.hf import auto
 from ds_hf.hf.accelerate_state import has_accelerator
 from ds_hf.hf.mismatch import find_mismatches
+from ds_hf.hf.optimizers import find_unfit_optimizers
 from ds_hf.hf.source import AUTO, checked_config, plain_config
 from ds_hf.log import logger, warn_once
 
@@ -38,9 +39,11 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
         return wrapped(*args, **kwargs)
     given = arguments.deepspeed
     if not given:  # accelerate launch named the configuration: its plugin reads it
+        _refuse(find_unfit_optimizers(None, arguments), "the training arguments")
         _settle_cpu(arguments)
         return wrapped(*args, **kwargs)
     config = checked_config(given)
+    _refuse(find_unfit_optimizers(config, arguments), f"{config.source} and the training arguments")
     faults = find_mismatches(config, arguments)
     if faults:
         error = ConfigError(faults, f"{config.source} and the training arguments")
@@ -58,6 +61,11 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
     if given == AUTO:
         auto.choose_at_parse_time(arguments)
     return None
+
+
+def _refuse(faults: Sequence[Fault], source: str) -> None:
+    if faults:
+        raise ConfigError(faults, source)
 
 
 def _allow_bf16_on_cpu(

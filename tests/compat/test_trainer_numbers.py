@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,39 @@ def histories_of_shared_weights(folder: Path) -> Any:
 def test_weights_used_twice_are_reduced_once(tmp_path: Path) -> None:
     for result in run_user_code(histories_of_shared_weights, tmp_path):
         assert_equal_histories(result)
+
+
+# -- counts -------------------------------------------------------------------------------------------------------
+
+
+def counted(folder: Path) -> Any:
+    """Elements of all kinds, operations, and what the index of a model in several files says."""
+    results = []
+    for name, deepspeed in (("plain", None), ("ours", config(3))):
+        trainer = make_trainer(folder, deepspeed)
+        trainer.model.lm_head.requires_grad_(False)
+        trainer.train()
+        model = trainer.model
+        flags = [{}, {"only_trainable": True}, {"exclude_embeddings": True}]
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.args.should_save:
+            model.save_pretrained(folder / name, state_dict=state, max_shard_size="40KB")
+        torch.distributed.barrier()
+        index = json.loads((folder / name / "model.safetensors.index.json").read_text())["metadata"]
+        counts = [model.num_parameters(**each) for each in flags]
+        trainable = trainer.get_num_trainable_parameters()
+        results.append(
+            (counts, trainable, trainer.state.total_flos, trainer.state.log_history[-1]["total_flos"], index)
+        )
+    return results
+
+
+@pytest.mark.feature("Trainer", "`total_flos`, `num_parameters`, `get_num_trainable_parameters` at stage 3")
+def test_released_parameters_are_counted(tmp_path: Path) -> None:
+    for plain, ours in run_user_code(counted, tmp_path):
+        assert ours == plain
+        (every, trains, others), trainable, *_ = ours
+        assert trainable == trains == others == every - 128 * 32
 
 
 # -- gradient norm (P30) ------------------------------------------------------------------------------------------

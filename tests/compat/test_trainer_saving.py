@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer
 
 from tests.compat.common import WORLD, largest_difference, run_user_code
-from tests.compat.trainer_code import STAGES, TOLERANCE, config, fit, history, make_trainer
+from tests.compat.scripts.trainer_script import Sentences
+from tests.compat.trainer_code import STAGES, TOLERANCE, arguments, config, fit, history, make_trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 RISING = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
@@ -167,3 +169,31 @@ def without_a_checkpoint(folder: Path) -> str:
 def test_weights_alone_are_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
     for message in run_user_code(without_a_checkpoint, tmp_path):
         assert "valid checkpoint" in message
+
+
+# -- without an engine --------------------------------------------------------------------------------------------
+
+
+def saved_before_training(folder: Path) -> bool:
+    """Without DeepSpeed; then whole weights, and weights that were sharded as they were loaded."""
+    make_trainer(folder).save_model(str(folder / "plain"))
+    torch.distributed.barrier()
+    make_trainer(folder, config(2)).save_model(str(folder / "stage2"))
+    args = arguments(folder, config(3))
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain")
+    trainer = Trainer(model=model, args=args, train_dataset=Sentences(60, seed=1))
+    trainer.save_model(str(folder / "stage3"))
+    trainer.train()
+    return bool(model.lm_head.weight.ds_shape == (128, 32)) and trainer.state.global_step == 4
+
+
+@pytest.mark.feature("Trainer", "`save_model` before `train`")
+def test_model_is_saved_before_it_is_trained(tmp_path: Path) -> None:
+    assert run_user_code(saved_before_training, tmp_path) == [True] * WORLD
+    plain, *ours = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "stage2", "stage3"))
+    assert sorted(path.name for path in (tmp_path / "stage3").iterdir()) == sorted(
+        path.name for path in (tmp_path / "plain").iterdir()
+    )
+    for weights in ours:
+        assert weights.keys() == plain.keys()
+        assert all(torch.equal(weights[name], plain[name]) for name in plain)

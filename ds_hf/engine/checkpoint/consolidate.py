@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_hf.engine.checkpoint.agreement import together
@@ -32,7 +32,7 @@ from ds_hf.engine.checkpoint.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
-from ds_hf.engine.zero.buffer import unshard
+from ds_hf.engine.zero.buffer import buffers_of, unshard
 from ds_hf.log import logger
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "save_16bit_model",
     "to_torch_tensor",
+    "whole_state_dict",
 ]
 
 
@@ -82,6 +83,27 @@ def consolidated_state_dict(
             state[alias] = state[name]
     order = {name.replace("_orig_mod.", ""): index for index, name in enumerate(engine.module.state_dict())}
     return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def whole_state_dict(module: nn.Module) -> dict[str, Tensor] | None:
+    """``module.state_dict()`` with whole weights, of a model that no engine drives; collective if it is sharded.
+
+    Returns:
+        ``None`` on other ranks than 0 where the model is sharded; the gathered weights are on the CPU.
+    """
+    buffers = buffers_of(module.parameters())
+    first = not buffers or buffers[0].axis.rank == 0
+    whole: dict[int, Tensor] = {}
+    for buffer in buffers:
+        with torch.no_grad(), unshard([buffer]):
+            whole.update({id(param): param.detach().to("cpu", copy=True) for param in buffer.owners if first})
+    if not first:
+        return None
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return {
+        name: whole.get(id(named[name]), value) if name in named else value
+        for name, value in module.state_dict().items()
+    }
 
 
 def save_16bit_model(
