@@ -52,13 +52,7 @@ class Engine(EngineFacade, nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        config: dict[str, Any],
-        settings: Config,
-        parts: EngineParts,
-        monitor: MonitorMaster,
-        lr_scheduler: Any = None,
+        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: MonitorMaster
     ) -> None:
         super().__init__()
         self.module = module
@@ -72,7 +66,7 @@ class Engine(EngineFacade, nn.Module):
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         if self.optimizer is not None and self.plan.shards_parameters:
             self.optimizer.parameter_offload = ParameterOffload(module)
-        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler: Any = None
         self.accumulation = Accumulation(self.batch.accumulation_steps)
         self.training_dataloader: Any = None
         self.checkpoint_writer = BackgroundWriter(parts.axis)

@@ -8,6 +8,7 @@ already is continued without another header: a resumed run goes on in the files 
 from __future__ import annotations
 
 import csv
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,6 +36,7 @@ class CsvMonitor(Writer):
         self.log_dir: str | None = None
         self.filenames: list[str] = []
         self._files: dict[str, TextIO] = {}
+        weakref.finalize(self, _close_all, self._files)
         super().__init__(csv_config)
 
     def _open(self) -> None:
@@ -71,5 +73,9 @@ class CsvMonitor(Writer):
 
     def close(self) -> None:
         """Close the files."""
-        while self._files:
-            self._files.popitem()[1].close()
+        _close_all(self._files)
+
+
+def _close_all(files: dict[str, TextIO]) -> None:
+    while files:
+        files.popitem()[1].close()
