@@ -7,6 +7,7 @@ already is continued without another header: a resumed run goes on in the files 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import weakref
 from collections.abc import Sequence
@@ -54,6 +55,7 @@ class CsvMonitor(Writer):
             for file in touched.values():
                 file.flush()
         except OSError as error:
+            self.close()
             raise DsHfError(
                 f"csv_monitor cannot write into {self.log_dir}: {error.strerror or error}; make room there, name "
                 "another output_path, or set csv_monitor.enabled to false"
@@ -78,4 +80,5 @@ class CsvMonitor(Writer):
 
 def _close_all(files: dict[str, TextIO]) -> None:
     while files:
-        files.popitem()[1].close()
+        with contextlib.suppress(OSError):  # rows are written out at each call, which has told of it
+            files.popitem()[1].close()

@@ -14,7 +14,7 @@ class HostCopy:
     """A copy in page-locked memory that the GPU makes when it comes to it."""
 
     def __init__(self, value: Tensor) -> None:
-        self._copy = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._copy = torch.empty((), dtype=value.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(value.detach().reshape(()), non_blocking=True)
         self._event = torch.cuda.current_stream(value.device).record_event()
 
