@@ -8,6 +8,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from ds_hf.config.load import load_config
+from ds_hf.config.monitor_view import DeepSpeedMonitorConfig
 from ds_hf.config.types.root import Config
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedZeroConfig", "OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum"]
@@ -134,6 +135,11 @@ class DeepSpeedConfig:
     def activation_checkpointing_config(self) -> Any:
         """The section ``activation_checkpointing``."""
         return self.settings.activation_checkpointing
+
+    @property
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
+        """The sections of the monitors."""
+        return DeepSpeedMonitorConfig.of(self.settings)
 
     def print_user_config(self) -> str:
         """The configuration as JSON text."""

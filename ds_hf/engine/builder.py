@@ -28,6 +28,7 @@ from ds_hf.engine.engine import Engine
 from ds_hf.engine.given import check_optimizer, check_scheduler
 from ds_hf.engine.lr_probe import script as lr_script
 from ds_hf.engine.lr_schedules import build_scheduler
+from ds_hf.engine.monitor import open_monitors
 from ds_hf.engine.offloading import accumulation_dtype, build_offload
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.build import build_optimizer
@@ -119,9 +120,11 @@ def initialize(
     watch_for_hangs(axis, settings.ds_hf.hang_timeout)
     plan = plan_states(settings)
     check_scheduler(optimizer, lr_scheduler)
+    measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
+    monitor = open_monitors(settings, axis, silent=measured)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
     parts = _make_parts(settings, plan, axis, model, inner)
-    engine = Engine(model, source if isinstance(source, dict) else settings.resolved, settings, parts)
+    engine = Engine(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
     engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
     engine.mpu = mpu
     if training_data is not None:

@@ -8,7 +8,7 @@ parts that already follow the state plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
 from ds_hf.engine.facade import EngineFacade
+from ds_hf.engine.monitor import MonitorMaster, NoFeed, feed_of
 from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
@@ -46,11 +47,12 @@ class Engine(EngineFacade, nn.Module):
         config: the configuration as the plain dict that was given.
         settings: the same, validated and typed.
         plan: where each row of the model states lives.
+        monitor: writes events where the configuration says; users may give it theirs.
         global_steps: optimizer steps tried; ``skipped_steps`` of them were skipped for an overflow.
     """
 
     def __init__(
-        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, lr_scheduler: Any = None
+        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: MonitorMaster
     ) -> None:
         super().__init__()
         self.module = module
@@ -64,13 +66,15 @@ class Engine(EngineFacade, nn.Module):
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         if self.optimizer is not None and self.plan.shards_parameters:
             self.optimizer.parameter_offload = ParameterOffload(module)
-        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler: Any = None
         self.accumulation = Accumulation(self.batch.accumulation_steps)
         self.training_dataloader: Any = None
         self.checkpoint_writer = BackgroundWriter(parts.axis)
         self.parking = Parking()
         self.global_steps = self.global_samples = self._skipped_steps = 0
         self.step_hooks: list[Callable[[Engine], None]] = []
+        self.monitor = monitor
+        self.feed: NoFeed = feed_of(self, monitor)
         self._applied = False
         self._undo: Callable[[], None] | None = None  # of a step that may turn out to have been skipped
         self._destroyed = False
@@ -120,6 +124,7 @@ class Engine(EngineFacade, nn.Module):
             return loss
         with self.hooks.driving():
             self._scaled(loss).backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+        self.feed.on_loss(loss)
         return loss
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
@@ -136,6 +141,7 @@ class Engine(EngineFacade, nn.Module):
         self._require_alive()
         _check_loss(loss)
         self.hooks.scaled = True
+        self.feed.on_loss(loss, self.reducer.raw_factor)
         return self._scaled(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -185,8 +191,13 @@ class Engine(EngineFacade, nn.Module):
         if undo is None or self.optimizer is None:
             return
         self._applied = not self.optimizer.skipped
-        if self._applied:
-            return
+        if not self._applied:
+            self._take_back(undo)
+        self.feed.on_outcome()
+
+    def _take_back(self, undo: Callable[[], None]) -> None:
+        """The last step was skipped: so was the schedule's."""
+        assert self.optimizer is not None
         undo()
         self._skipped_steps += 1
         if self.axis.rank == 0:
@@ -343,10 +354,10 @@ class Engine(EngineFacade, nn.Module):
         if self._destroyed:
             return
         self._destroyed = True
-        try:
-            self.checkpoint_writer.close()
-        finally:
-            self._free()
+        with ExitStack() as last:  # all of them, whatever one of them raises; the last first
+            last.callback(self._free)
+            last.callback(self.checkpoint_writer.close)
+            last.callback(self.feed.close)
 
     def _free(self) -> None:
         self.hooks.remove()

@@ -84,6 +84,13 @@ deepspeed.ops.op_builder.builder: OpBuilder
 deepspeed.profiling.flops_profiler: get_model_profile FlopsProfiler
 deepspeed.profiling.flops_profiler.profiler: get_model_profile FlopsProfiler number_to_string
 deepspeed.checkpoint.utils: clone_tensors_for_torch_save get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
+deepspeed.monitor.monitor: Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor CometMonitor
+deepspeed.monitor.config: DeepSpeedMonitorConfig get_monitor_config TensorBoardConfig WandbConfig CSVConfig CometConfig
+deepspeed.monitor.csv_monitor: csvMonitor Monitor
+deepspeed.monitor.tensorboard: TensorBoardMonitor check_tb_availability
+deepspeed.monitor.wandb: WandbMonitor check_wandb_availability
+deepspeed.monitor.comet: CometMonitor EventsLogScheduler check_comet_availability
+deepspeed.monitor.utils: check_tb_availability check_wandb_availability check_comet_availability
 deepspeed.utils: logger log_dist groups zero_to_fp32 RepeatingLoader is_initialized OnDevice instrument_w_nvtx
 deepspeed.utils: set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter
 deepspeed.utils: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
@@ -193,7 +200,6 @@ def test_absent_attribute_says_so_and_stays_absent() -> None:
         ("from deepspeed.runtime.zero.mics import MiCS_Init", r"Take deepspeed\.zero\.Init"),
         ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF", r"which DeepSpeed has"),
         ("from deepspeed.runtime.engine import see_memory_usage", r"here is deepspeed\.\S*see_memory_usage"),
-        ("from deepspeed.monitor.monitor import MonitorMaster", r"report_to argument of the Trainer"),
         ("from deepspeed.comm import log_summary", r"Take torch\.profiler"),
     ],
 )

@@ -240,8 +240,6 @@ def test_grad_hooks_of_the_documentation_is_ignored_with_a_warning() -> None:
         {"zero_optimization": {"reduce_bucket_size": 1000}},
         {"zero_optimization": {"overlap_comm": False}},
         {"zero_optimization": {"round_robin_gradients": True}},
-        {"tensorboard": {"enabled": True}},
-        {"wandb": {"enabled": True, "project": "x"}},
         {"flops_profiler": {"enabled": True}},
         {"comms_logger": {"enabled": True}},
         {"activation_checkpointing": {"partition_activations": True}},

@@ -17,8 +17,8 @@ from ds_hf.engine.optim.kinds import DeepSpeedOptimizer
 from ds_hf.engine.zero.on_device import OnDevice
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
-from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, ops, profiling, runtime
-from . import utils
+from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, monitor, ops, profiling
+from . import runtime, utils
 from .git_version_info import git_branch as __git_branch__
 from .git_version_info import git_hash as __git_hash__
 from .git_version_info import version
@@ -56,6 +56,7 @@ __all__ = [
     "launcher",
     "log_dist",
     "logger",
+    "monitor",
     "ops",
     "profiling",
     "runtime",

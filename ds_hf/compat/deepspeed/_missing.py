@@ -37,7 +37,6 @@ INSTEAD = {
     "deepspeed.launcher": "the command `deepspeed` (docs/command-line.md)",
     "deepspeed.linear": "LoRA of peft",
     "deepspeed.moe": "a mixture-of-experts model of transformers",
-    "deepspeed.monitor": "the report_to argument of the Trainer, or the trackers of accelerate",
     "deepspeed.ops.sparse_attention": "torch.nn.attention.flex_attention",
     "deepspeed.pipe": "an ordinary nn.Module with ZeRO",
     "deepspeed.runtime.pipe": "an ordinary nn.Module with ZeRO",

@@ -64,7 +64,7 @@ class TimersSection:
 
 @dataclass(frozen=True)
 class TensorboardSection:
-    """TensorBoard monitor."""
+    """Write loss, learning rate and loss scale of each step for TensorBoard; needs the package tensorboard."""
 
     enabled: bool = False
     output_path: str = ""
@@ -73,7 +73,7 @@ class TensorboardSection:
 
 @dataclass(frozen=True)
 class WandbSection:
-    """Weights and Biases monitor."""
+    """Send loss, learning rate and loss scale of each step to Weights & Biases; needs the package wandb."""
 
     enabled: bool = False
     group: str | None = None
@@ -83,7 +83,7 @@ class WandbSection:
 
 @dataclass(frozen=True)
 class CometSection:
-    """Comet monitor."""
+    """Send loss, learning rate and loss scale to Comet; needs the package comet_ml."""
 
     enabled: bool = False
     samples_log_interval: int = 100
@@ -98,7 +98,7 @@ class CometSection:
 
 @dataclass(frozen=True)
 class CsvMonitorSection:
-    """CSV monitor."""
+    """Write loss, learning rate and loss scale of each step into a CSV file each."""
 
     enabled: bool = False
     output_path: str = ""

@@ -25,6 +25,7 @@ from torch import Tensor
 from ds_hf.engine.dist.collectives import all_reduce_sum
 from ds_hf.engine.dist.mesh import compute_device
 from ds_hf.engine.lr_probe.snapshot import Snapshot
+from ds_hf.engine.monitor import NoFeed
 from ds_hf.errors import DsHfError, LossScaleError
 from ds_hf.log import logger
 from ds_hf.lr import LrOptions, LrResult, Run, RunResult, Sweep, decide, landmarks, run_lr
@@ -296,14 +297,16 @@ class _Divergence:
 @contextlib.contextmanager
 def _quiet(engine: Engine) -> Iterator[None]:
     """Nobody is told of the updates, and no schedule counts them."""
+    engine._settle()  # the step before was the script's
     hooks, engine.step_hooks = engine.step_hooks, []
+    feed, engine.feed = engine.feed, NoFeed()
     scheduler, engine.lr_scheduler = engine.lr_scheduler, None
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        engine.step_hooks, engine.lr_scheduler = hooks, scheduler
+        engine.step_hooks, engine.lr_scheduler, engine.feed = hooks, scheduler, feed
         logger.setLevel(level)
 
 

@@ -42,6 +42,11 @@ class Outcome:
             self._norm.copy_(norm, non_blocking=True)
             self._event = torch.cuda.current_stream(norm.device).record_event()
 
+    @property
+    def known(self) -> bool:
+        """Asking will not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def _value(self) -> float:
         if self._event is not None:
             self._event.synchronize()

@@ -269,6 +269,11 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         """As ``overflow``, for the engine."""
         return self._outcome.overflow
 
+    @property
+    def outcome_known(self) -> bool:
+        """Whether ``overflow`` and ``grad_norm`` answer without waiting."""
+        return self._outcome.known
+
     def grad_norm(self) -> float | None:
         """Unscaled global norm, before clipping, of the last step; ``None`` before the first. Waits for it.
 

@@ -1,0 +1,21 @@
+"""``deepspeed.monitor.config``."""
+
+from __future__ import annotations
+
+from ds_hf.config.monitor_view import DeepSpeedMonitorConfig, get_monitor_config
+from ds_hf.config.types import CometSection as CometConfig
+from ds_hf.config.types import CsvMonitorSection as CSVConfig
+from ds_hf.config.types import TensorboardSection as TensorBoardConfig
+from ds_hf.config.types import WandbSection as WandbConfig
+
+from .._missing import missing
+
+__all__ = [
+    "CSVConfig",
+    "CometConfig",
+    "DeepSpeedMonitorConfig",
+    "TensorBoardConfig",
+    "WandbConfig",
+    "get_monitor_config",
+]
+__getattr__ = missing(__name__)

@@ -1,0 +1,28 @@
+"""Where an engine writes loss and learning rate while it trains: CSV files, TensorBoard, Weights & Biases, Comet.
+
+``base`` says what a monitor is; ``csv_files``, ``tensorboard``, ``wandb`` and ``comet`` are one each, with the keys of
+their sections of the configuration; ``master`` owns those that are on; ``feed`` tells them of each step. Only the
+process of global rank 0 opens or writes anything.
+"""
+
+from ds_hf.engine.monitor.base import Event, Monitor
+from ds_hf.engine.monitor.comet import CometMonitor
+from ds_hf.engine.monitor.csv_files import CsvMonitor
+from ds_hf.engine.monitor.feed import Feed, NoFeed, feed_of
+from ds_hf.engine.monitor.master import MonitorMaster, open_monitors
+from ds_hf.engine.monitor.tensorboard import TensorBoardMonitor
+from ds_hf.engine.monitor.wandb import WandbMonitor
+
+__all__ = [
+    "CometMonitor",
+    "CsvMonitor",
+    "Event",
+    "Feed",
+    "Monitor",
+    "MonitorMaster",
+    "NoFeed",
+    "TensorBoardMonitor",
+    "WandbMonitor",
+    "feed_of",
+    "open_monitors",
+]
