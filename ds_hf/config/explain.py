@@ -67,8 +67,11 @@ def summary(config: Config) -> str:
 
 def _precision(config: Config, autos: set[str]) -> str:
     if config.bf16.enabled or config.fp16.enabled:
-        return "bf16" if config.bf16.enabled else "fp16"
-    return "precision from the Trainer" if autos & {"bf16.enabled", "fp16.enabled"} else "fp32"
+        kept = "bf16" if config.bf16.enabled else "fp16"
+    else:
+        kept = "precision from the Trainer" if autos & {"bf16.enabled", "fp16.enabled"} else "fp32"
+    section = config.torch_autocast
+    return f"{kept} under autocast to {section.dtype or 'bf16'}" if section.enabled else kept
 
 
 def _value(tree: dict[str, Any], path: Path, node: Node) -> Any:

@@ -25,7 +25,12 @@ from ds_hf.config.types.root import OriginKind
 if TYPE_CHECKING:
     from ds_hf.config.types import Config
 
-__all__ = ["Placement", "StatePlan", "StateSpec", "is_parameter_sharded", "plan_states"]
+__all__ = ["SAFE_MODULES", "Placement", "StatePlan", "StateSpec", "is_parameter_sharded", "plan_states"]
+
+# Classes whose gradients travel in the dtype of torch_autocast unless the configuration names others.
+SAFE_MODULES = tuple(
+    f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
+)
 
 _DTYPE_NAMES = {
     "fp32": "float32",
@@ -69,7 +74,9 @@ class StatePlan:
         parameters, gradients, optimizer: the three rows; ``optimizer`` covers master weights and moments, and its
             dtype is that of the masters.
         moments: dtype name of the optimizer's moments.
-        communication_dtype: dtype name in which gradients are reduced, ``None`` for the parameters' dtype.
+        communication_dtype: dtype name in which gradients are reduced, ``None`` for the parameters' dtype ...
+        narrow_modules: ... but those of parameters of these classes, which are reduced in that of ``autocast``.
+        autocast: dtype name of the ``torch.autocast`` in which the engine runs the model, ``None`` for none.
         whole_below: where parameters are sharded, those of fewer elements stay whole, 0 for none ...
         whole_in_all: ... as long as they are not more elements than this together.
     """
@@ -79,8 +86,15 @@ class StatePlan:
     optimizer: StateSpec
     moments: str = "float32"
     communication_dtype: str | None = None
+    narrow_modules: tuple[str, ...] = ()
+    autocast: str | None = None
     whole_below: int = 0
     whole_in_all: int = 0
+
+    @property
+    def scales_loss(self) -> bool:
+        """Gradients pass through fp16, whose range needs a loss scale."""
+        return "float16" in (self.parameters.dtype, self.autocast)
 
     @property
     def shards_parameters(self) -> bool:
@@ -112,7 +126,7 @@ def dtype_name(value: str | None) -> str | None:
 
 def plan_states(config: Config) -> StatePlan:
     """Fill the table from a validated configuration (DeepSpeed keys ``zero_optimization``, ``fp16``, ``bf16``,
-    ``communication_data_type``, ``data_types``). Pure: reads nothing but ``config``."""
+    ``communication_data_type``, ``data_types``, ``torch_autocast``). Pure: reads nothing but ``config``."""
     zero = config.zero_optimization
     parameters, gradients, optimizer = _PLACEMENTS[zero.stage]
     parameter_dtype = "bfloat16" if config.bf16.enabled else "float16" if config.fp16.enabled else None
@@ -120,12 +134,17 @@ def plan_states(config: Config) -> StatePlan:
     optimizer_device = _device(zero.offload_optimizer.device)
     narrow = config.bf16.enabled and config.bf16.bf16_master_weights_and_grads
     accumulation_dtype = dtype_name(config.data_types.grad_accum_dtype) or ("bfloat16" if narrow else None)
+    section = config.torch_autocast
+    autocast = (dtype_name(section.dtype) or "bfloat16") if section.enabled and section.dtype != "fp32" else None
+    safe = SAFE_MODULES if section.lower_precision_safe_modules is None else section.lower_precision_safe_modules
     return StatePlan(
         parameters=StateSpec(parameters, parameter_device, parameter_dtype),
         gradients=StateSpec(gradients, "cpu" if optimizer_device == "nvme" else optimizer_device, accumulation_dtype),
         optimizer=StateSpec(optimizer, optimizer_device, "bfloat16" if narrow else "float32"),
         moments="bfloat16" if narrow and config.bf16.bf16_optimizer_states else "float32",
         communication_dtype=dtype_name(config.communication_data_type),
+        narrow_modules=safe if autocast else (),
+        autocast=autocast,
         whole_below=zero.stage3_param_persistence_threshold if _is_set(config, _PERSISTENCE) else 0,
         whole_in_all=zero.stage3_model_persistence_threshold,
     )

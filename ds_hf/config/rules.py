@@ -14,6 +14,7 @@ __all__ = ["check_rules"]
 def check_rules(config: Config, draft: Draft) -> None:
     """Collect combinations that cannot work."""
     _precision(config, draft)
+    _autocast(config, draft)
     if not draft.faulty("/zero_optimization/stage"):
         _masters(config, draft)
         _offload(config, draft)
@@ -33,6 +34,24 @@ def _precision(config: Config, draft: Draft) -> None:
         for key, value in (("loss_scale_window", fp16.loss_scale_window), ("min_loss_scale", fp16.min_loss_scale)):
             if value <= 0:
                 draft.fault(f"/fp16/{key}", f"{key} {value} is too small for dynamic loss scaling", "give more than 0")
+
+
+def _autocast(config: Config, draft: Draft) -> None:
+    section, base = config.torch_autocast, "/torch_autocast"
+    if not section.enabled:
+        return
+    if section.dtype == "fp32":
+        draft.warn(
+            f"{base}/dtype", "no effect: autocast to fp32 casts nothing down", 'give "bf16", or remove the block'
+        )
+    for index, name in enumerate(section.lower_precision_safe_modules or ()):
+        if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
+            message = f'"{name}" is not a class with its package'
+            draft.fault(f"{base}/lower_precision_safe_modules/{index}", message, 'write it as "torch.nn.Linear"')
+    for name, enabled in (("fp16", config.fp16.enabled), ("bf16", config.bf16.enabled)):
+        if enabled and (section.dtype or "bf16") not in (name, "fp32"):
+            message = f"autocast computes in {section.dtype or 'bf16'} with parameters in {name}"
+            draft.warn(f"{base}/dtype", message, f'give "{name}", or disable {name} to keep the parameters in fp32')
 
 
 def _masters(config: Config, draft: Draft) -> None:

@@ -41,8 +41,9 @@ from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.rehearsal import rehearsal
 from ds_hf.engine.zero.advice import whole_model_advice
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
+from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
-from ds_hf.engine.zero.grouping import keep_small_whole, make_units
+from ds_hf.engine.zero.grouping import FROZEN, by_layout, keep_small_whole, make_units, own_dtype
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.engine.zero.opaque import (
@@ -62,8 +63,6 @@ from ds_hf.log import warn_once
 from ds_hf.measure.protocol import TRIAL_ENV
 
 __all__ = ["initialize"]
-
-_FROZEN = -1  # group index of parameters that no optimizer updates
 
 
 def initialize(
@@ -229,6 +228,7 @@ def _make_parts(
     group_of = _groups_by_parameter(model, inner)
     check_opaque(model, sharded=plan.shards_parameters)
     move_opaque(model, device)
+    mark_comm_dtypes(model, plan.narrow_modules, plan.autocast)
     units = make_units(model, _managed(model, plan))
     if plan.shards_parameters:
         units = keep_small_whole(units, plan.whole_below, plan.whole_in_all)
@@ -237,18 +237,19 @@ def _make_parts(
     gradients: dict[Unit, list[GradientBuffer]] = {}
     groups: dict[GradientBuffer, list[int]] = {}
     gradient_policy = _gradient_policy(settings, plan, axis)
+    sent = gradient_policy.communication_dtype
     gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
     gathers_some = plan.shards_optimizer or plan.shards_parameters
-    halves = any((dtype or _own_dtype(param)).itemsize <= 2 for unit in units for param in unit.params)
+    halves = any((dtype or own_dtype(param)).itemsize <= 2 for unit in units for param in unit.params)
     peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and halves else None
     for unit in units:
-        layouts = [*_by_layout(unit.params, group_of, dtype), *_by_layout(unit.whole, group_of, dtype)]
+        layouts = [each for params in (unit.params, unit.whole) for each in by_layout(params, group_of, dtype, sent)]
         for params in layouts:
             sharded = plan.shards_parameters and not any(params[0] is p for p in unit.whole)
             numel = sum(logical_shape(p).numel() for p in params) // axis.world_size
             name = f"{unit.name or 'root'}.{len(unit.buffers)}"
             rest = offload.rest(name, numel, sharded=sharded or is_opaque(params[0]))
-            trains = group_of.get(id(params[0]), _FROZEN) != _FROZEN
+            trains = group_of.get(id(params[0]), FROZEN) != FROZEN
             gathered = sharded or (trains and plan.shards_optimizer)
             buffer = _make_buffer(params, axis, dtype, device, rest, peers if gathered else None)
             buffer.name_for_logs(unit.name or "the model's root")
@@ -273,7 +274,7 @@ def _make_parts(
     optimizer = None
     if inner is not None:
         policy = _policy(settings, plan, axis, offload.store, inner)
-        scaler = build_loss_scaler(settings, ends_at_minimum=plan.shards_optimizer)
+        scaler = build_loss_scaler(settings, ends_at_minimum=plan.shards_optimizer, autocast=plan.autocast)
         optimizer = ShardedOptimizer(inner, groups, reducer, scaler, axis, policy, masters, offload.store)
     for unit in units:
         for buffer in unit.buffers:
@@ -312,22 +313,6 @@ def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int,
     return found
 
 
-def _by_layout(
-    unit_params: list[nn.Parameter], group_of: dict[int, int], dtype: torch.dtype | None
-) -> list[list[nn.Parameter]]:
-    """Split a unit's parameters by (dtype or opaque, trained); within each, groups lie one after another."""
-    found: dict[tuple[Any, bool], list[nn.Parameter]] = {}
-    for param in unit_params:
-        key = ("bytes" if is_opaque(param) else dtype or _own_dtype(param), group_of.get(id(param), _FROZEN) != _FROZEN)
-        found.setdefault(key, []).append(param)
-    return [sorted(params, key=lambda p: group_of.get(id(p), _FROZEN)) for params in found.values()]
-
-
-def _own_dtype(param: Tensor) -> torch.dtype:
-    home = home_of(param)
-    return param.dtype if home is None else home.buffer.dtype
-
-
 def _make_buffer(
     params: list[nn.Parameter],
     axis: Axis,
@@ -338,7 +323,7 @@ def _make_buffer(
 ) -> FlatBuffer:
     if is_opaque(params[0]):
         return OpaqueBuffer(params, axis, device=device, rest=rest)
-    own = dtype or _own_dtype(params[0])
+    own = dtype or own_dtype(params[0])
     if own.itemsize > 2:  # masters may be these very tensors, and be written to by others than ``owned``
         peers = None
     return FlatBuffer(params, axis, dtype=own, device=device, sharded=rest is not None, rest=rest, peers=peers)
@@ -379,7 +364,7 @@ def _policy(settings: Config, plan: StatePlan, axis: Axis, store: StateStore, in
             f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: "
             "its result depends on the number of processes; ZeRO stage 0 gives it whole tensors"
         )
-    sixteen = settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow)
+    sixteen = plan.scales_loss or (settings.bf16.enabled and settings.bf16.check_grad_overflow)
     return OptimizerPolicy(
         whole=not plan.shards_optimizer,
         device=store.device,

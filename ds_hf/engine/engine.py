@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ds_hf.config.types import Config
 from ds_hf.engine.accumulation import Accumulation, BatchSizes
+from ds_hf.engine.autocast import autocast_if_enabled
 from ds_hf.engine.casting import cast_floats
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
@@ -80,7 +81,7 @@ class Engine(EngineFacade, nn.Module):
         self._destroyed = False
         if self.optimizer is not None:
             self.optimizer.before_overflow = self._settle
-        self.hooks.needs_scale = settings.fp16.enabled
+        self.hooks.needs_scale = parts.plan.scales_loss
         self.reducer.raw_factor = 1 / self.batch.accumulation_steps
         self.reducer.at_boundary = self.is_gradient_accumulation_boundary
         self.hooks.install(module)
@@ -90,14 +91,16 @@ class Engine(EngineFacade, nn.Module):
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; floating-point inputs are cast to its dtype where that is 16-bit."""
+        """Run the model, under ``torch.autocast`` if the configuration says so and not under anybody else's;
+        floating-point inputs are cast to its dtype where that is 16-bit."""
         self._require_alive()
         if "lp_params" in self.parking.names:
             raise DsHfError(_PARKED)
         self.hooks.reset()
         if self.compute_dtype is not None:
             args, kwargs = cast_floats(args, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
-        return self.module(*args, **kwargs)
+        with autocast_if_enabled(self):
+            return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch; gradients are reduced as the plan says.

@@ -196,7 +196,7 @@ class EngineFacade(SettingsFacade, StatesFacade):
         return 1.0 if self.optimizer is None else self.optimizer.loss_scaler.scale
 
     def dynamic_loss_scale(self) -> bool:
-        return self.fp16_enabled() and not self.settings.fp16.loss_scale
+        return self.plan.scales_loss and not (self.fp16_enabled() and self.settings.fp16.loss_scale)
 
     def _finish_update(self) -> None:
         """Nothing of a step is outstanding. Collective."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.config.deepspeed_view import DeepSpeedConfig
-from ds_hf.config.plan import dtype_name
+from ds_hf.config.plan import SAFE_MODULES, dtype_name
 from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.timers import SynchronizedWallClockTimer, ThroughputTimer
 
@@ -71,9 +71,14 @@ class StatesFacade:
         return self.settings.torch_autocast.enabled
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """Dtype of the autocast regions; ``None`` when the configuration names none."""
-        name = dtype_name(self.settings.torch_autocast.dtype)
+        """Dtype of the autocast regions; ``None`` when there are none and the configuration names none."""
+        name = dtype_name(self.settings.torch_autocast.dtype) or self.plan.autocast
         return None if name is None else getattr(torch, name)
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """Names of the classes whose parameters' gradients are reduced in that dtype."""
+        given = self.settings.torch_autocast.lower_precision_safe_modules
+        return list(SAFE_MODULES if given is None else given)
 
     # -- reductions -----------------------------------------------------------------------------------------------
 

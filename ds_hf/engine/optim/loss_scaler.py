@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _FACTOR = 2.0
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class LossScaler(Protocol):
@@ -303,11 +304,16 @@ def create_loss_scaler(
     )
 
 
-def build_loss_scaler(config: Any, *, ends_at_minimum: bool = True) -> LossScaler:
-    """The scaler that ``config.fp16`` asks for (``loss_scale`` 0 is dynamic), or none for bf16 and fp32."""
+def build_loss_scaler(config: Any, *, ends_at_minimum: bool = True, autocast: str | None = None) -> LossScaler:
+    """The scaler that ``config.fp16`` asks for (``loss_scale`` 0 is dynamic), or none for bf16 and fp32.
+
+    Args:
+        autocast: name of the dtype of ``torch.autocast``: with fp16 alone the rule and the numbers are those of
+            ``torch.amp.GradScaler``, which knows no smallest scale.
+    """
     fp16 = config.fp16
     if not fp16.enabled:
-        return NoLossScaler()
+        return DynamicLossScaler(2.0**16, 2000, 1, False, _TINY, False) if autocast == "float16" else NoLossScaler()
     if fp16.loss_scale:
         return StaticLossScaler(fp16.loss_scale)
     initial = 2.0**fp16.initial_scale_power

@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.comm_dtype import comm_dtype
 from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
 
 __all__ = ["GradientBuffer", "GradientPolicy"]
@@ -30,7 +31,7 @@ class GradientPolicy:
         whole: every rank keeps the whole reduced gradient (replicated optimizer states).
         every_micro_batch: reduce in each backward; otherwise only at the boundary.
         scale_before, scale_after: factors around the sum over ranks (mean: their product is 1 / world size).
-        communication_dtype: ``None`` for the parameters' dtype.
+        communication_dtype: of parameters without a ``comm_dtype`` of their own; ``None`` for the parameters' dtype.
         accumulation_dtype: dtype of sums over micro-batches.
     """
 
@@ -57,7 +58,7 @@ class GradientBuffer:
         self.policy = policy
         self.lane = lane or Lane()
         self.home: GradientHome = home or DeviceHome(policy.accumulation_dtype)
-        self.dtype = policy.communication_dtype or buffer.dtype
+        self.dtype = comm_dtype(buffer.params[0], policy.communication_dtype or buffer.dtype)
         self.hook: Callable[[Tensor], None] | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
         self.partial: Tensor | None = None

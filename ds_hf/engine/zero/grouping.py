@@ -7,15 +7,21 @@ some ranks do not join never ends. A pure function of the module tree: every ran
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.buffer import home_of, logical_shape
+from ds_hf.engine.zero.comm_dtype import comm_dtype
 from ds_hf.engine.zero.experts import find_choices, holder_of, is_container
 from ds_hf.engine.zero.leaf import is_leaf
+from ds_hf.engine.zero.opaque import is_opaque
 from ds_hf.engine.zero.unit import Unit
 
-__all__ = ["LARGE_LEAF_NUMEL", "find_blocks", "keep_small_whole", "make_units"]
+__all__ = ["FROZEN", "LARGE_LEAF_NUMEL", "by_layout", "find_blocks", "keep_small_whole", "make_units", "own_dtype"]
+
+FROZEN = -1  # group index of parameters that no optimizer updates
 
 LARGE_LEAF_NUMEL = 1 << 20  # elements; smaller leaves travel with the root, where their latency is shared
 
@@ -113,6 +119,30 @@ def keep_small_whole(units: list[Unit], below: int, in_all: int) -> list[Unit]:
             (units[0].whole if small else kept).append(param)
         unit.params = kept
     return [units[0], *(unit for unit in units[1:] if unit.params)]
+
+
+def by_layout(
+    params: list[nn.Parameter], group_of: dict[int, int], dtype: torch.dtype | None, sent: torch.dtype | None
+) -> list[list[nn.Parameter]]:
+    """Split a unit's parameters by (dtype or opaque, dtype of reductions if trained); one flat buffer for each.
+
+    Args:
+        group_of: id of each trained parameter -> its group; groups lie one after another.
+        dtype: of all parameters, ``None`` for their own.
+        sent: in which gradients are reduced, ``None`` for the parameters' dtype; a parameter's ``comm_dtype`` wins.
+    """
+    found: dict[tuple[Any, torch.dtype | None], list[nn.Parameter]] = {}
+    for param in params:
+        own = dtype or own_dtype(param)
+        reduced = comm_dtype(param, sent or own) if group_of.get(id(param), FROZEN) != FROZEN else None
+        found.setdefault(("bytes" if is_opaque(param) else own, reduced), []).append(param)
+    return [sorted(each, key=lambda p: group_of.get(id(p), FROZEN)) for each in found.values()]
+
+
+def own_dtype(param: Tensor) -> torch.dtype:
+    """Dtype of the parameter's values, also while it is released."""
+    home = home_of(param)
+    return param.dtype if home is None else home.buffer.dtype
 
 
 def _used_outside(model: nn.Module, inner: set[str]) -> set[int]:

@@ -1,8 +1,8 @@
 """Units: the parameters that are communicated together, and the modules whose calls need them.
 
 Invariant: each parameter of the model belongs to exactly one unit; inside a unit there is one flat buffer for each
-(dtype, trainable) - parameter groups of the optimizer lie one after another in it - and every buffer of a unit is
-gathered or none.
+(dtype, trainable, dtype of reductions) - parameter groups of the optimizer lie one after another in it - and every
+buffer of a unit is gathered or none.
 """
 
 from __future__ import annotations

@@ -5,7 +5,18 @@ from __future__ import annotations
 from ds_hf.engine.optim.kinds import DeepSpeedOptimizer, ZeROOptimizer
 
 from .._missing import missing
-from . import activation_checkpointing, base_optimizer, config, dataloader, engine, fp16, lr_schedules, utils, zero
+from . import (
+    activation_checkpointing,
+    base_optimizer,
+    config,
+    dataloader,
+    engine,
+    fp16,
+    lr_schedules,
+    torch_autocast,
+    utils,
+    zero,
+)
 
 __all__ = [
     "DeepSpeedOptimizer",
@@ -17,6 +28,7 @@ __all__ = [
     "engine",
     "fp16",
     "lr_schedules",
+    "torch_autocast",
     "utils",
     "zero",
 ]
