@@ -152,6 +152,7 @@ class Witness(nn.Module):
     def _run(self, x: Tensor) -> Tensor:
         enabled = torch.is_autocast_enabled("cpu")
         self.seen.append(torch.get_autocast_dtype("cpu") if enabled else None)
+        self.cached = torch.is_autocast_cache_enabled()
         return self.block(x)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,6 +175,7 @@ def witnessed(stage: int, section: dict[str, Any], outside: torch.dtype | None) 
     with torch.no_grad():
         assert engine(x).dtype == out.dtype
     engine.destroy()
+    assert model.cached == (not section["enabled"] or stage != 3)  # a cast weight would outlive its unit
     return model.seen, out.dtype
 
 

@@ -308,8 +308,8 @@ def build_loss_scaler(config: Any, *, ends_at_minimum: bool = True, autocast: st
     """The scaler that ``config.fp16`` asks for (``loss_scale`` 0 is dynamic), or none for bf16 and fp32.
 
     Args:
-        autocast: name of the dtype of ``torch.autocast``: with fp16 alone the rule and the numbers are those of
-            ``torch.amp.GradScaler``, which knows no smallest scale.
+        autocast: name of the dtype of ``torch.autocast``: with float16 and no ``fp16`` the numbers are those of
+            ``torch.amp.GradScaler``, which knows no smallest scale; the scale grows a step later than there.
     """
     fp16 = config.fp16
     if not fp16.enabled:

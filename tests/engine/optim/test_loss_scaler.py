@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ds_hf.engine.optim.loss_scaler import (
     DynamicLossScaler,
@@ -52,6 +53,28 @@ def test_dynamic_scales_equal_deepspeeds() -> None:
                 scaler.update(True)
     assert len(CASES) > 100
     assert raised > 10
+
+
+def test_autocast_to_fp16_scales_as_torch() -> None:
+    """The kernel of torch's GradScaler is asked what it does with its defaults; growth comes one step later here."""
+    off = config(enabled=False)
+    assert isinstance(build_loss_scaler(off), NoLossScaler)
+    assert isinstance(build_loss_scaler(off, autocast="bfloat16"), NoLossScaler)
+    scaler = build_loss_scaler(off, autocast="float16")
+    scale, tracker = torch.tensor(65536.0), torch.tensor(0, dtype=torch.int32)
+    mine, theirs = [], []
+    for step in range(4500):
+        overflow = step in (0, 1, 7, 4400)
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflow)), 2.0, 0.5, 2000)
+        scaler.update(overflow)
+        theirs.append(float(scale))
+        mine.append(scaler.scale)
+    apart = [step for step in range(4500) if mine[step] != theirs[step]]
+    assert apart == [7 + 2000, 7 + 4000]
+    assert mine[-1] == theirs[-1] == 2.0**14
+    for _ in range(30):
+        scaler.update(True)  # no smallest scale that would end the run
+    assert scaler.scale == 2.0**-16
 
 
 def test_a_resumed_scaler_continues() -> None:
