@@ -1,8 +1,9 @@
 """The names by which scripts know a stage-3 parameter: ``ds_id``, ``ds_shape``, ``ds_tensor``, ``all_gather()``, ...
 
 They are attributes of the parameter, since transformers, accelerate and PEFT look for them there. ``ds_tensor`` is a
-view of what this rank keeps of the parameter: writing to it, in place, changes the parameter. After ``initialize`` the
-ranks' parts of a parameter are not of equal length, and may be empty: a whole block is cut, not each of its parameters.
+view of what this rank keeps of the parameter: writing to it, in place, changes the parameter. Of parameters in files it
+has the shape and no values, as everything at rest there. After ``initialize`` the ranks' parts of a parameter are not
+of equal length, and may be empty: a whole block is cut, not each of its parameters.
 """
 
 from __future__ import annotations
@@ -147,10 +148,13 @@ def unmark(param: Tensor) -> None:
 
 def _part(buffer: FlatBuffer, slot: Slot) -> Tensor:
     """This rank's part, flat; with its padding where the parameter is alone in the buffer."""
-    layout = buffer.layout
+    layout, shard = buffer.layout, buffer.shard.detach()
+    if not buffer.stays:  # another memory each time that it is read, see ``offload.blocks``
+        nothing = float("nan") if shard.is_floating_point() else 0
+        shard = torch.full((1,), nothing, dtype=shard.dtype).expand(layout.shard_numel)
     if slot.index < 0 or layout.numel - slot.numel < layout.world_size:  # bytes of quantized weights, or alone
-        return buffer.shard.detach().as_subclass(_Part)
+        return shard.as_subclass(_Part)
     low, high = layout.shard_range(buffer.axis.rank)
     start, end = max(slot.offset, low), min(slot.end, high)
     found = slice(start - low, end - low) if end > start else slice(0, 0)
-    return buffer.shard.detach()[found].as_subclass(_Part)
+    return shard[found].as_subclass(_Part)

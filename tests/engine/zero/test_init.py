@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -400,3 +401,17 @@ def names_of_parameters() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_names_of_parameters(world: int) -> None:
     run_distributed(names_of_parameters, world, timeout=60)
+
+
+def test_parts_in_files_have_no_values(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    zero = {"stage": 3, "offload_param": nvme}
+    engine, *_ = initialize(model=model, config={**base_config(3, optimizer=SGD), "zero_optimization": zero})
+    part = model.weight.ds_tensor
+    assert part.numel() == model.weight.ds_numel
+    assert part.isnan().all()
+    assert part.untyped_storage().nbytes() == part.element_size()
+    with pytest.raises(RuntimeError), torch.no_grad():
+        part.add_(1.0)
+    engine.destroy()
