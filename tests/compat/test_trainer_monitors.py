@@ -35,7 +35,7 @@ def fit_and_resume(folder: Path, stage: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.feature("Trainer", "`csv_monitor` and the other monitors of the file; a resumed run goes on in its files")
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_the_file_of_a_monitor_has_the_numbers_of_the_trainer(world_size: int, stage: int, tmp_path: Path) -> None:
     logged = run_user_code(fit_and_resume, tmp_path, stage, world_size=world_size)[0]
     assert [row["step"] for row in logged] == list(range(1, STEPS + 1))

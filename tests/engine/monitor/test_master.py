@@ -75,6 +75,7 @@ def test_so_many_wait_and_no_more(tmp_path: Path, slow_device: type[Slow], monke
     assert lines(tmp_path) == ["0,0.0", "1,1.0"]
 
 
+@pytest.mark.slow
 def test_what_waits_is_written_when_python_exits(tmp_path: Path) -> None:
     """The last step of an engine, and what has arrived; what never arrives does not keep the process."""
     code = f"""
