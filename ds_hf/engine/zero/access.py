@@ -67,7 +67,7 @@ def _full(home: ParamHome, states: _States, owned: Tensor | None, dtype: torch.d
     if not states.whole and buffer.axis.world_size > 1:
         whole = torch.empty(buffer.layout.numel, dtype=owned.dtype, device=buffer.device)
         collectives.all_gather(whole, owned.to(buffer.device), buffer.axis, buffer.states_label)
-    return whole[slot.offset : slot.end].view(slot.shape).to(buffer.device, copy=True)
+    return slot.of(whole).to(buffer.device, copy=True)
 
 
 def _local_range(home: ParamHome, states: _States) -> tuple[slice, slice]:

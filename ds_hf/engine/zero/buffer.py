@@ -180,7 +180,7 @@ class FlatBuffer:
         staged = torch.zeros(self.layout.numel, dtype=wide, device=self.device)
         with torch.no_grad(), unshard(buffers_of(self.params)):
             for param, slot, empty in zip(self.params, self.layout.slots, self.placeholders, strict=True):
-                staged[slot.offset : slot.end].view(slot.shape).copy_(param.data)
+                slot.of(staged).copy_(param.data)
                 param.data = empty  # free the source at once: the peak is one parameter
         if synchronize:
             collectives.broadcast(staged, self.axis, what=self.weights_label)
@@ -213,7 +213,7 @@ class FlatBuffer:
             _mark(param, self, slot)
 
     def _make_views(self) -> None:
-        self.views = tuple(self._full[s.offset : s.end].view(s.shape) for s in self.layout.slots)
+        self.views = tuple(slot.of(self._full) for slot in self.layout.slots)
         if self.region is not None:
             ranges = [slice(*self.layout.shard_range(rank)) for rank in range(self.axis.world_size)]
             self._parts = [self._full[range_] for range_ in ranges]
