@@ -242,6 +242,7 @@ def _make_parts(
     gathers_some = plan.shards_optimizer or plan.shards_parameters
     halves = any((dtype or own_dtype(param)).itemsize <= 2 for unit in units for param in unit.params)
     peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and halves else None
+    sums = None if peers is None else peers.sums()
     for unit in units:
         layouts = [each for params in (unit.params, unit.whole) for each in by_layout(params, group_of, dtype, sent)]
         for params in layouts:
@@ -260,7 +261,7 @@ def _make_parts(
             if trains:
                 buffer.frozen = False
                 masters[buffer] = _make_master(buffer, staged, plan, offload.store)
-                gradient = GradientBuffer(buffer, gradient_policy, reductions, offload.store.home(buffer))
+                gradient = GradientBuffer(buffer, gradient_policy, reductions, offload.store.home(buffer), sums)
                 gradients.setdefault(unit, []).append(gradient)
                 groups[gradient] = [group_of[id(p)] for p in params]
             else:

@@ -129,6 +129,8 @@ class StatesFacade:
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what ``offload_states`` took away."""
         self.parking.restore(non_blocking=non_blocking)
+        for gradient in self.reducer.buffers:
+            gradient.partial = gradient.partial  # in the lane's memory again
 
     def state_devices(self, state: str) -> set[torch.device]:
         """Where the states of a name of ``OffloadStateTypeEnum`` are now."""

@@ -111,6 +111,13 @@ def test_norm(dtype: torch.dtype) -> None:
         assert not cuda.squared_norm([tensor]).isfinite()
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_sum(dtype: torch.dtype, count: int) -> None:
+    for numel, offset in ((0, 0), (1, 0), (5001, 1), (3_000_001, 0), (1 << 21, 8)):
+        cases.check_sum(cuda, cases.make([numel] * count, "cuda", grad=dtype, offset=offset).grads)
+
+
 def test_control() -> None:
     cases.check_control(cuda, cases.make([1, 5000, 77, 3_000_001], "cuda", grad=BF16).grads)
 

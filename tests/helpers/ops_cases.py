@@ -193,6 +193,20 @@ def check_norm(ops: Any, tensors: Sequence[Tensor]) -> None:
     assert torch.equal(got, ops.squared_norm(tensors))
 
 
+def check_sum(ops: Any, parts: Sequence[Tensor]) -> None:
+    """The sum in fp32, rounded once, into memory of any alignment; what lies beside it is left alone."""
+    numel, dtype = parts[0].numel(), parts[0].dtype
+    total = torch.zeros(numel, device=parts[0].device)
+    for part in parts:
+        total += part.float().flatten()
+    for offset in (0, 1, 8):
+        memory = torch.full((offset + numel + 9,), math.nan, dtype=dtype, device=parts[0].device)
+        ops.scaled_sum_([memory[offset : offset + numel], *parts], factor=0.25)
+        assert torch.equal(memory[offset : offset + numel], (total * 0.25).to(dtype))
+        assert memory[:offset].isnan().all()
+        assert memory[offset + numel :].isnan().all()
+
+
 def check_control(ops: Any, tensors: Sequence[Tensor]) -> None:
     """Factor, flag and norm as torch computes them, clipped or not; of numbers that are not finite as well."""
     norm = torch.linalg.vector_norm(torch.cat([tensor.double().flatten() for tensor in tensors])).item()

@@ -1,7 +1,9 @@
-"""Memory that the ranks of one host read from each other: gathers by the GPUs' copy engines.
+"""Memory that the ranks of one host map of each other: gathers and sums by the GPUs' copy engines.
 
 A rank copies what it needs out of the memory of the others, over NVLink. No multiprocessor is taken from the
 computation, none of NCCL's launches is paid for, and no rank waits for another, except when somebody has written.
+
+Gradients go the other way: a rank pushes to each other what that one is to add up (``PeerSums``).
 
 Invariants
 - What is gathered was written before a meeting of all ranks: on the lane at the latest, before the copies.
@@ -22,12 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.dist.peer_sums import PeerSums
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.log import logger
 
 __all__ = ["Peers", "Region", "open_peers"]
 
 Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
+_GATHERS, _SUMS = range(2)  # meetings on two streams at once are two kinds
 
 
 class Peers:
@@ -36,10 +40,11 @@ class Peers:
     Args:
         lane: on which gathers run.
         mapping: collective; flat memory of so many elements of a dtype on each rank, as this rank reaches it.
-        meet: collective; what the current streams of all ranks were given before comes before what they get next.
+        meet: collective; what the current streams of all ranks were given before comes before what they get next. Its
+            argument keeps meetings on two streams at once apart.
     """
 
-    def __init__(self, axis: Axis, lane: Lane, mapping: Mapping, meet: Callable[[], None]) -> None:
+    def __init__(self, axis: Axis, lane: Lane, mapping: Mapping, meet: Callable[[int], None]) -> None:
         self.axis, self.lane = axis, lane
         self._mapping, self._meet = mapping, meet
         self.met_on_main = 0  # meetings on the main streams
@@ -61,7 +66,11 @@ class Peers:
     def meet(self) -> None:
         """What all ranks' current streams have been given comes before what this rank's is given next."""
         with self.axis.log("barrier", "the ranks' memory"):
-            self._meet()
+            self._meet(_GATHERS)
+
+    def sums(self) -> PeerSums:
+        """For gradients. Collective."""
+        return PeerSums(self.axis, self._mapping, lambda: self._meet(_SUMS))
 
 
 class Region:
@@ -158,9 +167,9 @@ class _Gpus:
         tensors[self._axis.rank] = mine
         return tensors
 
-    def meet(self) -> None:
+    def meet(self, channel: int) -> None:
         """A kernel of one block on each GPU: six microseconds."""
-        self._shared.barrier()
+        self._shared.barrier(channel=channel)
 
 
 def _reaches_all(axis: Axis, device: torch.device) -> bool:

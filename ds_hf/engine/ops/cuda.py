@@ -42,6 +42,7 @@ __all__ = [
     "lamb_moments_",
     "lion_",
     "norm_control",
+    "scaled_sum_",
     "sgd_",
     "squared_norm",
     "unsupported",
@@ -260,3 +261,21 @@ def _with_small_tiles(tuning: Tuning) -> Tuning:
 @functools.cache
 def _norm_macros(tuning: Tuning, dtype: int) -> Macros:
     return (*_norm_tuning(tuning, dtype).macros, ("DS_GRAD", dtype))
+
+
+# -- sum ----------------------------------------------------------------------------------------------------------
+
+
+def scaled_sum_(tensors: Sequence[Tensor], *, factor: float) -> None:
+    """``reference.scaled_sum_``."""
+    numel = tensors[0].numel()
+    if not numel:
+        return
+    machine = cuda_launch.machine_of(tensors[0])
+    dtype = dtype_number(tensors)
+    tuning = _norm_tuning(machine.tunings.sum.holding(len(tensors)), dtype)
+    table = new_table(Call((factor,)), tuning, -(-numel // tuning.tile), len(tensors))
+    table.numel[0] = numel
+    table.pointers[0][: len(tensors)] = [tensor.data_ptr() for tensor in tensors]
+    kernel = machine.kernel("sum.cu", "scaled_sum", (*tuning.macros, ("DS_GRAD", dtype)))
+    machine.launch(kernel, grid_of(machine, tuning, table.tiles), tuning.threads, [table])

@@ -118,11 +118,12 @@ def _with_large_table(tuning: Tuning) -> Tuning:
 
 @dataclass(frozen=True)
 class Tunings:
-    """One of each kind of kernel, the fastest of ``benchmarks/cuda_tunings.py``; a norm's ``vec`` is for fp32 and
-    doubles for 16 bits."""
+    """One of each kind of kernel, the fastest of ``benchmarks/cuda_tunings.py``; ``vec`` of norms and sums is for fp32
+    and doubles for 16 bits."""
 
     update: Tuning = Tuning(blocks=4, groups=1, waves=1000)  # a tile a block
     norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0)  # grads are read again soon
+    sum: Tuning = Tuning(blocks=4, groups=1, waves=1000)
     lamb: Tuning = Tuning()
     lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1, exact=0, held=3)
     lamb_stream: Tuning = Tuning(threads=736, blocks=1, groups=1, exact=0, held=4)

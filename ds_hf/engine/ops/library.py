@@ -33,6 +33,7 @@ __all__ = [
     "lamb_moments_",
     "lion_",
     "norm_control",
+    "scaled_sum_",
     "sgd_",
     "squared_norm",
 ]
@@ -125,6 +126,7 @@ OPS: dict[str, Op] = {
         Op("squared_norm", ("tensors",), "(Tensor[] tensors) -> Tensor"),
         Op("norm_control", ("tensors",), f"(Tensor[] tensors, *, {_CLIP}) -> Tensor"),
         Op("clip_control", ("squares",), f"(Tensor[] squares, *, {_CLIP}) -> Tensor"),
+        Op("scaled_sum_", ("tensors",), "(Tensor(a!)[] tensors, *, float factor) -> ()"),
     )
 }
 
@@ -200,6 +202,12 @@ def _check(op: Op, lists: Sequence[Sequence[Tensor]], control: Tensor | None, lr
     if op.name == "clip_control":
         for index, square in enumerate(lists[0]):
             _check_small(op, f"squares[{index}]", square, 1, device)
+    if op.name == "scaled_sum_":
+        for index, tensor in enumerate(lists[0]):
+            if tensor.numel() != lists[0][0].numel():
+                raise ValueError(
+                    f"{op.name}: tensors[{index}] has {tensor.numel()} elements and tensors[0] {lists[0][0].numel()}"
+                )
     if control is not None:
         _check_small(op, "control", control, 2, device)
     if isinstance(lr, Tensor):
@@ -265,7 +273,7 @@ def _registered(op: Op) -> Callable[..., Any]:
 
 def _fake(op: Op) -> Callable[..., Any]:
     def result(*args: Any, **_: Any) -> Any:
-        if not op.rule:
+        if not op.rule and not op.written:
             shape = () if op.name == "squared_norm" else (3,)
             return torch.empty(shape, dtype=torch.float32, device=args[0][0].device)
         if op.name == "lamb_moments_":
@@ -317,3 +325,4 @@ lamb_apply_ = _public(reference.lamb_apply_)
 squared_norm = _public(reference.squared_norm)
 norm_control = _public(reference.norm_control)
 clip_control = _public(reference.clip_control)
+scaled_sum_ = _public(reference.scaled_sum_)

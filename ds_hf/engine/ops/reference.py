@@ -31,6 +31,7 @@ __all__ = [
     "lamb_moments_",
     "lion_",
     "norm_control",
+    "scaled_sum_",
     "sgd_",
     "squared_norm",
 ]
@@ -328,6 +329,21 @@ def clip_control(squares: Sequence[Tensor], *, scale: float, max_norm: float, ch
 def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
     """``clip_control`` of ``squared_norm(tensors)``."""
     return clip_control([squared_norm(tensors)], scale=scale, max_norm=max_norm, checked=checked)
+
+
+def scaled_sum_(tensors: Sequence[Tensor], *, factor: float) -> None:
+    """The first tensor becomes ``factor`` times the sum of the others, added up in fp32 in their order.
+
+    Args:
+        tensors: of equal ``numel``; what the first held does not matter.
+    """
+    if not tensors:
+        return
+    target, *parts = tensors
+    total = _wide(torch.zeros_like(target))
+    for part in parts:
+        total += _wide(part).view(target.shape)
+    target.copy_(total * factor)
 
 
 def _wide(tensor: Tensor) -> Tensor:

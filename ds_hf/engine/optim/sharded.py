@@ -327,7 +327,7 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         """Averaged, unscaled fp32 gradient over what this rank owns; collective while sums are still partial."""
         gradient = self._gradients[buffer]
         gradient.collect()
-        if gradient.partial is not None:
+        if gradient.has_partial:
             gradient.reduce()
         owned = gradient.settled()
         if owned is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist.peer_sums import PeerSums
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.comm_dtype import comm_dtype
@@ -47,27 +48,53 @@ class GradientBuffer:
     """Gradients of the trainable parameters of ``buffer``.
 
     Args:
-        lane: on which they are reduced; default the current stream.
+        lane: on which they are collected and reduced; default the current stream.
         home: where reduced gradients are kept, by default on the device.
+        sums: by copies between GPUs, for shards of them; default by collectives.
     """
 
     def __init__(
-        self, buffer: FlatBuffer, policy: GradientPolicy, lane: Lane | None = None, home: GradientHome | None = None
+        self,
+        buffer: FlatBuffer,
+        policy: GradientPolicy,
+        lane: Lane | None = None,
+        home: GradientHome | None = None,
+        sums: PeerSums | None = None,
     ) -> None:
         self.buffer = buffer
         self.policy = policy
         self.lane = lane or Lane()
+        self._sums = None if policy.whole else sums
         self.home: GradientHome = home or DeviceHome(policy.accumulation_dtype)
         self.dtype = comm_dtype(buffer.params[0], policy.communication_dtype or buffer.dtype)
         self.hook: Callable[[Tensor], None] | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
-        self.partial: Tensor | None = None
+        self._partial: Tensor | None = None  # the lane's memory
         self._owned: Tensor | None = None
 
     @property
     def complete(self) -> bool:
         """Every parameter has a gradient waiting."""
         return len(self.ready) == len(self.buffer.params)
+
+    @property
+    def partial(self) -> Tensor | None:
+        """This rank's unreduced sum; the current stream goes on when it is there."""
+        self.lane.join()
+        return self._partial
+
+    @partial.setter
+    def partial(self, value: Tensor | None) -> None:
+        self._partial = None
+        if value is not None:
+            with self.lane:
+                self._partial = value.clone()
+            self.lane.keep([value])
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether there is an unreduced sum."""
+        return self._partial is not None
 
     @property
     def owned(self) -> Tensor | None:
@@ -86,7 +113,7 @@ class GradientBuffer:
 
     @property
     def empty(self) -> bool:
-        return self.partial is None and self._owned is None and not self.ready
+        return self._partial is None and self._owned is None and not self.ready
 
     def pick_up(self) -> None:
         """Note the gradients that no backward told of: users put them into ``param.grad`` themselves."""
@@ -113,19 +140,21 @@ class GradientBuffer:
         self.ready.clear()
         if not grads:
             return
-        if factor != 1.0:
-            torch._foreach_mul_(grads, factor)
-        if self.partial is None:
-            self.partial = self._empty(missing=len(grads) < len(self.buffer.params))
-            torch._foreach_copy_([slot.of(self.partial) for slot in slots], grads)
-        else:
-            self.partial = self.partial.to(self.policy.accumulation_dtype)
-            torch._foreach_add_([slot.of(self.partial) for slot in slots], grads)
+        self.lane.settle()  # the gradients collected before give their memory to what backward computes next
+        with self.lane:
+            if factor != 1.0:
+                torch._foreach_mul_(grads, factor)
+            if self._partial is None:
+                self._partial = self._empty(missing=len(grads) < len(self.buffer.params))
+                torch._foreach_copy_([slot.of(self._partial) for slot in slots], grads)
+            else:
+                self._partial = self._partial.to(self.policy.accumulation_dtype)
+                torch._foreach_add_([slot.of(self._partial) for slot in slots], grads)
+        self.lane.keep(grads)
 
     def _empty(self, *, missing: bool) -> Tensor:
-        """A flat gradient whose gaps are zero: they enter the norm and the sums."""
+        """A flat gradient whose gaps are zero: they enter the norm and the sums. Its memory is the lane's."""
         layout = self.buffer.layout
-        self.lane.settle()  # the gradient reduced before gives its memory to this one
         if missing:
             return torch.zeros(layout.numel, dtype=self.dtype, device=self.buffer.device)
         flat = torch.empty(layout.numel, dtype=self.dtype, device=self.buffer.device)
@@ -136,27 +165,32 @@ class GradientBuffer:
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum ``partial`` over the ranks into ``owned``. Collective: takes part with zeros when there is nothing."""
-        if self.partial is None:
+        if self._partial is None:
             if self.buffer.axis.world_size == 1:
                 return
-            self.partial = self._empty(missing=True)
-        self.lane.settle()
+            with self.lane:
+                self._partial = self._empty(missing=True)
         if not self.buffer.sharded:
             self.buffer.gather()  # an update that nobody waited for may still read the last gradient where it is kept
-        partial, self.partial = self.partial.to(self.dtype), None
         with self.lane:
-            reduced = collectives.reduce_gradient(
-                partial,
-                self.buffer.axis,
-                scatter=not self.policy.whole,
-                scale_before=self.policy.scale_before,
-                scale_after=self.policy.scale_after,
-                what=self.buffer.gradients_label,
-            )
+            partial, self._partial = self._partial.to(self.dtype), None
+            reduced = self._reduced(partial)
             if self.hook is not None:
                 self.hook(reduced)
             self._owned = self.home.add(self._owned, reduced)
-        self.lane.keep([partial])
+
+    def _reduced(self, partial: Tensor) -> Tensor:
+        policy, what = self.policy, self.buffer.gradients_label
+        if self._sums is not None:
+            return self._sums.reduce_scatter(partial, policy.scale_before * policy.scale_after, what)
+        return collectives.reduce_gradient(
+            partial,
+            self.buffer.axis,
+            scatter=not policy.whole,
+            scale_before=policy.scale_before,
+            scale_after=policy.scale_after,
+            what=what,
+        )
 
     @property
     def squares(self) -> Tensor | None:
@@ -183,10 +217,10 @@ class GradientBuffer:
         for index in self.ready:
             self.buffer.params[index].grad = None
         self.ready.clear()
-        self.partial = self._owned = None
+        self._partial = self._owned = None
         self.home.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of accumulated gradients held now."""
-        return sum(t.untyped_storage().nbytes() for t in (self.partial, self._owned) if t is not None)
+        return sum(t.untyped_storage().nbytes() for t in (self._partial, self._owned) if t is not None)

@@ -134,7 +134,7 @@ class Reducer:
             self._complete.update(self.buffers)
             self._advance()
             for buffer in self.buffers:  # what arrived after the buffer's turn
-                if buffer.partial is not None:
+                if buffer.has_partial:
                     buffer.reduce()
             if self._order and not self._agreed:
                 self._agree()
@@ -162,7 +162,7 @@ class Reducer:
             buffer.collect(self.factor)
             buffer.pick_up()
             buffer.collect()
-            if buffer.partial is not None or (not buffer.has_reduced and buffer.buffer.axis.world_size > 1):
+            if buffer.has_partial or (not buffer.has_reduced and buffer.buffer.axis.world_size > 1):
                 buffer.reduce()
 
     def clear(self) -> None:

@@ -42,7 +42,7 @@ def peers_in_files(axis: Axis, folder: str) -> Peers:
         tensors[axis.rank] = mine
         return tensors
 
-    return Peers(axis, Lane(), mapping, dist.barrier)
+    return Peers(axis, Lane(), mapping, lambda channel: dist.barrier())
 
 
 def meet_when_needed(folder: str) -> list[int]:
@@ -54,10 +54,10 @@ def meet_when_needed(folder: str) -> list[int]:
     count = 0
     meet = peers._meet
 
-    def counted() -> None:
+    def counted(channel: int) -> None:
         nonlocal count
         count += 1
-        meet()
+        meet(channel)
 
     peers._meet = counted
 
@@ -90,16 +90,19 @@ def test_ranks_meet_when_somebody_wrote_and_not_else(tmp_path: Path) -> None:
 
 
 def train(folder: str | None, stage: int, more: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
-    """Whole weights after some steps with writes from outside between them; all-gathers by collectives."""
-    gathered = 0
-    original = collectives._all_gather
+    """Whole weights after some steps with writes from outside between them; gathers and sums by collectives."""
+    calls = 0
+    originals = collectives._all_gather, collectives._reduce_scatter
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal gathered
-        gathered += 1
-        return original(*args, **kwargs)
+    def counting(original: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return original(*args, **kwargs)
 
-    collectives._all_gather = counted
+        return counted
+
+    collectives._all_gather, collectives._reduce_scatter = map(counting, originals)
     builder.open_peers = lambda axis, device, lane: None if folder is None else peers_in_files(axis, folder)
     torch.manual_seed(0)
     model = Stack()
@@ -121,8 +124,8 @@ def train(folder: str | None, stage: int, more: dict[str, Any]) -> tuple[dict[st
                         param.data.mul_(0.5)
     weights = full_weights(model)
     engine.destroy()
-    collectives._all_gather = original
-    return weights, gathered
+    collectives._all_gather, collectives._reduce_scatter = originals
+    return weights, calls
 
 
 def train_both(folder: str, stage: int, more: dict[str, Any]) -> None:
@@ -173,7 +176,7 @@ def another_torch() -> list[bool]:
 
     class Wrong:
         def __init__(self, axis: Axis, device: torch.device) -> None:
-            self.meet = dist.barrier
+            self.meet = lambda channel: dist.barrier()
 
         def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
             return [torch.zeros(numel, dtype=dtype) for _ in range(2)]

@@ -170,6 +170,13 @@ def test_control(ops: Any, machine: Emulator) -> None:
     assert [name for name, _ in machine.launches] == ["gradient_norm"]
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("count", [1, 2, 3, 70])
+def test_sum(ops: Any, dtype: torch.dtype, count: int) -> None:
+    for numel, offset in ((0, 0), (1, 0), (4096, 0), (5001, 0), (5001, 1), (5001, 8)):
+        cases.check_sum(ops, cases.make([numel] * count, grad=dtype, offset=offset).grads)
+
+
 def test_norm_of_special_numbers(ops: Any) -> None:
     for value in (math.inf, math.nan, 1e20):
         (tensor,) = cases.make([5000]).grads
