@@ -114,7 +114,7 @@ def main() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     if not args.nccl:
         builder.open_peers = lambda axis, device, lane: Peers(
-            axis, lane, lambda numel, dtype: own_memory(numel, dtype, args.device), lambda: None
+            axis, lane, lambda numel, dtype: own_memory(numel, dtype, args.device), lambda channel: None
         )
     rows = [measure(args, int(stage)) for stage in args.stages.split(",")]
     print(f"{'stage':>5} {'floor ms':>9} {'engine ms':>10} {'x floor':>8} {'us a module and pass':>21}")

@@ -5,6 +5,7 @@
 #   OUT=results benchmarks/on_gpus.sh PART...   there, in a copy of this checkout with .whl and ds_hf/engine/ops/_lib
 #
 # Parts, GPUs and minutes on H100 or H200:
+#   prepare 0, 1    installs, and builds DeepSpeed's kernels; other parts do the first too, but not twice at once
 #   kernels 1, 3    tests of the CUDA kernels; optimizers at 1 M and 500 M elements
 #   tests 1 or 2, 8 tests/gpu but for those of the kernels
 #   training 2, 9   benchmarks/training.py, the rows of docs/performance.md; ROWS="3 7" for some of them
@@ -38,10 +39,17 @@ wheels() {
 prepare() {
   local pip="python3 -m pip -q install --no-index --find-links .whl --no-deps"
   # shellcheck disable=SC2086
-  $pip $OWN ds_hf && $pip --target "$BESIDE" $DEEPSPEED || exit 1
+  [[ -d $BESIDE ]] || { $pip $OWN ds_hf && $pip --target "$BESIDE" $DEEPSPEED; } || exit 1
   export PYTHONPATH="$PWD:$PWD/ds_hf/compat" TORCH_CUDA_ARCH_LIST=9.0 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
   export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
   mkdir -p "${OUT:=results}"
+}
+
+build_deepspeed() {
+  PYTHONPATH="$BESIDE:$PYTHONPATH" python3 -c "
+from deepspeed.ops import op_builder as ops
+for name in ('FusedAdam', 'FusedLamb', 'FusedLion', 'CPUAdam'):
+    getattr(ops, name + 'Builder')().load(verbose=False)" > /dev/null
 }
 
 two() { OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 "$@"; }
@@ -49,7 +57,7 @@ two() { OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 "$@"; }
 kernels() {
   python3 -m pytest -q -n 8 -m "" --timeout 300 tests/gpu/test_ops_cuda.py
   python3 benchmarks/optimizers.py --device cuda --numel 1000000 --json "$OUT/optimizers-1m.json"
-  python3 benchmarks/optimizers.py --device cuda --numel 500000000 --rounds 5 "${WITH[@]}" --json "$OUT/optimizers-500m.json"
+  python3 benchmarks/optimizers.py --device cuda --numel 500000000 --rounds 5 --deepspeed "$(command -v python3)" "${WITH[@]}" --json "$OUT/optimizers-500m.json"
   python3 benchmarks/cuda_tunings.py lamb_stream --vary held=3,4 --numel 1000000 --json "$OUT/tunings.json"
 }
 
@@ -94,10 +102,11 @@ autotune() {
     --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
 }
 
-(($#)) || { sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2; }
+(($#)) || { sed -n '2,20s/^# \{0,1\}//p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
+    prepare) prepare && build_deepspeed ;;
     kernels | tests | training | offload | offload2 | memory | host | autotune)
       [[ -v PREPARED ]] || { prepare; PREPARED=1; }
       SECONDS=0

@@ -224,9 +224,9 @@ def test_runs_are_alike(stage: int) -> None:
     assert first == run_distributed(trained, 2, stage, timeout=120, backend="nccl")
 
 
-def profiled(stage: int, folder: str) -> dict[str, list[float]]:
+def profiled(stage: int, folder: str, copies: bool) -> dict[str, list[float]]:
     """For each kind of communication: the share of each one's time in which computation ran as well."""
-    engine = engine_of(stage)
+    engine = engine_of(stage, ds_hf={"peer_copies": copies})
     x = data(8192)
     for _ in range(4):
         step(engine, x)
@@ -240,14 +240,14 @@ def profiled(stage: int, folder: str) -> dict[str, list[float]]:
     profiler.export_chrome_trace(str(trace))
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events]
-    kinds = {"reductions": ("ReduceScatter",), "gathers": ("AllGather", "Memcpy PtoP")}  # by NCCL, or copied
+    kinds = ("Memcpy PtoP", "scaled_sum") if copies else ("ReduceScatter", "AllGather")
     updates = sorted(begin for begin, _, name in spans if name == "update")
     started, ended = updates[0], updates[-1]  # ranks begin to trace at other times; nothing follows the last step
-    others = ("nccl", "Memcpy", "barrier_kernel")
+    others = ("nccl", "Memcpy", "barrier_kernel", "scaled_sum")
     compute = sorted((b, e) for b, e, name in spans if not any(other in name for other in others) and e > started)
     result = {}
-    for kind, words in kinds.items():
-        mine = [(b, e) for b, e, name in spans if any(word in name for word in words) and started < b < ended]
+    for kind in kinds:
+        mine = [(b, e) for b, e, name in spans if kind in name and started < b < ended]
         result[kind] = [
             sum(max(0.0, min(end, e) - max(begin, b)) for b, e in compute) / (end - begin) for begin, end in mine
         ]
@@ -256,9 +256,10 @@ def profiled(stage: int, folder: str) -> dict[str, list[float]]:
 
 
 @needs_two
+@pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_communication_runs_beside_computation(stage: int, tmp_path: Path) -> None:
-    for result in run_distributed(profiled, 2, stage, str(tmp_path), timeout=180, backend="nccl"):
+def test_communication_runs_beside_computation(stage: int, copies: bool, tmp_path: Path) -> None:
+    for result in run_distributed(profiled, 2, stage, str(tmp_path), copies, timeout=180, backend="nccl"):
         for kind, shares in result.items():
             assert len(shares) >= 6, kind
             hidden = sum(share > 0.7 for share in shares)

@@ -23,8 +23,8 @@ __all__ = ["covered", "split_of"]
 
 Span = tuple[float, float]
 
-# In the names of what brings values from elsewhere: collectives, dist/peers (copies, and its barrier), offload.
-_COMMUNICATION = ("gloo:", "nccl", "Memcpy PtoP", "barrier_kernel", "Memcpy HtoD", "Memcpy DtoH")
+# In the names of what brings values from elsewhere: collectives, dist/peers (copies, its barrier, its sum), offload.
+_COMMUNICATION = ("gloo:", "nccl", "Memcpy PtoP", "barrier_kernel", "scaled_sum", "Memcpy HtoD", "Memcpy DtoH")
 
 
 def split_of(replay: Replay, batch: Batch, accumulation: int) -> dict[str, float]:
