@@ -366,7 +366,7 @@ class Engine(EngineFacade, nn.Module):
         self.hooks.remove()
         self.compiler.remove()
         self._release_units()
-        self.reducer.clear()
+        self.reducer.free()
         for unit in self.units:
             for buffer in unit.buffers:
                 buffer.states = None

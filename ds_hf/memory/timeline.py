@@ -171,7 +171,7 @@ class _Gradient(GradientBuffer):
 
     note: Callable[[Event], None]
 
-    def collect(self, factor: float = 1.0) -> None:
+    def collect(self, factor: float = 1.0, *, soon: bool = False) -> None:
         params = [self.buffer.params[index] for index in self.ready]
         self.ready.clear()
         if not any(param.grad is not None for param in params):

@@ -240,10 +240,10 @@ def profiled(stage: int, folder: str, copies: bool) -> dict[str, list[float]]:
     profiler.export_chrome_trace(str(trace))
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events]
-    kinds = ("Memcpy PtoP", "scaled_sum") if copies else ("ReduceScatter", "AllGather")
+    kinds = ("Memcpy PtoP", "sum_parts") if copies else ("ReduceScatter", "AllGather")
     updates = sorted(begin for begin, _, name in spans if name == "update")
     started, ended = updates[0], updates[-1]  # ranks begin to trace at other times; nothing follows the last step
-    others = ("nccl", "Memcpy", "barrier_kernel", "scaled_sum")
+    others = ("nccl", "Memcpy", "barrier_kernel", "sum_parts")
     compute = sorted((b, e) for b, e, name in spans if not any(other in name for other in others) and e > started)
     result = {}
     for kind in kinds:

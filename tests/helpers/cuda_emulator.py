@@ -30,7 +30,7 @@ _KERNELS = {
         "gradient_norm": "*(Table*)a[0], *(u64**)a[1], *(float**)a[2]",
         "clip_control": "*(Table*)a[0], *(const float**)a[1], *(float**)a[2]",
     },
-    "sum.cu": {"scaled_sum": "*(Table*)a[0]"},
+    "sum.cu": {"sum_parts": "*(Table*)a[0]"},
     "lamb.cu": {
         "lamb_moments": "*(Table*)a[0]",
         "lamb_norms": "*(Table*)a[0], *(u32*)a[1], *(float**)a[2]",

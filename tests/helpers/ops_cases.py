@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -193,18 +194,34 @@ def check_norm(ops: Any, tensors: Sequence[Tensor]) -> None:
     assert torch.equal(got, ops.squared_norm(tensors))
 
 
-def check_sum(ops: Any, parts: Sequence[Tensor]) -> None:
-    """The sum in fp32, rounded once, into memory of any alignment; what lies beside it is left alone."""
-    numel, dtype = parts[0].numel(), parts[0].dtype
-    total = torch.zeros(numel, device=parts[0].device)
-    for part in parts:
-        total += part.float().flatten()
-    for offset in (0, 1, 8):
-        memory = torch.full((offset + numel + 9,), math.nan, dtype=dtype, device=parts[0].device)
-        ops.scaled_sum_([memory[offset : offset + numel], *parts], factor=0.25)
-        assert torch.equal(memory[offset : offset + numel], (total * 0.25).to(dtype))
-        assert memory[:offset].isnan().all()
-        assert memory[offset + numel :].isnan().all()
+def check_sum(ops: Any, numels: Sequence[int], ranks: int, place: int, offset: int, **where: Any) -> None:
+    """Sums of parts in fp32, rounded once; added to something or not; what lies beside them is left alone."""
+    data = [make(numels, offset=offset, seed=seed, **where).grads for seed in range(ranks)]
+    mine = data[place]
+    dtype, device = mine[0].dtype, mine[0].device
+    starts = [0, *accumulate(numel + 8 for numel in numels)]
+    rows = torch.full((ranks - 1, starts.pop() + 64), math.nan, dtype=dtype, device=device)
+    for rank in range(ranks):
+        for start, part in zip(starts, data[rank], strict=True):
+            if rank != place:
+                rows[(rank - place - 1) % ranks, start : start + part.numel()] = part
+    for out_dtype, added in ((dtype, None), (torch.float32, dtype), (torch.float32, torch.float32)):
+        memory = [torch.full((numel + 16,), math.nan, dtype=out_dtype, device=device) for numel in numels]
+        outs = [each[8 : 8 + numel] for each, numel in zip(memory, numels, strict=True)]
+        before = [] if added is None else [torch.ones_like(part, dtype=added) for part in mine]
+        if added is torch.float32:
+            for out, one in zip(outs, before, strict=True):
+                out.copy_(one)
+            before = outs
+        ops.sum_parts_(outs, mine, before, rows, offsets=starts, place=place, factor=0.25)
+        for index, (each, out) in enumerate(zip(memory, outs, strict=True)):
+            total = torch.zeros_like(out, dtype=torch.float32)
+            for rank in range(ranks):
+                total += data[rank][index].float()
+            total = total * 0.25 + (0 if added is None else 1)
+            torch.testing.assert_close(out, total.to(out_dtype), rtol=0, atol=0 if added is None else 1e-6)
+            assert each[:8].isnan().all()
+            assert each[8 + out.numel() :].isnan().all()
 
 
 def check_control(ops: Any, tensors: Sequence[Tensor]) -> None:

@@ -1,12 +1,15 @@
 """Sums of gradients by copies between the GPUs of one host, see ``peers``.
 
-Against NCCL's reduce-scatter: the GPUs' copy engines move the bytes, so that multiprocessors are taken from backward
-only for adding up, and sums are taken in fp32 and rounded once, whatever the number of ranks.
+Against NCCL's reduce-scatter: the GPUs' copy engines move the bytes, from where backward left them, so that
+multiprocessors are taken from it only for adding up. Sums are taken in fp32 and rounded once, if at all, whatever the
+number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +17,33 @@ from torch import Tensor
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.ops import library as ops
 
-__all__ = ["PeerSums"]
+__all__ = ["PeerSums", "Runs"]
+
+Runs = tuple[tuple[int, int], ...]  # in order: first element, and the one after the last, of what is no gap
 
 _ALIGNMENT = 512  # bytes: where vectors of any dtype may begin
 
 
+class _Cut(NamedTuple):
+    """Elements of one run that belong to one rank, and go there in one round."""
+
+    rank: int
+    run: int
+    begin: int  # in the run
+    end: int
+    at: int  # in the round's row
+
+
+class _Route(NamedTuple):
+    """What is done with runs: for each round what is pushed, and what is added up here."""
+
+    gaps: tuple[tuple[int, int], ...]  # in the shard
+    pushes: tuple[tuple[_Cut, ...], ...]
+    sums: tuple[tuple[_Cut, ...], ...]
+
+
 class PeerSums:
-    """Sums of all ranks' gradients, each rank's share by itself: parts are copied to who adds them up.
+    """Sums of all ranks' gradients, each rank's shard by itself: parts are copied to who adds them up.
 
     A rank has two slots that take turns, with a row for each other rank. In the order of the stream: all ranks push
     their parts into the slot, meet, and add up what came. So when a slot's turn comes again, a meeting lies between
@@ -40,36 +63,95 @@ class PeerSums:
         slot_nbytes: int = 16 << 20,
     ) -> None:
         self._axis, self._meet = axis, meet
-        rank, world_size = axis.rank, axis.world_size
-        self._others = [(rank + step) % world_size for step in range(1, world_size)]  # each begins with another
-        self._row_nbytes = max(slot_nbytes // len(self._others) // _ALIGNMENT, 1) * _ALIGNMENT
-        memory = mapping(2 * len(self._others) * self._row_nbytes, torch.uint8)
-        slots = [each.view(2, len(self._others), self._row_nbytes) for each in memory]
-        # What rank p sends to rank r lies there in row p - r - 1, modulo the number of ranks.
-        self._there = [{o: slots[o][turn][(rank - o - 1) % world_size] for o in self._others} for turn in range(2)]
-        self._here = [{o: slots[rank][turn][(o - rank - 1) % world_size] for o in self._others} for turn in range(2)]
+        others = axis.world_size - 1
+        self._row_nbytes = max(slot_nbytes // others // _ALIGNMENT, 1) * _ALIGNMENT
+        self._slots = [each.view(2, others, -1) for each in mapping(2 * others * self._row_nbytes, torch.uint8)]
+        self._views: dict[tuple[torch.dtype, int], tuple[dict[int, Tensor], Tensor]] = {}
         self._turn = 0
 
-    def reduce_scatter(self, full: Tensor, factor: float, what: str) -> Tensor:
-        """This rank's part, ``[numel / world_size]``, of ``factor`` times the sum; added up in fp32 in the order of the
-        ranks. Collective, always on the same stream.
+    def reduce_scatter(
+        self,
+        tensors: Sequence[Tensor],
+        runs: Runs,
+        numel: int,
+        *,
+        factor: float,
+        what: str,
+        before: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """This rank's shard of ``factor`` times the sum over the ranks. Collective, always on the same stream.
 
         Args:
-            full: ``[numel]``, contiguous; to be kept until the stream has read it.
+            tensors: of each run, contiguous and of one dtype; to be kept until the stream has read them.
+            runs: where they belong in the flat gradient, whose gaps are zero. All ranks' have the same gaps.
+            numel: of the flat gradient.
+            before: ``[numel / world_size]``, to which the sum is added; in place, if it is of ``dtype``.
+            dtype: of the result, by default that of ``tensors``.
+
+        Returns:
+            ``[numel / world_size]``.
         """
-        axis = self._axis
-        parts = full.view(axis.world_size, -1)
-        result = torch.empty_like(parts[axis.rank])
-        step = self._row_nbytes // full.itemsize
-        with axis.log("reduce-scatter", what, full):
-            for begin in range(0, len(result), step):
-                pieces = [part[begin : begin + step] for part in parts]
-                there, here = self._there[self._turn], self._here[self._turn]
-                self._turn = 1 - self._turn
-                for other in self._others:
-                    piece = pieces[other]
-                    there[other][: piece.nbytes].view(full.dtype).copy_(piece, non_blocking=True)
-                    pieces[other] = here[other][: piece.nbytes].view(full.dtype)
+        axis, flat = self._axis, [tensor.view(-1) for tensor in tensors]
+        given, length = flat[0].dtype, numel // axis.world_size
+        step = self._row_nbytes // given.itemsize
+        route = _route(runs, axis.rank, axis.world_size, length, step)
+        result = before
+        if result is None or result.dtype != (dtype or given):
+            result = torch.empty(length, dtype=dtype or given, device=flat[0].device)
+            for begin, end in route.gaps:
+                result[begin:end].zero_()
+        with axis.log("reduce-scatter", what, result):
+            for number, (pushes, sums) in enumerate(zip(route.pushes, route.sums, strict=True)):
+                there, here = self._slot(given)
+                for rank, run, begin, end, at in pushes:
+                    there[rank][at : at + end - begin].copy_(flat[run][begin:end], non_blocking=True)
                 self._meet()
-                ops.scaled_sum_([result[begin : begin + step], *pieces], factor=factor)
+                places = [slice(number * step + cut.at, number * step + cut.at + cut.end - cut.begin) for cut in sums]
+                ops.sum_parts_(
+                    [result[place] for place in places],
+                    [flat[run][begin:end] for _, run, begin, end, _ in sums],
+                    [] if before is None else [before[place] for place in places],
+                    here,
+                    offsets=[cut.at for cut in sums],
+                    place=axis.rank,
+                    factor=factor,
+                )
         return result
+
+    def _slot(self, dtype: torch.dtype) -> tuple[dict[int, Tensor], Tensor]:
+        """The next one: this rank's row at each other rank, and the rows here, ``[world_size - 1, numel]``."""
+        turn, self._turn = self._turn, 1 - self._turn
+        found = self._views.get((dtype, turn))
+        if found is None:
+            rank, ranks = self._axis.rank, self._axis.world_size
+            slots = [each[turn].view(dtype) for each in self._slots]
+            # What rank p sends to rank r lies there in row p - r - 1, modulo the number of ranks.
+            there = {other: slots[other][(rank - other - 1) % ranks] for other in range(ranks) if other != rank}
+            found = self._views[dtype, turn] = there, slots[rank]
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _route(runs: Runs, rank: int, ranks: int, length: int, step: int) -> _Route:
+    """The way of ``runs`` in rounds of ``step`` elements of each shard of ``length``."""
+
+    def cuts(owner: int, low: int, high: int) -> Iterator[_Cut]:
+        for run, (begin, end) in enumerate(runs):
+            first, last = max(begin, low), min(end, high)
+            if first < last:
+                yield _Cut(owner, run, first - begin, last - begin, first - low)
+
+    pushes, sums = [], []
+    for low in range(0, length, step):
+        high = min(low + step, length)
+        others = [(rank + turn) % ranks for turn in range(1, ranks)]  # each rank begins with another
+        pushes.append(tuple(cut for o in others for cut in cuts(o, o * length + low, o * length + high)))
+        sums.append(tuple(cuts(rank, rank * length + low, rank * length + high)))
+    ends = [rank * length, *(end for _, end in runs)]
+    begins = [*(begin for begin, _ in runs), (rank + 1) * length]
+    inside = [
+        (max(end, rank * length) - rank * length, min(begin, (rank + 1) * length) - rank * length)
+        for end, begin in zip(ends, begins, strict=True)
+    ]
+    return _Route(tuple((begin, end) for begin, end in inside if begin < end), tuple(pushes), tuple(sums))

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_hf.engine.ops.reference import clip_control, scaled_sum_
+from ds_hf.engine.ops.reference import clip_control, sum_parts_
 
 __all__ = [
     "adagrad_",
@@ -34,10 +34,10 @@ __all__ = [
     "lion_",
     "norm_control",
     "rank_cores",
-    "scaled_sum_",
     "set_instruction_set",
     "sgd_",
     "squared_norm",
+    "sum_parts_",
     "threads",
     "unsupported",
     "use_threads",

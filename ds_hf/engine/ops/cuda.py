@@ -42,9 +42,9 @@ __all__ = [
     "lamb_moments_",
     "lion_",
     "norm_control",
-    "scaled_sum_",
     "sgd_",
     "squared_norm",
+    "sum_parts_",
     "unsupported",
 ]
 
@@ -266,16 +266,29 @@ def _norm_macros(tuning: Tuning, dtype: int) -> Macros:
 # -- sum ----------------------------------------------------------------------------------------------------------
 
 
-def scaled_sum_(tensors: Sequence[Tensor], *, factor: float) -> None:
-    """``reference.scaled_sum_``."""
-    numel = tensors[0].numel()
-    if not numel:
-        return
-    machine = cuda_launch.machine_of(tensors[0])
-    dtype = dtype_number(tensors)
-    tuning = _norm_tuning(machine.tunings.sum.holding(len(tensors)), dtype)
-    table = new_table(Call((factor,)), tuning, -(-numel // tuning.tile), len(tensors))
-    table.numel[0] = numel
-    table.pointers[0][: len(tensors)] = [tensor.data_ptr() for tensor in tensors]
-    kernel = machine.kernel("sum.cu", "scaled_sum", (*tuning.macros, ("DS_GRAD", dtype)))
-    machine.launch(kernel, grid_of(machine, tuning, table.tiles), tuning.threads, [table])
+def sum_parts_(
+    outs: Sequence[Tensor],
+    mine: Sequence[Tensor],
+    before: Sequence[Tensor],
+    rows: Tensor,
+    *,
+    offsets: Sequence[int],
+    place: int,
+    factor: float,
+) -> None:
+    """``reference.sum_parts_``."""
+    machine = cuda_launch.machine_of(rows)
+    tuning = _norm_tuning(machine.tunings.sum.holding(len(outs)), dtype_number(mine))
+    kernel = machine.kernel("sum.cu", "sum_parts", _sum_macros(tuning, *map(dtype_number, (mine, outs, before))))
+    address, nbytes = rows.data_ptr(), rows.itemsize
+    for table in tables(Call((factor,)), (outs, mine, (), before), tuning):
+        table.workspace = rows.shape[1]
+        table.extra[:2] = len(rows) + 1, place
+        chosen = offsets[table.first_entry : table.first_entry + table.entries]
+        table.pointers[2][: table.entries] = [address + nbytes * offset for offset in chosen]
+        machine.launch(kernel, grid_of(machine, tuning, table.tiles), tuning.threads, [table])
+
+
+@functools.cache
+def _sum_macros(tuning: Tuning, parts: int, out: int, before: int) -> Macros:
+    return (*tuning.macros, ("DS_GRAD", parts), ("DS_OUT", out), ("DS_FIRST", before))

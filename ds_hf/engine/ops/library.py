@@ -33,9 +33,9 @@ __all__ = [
     "lamb_moments_",
     "lion_",
     "norm_control",
-    "scaled_sum_",
     "sgd_",
     "squared_norm",
+    "sum_parts_",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,7 +44,7 @@ _MASTER = (torch.float32, torch.bfloat16)
 _GRADIENT = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATING = (*_GRADIENT, torch.float64)
 _MOMENTS = ("exp_avgs", "exp_avg_sqs", "sums", "momentum_buffers")
-_MAY_BE_EMPTY = ("outs", "momentum_buffers")
+_MAY_BE_EMPTY = ("outs", "momentum_buffers", "before")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,12 @@ OPS: dict[str, Op] = {
         Op("squared_norm", ("tensors",), "(Tensor[] tensors) -> Tensor"),
         Op("norm_control", ("tensors",), f"(Tensor[] tensors, *, {_CLIP}) -> Tensor"),
         Op("clip_control", ("squares",), f"(Tensor[] squares, *, {_CLIP}) -> Tensor"),
-        Op("scaled_sum_", ("tensors",), "(Tensor(a!)[] tensors, *, float factor) -> ()"),
+        Op(
+            "sum_parts_",
+            ("outs", "mine", "before"),
+            "(Tensor(a!)[] outs, Tensor[] mine, Tensor[] before, Tensor rows, *, int[] offsets, int place, "
+            "float factor) -> ()",
+        ),
     )
 }
 
@@ -155,10 +160,12 @@ def _backend(device_type: str) -> ModuleType:
 
 
 def _run(op: Op, args: Sequence[Any], scalars: dict[str, Any]) -> Any:
-    """Check, choose, compute. ``args`` are positional as in ``reference.py``: lists, perhaps norms, control."""
+    """Check, choose, compute. ``args`` are positional as in ``reference.py``: lists, perhaps norms or rows, control."""
     lists = args[: len(op.lists)]
-    control = args[-1] if len(args) > len(op.lists) else None
+    control = args[-1] if op.rule else None
     tensors = _check(op, lists, control, scalars.get("lr"))
+    if op.name == "sum_parts_":
+        _check_parts(op, lists[1], args[-1], **scalars)
     if tensors == 0:
         return getattr(reference, op.name)(*args, **scalars)
     first = lists[0][0]
@@ -202,12 +209,6 @@ def _check(op: Op, lists: Sequence[Sequence[Tensor]], control: Tensor | None, lr
     if op.name == "clip_control":
         for index, square in enumerate(lists[0]):
             _check_small(op, f"squares[{index}]", square, 1, device)
-    if op.name == "scaled_sum_":
-        for index, tensor in enumerate(lists[0]):
-            if tensor.numel() != lists[0][0].numel():
-                raise ValueError(
-                    f"{op.name}: tensors[{index}] has {tensor.numel()} elements and tensors[0] {lists[0][0].numel()}"
-                )
     if control is not None:
         _check_small(op, "control", control, 2, device)
     if isinstance(lr, Tensor):
@@ -238,6 +239,25 @@ def _check_list(
             raise ValueError(
                 f"{op.name}: {name}[{index}] has {tensor.numel()} elements and {op.lists[0]}[{index}] "
                 f"{params[index].numel()}"
+            )
+
+
+def _check_parts(
+    op: Op, mine: Sequence[Tensor], rows: Tensor, *, offsets: Sequence[int], place: int, factor: float
+) -> None:
+    if len(offsets) != len(mine):
+        raise ValueError(f"{op.name}: there are {len(offsets)} offsets and {len(mine)} parts")
+    if rows.dim() != 2 or not rows.is_contiguous():
+        raise ValueError(f"{op.name}: rows must be contiguous, [ranks - 1, numel], not {_describe(rows)}")
+    if not 0 <= place <= len(rows):
+        raise ValueError(f"{op.name}: place {place} is not one of {len(rows) + 1} ranks")
+    for index, (tensor, offset) in enumerate(zip(mine, offsets, strict=True)):
+        if rows.dtype != tensor.dtype or rows.device != tensor.device:
+            raise ValueError(f"{op.name}: rows are {_describe(rows)} and mine[{index}] {_describe(tensor)}")
+        if offset < 0 or offset + tensor.numel() > rows.shape[1]:
+            raise ValueError(
+                f"{op.name}: mine[{index}], {tensor.numel()} elements from {offset} on, is not within rows of "
+                f"{rows.shape[1]}"
             )
 
 
@@ -304,8 +324,8 @@ def _public(fn: F) -> F:
         ):
             return _run(op, args, scalars)
         lists = [list(tensors) for tensors in args[:count]]
-        if len(args) == count:
-            return kernel(*lists, **scalars)
+        if not op.rule:
+            return kernel(*lists, *args[count:], **scalars)
         lr = scalars.pop("lr", None)
         rate = lr if isinstance(lr, Tensor) else None
         if lr is not None:
@@ -325,4 +345,4 @@ lamb_apply_ = _public(reference.lamb_apply_)
 squared_norm = _public(reference.squared_norm)
 norm_control = _public(reference.norm_control)
 clip_control = _public(reference.clip_control)
-scaled_sum_ = _public(reference.scaled_sum_)
+sum_parts_ = _public(reference.sum_parts_)

@@ -31,9 +31,9 @@ __all__ = [
     "lamb_moments_",
     "lion_",
     "norm_control",
-    "scaled_sum_",
     "sgd_",
     "squared_norm",
+    "sum_parts_",
 ]
 
 Rate = float | Tensor
@@ -331,19 +331,37 @@ def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, ch
     return clip_control([squared_norm(tensors)], scale=scale, max_norm=max_norm, checked=checked)
 
 
-def scaled_sum_(tensors: Sequence[Tensor], *, factor: float) -> None:
-    """The first tensor becomes ``factor`` times the sum of the others, added up in fp32 in their order.
+def sum_parts_(
+    outs: Sequence[Tensor],
+    mine: Sequence[Tensor],
+    before: Sequence[Tensor],
+    rows: Tensor,
+    *,
+    offsets: Sequence[int],
+    place: int,
+    factor: float,
+) -> None:
+    """Sums over ranks of which one is here and the others have sent their parts, in the order of the ranks.
 
     Args:
-        tensors: of equal ``numel``; what the first held does not matter.
+        outs: ``before + factor * sum``.
+        mine: this rank's parts.
+        before: may be ``outs``; an empty list for zeros.
+        rows: ``[ranks - 1, numel]``, contiguous, of their dtype: the part of rank ``p`` is in row ``p - place - 1``,
+            modulo the number of ranks.
+        offsets: of each entry, where it begins in the rows.
+        place: which rank this one is.
     """
-    if not tensors:
-        return
-    target, *parts = tensors
-    total = _wide(torch.zeros_like(target))
-    for part in parts:
-        total += _wide(part).view(target.shape)
-    target.copy_(total * factor)
+    ranks = len(rows) + 1
+    for index, (out, own) in enumerate(zip(outs, mine, strict=True)):
+        piece = slice(offsets[index], offsets[index] + own.numel())
+        total = _wide(torch.zeros_like(own)).view(-1)
+        for rank in range(ranks):
+            total += _wide(own.view(-1) if rank == place else rows[(rank - place - 1) % ranks, piece])
+        total *= factor
+        if before:
+            total += _wide(before[index]).view(-1)
+        out.copy_(total.view(out.shape))
 
 
 def _wide(tensor: Tensor) -> Tensor:

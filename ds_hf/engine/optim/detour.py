@@ -51,6 +51,7 @@ class Detour:
         self._slots = [_Slot() for _ in range(_SLOTS)]
         self._turn = 0
         self._down: dict[Block, Arrival] = {}
+        self._jobs: dict[Block, tuple[Job, torch.cuda.Event]] = {}  # as long as the GPU may read what they hold
 
     def go(self, block: Block, job: Job, owned: Tensor) -> torch.cuda.Event | None:
         """Update one unit, parameters in ``owned`` on the device; ``join``, or wait for the event, before their use.
@@ -60,11 +61,14 @@ class Detour:
         if self._stream is None:
             self._over(block, job, owned)
             return None
+        if block in self._jobs:  # its memory may go back to the current stream once that comes after its update
+            torch.cuda.current_stream().wait_event(self._jobs.pop(block)[1])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._over(block, job, owned)
             done: torch.cuda.Event = self._stream.record_event()
-            return done
+        self._jobs[block] = job, done
+        return done
 
     def _over(self, block: Block, job: Job, owned: Tensor) -> None:
         self._home(block)
@@ -112,5 +116,8 @@ class Detour:
     def close(self) -> None:
         """Wait, and give the device's memory back."""
         self._link.close()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._jobs.clear()
         self._down.clear()
         self._slots = [_Slot() for _ in range(_SLOTS)]

@@ -24,7 +24,7 @@ __all__ = ["covered", "split_of"]
 Span = tuple[float, float]
 
 # In the names of what brings values from elsewhere: collectives, dist/peers (copies, its barrier, its sum), offload.
-_COMMUNICATION = ("gloo:", "nccl", "Memcpy PtoP", "barrier_kernel", "scaled_sum", "Memcpy HtoD", "Memcpy DtoH")
+_COMMUNICATION = ("gloo:", "nccl", "Memcpy PtoP", "barrier_kernel", "sum_parts", "Memcpy HtoD", "Memcpy DtoH")
 
 
 def split_of(replay: Replay, batch: Batch, accumulation: int) -> dict[str, float]:

@@ -23,7 +23,13 @@ __all__ = ["DeviceHome", "GradientHome", "HostHome"]
 
 
 class GradientHome(Protocol):
-    """Keeps the gradients of one buffer; ``settle`` must have been called before what ``add`` gave is read."""
+    """Keeps the gradients of one buffer; ``settle`` must have been called before what ``add`` gave is read.
+
+    Attributes:
+        adds_in_place: what ``add`` gave may be added to where it is, in ``accumulation_dtype``, without being asked.
+    """
+
+    adds_in_place: bool
 
     @property
     def squares(self) -> Tensor | None:
@@ -41,6 +47,8 @@ class GradientHome(Protocol):
 
 class DeviceHome:
     """Beside the model. The norm of all units is taken in one launch when they are there."""
+
+    adds_in_place = True
 
     def __init__(self, accumulation_dtype: torch.dtype) -> None:
         self.accumulation_dtype = accumulation_dtype
@@ -67,6 +75,8 @@ class HostHome:
         pinned: see ``host_empty``.
         places: landing places that take turns; 2 where an update may still read the last one.
     """
+
+    adds_in_place = False
 
     def __init__(
         self,

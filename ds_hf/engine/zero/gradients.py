@@ -8,14 +8,15 @@ needs: the first gradient stays in the communication dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ds_hf.engine.dist import collectives
-from ds_hf.engine.dist.peer_sums import PeerSums
+from ds_hf.engine.dist.peer_sums import PeerSums, Runs
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.comm_dtype import comm_dtype
@@ -70,6 +71,7 @@ class GradientBuffer:
         self.hook: Callable[[Tensor], None] | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
         self._partial: Tensor | None = None  # the lane's memory
+        self._taken: list[Tensor] = []  # of every parameter, to be summed from where they are
         self._owned: Tensor | None = None
 
     @property
@@ -80,12 +82,14 @@ class GradientBuffer:
     @property
     def partial(self) -> Tensor | None:
         """This rank's unreduced sum; the current stream goes on when it is there."""
+        self._flatten()
         self.lane.join()
         return self._partial
 
     @partial.setter
     def partial(self, value: Tensor | None) -> None:
         self._partial = None
+        self._taken = []
         if value is not None:
             with self.lane:
                 self._partial = value.clone()
@@ -94,7 +98,7 @@ class GradientBuffer:
     @property
     def has_partial(self) -> bool:
         """Whether there is an unreduced sum."""
-        return self._partial is not None
+        return self._partial is not None or bool(self._taken)
 
     @property
     def owned(self) -> Tensor | None:
@@ -113,7 +117,7 @@ class GradientBuffer:
 
     @property
     def empty(self) -> bool:
-        return self._partial is None and self._owned is None and not self.ready
+        return not self.has_partial and self._owned is None and not self.ready
 
     def pick_up(self) -> None:
         """Note the gradients that no backward told of: users put them into ``param.grad`` themselves."""
@@ -121,13 +125,17 @@ class GradientBuffer:
             if param.grad is not None and param.grad.numel() == slot.numel:
                 self.ready.add(index)
 
-    def collect(self, factor: float = 1.0) -> None:
-        """Move the waiting ``.grad``, times ``factor``, into ``partial``; parameters without one count as zero."""
+    def collect(self, factor: float = 1.0, *, soon: bool = False) -> None:
+        """Move the waiting ``.grad``, times ``factor``, into ``partial``; parameters without one count as zero.
+
+        Args:
+            soon: ``reduce`` comes next, as a rule.
+        """
         if self.ready:
-            self._collect(factor)
+            self._collect(factor, soon)
 
     @torch.no_grad()
-    def _collect(self, factor: float) -> None:
+    def _collect(self, factor: float, soon: bool) -> None:
         grads, slots = [], []
         for index in sorted(self.ready):
             param = self.buffer.params[index]
@@ -141,9 +149,13 @@ class GradientBuffer:
         if not grads:
             return
         self.lane.settle()  # the gradients collected before give their memory to what backward computes next
+        if factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+        if soon and self._can_take(grads):
+            self._taken = grads
+            return
+        self._flatten()
         with self.lane:
-            if factor != 1.0:
-                torch._foreach_mul_(grads, factor)
             if self._partial is None:
                 self._partial = self._empty(missing=len(grads) < len(self.buffer.params))
                 torch._foreach_copy_([slot.of(self._partial) for slot in slots], grads)
@@ -151,6 +163,22 @@ class GradientBuffer:
                 self._partial = self._partial.to(self.policy.accumulation_dtype)
                 torch._foreach_add_([slot.of(self._partial) for slot in slots], grads)
         self.lane.keep(grads)
+
+    def _can_take(self, grads: Sequence[Tensor]) -> bool:
+        """Whether these can be summed without being copied together."""
+        if self._sums is None or self.has_partial or len(grads) < len(self.buffer.params):
+            return False
+        return all(grad.dtype is self.dtype and grad.is_contiguous() for grad in grads)
+
+    @torch.no_grad()
+    def _flatten(self) -> None:
+        """Copy what was taken together after all: more comes to it."""
+        if self._taken:
+            taken, self._taken = self._taken, []
+            with self.lane:
+                self._partial = self._empty(missing=False)
+                torch._foreach_copy_([slot.of(self._partial) for slot in self.buffer.layout.slots], taken)
+            self.lane.keep(taken)
 
     def _empty(self, *, missing: bool) -> Tensor:
         """A flat gradient whose gaps are zero: they enter the norm and the sums. Its memory is the lane's."""
@@ -165,32 +193,69 @@ class GradientBuffer:
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum ``partial`` over the ranks into ``owned``. Collective: takes part with zeros when there is nothing."""
-        if self._partial is None:
+        if not self.has_partial:
             if self.buffer.axis.world_size == 1:
                 return
             with self.lane:
                 self._partial = self._empty(missing=True)
         if not self.buffer.sharded:
             self.buffer.gather()  # an update that nobody waited for may still read the last gradient where it is kept
+        taken, self._taken = self._taken, []
         with self.lane:
-            partial, self._partial = self._partial.to(self.dtype), None
-            reduced = self._reduced(partial)
-            if self.hook is not None:
-                self.hook(reduced)
-            self._owned = self.home.add(self._owned, reduced)
+            self._owned = self._by_collective() if self._sums is None else self._by_copies(self._sums, taken)
+        self.lane.keep(taken)
 
-    def _reduced(self, partial: Tensor) -> Tensor:
-        policy, what = self.policy, self.buffer.gradients_label
-        if self._sums is not None:
-            return self._sums.reduce_scatter(partial, policy.scale_before * policy.scale_after, what)
-        return collectives.reduce_gradient(
-            partial,
+    def _unreduced(self) -> Tensor:
+        assert self._partial is not None
+        flat, self._partial = self._partial.to(self.dtype), None
+        return flat
+
+    def _by_collective(self) -> Tensor:
+        policy = self.policy
+        reduced = collectives.reduce_gradient(
+            self._unreduced(),
             self.buffer.axis,
             scatter=not policy.whole,
             scale_before=policy.scale_before,
             scale_after=policy.scale_after,
-            what=what,
+            what=self.buffer.gradients_label,
         )
+        return self._add(reduced)
+
+    def _by_copies(self, sums: PeerSums, taken: list[Tensor]) -> Tensor:
+        runs = self._slots if taken else self._stretches
+        if not taken:
+            flat = self._unreduced()
+            taken = [flat[start:end] for start, end in runs]
+        policy, before = self.policy, self._owned
+        adds = before is not None and self.home.adds_in_place and self.hook is None
+        reduced = sums.reduce_scatter(
+            taken,
+            runs,
+            self.buffer.layout.numel,
+            factor=policy.scale_before * policy.scale_after,
+            what=self.buffer.gradients_label,
+            before=before if adds else None,
+            dtype=policy.accumulation_dtype if adds else None,
+        )
+        return reduced if adds else self._add(reduced)
+
+    def _add(self, reduced: Tensor) -> Tensor:
+        """``owned`` with one more."""
+        if self.hook is not None:
+            self.hook(reduced)
+        return self.home.add(self._owned, reduced)
+
+    @cached_property
+    def _slots(self) -> Runs:
+        return tuple((slot.offset, slot.end) for slot in self.buffer.layout.slots)
+
+    @cached_property
+    def _stretches(self) -> Runs:
+        """What lies between the gaps."""
+        starts, ends = zip(*self.buffer.layout.gaps(), strict=True) if any(self.buffer.layout.gaps()) else ((), ())
+        pairs = zip((0, *ends), (*starts, self.buffer.layout.numel), strict=True)
+        return tuple((start, end) for start, end in pairs if start < end)
 
     @property
     def squares(self) -> Tensor | None:
@@ -218,9 +283,14 @@ class GradientBuffer:
             self.buffer.params[index].grad = None
         self.ready.clear()
         self._partial = self._owned = None
+        self._taken = []
         self.home.clear()
+
+    def free(self) -> None:
+        """Nothing will be reduced any more."""
+        self._sums = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of accumulated gradients held now."""
-        return sum(t.untyped_storage().nbytes() for t in (self._partial, self._owned) if t is not None)
+        return sum(t.untyped_storage().nbytes() for t in (self._partial, self._owned, *self._taken) if t is not None)

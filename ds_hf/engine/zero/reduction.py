@@ -76,7 +76,7 @@ class Reducer:
 
     def on_complete(self, buffer: GradientBuffer) -> None:
         """Every parameter of the buffer has its gradient in ``.grad``."""
-        buffer.collect(self.factor)
+        buffer.collect(self.factor, soon=self.reduces)
         self._collected.add(buffer)
         if self.reduces and buffer not in self._by_call:
             self._complete.add(buffer)
@@ -87,7 +87,7 @@ class Reducer:
         unit.awaited -= 1
         for buffer in self.by_unit.get(unit, ()):
             if buffer in self._by_call:
-                buffer.collect(self.factor)
+                buffer.collect(self.factor, soon=self.reduces)
                 if unit.leaf:
                     self._collected.add(buffer)  # as far as this rank goes
                 if self.reduces and unit.awaited <= 0:
@@ -128,7 +128,7 @@ class Reducer:
     def flush(self) -> None:
         """End of backward: reduce what has not been reduced, release what is still gathered."""
         for buffer in self.buffers:
-            buffer.collect(self.factor)
+            buffer.collect(self.factor, soon=self.reduces)
         self.held = self.suspended or (self.held and not self.reduces)
         if self.reduces:
             self._complete.update(self.buffers)
@@ -170,3 +170,9 @@ class Reducer:
         self.held = False
         for buffer in self.buffers:
             buffer.clear()
+
+    def free(self) -> None:
+        """Drop all gradients, and the memory through which they came."""
+        self.clear()
+        for buffer in self.buffers:
+            buffer.free()

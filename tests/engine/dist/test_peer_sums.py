@@ -1,9 +1,10 @@
-"""Sums of gradients by copies: right for any number of ranks and pieces, also when ranks get out of step."""
+"""Sums of gradients by copies: right for any number of ranks, runs and rounds, also when ranks get out of step."""
 
 from __future__ import annotations
 
 import random
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,37 @@ def sums(folder: str, slot_nbytes: int, dtypes: list[torch.dtype]) -> None:
 
     by_copies = PeerSums(axis, peers_in_files(axis, folder)._mapping, meet, slot_nbytes)
     for number in range(6):
-        numel = world_size * (1 + 700 * number)
-        dtype = dtypes[number % len(dtypes)]
+        shard = 1 + 300 * number
+        numel, dtype = world_size * shard, dtypes[number % len(dtypes)]
         generator = torch.Generator().manual_seed(number)
         given = torch.randn(world_size, numel, generator=generator).to(dtype)
+        lengths = [length for length in (shard // 3, 1, shard // 2, shard // 7) if length]
+        # a gap behind each run; ranks may have them in one piece or in two
+        starts = list(accumulate((length + 2 for length in lengths), initial=0))[:-1]
+        runs = [(start, min(start + length, numel)) for start, length in zip(starts, lengths, strict=True)]
+        runs = [(start, end) for start, end in runs if start < end]
+        covered = torch.zeros(numel)
+        for start, end in runs:
+            covered[start:end] = 1
+        if rank == 1 and runs[0][1] > 1:
+            runs[:1] = [(0, 1), (1, runs[0][1])]
         expected = torch.zeros(numel)
         for each in given:
             expected += each.float()
-        own = slice(rank * numel // world_size, (rank + 1) * numel // world_size)
-        found = by_copies.reduce_scatter(given[rank].clone(), 1 / world_size, "gradients")
+        expected *= covered
+        own = slice(rank * shard, (rank + 1) * shard)
+        pieces = [given[rank, start:end].clone() for start, end in runs]
+        call = {"factor": 1 / world_size, "what": "gradients"}
+        found = by_copies.reduce_scatter(pieces, tuple(runs), numel, **call)
         assert found.dtype is dtype
-        assert torch.equal(found, (expected * (1 / world_size))[own].to(dtype))
+        expected *= 1 / world_size
+        assert torch.equal(found, expected[own].to(dtype))
+        before = torch.ones(shard, dtype=dtype) * covered[own].to(dtype)
+        wide = by_copies.reduce_scatter(pieces, tuple(runs), numel, before=before, dtype=torch.float32, **call)
+        assert torch.equal(wide, expected[own] + covered[own])
+        again = by_copies.reduce_scatter(pieces, tuple(runs), numel, before=wide, dtype=torch.float32, **call)
+        assert again is wide
+        torch.testing.assert_close(again, 2 * expected[own] + covered[own])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

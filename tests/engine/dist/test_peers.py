@@ -133,8 +133,9 @@ def train_both(folder: str, stage: int, more: dict[str, Any]) -> None:
     found, by_peers = train(folder, stage, more)
     assert by_collectives > 0
     assert by_peers == 0
+    rounded = "gradient_accumulation_steps" in more and stage > 1  # by collectives, each before it is added
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        torch.testing.assert_close(found[name], value, rtol=0.02 if rounded else 0, atol=2e-3 if rounded else 0, msg=name)
 
 
 def _delay(region: Any) -> None:

@@ -47,9 +47,9 @@ def norm(dtype: int) -> str:
     return cuda_build.program_text("norm.cu", cuda._norm_macros(TUNINGS.norm, dtype))
 
 
-def total(dtype: int) -> str:
-    macros = (*cuda._norm_tuning(TUNINGS.sum, dtype).macros, ("DS_GRAD", dtype))
-    return cuda_build.program_text("sum.cu", macros)
+def total(parts: int, out: int, before: int) -> str:
+    tuning = cuda._norm_tuning(TUNINGS.sum, parts)
+    return cuda_build.program_text("sum.cu", cuda._sum_macros(tuning, parts, out, before))
 
 
 def check(programs: list[str], arch: str, local_nbytes: int = 8) -> None:
@@ -65,7 +65,7 @@ def check(programs: list[str], arch: str, local_nbytes: int = 8) -> None:
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 def test_main_kernels(arch: str) -> None:
-    check([update("Adam", *USUAL), norm(BF16), total(BF16), lamb("lamb.cu", arch, *USUAL)], arch)
+    check([update("Adam", *USUAL), norm(BF16), total(BF16, BF16, NONE), lamb("lamb.cu", arch, *USUAL)], arch)
 
 
 @needs_compiler
@@ -79,7 +79,7 @@ def test_lamb_of_one_launch_spills_nothing(source: str, arch: str) -> None:
 def test_other_kernels() -> None:
     programs = [update(rule, F32, F32, F32, BF16) for rule in ("Lion", "Adagrad", "Sgd")]
     programs += [update("Adam", BF16, F16, BF16, NONE, True), update("Adam", BF16, F32, F32, F16, True)]
-    check([*programs, norm(F32), norm(F16), total(F32), total(F16)], "sm_90")
+    check([*programs, norm(F32), norm(F16), total(F32, F32, F32), total(F16, F32, F16)], "sm_90")
 
 
 @needs_compiler

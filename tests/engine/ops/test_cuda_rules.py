@@ -171,10 +171,12 @@ def test_control(ops: Any, machine: Emulator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("count", [1, 2, 3, 70])
-def test_sum(ops: Any, dtype: torch.dtype, count: int) -> None:
-    for numel, offset in ((0, 0), (1, 0), (4096, 0), (5001, 0), (5001, 1), (5001, 8)):
-        cases.check_sum(ops, cases.make([numel] * count, grad=dtype, offset=offset).grads)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_sum(ops: Any, dtype: torch.dtype, ranks: int) -> None:
+    for offset in (0, 1, 8):
+        cases.check_sum(ops, SIZES, ranks, ranks - 2, offset, grad=dtype)
+    cases.check_sum(ops, [index * 37 % 1500 for index in range(70)], ranks, 0, 0, grad=dtype)
+    cases.check_sum(ops, [0], ranks, 0, 0, grad=dtype)
 
 
 def test_norm_of_special_numbers(ops: Any) -> None:

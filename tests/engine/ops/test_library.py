@@ -116,7 +116,10 @@ CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "squared_norm": ([adam_arguments()[1]], {}),
     "norm_control": ([adam_arguments()[1]], CLIP),
     "clip_control": ([[torch.tensor(9.0), torch.tensor(16.0)]], CLIP),
-    "scaled_sum_": ([[torch.zeros(5), torch.arange(5.0), torch.ones(5)]], {"factor": 0.5}),
+    "sum_parts_": (
+        [[torch.zeros(5)], [torch.arange(5.0)], [torch.ones(5)], torch.ones(2, 7)],
+        {"offsets": [2], "place": 1, "factor": 0.5},
+    ),
 }
 
 
