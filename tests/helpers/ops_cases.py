@@ -200,28 +200,30 @@ def check_sum(ops: Any, numels: Sequence[int], ranks: int, place: int, offset: i
     mine = data[place]
     dtype, device = mine[0].dtype, mine[0].device
     starts = [0, *accumulate(numel + 8 for numel in numels)]
-    rows = torch.full((ranks - 1, starts.pop() + 64), math.nan, dtype=dtype, device=device)
-    for rank in range(ranks):
-        for start, part in zip(starts, data[rank], strict=True):
+    numel = starts.pop() + 64
+    rows = torch.full((ranks - 1, numel), math.nan, dtype=dtype, device=device)
+    cuts, wanted = [], torch.full((numel,), math.nan, device=device)
+    for index, (start, part) in enumerate(zip(starts, mine, strict=True)):
+        skipped = min(part.numel(), 8)  # a cut may begin within a tensor
+        length = part.numel() - skipped
+        cuts += [index, skipped, start, start, length]
+        total = torch.zeros(length, device=device)
+        for rank in range(ranks):
+            piece = data[rank][index][skipped:]
+            total += piece.float()
             if rank != place:
-                rows[(rank - place - 1) % ranks, start : start + part.numel()] = part
+                rows[(rank - place - 1) % ranks, start : start + length] = piece
+        wanted[start : start + length] = total * 0.25
     for out_dtype, added in ((dtype, None), (torch.float32, dtype), (torch.float32, torch.float32)):
-        memory = [torch.full((numel + 16,), math.nan, dtype=out_dtype, device=device) for numel in numels]
-        outs = [each[8 : 8 + numel] for each, numel in zip(memory, numels, strict=True)]
-        before = [] if added is None else [torch.ones_like(part, dtype=added) for part in mine]
+        out = torch.full((offset + numel,), math.nan, dtype=out_dtype, device=device)[offset:]
+        before = None if added is None else torch.ones(numel, dtype=added, device=device)
         if added is torch.float32:
-            for out, one in zip(outs, before, strict=True):
-                out.copy_(one)
-            before = outs
-        ops.sum_parts_(outs, mine, before, rows, offsets=starts, place=place, factor=0.25)
-        for index, (each, out) in enumerate(zip(memory, outs, strict=True)):
-            total = torch.zeros_like(out, dtype=torch.float32)
-            for rank in range(ranks):
-                total += data[rank][index].float()
-            total = total * 0.25 + (0 if added is None else 1)
-            torch.testing.assert_close(out, total.to(out_dtype), rtol=0, atol=0 if added is None else 1e-6)
-            assert each[:8].isnan().all()
-            assert each[8 + out.numel() :].isnan().all()
+            before = out
+            out[~wanted.isnan()] = 1
+        ops.sum_parts_(out, mine, before, rows, cuts=cuts, place=place, factor=0.25)
+        expected = wanted if added is None else wanted + 1
+        tolerance = 0 if added is None else 1e-6
+        torch.testing.assert_close(out, expected.to(out_dtype), rtol=0, atol=tolerance, equal_nan=True)
 
 
 def check_control(ops: Any, tensors: Sequence[Tensor]) -> None:

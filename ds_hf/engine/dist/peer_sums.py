@@ -24,22 +24,22 @@ Runs = tuple[tuple[int, int], ...]  # in order: first element, and the one after
 _ALIGNMENT = 512  # bytes: where vectors of any dtype may begin
 
 
-class _Cut(NamedTuple):
-    """Elements of one run that belong to one rank, and go there in one round."""
+class _Push(NamedTuple):
+    """Elements of one run that go to one rank in one round."""
 
     rank: int
     run: int
     begin: int  # in the run
     end: int
-    at: int  # in the round's row
+    at: int  # in the row
 
 
 class _Route(NamedTuple):
     """What is done with runs: for each round what is pushed, and what is added up here."""
 
     gaps: tuple[tuple[int, int], ...]  # in the shard
-    pushes: tuple[tuple[_Cut, ...], ...]
-    sums: tuple[tuple[_Cut, ...], ...]
+    pushes: tuple[tuple[_Push, ...], ...]
+    cuts: tuple[tuple[int, ...], ...]  # as ``ops.sum_parts_`` takes them
 
 
 class PeerSums:
@@ -66,7 +66,8 @@ class PeerSums:
         others = axis.world_size - 1
         self._row_nbytes = max(slot_nbytes // others // _ALIGNMENT, 1) * _ALIGNMENT
         self._slots = [each.view(2, others, -1) for each in mapping(2 * others * self._row_nbytes, torch.uint8)]
-        self._views: dict[tuple[torch.dtype, int], tuple[dict[int, Tensor], Tensor]] = {}
+        self._views: dict[tuple[int, int, torch.dtype, int], Sequence[tuple[_Push, Tensor]]] = {}
+        self._routes: list[_Route] = []
         self._turn = 0
 
     def reduce_scatter(
@@ -102,33 +103,31 @@ class PeerSums:
             for begin, end in route.gaps:
                 result[begin:end].zero_()
         with axis.log("reduce-scatter", what, result):
-            for number, (pushes, sums) in enumerate(zip(route.pushes, route.sums, strict=True)):
-                there, here = self._slot(given)
-                for rank, run, begin, end, at in pushes:
-                    there[rank][at : at + end - begin].copy_(flat[run][begin:end], non_blocking=True)
+            for number, cuts in enumerate(route.cuts):
+                turn, self._turn = self._turn, 1 - self._turn
+                for (_, run, begin, end, _), there in self._targets(route, number, given, turn):
+                    part = flat[run]
+                    there.copy_(part if end - begin == len(part) else part[begin:end], non_blocking=True)
                 self._meet()
-                places = [slice(number * step + cut.at, number * step + cut.at + cut.end - cut.begin) for cut in sums]
-                ops.sum_parts_(
-                    [result[place] for place in places],
-                    [flat[run][begin:end] for _, run, begin, end, _ in sums],
-                    [] if before is None else [before[place] for place in places],
-                    here,
-                    offsets=[cut.at for cut in sums],
-                    place=axis.rank,
-                    factor=factor,
-                )
+                rows = self._slots[axis.rank][turn].view(given)
+                ops.sum_parts_(result, flat, before, rows, cuts=cuts, place=axis.rank, factor=factor)
         return result
 
-    def _slot(self, dtype: torch.dtype) -> tuple[dict[int, Tensor], Tensor]:
-        """The next one: this rank's row at each other rank, and the rows here, ``[world_size - 1, numel]``."""
-        turn, self._turn = self._turn, 1 - self._turn
-        found = self._views.get((dtype, turn))
+    def _targets(
+        self, route: _Route, number: int, dtype: torch.dtype, turn: int
+    ) -> Sequence[tuple[_Push, Tensor]]:
+        """What is pushed in a round, and where; kept, for each view costs the host as much as half a launch."""
+        found = self._views.get((id(route), number, dtype, turn))
         if found is None:
             rank, ranks = self._axis.rank, self._axis.world_size
-            slots = [each[turn].view(dtype) for each in self._slots]
+            rows = [slots[turn].view(dtype) for slots in self._slots]
             # What rank p sends to rank r lies there in row p - r - 1, modulo the number of ranks.
-            there = {other: slots[other][(rank - other - 1) % ranks] for other in range(ranks) if other != rank}
-            found = self._views[dtype, turn] = there, slots[rank]
+            found = [
+                (push, rows[push.rank][(rank - push.rank - 1) % ranks, push.at : push.at + push.end - push.begin])
+                for push in route.pushes[number]
+            ]
+            self._views[id(route), number, dtype, turn] = found
+            self._routes.append(route)  # as long as its id stands for it
         return found
 
 
@@ -136,18 +135,20 @@ class PeerSums:
 def _route(runs: Runs, rank: int, ranks: int, length: int, step: int) -> _Route:
     """The way of ``runs`` in rounds of ``step`` elements of each shard of ``length``."""
 
-    def cuts(owner: int, low: int, high: int) -> Iterator[_Cut]:
+    def part(owner: int, low: int, high: int) -> Iterator[_Push]:
         for run, (begin, end) in enumerate(runs):
             first, last = max(begin, low), min(end, high)
             if first < last:
-                yield _Cut(owner, run, first - begin, last - begin, first - low)
+                yield _Push(owner, run, first - begin, last - begin, first - low)
 
     pushes, sums = [], []
     for low in range(0, length, step):
         high = min(low + step, length)
         others = [(rank + turn) % ranks for turn in range(1, ranks)]  # each rank begins with another
-        pushes.append(tuple(cut for o in others for cut in cuts(o, o * length + low, o * length + high)))
-        sums.append(tuple(cuts(rank, rank * length + low, rank * length + high)))
+        pushes.append(tuple(push for o in others for push in part(o, o * length + low, o * length + high)))
+        mine = part(rank, rank * length + low, rank * length + high)
+        cuts = [(run, begin, low + at, at, end - begin) for _, run, begin, end, at in mine]
+        sums.append(tuple(number for cut in cuts for number in cut))
     ends = [rank * length, *(end for _, end in runs)]
     begins = [*(begin for begin, _ in runs), (rank + 1) * length]
     inside = [

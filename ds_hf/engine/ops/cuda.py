@@ -10,6 +10,7 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -267,25 +268,36 @@ def _norm_macros(tuning: Tuning, dtype: int) -> Macros:
 
 
 def sum_parts_(
-    outs: Sequence[Tensor],
+    out: Tensor,
     mine: Sequence[Tensor],
-    before: Sequence[Tensor],
+    before: Tensor | None,
     rows: Tensor,
     *,
-    offsets: Sequence[int],
+    cuts: Sequence[int],
     place: int,
     factor: float,
 ) -> None:
     """``reference.sum_parts_``."""
     machine = cuda_launch.machine_of(rows)
-    tuning = _norm_tuning(machine.tunings.sum.holding(len(outs)), dtype_number(mine))
-    kernel = machine.kernel("sum.cu", "sum_parts", _sum_macros(tuning, *map(dtype_number, (mine, outs, before))))
-    address, nbytes = rows.data_ptr(), rows.itemsize
-    for table in tables(Call((factor,)), (outs, mine, (), before), tuning):
+    numbers = dtype_number(mine), dtype_number([out]), dtype_number([] if before is None else [before])
+    tuning = _norm_tuning(machine.tunings.sum.holding(len(cuts) // 5), numbers[0])
+    kernel = machine.kernel("sum.cu", "sum_parts", _sum_macros(tuning, *numbers))
+    wide, size = out.itemsize, rows.itemsize
+    to, row, own = out.data_ptr(), rows.data_ptr(), [tensor.data_ptr() for tensor in mine]
+    added, width = (0, 0) if before is None else (before.data_ptr(), before.itemsize)
+    chosen = [cut for cut in zip(*[iter(cuts)] * 5, strict=True) if cut[4]]
+    for first in range(0, len(chosen), tuning.capacity):
+        some = chosen[first : first + tuning.capacity]
+        count, tiles = len(some), [-(-cut[4] // tuning.tile) for cut in some]
+        table = new_table(Call((factor,)), tuning, sum(tiles), count, first)
         table.workspace = rows.shape[1]
         table.extra[:2] = len(rows) + 1, place
-        chosen = offsets[table.first_entry : table.first_entry + table.entries]
-        table.pointers[2][: table.entries] = [address + nbytes * offset for offset in chosen]
+        table.numel[:count] = [length for *_, length in some]
+        table.first_tile[:count] = list(accumulate(tiles[:-1], initial=0))
+        table.pointers[0][:count] = [to + wide * begin for _, _, begin, _, _ in some]
+        table.pointers[1][:count] = [own[index] + size * begin for index, begin, _, _, _ in some]
+        table.pointers[2][:count] = [row + size * begin for _, _, _, begin, _ in some]
+        table.pointers[3][:count] = [added + width * begin for _, _, begin, _, _ in some]
         machine.launch(kernel, grid_of(machine, tuning, table.tiles), tuning.threads, [table])
 
 

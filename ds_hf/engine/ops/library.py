@@ -44,7 +44,7 @@ _MASTER = (torch.float32, torch.bfloat16)
 _GRADIENT = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATING = (*_GRADIENT, torch.float64)
 _MOMENTS = ("exp_avgs", "exp_avg_sqs", "sums", "momentum_buffers")
-_MAY_BE_EMPTY = ("outs", "momentum_buffers", "before")
+_MAY_BE_EMPTY = ("outs", "momentum_buffers")
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ OPS: dict[str, Op] = {
         Op("squared_norm", ("tensors",), "(Tensor[] tensors) -> Tensor"),
         Op("norm_control", ("tensors",), f"(Tensor[] tensors, *, {_CLIP}) -> Tensor"),
         Op("clip_control", ("squares",), f"(Tensor[] squares, *, {_CLIP}) -> Tensor"),
-        Op(
+        Op(  # of single tensors, so by itself below
             "sum_parts_",
-            ("outs", "mine", "before"),
-            "(Tensor(a!)[] outs, Tensor[] mine, Tensor[] before, Tensor rows, *, int[] offsets, int place, "
+            (),
+            "(Tensor(a!) out, Tensor[] mine, Tensor? before, Tensor rows, *, int[] cuts, int place, "
             "float factor) -> ()",
         ),
     )
@@ -160,12 +160,10 @@ def _backend(device_type: str) -> ModuleType:
 
 
 def _run(op: Op, args: Sequence[Any], scalars: dict[str, Any]) -> Any:
-    """Check, choose, compute. ``args`` are positional as in ``reference.py``: lists, perhaps norms or rows, control."""
+    """Check, choose, compute. ``args`` are positional as in ``reference.py``: lists, perhaps norms, control."""
     lists = args[: len(op.lists)]
-    control = args[-1] if op.rule else None
+    control = args[-1] if len(args) > len(op.lists) else None
     tensors = _check(op, lists, control, scalars.get("lr"))
-    if op.name == "sum_parts_":
-        _check_parts(op, lists[1], args[-1], **scalars)
     if tensors == 0:
         return getattr(reference, op.name)(*args, **scalars)
     first = lists[0][0]
@@ -242,25 +240,6 @@ def _check_list(
             )
 
 
-def _check_parts(
-    op: Op, mine: Sequence[Tensor], rows: Tensor, *, offsets: Sequence[int], place: int, factor: float
-) -> None:
-    if len(offsets) != len(mine):
-        raise ValueError(f"{op.name}: there are {len(offsets)} offsets and {len(mine)} parts")
-    if rows.dim() != 2 or not rows.is_contiguous():
-        raise ValueError(f"{op.name}: rows must be contiguous, [ranks - 1, numel], not {_describe(rows)}")
-    if not 0 <= place <= len(rows):
-        raise ValueError(f"{op.name}: place {place} is not one of {len(rows) + 1} ranks")
-    for index, (tensor, offset) in enumerate(zip(mine, offsets, strict=True)):
-        if rows.dtype != tensor.dtype or rows.device != tensor.device:
-            raise ValueError(f"{op.name}: rows are {_describe(rows)} and mine[{index}] {_describe(tensor)}")
-        if offset < 0 or offset + tensor.numel() > rows.shape[1]:
-            raise ValueError(
-                f"{op.name}: mine[{index}], {tensor.numel()} elements from {offset} on, is not within rows of "
-                f"{rows.shape[1]}"
-            )
-
-
 def _check_small(op: Op, name: str, tensor: Tensor, numel: int, device: torch.device | None) -> None:
     if tensor.numel() != numel or tensor.dtype is not torch.float32 or tensor.device != device:
         raise ValueError(f"{op.name}: {name} must be fp32 of {numel} elements on {device}, not {_describe(tensor)}")
@@ -293,7 +272,7 @@ def _registered(op: Op) -> Callable[..., Any]:
 
 def _fake(op: Op) -> Callable[..., Any]:
     def result(*args: Any, **_: Any) -> Any:
-        if not op.rule and not op.written:
+        if not op.rule:
             shape = () if op.name == "squared_norm" else (3,)
             return torch.empty(shape, dtype=torch.float32, device=args[0][0].device)
         if op.name == "lamb_moments_":
@@ -303,13 +282,14 @@ def _fake(op: Op) -> Callable[..., Any]:
     return result
 
 
-def _define(op: Op) -> None:
-    custom = torch.library.custom_op(f"ds_hf::{op.name}", _registered(op), mutates_args=op.written, schema=op.schema)
-    custom.register_fake(_fake(op))
+def _define(op: Op, kernel: Callable[..., Any], fake: Callable[..., Any], written: Sequence[str]) -> None:
+    custom = torch.library.custom_op(f"ds_hf::{op.name}", kernel, mutates_args=written, schema=op.schema)
+    custom.register_fake(fake)
 
 
 for _op in OPS.values():
-    _define(_op)
+    if _op.lists:
+        _define(_op, _registered(_op), _fake(_op), _op.written)
 
 
 def _public(fn: F) -> F:
@@ -324,8 +304,8 @@ def _public(fn: F) -> F:
         ):
             return _run(op, args, scalars)
         lists = [list(tensors) for tensors in args[:count]]
-        if not op.rule:
-            return kernel(*lists, *args[count:], **scalars)
+        if len(args) == count:
+            return kernel(*lists, **scalars)
         lr = scalars.pop("lr", None)
         rate = lr if isinstance(lr, Tensor) else None
         if lr is not None:
@@ -345,4 +325,66 @@ lamb_apply_ = _public(reference.lamb_apply_)
 squared_norm = _public(reference.squared_norm)
 norm_control = _public(reference.norm_control)
 clip_control = _public(reference.clip_control)
-sum_parts_ = _public(reference.sum_parts_)
+
+
+# -- the sum ------------------------------------------------------------------------------------------------------
+
+
+def sum_parts_(
+    out: Tensor,
+    mine: Sequence[Tensor],
+    before: Tensor | None,
+    rows: Tensor,
+    *,
+    cuts: Sequence[int],
+    place: int,
+    factor: float,
+) -> None:
+    """``reference.sum_parts_``.
+
+    Raises:
+        ValueError: a cut is not within its tensors; tensors on several devices, or not contiguous.
+        TypeError: parts of several dtypes.
+    """
+    scalars: dict[str, Any] = {"cuts": cuts, "place": place, "factor": factor}
+    if torch.compiler.is_compiling() or type(out) is not Tensor:
+        torch.ops.ds_hf.sum_parts_(out, list(mine), before, rows, **scalars)
+    else:
+        _run_sum(out, mine, before, rows, **scalars)
+
+
+def _run_sum(
+    out: Tensor,
+    mine: Sequence[Tensor],
+    before: Tensor | None,
+    rows: Tensor,
+    *,
+    cuts: Sequence[int],
+    place: int,
+    factor: float,
+) -> None:
+    flat = [out] if before is None else [out, before]
+    for name, tensors in (("out and before", flat), ("mine", mine), ("rows", [rows])):
+        for tensor in tensors:
+            if tensor.device != out.device or not tensor.is_contiguous():
+                raise ValueError(f"sum_parts_: {name} must be contiguous and on {out.device}, not {_describe(tensor)}")
+            if not tensor.is_floating_point() or (tensors is mine and tensor.dtype != rows.dtype):
+                raise TypeError(f"sum_parts_: {name} are {_describe(tensor)} where rows are {_describe(rows)}")
+    if rows.dim() != 2 or any(tensor.dim() != 1 or len(tensor) != len(out) for tensor in flat):
+        raise ValueError("sum_parts_: rows must be [ranks - 1, numel], out and before flat and of one length")
+    if not 0 <= place <= len(rows):
+        raise ValueError(f"sum_parts_: place {place} is not one of {len(rows) + 1} ranks")
+    for cut in zip(*[iter(cuts)] * 5, strict=True):
+        index, begin, to, at, length = cut
+        if min(cut) < 0 or index >= len(mine) or begin + length > mine[index].numel():
+            raise ValueError(f"sum_parts_: the cut {cut} is not within its tensors")
+        if to + length > len(out) or at + length > rows.shape[1]:
+            raise ValueError(f"sum_parts_: the cut {cut} is not within its tensors")
+    backend, reason = choose(out.device, {out.dtype, rows.dtype, *(tensor.dtype for tensor in flat)})
+    if reason:
+        log_once(f"ds_hf::sum_parts_ on {out.device.type} runs in plain torch: {reason}")
+    torch.autograd.graph.increment_version(out)
+    backend.sum_parts_(out, mine, before, rows, cuts=cuts, place=place, factor=factor)
+
+
+_define(OPS["sum_parts_"], _run_sum, lambda *args, **scalars: None, ("out",))

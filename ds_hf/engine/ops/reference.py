@@ -332,36 +332,39 @@ def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, ch
 
 
 def sum_parts_(
-    outs: Sequence[Tensor],
+    out: Tensor,
     mine: Sequence[Tensor],
-    before: Sequence[Tensor],
+    before: Tensor | None,
     rows: Tensor,
     *,
-    offsets: Sequence[int],
+    cuts: Sequence[int],
     place: int,
     factor: float,
 ) -> None:
     """Sums over ranks of which one is here and the others have sent their parts, in the order of the ranks.
 
+    Each cut is a stretch that is written: ``out = before + factor * sum``.
+
     Args:
-        outs: ``before + factor * sum``.
+        out: flat.
         mine: this rank's parts.
-        before: may be ``outs``; an empty list for zeros.
-        rows: ``[ranks - 1, numel]``, contiguous, of their dtype: the part of rank ``p`` is in row ``p - place - 1``,
-            modulo the number of ranks.
-        offsets: of each entry, where it begins in the rows.
+        before: flat, as long as ``out``, which it may be; ``None`` for zeros.
+        rows: ``[ranks - 1, numel]``, contiguous: the part of rank ``p`` is in row ``p - place - 1``, modulo the number
+            of ranks.
+        cuts: five numbers each: which of ``mine``, where the stretch begins there, in ``out`` and in each row, and its
+            length.
         place: which rank this one is.
     """
     ranks = len(rows) + 1
-    for index, (out, own) in enumerate(zip(outs, mine, strict=True)):
-        piece = slice(offsets[index], offsets[index] + own.numel())
-        total = _wide(torch.zeros_like(own)).view(-1)
+    for index, begin, to, at, length in zip(*[iter(cuts)] * 5, strict=True):
+        own = mine[index].view(-1)[begin : begin + length]
+        total = _wide(torch.zeros_like(own))
         for rank in range(ranks):
-            total += _wide(own.view(-1) if rank == place else rows[(rank - place - 1) % ranks, piece])
+            total += _wide(own if rank == place else rows[(rank - place - 1) % ranks, at : at + length])
         total *= factor
-        if before:
-            total += _wide(before[index]).view(-1)
-        out.copy_(total.view(out.shape))
+        if before is not None:
+            total += _wide(before[to : to + length])
+        out[to : to + length] = total
 
 
 def _wide(tensor: Tensor) -> Tensor:

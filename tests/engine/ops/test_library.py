@@ -117,8 +117,8 @@ CALLS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "norm_control": ([adam_arguments()[1]], CLIP),
     "clip_control": ([[torch.tensor(9.0), torch.tensor(16.0)]], CLIP),
     "sum_parts_": (
-        [[torch.zeros(5)], [torch.arange(5.0)], [torch.ones(5)], torch.ones(2, 7)],
-        {"offsets": [2], "place": 1, "factor": 0.5},
+        [torch.zeros(5), [torch.arange(5.0)], torch.ones(5), torch.ones(2, 7)],
+        {"cuts": [0, 1, 0, 3, 4], "place": 1, "factor": 0.5},
     ),
 }
 
@@ -204,3 +204,29 @@ def test_without_the_library_torch_computes(monkeypatch: pytest.MonkeyPatch, cap
     assert "ds_hf::adam_ on cpu runs in plain torch: no C++ compiler" in caplog.text
     reference.adam_(*two, **ADAM)
     torch.testing.assert_close(one[0], two[0], rtol=0, atol=0)
+
+
+SUM = {"cuts": [0, 0, 0, 0, 5], "place": 0, "factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("out", "mine", "rows", "changes", "error"),
+    [
+        (torch.zeros(5), torch.zeros(5), torch.zeros(1, 4), {}, "not within"),
+        (torch.zeros(4), torch.zeros(5), torch.zeros(1, 5), {}, "not within"),
+        (torch.zeros(5), torch.zeros(4), torch.zeros(1, 5), {}, "not within"),
+        (torch.zeros(5), torch.zeros(5), torch.zeros(1, 5), {"cuts": [1, 0, 0, 0, 5]}, "not within"),
+        (torch.zeros(5), torch.zeros(5), torch.zeros(1, 5), {"cuts": [0, 0, 0, -1, 5]}, "not within"),
+        (torch.zeros(5), torch.zeros(5), torch.zeros(1, 5), {"place": 2}, "place 2 is not one of 2 ranks"),
+        (torch.zeros(5), torch.zeros(5), torch.zeros(5), {}, "rows must be"),
+        (torch.zeros(5), torch.zeros(5), torch.zeros(5, 1).t().expand(2, 5), {}, "contiguous"),
+        (torch.zeros(5, device="meta"), torch.zeros(5), torch.zeros(1, 5), {}, "on meta"),
+        (torch.zeros(5), torch.zeros(5, dtype=torch.bfloat16), torch.zeros(1, 5), {}, "bfloat16"),
+        (torch.zeros(5, dtype=torch.int32), torch.zeros(5), torch.zeros(1, 5), {}, "int32"),
+    ],
+)
+def test_sums_of_what_does_not_fit_are_refused(
+    out: torch.Tensor, mine: torch.Tensor, rows: torch.Tensor, changes: dict[str, Any], error: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=error):
+        library.sum_parts_(out, [mine], None, rows, **{**SUM, **changes})
