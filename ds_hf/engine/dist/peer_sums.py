@@ -93,24 +93,23 @@ class PeerSums:
         Returns:
             ``[numel / world_size]``.
         """
-        axis, flat = self._axis, [tensor.view(-1) for tensor in tensors]
-        given, length = flat[0].dtype, numel // axis.world_size
+        axis, given, length = self._axis, tensors[0].dtype, numel // self._axis.world_size
         step = self._row_nbytes // given.itemsize
         route = _route(runs, axis.rank, axis.world_size, length, step)
         result = before
         if result is None or result.dtype != (dtype or given):
-            result = torch.empty(length, dtype=dtype or given, device=flat[0].device)
+            result = torch.empty(length, dtype=dtype or given, device=tensors[0].device)
             for begin, end in route.gaps:
                 result[begin:end].zero_()
         with axis.log("reduce-scatter", what, result):
             for number, cuts in enumerate(route.cuts):
                 turn, self._turn = self._turn, 1 - self._turn
                 for (_, run, begin, end, _), there in self._targets(route, number, given, turn):
-                    part = flat[run]
-                    there.copy_(part if end - begin == len(part) else part[begin:end], non_blocking=True)
+                    part = tensors[run].view(-1)
+                    there.copy_(part if end - begin == part.numel() else part[begin:end], non_blocking=True)
                 self._meet()
                 rows = self._slots[axis.rank][turn].view(given)
-                ops.sum_parts_(result, flat, before, rows, cuts=cuts, place=axis.rank, factor=factor)
+                ops.sum_parts_(result, tensors, before, rows, cuts=cuts, place=axis.rank, factor=factor)
         return result
 
     def _targets(

@@ -291,7 +291,7 @@ def sum_parts_(
         count, tiles = len(some), [-(-cut[4] // tuning.tile) for cut in some]
         table = new_table(Call((factor,)), tuning, sum(tiles), count, first)
         table.workspace = rows.shape[1]
-        table.extra[:2] = len(rows) + 1, place
+        table.extra[:2] = rows.shape[0] + 1, place
         table.numel[:count] = [length for *_, length in some]
         table.first_tile[:count] = list(accumulate(tiles[:-1], initial=0))
         table.pointers[0][:count] = [to + wide * begin for _, _, begin, _, _ in some]

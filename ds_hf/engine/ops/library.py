@@ -370,15 +370,16 @@ def _run_sum(
                 raise ValueError(f"sum_parts_: {name} must be contiguous and on {out.device}, not {_describe(tensor)}")
             if not tensor.is_floating_point() or (tensors is mine and tensor.dtype != rows.dtype):
                 raise TypeError(f"sum_parts_: {name} are {_describe(tensor)} where rows are {_describe(rows)}")
-    if rows.dim() != 2 or any(tensor.dim() != 1 or len(tensor) != len(out) for tensor in flat):
+    if rows.dim() != 2 or any(tensor.dim() != 1 or tensor.numel() != out.numel() for tensor in flat):
         raise ValueError("sum_parts_: rows must be [ranks - 1, numel], out and before flat and of one length")
-    if not 0 <= place <= len(rows):
-        raise ValueError(f"sum_parts_: place {place} is not one of {len(rows) + 1} ranks")
+    if not 0 <= place <= rows.shape[0]:
+        raise ValueError(f"sum_parts_: place {place} is not one of {rows.shape[0] + 1} ranks")
+    room, row = out.numel(), rows.shape[1]
     for cut in zip(*[iter(cuts)] * 5, strict=True):
         index, begin, to, at, length = cut
         if min(cut) < 0 or index >= len(mine) or begin + length > mine[index].numel():
             raise ValueError(f"sum_parts_: the cut {cut} is not within its tensors")
-        if to + length > len(out) or at + length > rows.shape[1]:
+        if to + length > room or at + length > row:
             raise ValueError(f"sum_parts_: the cut {cut} is not within its tensors")
     backend, reason = choose(out.device, {out.dtype, rows.dtype, *(tensor.dtype for tensor in flat)})
     if reason:
