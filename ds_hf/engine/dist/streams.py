@@ -12,6 +12,7 @@ On the CPU a lane is the thread itself: everything is done when it is asked for.
 
 from __future__ import annotations
 
+from collections import deque
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -44,7 +45,8 @@ class Lane:
             self._own = (self.stream.stream_id, self.stream.device_index, self.stream.device_type)
         self._left: list[tuple[int, int, int]] = []
         self._behind = False  # something was queued since the last join
-        self._kept: list[tuple[torch.cuda.Event, list[Tensor]]] = []
+        self._kept: deque[tuple[torch.cuda.Event, list[Tensor], int]] = deque()
+        self._kept_nbytes = 0
 
     def __enter__(self) -> None:
         if self.stream is None:
@@ -69,15 +71,22 @@ class Lane:
 
     def keep(self, tensors: list[Tensor]) -> None:
         """Hold ``tensors``, which the lane reads, until ``settle``."""
-        event = self.event()
+        event = self.event() if tensors else None
         if event is not None:
-            self._kept.append((event, tensors))
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            self._kept.append((event, tensors, nbytes))
+            self._kept_nbytes += nbytes
 
-    def settle(self) -> None:
-        """Let go of what was kept, for the current stream to take its memory: it waits for the lane to have read it."""
-        for event, _ in self._kept:
+    def settle(self, spared_nbytes: int = 0) -> None:
+        """Let go of what was kept, for the current stream to take its memory: it waits for the lane to have read it.
+
+        Args:
+            spared_nbytes: so much of the latest may stay kept, and is not waited for.
+        """
+        while self._kept_nbytes > spared_nbytes:
+            event, _, nbytes = self._kept.popleft()
             wait(event)
-        self._kept.clear()
+            self._kept_nbytes -= nbytes
 
     def join(self) -> None:
         """The current stream goes on when the lane has done all it was given."""
@@ -85,6 +94,7 @@ class Lane:
             _stream_of(torch._C._cuda_getCurrentStream(self._index)).wait_stream(self.stream)
             self._behind = False
             self._kept.clear()
+            self._kept_nbytes = 0
 
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}

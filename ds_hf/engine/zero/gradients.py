@@ -25,6 +25,11 @@ from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
 __all__ = ["GradientBuffer", "GradientPolicy"]
 
 
+# Gradients that may wait for other ranks while backward goes on. Small units cost the host more than the GPUs, and
+# hosts stumble: ranks that waited for each other at every unit would add up the delays of all.
+_KEPT_NBYTES = 128 << 20
+
+
 @dataclass(frozen=True)
 class GradientPolicy:
     """How gradients travel; one for all buffers of an engine.
@@ -148,7 +153,7 @@ class GradientBuffer:
         self.ready.clear()
         if not grads:
             return
-        self.lane.settle()  # the gradients collected before give their memory to what backward computes next
+        self.lane.settle(_KEPT_NBYTES)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
         if soon and self._can_take(grads):
