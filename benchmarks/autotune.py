@@ -298,7 +298,7 @@ class Benchmark:
         match, engine = (re.search(rf"{key}: (.+)", found.stdout) for key in ("tokens/s", "engine"))
         if match is None or engine is None:
             raise SystemExit(f"{' '.join(run)} failed:\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}")
-        if ("ds_hf" in engine[1]) == real:
+        if ("+ds.hf" in engine[1]) == real:
             raise SystemExit(f"this part was to have {'DeepSpeed' if real else 'ds_hf'}, and had {engine[1]}")
         return {"tokens_per_s": float(match[1]), "engine": engine[1], "seconds": time.monotonic() - start}
 

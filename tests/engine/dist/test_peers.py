@@ -21,6 +21,7 @@ from ds_hf.engine.dist import collectives, peers
 from ds_hf.engine.dist.mesh import Axis, data_parallel_axis
 from ds_hf.engine.dist.peers import Peers, open_peers
 from ds_hf.engine.dist.streams import Lane
+from ds_hf.engine.zero import gradients
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.engine.zero.zoo import WIDTH, Stack, mean_square
 from tests.helpers.distributed import run_distributed
@@ -89,7 +90,7 @@ def test_ranks_meet_when_somebody_wrote_and_not_else(tmp_path: Path) -> None:
     assert run_distributed(meet_when_needed, 2, str(tmp_path)) == [expected, expected]
 
 
-def train(folder: str | None, stage: int, more: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+def train(folder: str | None, stage: int, more: dict[str, Any], least: int = 0) -> tuple[dict[str, Tensor], int]:
     """Whole weights after some steps with writes from outside between them; gathers and sums by collectives."""
     calls = 0
     originals = collectives._all_gather, collectives._reduce_scatter
@@ -103,6 +104,7 @@ def train(folder: str | None, stage: int, more: dict[str, Any]) -> tuple[dict[st
         return counted
 
     collectives._all_gather, collectives._reduce_scatter = map(counting, originals)
+    gradients._LEAST_COPIED_NBYTES = least
     builder.open_peers = lambda axis, device, lane: None if folder is None else peers_in_files(axis, folder)
     torch.manual_seed(0)
     model = Stack()
@@ -136,6 +138,25 @@ def train_both(folder: str, stage: int, more: dict[str, Any]) -> None:
     rounded = "gradient_accumulation_steps" in more and stage > 1  # by collectives, each before it is added
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0.02 if rounded else 0, atol=2e-3 if rounded else 0, msg=name)
+
+
+def train_with_small_buffers(folder: str) -> list[int]:
+    """Collectives with all buffers summed by them, the smaller ones, and none."""
+    expected, _ = train(None, 2, {})
+    calls = []
+    for least in (1 << 40, 400, 0):
+        found, by_collectives = train(f"{folder}/{least}", 2, {}, least)
+        calls.append(by_collectives)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+    return calls
+
+
+def test_small_buffers_are_summed_by_collectives(tmp_path: Path) -> None:
+    for least in (1 << 40, 400, 0):
+        (tmp_path / str(least)).mkdir()
+    for every, some, none in run_distributed(train_with_small_buffers, 2, str(tmp_path)):
+        assert every > some > none == 0
 
 
 def _delay(region: Any) -> None:

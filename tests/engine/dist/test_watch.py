@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def test_other_layers_on_one_rank(widths: tuple[int, int]) -> None:
     text = str(failure.value)
     assert "DivergenceError: the ranks of this run issue different collectives" in text
     assert "First difference: collective" in text
-    assert "rank 0: all-gather of the weights of branches.0" in text
+    assert re.search(r"rank 0: .* of branches\.0 ", text), text  # whose weights rank 1 fetches ahead as well
     assert "rank 1: all-gather of the weights of branches.1" in text
     assert text.count("in other_branch_on_rank_1") >= 2, "the stacks of both ranks"
 
