@@ -91,7 +91,8 @@ class GradientBuffer:
     @property
     def partial(self) -> Tensor | None:
         """This rank's unreduced sum; the current stream goes on when it is there."""
-        self._flatten()
+        if self._taken:
+            self._flatten()
         self.lane.join()
         return self._partial
 
@@ -163,7 +164,8 @@ class GradientBuffer:
         if soon and self._can_take(grads):
             self._taken = grads
             return
-        self._flatten()
+        if self._taken:
+            self._flatten()
         with self.lane:
             if self._partial is None:
                 self._partial = self._empty(missing=len(grads) < len(self.buffer.params))
@@ -182,12 +184,11 @@ class GradientBuffer:
     @torch.no_grad()
     def _flatten(self) -> None:
         """Copy what was taken together after all: more comes to it."""
-        if self._taken:
-            taken, self._taken = self._taken, []
-            with self.lane:
-                self._partial = self._empty(missing=False)
-                torch._foreach_copy_([slot.of(self._partial) for slot in self.buffer.layout.slots], taken)
-            self.lane.keep(taken)
+        taken, self._taken = self._taken, []
+        with self.lane:
+            self._partial = self._empty(missing=False)
+            torch._foreach_copy_([slot.of(self._partial) for slot in self.buffer.layout.slots], taken)
+        self.lane.keep(taken)
 
     def _empty(self, *, missing: bool) -> Tensor:
         """A flat gradient whose gaps are zero: they enter the norm and the sums. Its memory is the lane's."""
