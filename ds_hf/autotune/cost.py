@@ -169,9 +169,8 @@ class CostModel:
         if self.footprint is None:
             return None
         on = self._checkpoints(setting)
-        tree = {name: value for name, value in config_of(self.tree, setting).items() if name != "$schema"}
         try:
-            return self.footprint.predict(tree, micro, accumulation, checkpointing=on)
+            return self.footprint.predict(config_of(self.tree, setting), micro, accumulation, checkpointing=on)
         except UnpredictableError:
             return None
 

@@ -7,13 +7,18 @@ and what offload leaves in host memory. Micro-batches between the smallest and t
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any
 
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
 
-__all__ = ["Footprint"]
+__all__ = ["Footprint", "TracedAhead"]
+
+Wanted = tuple[list[tuple[int, int]], Iterable[tuple[Mapping[str, Any], bool]]]
 
 SIXTEEN = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -43,6 +48,7 @@ class Footprint:
         Raises:
             UnpredictableError: the model does not run without values, or the micro-batch was not foreseen.
         """
+        tree = {name: value for name, value in tree.items() if name != "$schema"}
         several = accumulation > 1  # all that memory knows of it
         key = (json.dumps(tree, sort_keys=True), several, checkpointing)
         if key not in self._known:
@@ -61,6 +67,49 @@ class Footprint:
         if section.get("enabled") != "auto":
             return dict(tree)
         return {**tree, str(self._dtype): {**section, "enabled": True}}
+
+
+class TracedAhead:
+    """Traces the model for every setting while the first launch goes on: it takes as long as half a launch.
+
+    Only where that launch computes on GPUs: elsewhere it would take processors from what is measured.
+
+    Args:
+        wanted: of the event "facts": (micro-batch, accumulation) and (tree, checkpointing) that will be asked for.
+    """
+
+    def __init__(self, wanted: Callable[[dict[str, Any]], Wanted]) -> None:
+        self._wanted = wanted
+        self._facts: dict[str, Any] = {}
+        self._found: Future[Footprint] | None = None
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Of the first launch."""
+        if event["event"] == "facts":
+            self._facts = event
+        elif event["event"] == "survey" and self._facts.get("cuda"):
+            self._found = Future()
+            Thread(target=self._trace, args=(self._found, self._facts, event), daemon=True).start()
+
+    def _trace(self, found: Future[Footprint], facts: dict[str, Any], survey: dict[str, Any]) -> None:
+        try:
+            sizes, settings = self._wanted(facts)
+            footprint = Footprint(facts, survey, sizes)
+            for tree, checkpointing in settings:
+                with contextlib.suppress(UnpredictableError):  # said again to whoever asks
+                    footprint.predict(tree, *sizes[0], checkpointing=checkpointing)
+            found.set_result(footprint)
+        except BaseException as error:
+            found.set_exception(error)
+
+    def take(self) -> Footprint | None:
+        """The footprint, once; ``None`` if no launch said what is needed.
+
+        Raises:
+            UnpredictableError: as ``Footprint``.
+        """
+        found, self._found = self._found, None
+        return None if found is None else found.result()
 
 
 def _can(facts: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState, create_trial
 
 from ds_hf.autotune.cost import CostModel, Survey
-from ds_hf.autotune.footprint import Footprint
+from ds_hf.autotune.footprint import Footprint, TracedAhead
 from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import (
@@ -36,7 +36,7 @@ from ds_hf.autotune.records import (
     value_of,
     worker_attributes,
 )
-from ds_hf.autotune.space import Setting, Space, config_of, key_of, points
+from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points
 from ds_hf.autotune.trial import Outcome, Point, run_launch
 from ds_hf.autotune.view import View
 from ds_hf.errors import DsHfError
@@ -88,6 +88,7 @@ class Search:
         self.world_size = 1
         self.why_stopped = ""
         self.how_bytes = "not predicted: nothing limits them"
+        self._ahead = TracedAhead(self._to_trace)
 
     def _open(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -132,7 +133,7 @@ class Search:
     def _trace(self, survey: Survey) -> Footprint | None:
         """The model on the meta device, if it can be had there; ``how_bytes`` says."""
         try:
-            footprint = Footprint(survey.facts, survey.found, self.all_sizes())
+            footprint = self._ahead.take() or Footprint(survey.facts, survey.found, self.all_sizes())
             micro, steps = self.all_sizes()[0]
             on = bool(survey.facts["checkpointing"])
             footprint.predict(config_of(self.space.tree, self.own.setting), micro, steps, checkpointing=on)
@@ -141,6 +142,14 @@ class Search:
             return None
         self.how_bytes = "by a trace of the model, corrected by what was measured"
         return footprint
+
+    def _to_trace(self, facts: dict[str, Any]) -> tuple[list[tuple[int, int]], list[tuple[dict[str, Any], bool]]]:
+        space = self._make_space(facts)
+        settings = [
+            (config_of(space.tree, setting), bool(setting.get(CHECKPOINTING, facts["checkpointing"])))
+            for setting in space.settings()
+        ]
+        return points(self.options, int(facts["world_size"]), (facts["micro"], facts["accumulation"])), settings
 
     def _make_space(self, facts: dict[str, Any]) -> Space:
         return Space(
@@ -358,6 +367,7 @@ class Search:
 
     def _progress(self, event: dict[str, Any]) -> bool:
         self.view.event(event)
+        self._ahead.on_event(event)
         return False
 
     def _pruner(self, trial: optuna.Trial) -> Callable[[dict[str, Any]], bool]:

@@ -9,8 +9,8 @@ import pytest
 from transformers import LlamaConfig
 
 from ds_hf.autotune.cost import CostModel, Survey
-from ds_hf.autotune.footprint import Footprint
-from ds_hf.memory import UnpredictableError, Workload, predict
+from ds_hf.autotune.footprint import Footprint, TracedAhead
+from ds_hf.memory import Predictor, UnpredictableError, Workload, predict
 from tests.autotune.world import MIB
 
 SHAPE = {
@@ -96,3 +96,38 @@ def test_host_memory_rules_offload_out(facts: dict[str, Any], found: dict[str, A
     assert "of host memory" in model.why_not(away, 1, 16)
     roomy = CostModel(tree(2), own, Survey(facts, found), 2**40, footprint)
     assert not roomy.cannot_fit(away, 1, 16)
+
+
+def settings() -> list[tuple[dict[str, Any], bool]]:
+    return [({**tree(stage), "$schema": "x"}, on) for stage in (2, 3) for on in (False, True)]
+
+
+def test_traced_while_the_first_launch_goes_on(
+    facts: dict[str, Any], found: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = TracedAhead(lambda told: (SIZES, settings()))
+    ahead.on_event({"event": "facts", **facts})
+    assert ahead.take() is None
+    ahead.on_event({"event": "survey", **found})
+    traced = ahead.take()
+    assert traced is not None
+    assert ahead.take() is None
+    now = Footprint(facts, found, SIZES)
+    expected = [now.predict(each, 4, 4, checkpointing=on).device for each, on in settings()]
+    monkeypatch.setattr(Predictor, "predict_each", None)  # nothing is traced any more
+    assert [traced.predict(each, 4, 4, checkpointing=on).device for each, on in settings()] == expected
+
+
+def test_nothing_is_traced_ahead_without_a_gpu(facts: dict[str, Any], found: dict[str, Any]) -> None:
+    ahead = TracedAhead(lambda told: (SIZES, settings()))
+    ahead.on_event({"event": "facts", **facts, "cuda": False})
+    ahead.on_event({"event": "survey", **found})
+    assert ahead.take() is None
+
+
+def test_what_keeps_from_tracing_is_said_to_who_asks(facts: dict[str, Any], found: dict[str, Any]) -> None:
+    ahead = TracedAhead(lambda told: (SIZES, settings()))
+    ahead.on_event({"event": "facts", **facts, "model": None})
+    ahead.on_event({"event": "survey", **found})
+    with pytest.raises(UnpredictableError, match="none that transformers builds"):
+        ahead.take()
