@@ -21,6 +21,7 @@ from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
 from ds_hf.engine.dist.messages import set_log_level_from_string
+from ds_hf.engine.dist.peer_sums import PeerSums
 from ds_hf.engine.dist.peers import Peers, open_peers
 from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.engine.dist.streams import Lane
@@ -42,7 +43,7 @@ from ds_hf.engine.rehearsal import rehearsal
 from ds_hf.engine.zero.advice import whole_model_advice
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
 from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
-from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
+from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy, summed_by_copies
 from ds_hf.engine.zero.grouping import FROZEN, by_layout, keep_small_whole, make_units, own_dtype
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.leaf import mark_leaves
@@ -242,7 +243,7 @@ def _make_parts(
     gathers_some = plan.shards_optimizer or plan.shards_parameters
     halves = any((dtype or own_dtype(param)).itemsize <= 2 for unit in units for param in unit.params)
     peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and halves else None
-    sums = None if peers is None else peers.sums()
+    sums: PeerSums | None = None
     for unit in units:
         layouts = [each for params in (unit.params, unit.whole) for each in by_layout(params, group_of, dtype, sent)]
         for params in layouts:
@@ -261,6 +262,8 @@ def _make_parts(
             if trains:
                 buffer.frozen = False
                 masters[buffer] = _make_master(buffer, staged, plan, offload.store)
+                if peers is not None and summed_by_copies(buffer, gradient_policy):
+                    sums = sums or peers.sums()
                 gradient = GradientBuffer(buffer, gradient_policy, reductions, offload.store.home(buffer), sums)
                 gradients.setdefault(unit, []).append(gradient)
                 groups[gradient] = [group_of[id(p)] for p in params]

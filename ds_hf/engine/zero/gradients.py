@@ -22,7 +22,7 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.comm_dtype import comm_dtype
 from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
 
-__all__ = ["GradientBuffer", "GradientPolicy"]
+__all__ = ["GradientBuffer", "GradientPolicy", "summed_by_copies"]
 
 
 # Gradients that may wait for other ranks while backward goes on. Small units cost the host more than the GPUs, and
@@ -53,6 +53,15 @@ class GradientPolicy:
     accumulation_dtype: torch.dtype
 
 
+def summed_by_copies(buffer: FlatBuffer, policy: GradientPolicy) -> bool:
+    """Whether the gradients of ``buffer`` are, where ranks reach each other's memory."""
+    return not policy.whole and buffer.layout.numel * _dtype_of(buffer, policy).itemsize >= _LEAST_COPIED_NBYTES
+
+
+def _dtype_of(buffer: FlatBuffer, policy: GradientPolicy) -> torch.dtype:
+    return comm_dtype(buffer.params[0], policy.communication_dtype or buffer.dtype)
+
+
 class GradientBuffer:
     """Gradients of the trainable parameters of ``buffer``.
 
@@ -74,9 +83,8 @@ class GradientBuffer:
         self.policy = policy
         self.lane = lane or Lane()
         self.home: GradientHome = home or DeviceHome(policy.accumulation_dtype)
-        self.dtype = comm_dtype(buffer.params[0], policy.communication_dtype or buffer.dtype)
-        large = buffer.layout.numel * self.dtype.itemsize >= _LEAST_COPIED_NBYTES
-        self._sums = sums if large and not policy.whole else None
+        self.dtype = _dtype_of(buffer, policy)
+        self._sums = sums if summed_by_copies(buffer, policy) else None
         self.hook: Callable[[Tensor], None] | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
         self._partial: Tensor | None = None  # the lane's memory
