@@ -13,6 +13,7 @@
 #   offload2 2, 4   1.35 B on two GPUs
 #   memory 1, 3     predicted and measured
 #   host 1, 3       microseconds a module and pass
+#   profile 2, 1    where the time of a step goes
 #   autotune 2, 8   a search and its result, against the user's file and real DeepSpeed
 #
 # Each part says how it ended; a part that fails does not keep the others from running. Figures: $OUT/*.json.
@@ -95,6 +96,13 @@ offload2() {
 
 memory() { python3 benchmarks/memory_prediction.py --budget 150 --json "$OUT/memory.json"; }
 
+profile() {
+  for stage in 2 3; do
+    two benchmarks/step_profile.py --model 1b3 --micro-batch 4 --seq 2048 --stage "$stage" --engines ds_hf |
+      tee -a "$OUT/profile.txt"
+  done
+}
+
 host() { OMP_NUM_THREADS=1 python3 benchmarks/host_cost.py --json "$OUT/host.json"; }
 
 autotune() {
@@ -102,12 +110,12 @@ autotune() {
     --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
 }
 
-(($#)) || { sed -n '2,20s/^# \{0,1\}//p' "$0"; exit 2; }
+(($#)) || { sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
     prepare) prepare && build_deepspeed ;;
-    kernels | tests | training | offload | offload2 | memory | host | autotune)
+    kernels | tests | training | offload | offload2 | memory | host | profile | autotune)
       [[ -v PREPARED ]] || { prepare; PREPARED=1; }
       SECONDS=0
       "$part"

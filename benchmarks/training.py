@@ -407,8 +407,8 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    args = parse()
+def connect(args: argparse.Namespace) -> None:
+    """Join the other processes, if there are any; sets ``args.device``."""
     if args.deepspeed_path:
         sys.path.insert(0, args.deepspeed_path)
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -419,6 +419,11 @@ def main() -> None:
     for name, value in {**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def main() -> None:
+    args = parse()
+    connect(args)
     records = measure(args)
     if dist.get_rank() == 0:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

@@ -1,0 +1,87 @@
+"""Where the time of a training step goes: kernels and copies by stream and kind, and when the main stream idles.
+
+    torchrun --nproc-per-node 2 benchmarks/step_profile.py --model 1b3 --stage 2 --engines ds_hf
+
+Takes the arguments of ``benchmarks/training.py``, whose engines, models and data these are. Rank 0's GPU is shown; all
+times are milliseconds of one step, on average over three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import training
+from torch.profiler import ProfilerActivity, profile
+
+WARM_UP, STEPS = 5, 3
+SHOWN, LEAST_GAP_US = 28, 20
+
+Event = dict[str, Any]
+
+
+def events_of(name: str, args: argparse.Namespace) -> list[Event]:
+    """What ran on this rank's GPU in ``STEPS`` steps."""
+    engine = training.ENGINES[name](args)
+    data = [training.tokens(args, step) for step in range(WARM_UP + STEPS)]
+    for batches in data[:WARM_UP]:
+        engine.step(batches)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for batches in data[WARM_UP:]:
+            engine.step(batches)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found = json.loads(path.read_text())["traceEvents"]
+    engine.free()
+    return [event for event in found if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def show(name: str, events: list[Event]) -> None:
+    """Print the table."""
+    took: dict[tuple[int, str], list[float]] = collections.defaultdict(list)
+    for event in events:
+        took[event["args"].get("stream"), event["name"][:70]].append(event["dur"])
+    streams: collections.Counter[int] = collections.Counter()
+    for (stream, _), times in took.items():
+        streams[stream] += sum(times)
+    span = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
+    print(f"== {name}: {span / STEPS / 1e3:.1f} ms a step; streams: ", end="")
+    print(", ".join(f"{stream}: {total / STEPS / 1e3:.1f}" for stream, total in streams.most_common()))
+    for (stream, kind), times in sorted(took.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
+        print(f"  stream {stream:<3} {sum(times) / STEPS / 1e3:8.2f} ms {len(times) / STEPS:7.1f} x  {kind}")
+    main = streams.most_common(1)[0][0]
+    gaps, end, last = [], 0.0, ""
+    for event in sorted((e for e in events if e["args"].get("stream") == main), key=lambda e: e["ts"]):
+        if end and event["ts"] - end > LEAST_GAP_US:
+            gaps.append((event["ts"] - end, last, event["name"]))
+        if event["ts"] + event["dur"] > end:
+            end, last = event["ts"] + event["dur"], event["name"]
+    print(f"  gaps over {LEAST_GAP_US} us on stream {main}: {sum(gap for gap, *_ in gaps) / STEPS / 1e3:.2f} ms")
+    for gap, before, after in sorted(gaps, reverse=True)[:10]:
+        print(f"    {gap:6.0f} us after {before[:45]} before {after[:45]}")
+
+
+def main() -> None:
+    args = training.parse()
+    if not torch.cuda.is_available():
+        raise SystemExit("this needs GPUs: on a CPU, profile the loop of benchmarks/training.py itself")
+    training.connect(args)
+    for name in args.engines.split(","):
+        events = events_of(name, args)
+        if dist.get_rank() == 0:
+            show(name, events)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
