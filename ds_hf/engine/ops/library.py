@@ -330,29 +330,6 @@ clip_control = _public(reference.clip_control)
 # -- the sum ------------------------------------------------------------------------------------------------------
 
 
-def sum_parts_(
-    out: Tensor,
-    mine: Sequence[Tensor],
-    before: Tensor | None,
-    rows: Tensor,
-    *,
-    cuts: Sequence[int],
-    place: int,
-    factor: float,
-) -> None:
-    """``reference.sum_parts_``.
-
-    Raises:
-        ValueError: a cut is not within its tensors; tensors on several devices, or not contiguous.
-        TypeError: parts of several dtypes.
-    """
-    scalars: dict[str, Any] = {"cuts": cuts, "place": place, "factor": factor}
-    if torch.compiler.is_compiling() or type(out) is not Tensor:
-        torch.ops.ds_hf.sum_parts_(out, list(mine), before, rows, **scalars)
-    else:
-        _run_sum(out, mine, before, rows, **scalars)
-
-
 def _run_sum(
     out: Tensor,
     mine: Sequence[Tensor],
@@ -363,6 +340,12 @@ def _run_sum(
     place: int,
     factor: float,
 ) -> None:
+    """``reference.sum_parts_``, checked.
+
+    Raises:
+        ValueError: a cut is not within its tensors; tensors on several devices, or not contiguous.
+        TypeError: parts of several dtypes.
+    """
     flat = [out] if before is None else [out, before]
     for name, tensors in (("out and before", flat), ("mine", mine), ("rows", [rows])):
         for tensor in tensors:
@@ -377,9 +360,8 @@ def _run_sum(
     room, row = out.numel(), rows.shape[1]
     for cut in zip(*[iter(cuts)] * 5, strict=True):
         index, begin, to, at, length = cut
-        if min(cut) < 0 or index >= len(mine) or begin + length > mine[index].numel():
-            raise ValueError(f"sum_parts_: the cut {cut} is not within its tensors")
-        if to + length > room or at + length > row:
+        inside = min(cut) >= 0 and index < len(mine) and begin + length <= mine[index].numel()
+        if not inside or to + length > room or at + length > row:
             raise ValueError(f"sum_parts_: the cut {cut} is not within its tensors")
     backend, reason = choose(out.device, {out.dtype, rows.dtype, *(tensor.dtype for tensor in flat)})
     if reason:
@@ -389,3 +371,15 @@ def _run_sum(
 
 
 _define(OPS["sum_parts_"], _run_sum, lambda *args, **scalars: None, ("out",))
+
+
+def _public_sum(fn: F) -> F:
+    @functools.wraps(fn)
+    def call(out: Tensor, mine: Sequence[Tensor], *args: Any, **scalars: Any) -> None:
+        eager = not torch.compiler.is_compiling() and type(out) is Tensor
+        (_run_sum if eager else torch.ops.ds_hf.sum_parts_)(out, list(mine), *args, **scalars)
+
+    return cast(F, call)
+
+
+sum_parts_ = _public_sum(reference.sum_parts_)
