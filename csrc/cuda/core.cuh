@@ -18,6 +18,7 @@ using i64 = long long;
 #define DS_BF16 1
 #define DS_F16 2
 #define DS_NONE 3
+#define DS_LOW 4  // in the place of `out`: the low half of a master whose high half is the param
 
 #ifndef DS_CAPACITY
 #define DS_CAPACITY 60  // keeps the table under the 4 KB that every driver takes as parameters
@@ -132,6 +133,24 @@ struct None {
   static __device__ __forceinline__ raw narrow(float) { return 0; }
 };
 
+// The low half of an fp32 whose high half is bf16, see ds_hf/engine/ops/halves.py.
+struct Low {
+  using raw = u16;
+  static constexpr bool exists = true;
+  static __device__ __forceinline__ float wide(raw) { return 0; }
+  static __device__ __forceinline__ raw narrow(float) { return 0; }
+
+  static __device__ __forceinline__ float join(u16 high, u16 low) {
+    return bits<float>(((u32)high << 16) + (u32)(int)(short)low);
+  }
+
+  static __device__ __forceinline__ u16 high_of(float value) {
+    return value != value ? 0x7fff : (u16)((bits<u32>(value) + 0x8000) >> 16);
+  }
+
+  static __device__ __forceinline__ u16 low_of(float value) { return value != value ? 0 : (u16)bits<u32>(value); }
+};
+
 template <int>
 struct Numbered;
 template <>
@@ -149,6 +168,10 @@ struct Numbered<DS_F16> {
 template <>
 struct Numbered<DS_NONE> {
   using type = None;
+};
+template <>
+struct Numbered<DS_LOW> {
+  using type = Low;
 };
 
 // ---- access

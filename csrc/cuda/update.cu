@@ -12,6 +12,7 @@ using Out = Numbered<DS_OUT>::type;
 using First = Numbered<DS_FIRST>::type;
 using Second = Numbered<DS_SECOND>::type;
 using Rule = DS_RULE;
+constexpr bool HALVES = DS_OUT == DS_LOW;  // param and out are one master: out is read too
 
 // The rule's constants for the entry at hand. Thread 0 writes one while others may still read the other.
 struct Prepared {
@@ -47,6 +48,8 @@ __device__ __forceinline__ void update_tile(const Table& table, const Tile& tile
   load<Param, WHOLE>(params, tensor<Param>(table, 0, tile), tile.left);
   load<First, WHOLE>(firsts, tensor<First>(table, 3, tile), tile.left);
   load<Second, WHOLE>(seconds, tensor<Second>(table, 4, tile), tile.left);
+  Lane<Out> outs;
+  if (HALVES) load<Out, WHOLE>(outs, tensor<Out>(table, 2, tile), tile.left);
 
   if (block.entry != tile.entry) {  // after the loads were issued: they go on meanwhile
     const bool any = block.entry != ~0u;
@@ -59,17 +62,17 @@ __device__ __forceinline__ void update_tile(const Table& table, const Tile& tile
 
   const Rule rule = prepared[block.current].rule;
   const Noise noise(table.seed, (u64)table.first_entry + tile.entry);
-  Lane<Out> outs;
 #pragma unroll
   for (u32 item = 0; item < ITEMS; ++item) {
-    float p = Param::wide(params.value[item]);
+    float p = HALVES ? Low::join((u16)params.value[item], outs.value[item]) : Param::wide(params.value[item]);
     float first = First::wide(firsts.value[item]), second = Second::wide(seconds.value[item]);
     rule.update(p, Grad::wide(grads.value[item]) * block.scale, first, second);
     const u64 random = DS_STOCHASTIC ? noise.of(tile.begin + place<WHOLE>(item)) : 0;
-    params.value[item] = rounded<Param, DS_STOCHASTIC>(p, random, 0);
+    params.value[item] =
+        HALVES ? (typename Param::raw)Low::high_of(p) : rounded<Param, DS_STOCHASTIC>(p, random, 0);
     firsts.value[item] = rounded<First, DS_STOCHASTIC>(first, random, 1);
     seconds.value[item] = rounded<Second, DS_STOCHASTIC>(second, random, 2);
-    outs.value[item] = Out::narrow(Param::wide(params.value[item]));
+    outs.value[item] = HALVES ? Low::low_of(p) : Out::narrow(Param::wide(params.value[item]));
   }
   store<Param, WHOLE>(params, tensor<Param>(table, 0, tile), tile.left);
   store<First, WHOLE>(firsts, tensor<First>(table, 3, tile), tile.left);
@@ -92,6 +95,7 @@ __device__ __forceinline__ void fetch_first_tile(const Table& table) {
     const u32 at = place<true>(item);
     fetch_ahead(tensor<Grad>(table, 1, tile) + at);
     fetch_ahead(tensor<Param>(table, 0, tile) + at);
+    if (HALVES) fetch_ahead(tensor<Out>(table, 2, tile) + at);
     if (First::exists) fetch_ahead(tensor<First>(table, 3, tile) + at);
     if (Second::exists) fetch_ahead(tensor<Second>(table, 4, tile) + at);
   }

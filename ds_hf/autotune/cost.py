@@ -144,7 +144,12 @@ class CostModel:
     def states(self, setting: Setting, accumulation: int) -> StateBytes:
         """Bytes of the model states of one rank."""
         return estimate_states(
-            self.plan(setting), self.size, self.world, module_dtype=self._dtype, accumulates=accumulation > 1
+            self.plan(setting),
+            self.size,
+            self.world,
+            module_dtype=self._dtype,
+            accumulates=accumulation > 1,
+            split_masters=bool(self.survey.facts.get("cuda")),
         )
 
     @property

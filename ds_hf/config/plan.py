@@ -79,6 +79,8 @@ class StatePlan:
         autocast: dtype name of the ``torch.autocast`` in which the engine runs the model, ``None`` for none.
         whole_below: where parameters are sharded, those of fewer elements stay whole, 0 for none ...
         whole_in_all: ... as long as they are not more elements than this together.
+        may_split_masters: where parameters are bf16, on the device, and their fp32 masters too, only the half of each
+            master that its parameter lacks is kept, if the optimizer's rule can.
     """
 
     parameters: StateSpec
@@ -90,6 +92,7 @@ class StatePlan:
     autocast: str | None = None
     whole_below: int = 0
     whole_in_all: int = 0
+    may_split_masters: bool = False
 
     @property
     def scales_loss(self) -> bool:
@@ -147,6 +150,10 @@ def plan_states(config: Config) -> StatePlan:
         autocast=autocast,
         whole_below=zero.stage3_param_persistence_threshold if _is_set(config, _PERSISTENCE) else 0,
         whole_in_all=zero.stage3_model_persistence_threshold,
+        may_split_masters=config.ds_hf.split_masters is not False
+        and not narrow
+        and parameter_dtype != "float16"
+        and parameter_device == optimizer_device == "device",
     )
 
 

@@ -31,13 +31,15 @@ from ds_hf.engine.lr_probe import script as lr_script
 from ds_hf.engine.lr_schedules import build_scheduler
 from ds_hf.engine.monitor import open_monitors
 from ds_hf.engine.offloading import accumulation_dtype, build_offload
+from ds_hf.engine.ops import library
+from ds_hf.engine.ops.halves import halves
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
 from ds_hf.engine.optim.muon_groups import mark_matrices
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.store import StateStore
-from ds_hf.engine.optim.streaming import is_elementwise
+from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.rehearsal import rehearsal
 from ds_hf.engine.zero.advice import whole_model_advice
@@ -234,7 +236,9 @@ def _make_parts(
     if plan.shards_parameters:
         units = keep_small_whole(units, plan.whole_below, plan.whole_in_all)
     offload = build_offload(settings, plan, axis, device, _managed(model, plan), inner)
+    in_halves = _keeps_halves(settings, plan, device, inner)
     masters: dict[FlatBuffer, Tensor] = {}
+    lows: dict[FlatBuffer, Tensor] = {}
     gradients: dict[Unit, list[GradientBuffer]] = {}
     groups: dict[GradientBuffer, list[int]] = {}
     gradient_policy = _gradient_policy(settings, plan, axis)
@@ -261,7 +265,9 @@ def _make_parts(
             unit.buffers.append(buffer)
             if trains:
                 buffer.frozen = False
-                masters[buffer] = _make_master(buffer, staged, plan, offload.store)
+                masters[buffer], low = _make_master(buffer, staged, plan, offload.store, in_halves=in_halves)
+                if low is not None:
+                    lows[buffer] = low
                 if peers is not None and summed_by_copies(buffer, gradient_policy):
                     sums = sums or peers.sums()
                 gradient = GradientBuffer(buffer, gradient_policy, reductions, offload.store.home(buffer), sums)
@@ -279,7 +285,7 @@ def _make_parts(
     if inner is not None:
         policy = _policy(settings, plan, axis, offload.store, inner)
         scaler = build_loss_scaler(settings, ends_at_minimum=plan.shards_optimizer, autocast=plan.autocast)
-        optimizer = ShardedOptimizer(inner, groups, reducer, scaler, axis, policy, masters, offload.store)
+        optimizer = ShardedOptimizer(inner, groups, reducer, scaler, axis, policy, masters, offload.store, lows)
     for unit in units:
         for buffer in unit.buffers:
             buffer.count_users()
@@ -333,14 +339,33 @@ def _make_buffer(
     return FlatBuffer(params, axis, dtype=own, device=device, sharded=rest is not None, rest=rest, peers=peers)
 
 
-def _make_master(buffer: FlatBuffer, staged: Tensor, plan: StatePlan, store: StateStore) -> Tensor:
-    """Master weights over what the rank owns: the parameters' own storage where dtype and device allow it."""
+def _keeps_halves(settings: Config, plan: StatePlan, device: torch.device, inner: Optimizer | None) -> bool:
+    """Whether of fp32 masters beside bf16 parameters only the half is kept that those lack."""
+    if not plan.may_split_masters or inner is None or isinstance(inner, TensorwiseOptimizer):
+        return False
+    by_kernels = device.type == "cuda" and library.choose(device)[1] is None
+    return streamed_update(inner) is not None and (by_kernels or settings.ds_hf.split_masters is True)
+
+
+def _make_master(
+    buffer: FlatBuffer, staged: Tensor, plan: StatePlan, store: StateStore, *, in_halves: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Master weights over what the rank owns: the parameters' own storage where dtype and device allow it. Where
+    masters may be kept in halves and are that, both halves."""
     whole = not plan.shards_optimizer
     owned = buffer.owned(whole=whole, write=False)
     assert plan.optimizer.dtype is not None
     target = getattr(torch, plan.optimizer.dtype) if owned.dtype in (torch.float16, torch.bfloat16) else owned.dtype
     low, high = (0, buffer.layout.numel) if whole else buffer.layout.shard_range(buffer.axis.rank)
-    return store.place(buffer, owned, staged[low:high], target)
+    exact = staged[low:high]
+    if in_halves and buffer.stays and owned.dtype is torch.bfloat16 and target is torch.float32:
+        rounded, missing = halves(staged.float())  # of everything: ties are rounded as the update will
+        if buffer.sharded:
+            buffer.owned(whole=False).copy_(rounded[low:high])
+        else:
+            buffer.full.copy_(rounded)
+        return store.place(buffer, owned, exact, owned.dtype), missing[low:high].clone()
+    return store.place(buffer, owned, exact, target), None
 
 
 def _gradient_policy(settings: Config, plan: StatePlan, axis: Axis) -> GradientPolicy:

@@ -141,8 +141,8 @@ class StatesFacade:
         assert self.optimizer is not None
         buffers = [buffer for unit in self.units for buffer in unit.buffers if buffer.region is None]
         values = [buffer.shard if buffer.sharded else buffer.full for buffer in buffers]
-        own = {value.untyped_storage().data_ptr() for value in values}
-        masters = self.optimizer.masters.values()
+        own = {buffer.shard.untyped_storage().data_ptr() for unit in self.units for buffer in unit.buffers}
+        masters = [*self.optimizer.masters.values(), *self.optimizer.lows.values()]
         states = [value for state in self.optimizer.optimizer.state.values() for value in state.values()]
         return {
             "optim_states": [t for t in states if isinstance(t, Tensor) and t.dim()],

@@ -58,15 +58,17 @@ def precisions(engine: Engine) -> dict[str, str]:
     """In which dtype each row of the model states is kept, sent and summed; rows that there are not are left out."""
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     reduced = engine.reducer.buffers
-    masters = [] if engine.optimizer is None else list(engine.optimizer.masters.values())
+    optimizer = engine.optimizer
     table: dict[str, Iterable[torch.dtype]] = {
         "parameters": (buffer.dtype for buffer in buffers if not buffer.frozen),
         "frozen parameters": (buffer.dtype for buffer in buffers if buffer.frozen),
         "gradients": (gradient.buffer.dtype for gradient in reduced),
         "reduced in": (gradient.dtype for gradient in reduced),
         "accumulated in": (gradient.policy.accumulation_dtype for gradient in reduced),
-        "master weights": (master.dtype for master in masters),
-        "moments": () if engine.optimizer is None else engine.optimizer.moment_dtypes,
+        "master weights": ()
+        if engine.optimizer is None
+        else map(engine.optimizer.master_dtype, engine.optimizer.masters),
+        "moments": () if optimizer is None else optimizer.moment_dtypes,
         "buffers": (buffer.dtype for buffer in engine.module.buffers() if buffer.is_floating_point()),
     }
     named = {row: sorted({_SHORT.get(dtype, str(dtype)) for dtype in dtypes}) for row, dtypes in table.items()}

@@ -40,8 +40,8 @@ _LIMIT = 1 << 16  # samples; no micro-batch is larger
 _MOMENTS = {"sgd": 0, "lion": 1, "fusedlion": 1, "cpulion": 1, "adagrad": 1, "cpuadagrad": 1, "rmsprop": 1, "muon": 1}
 _MOMENTS |= {"adafactor": 0}  # a row and a column of each matrix
 # updated unit by unit, without a copy of all gradients
-_STREAMED = {"adam", "adamw", "fusedadam", "cpuadam", "lion", "fusedlion", "cpulion", "adagrad", "cpuadagrad", "sgd"}
-_STREAMED |= {"lamb", "fusedlamb", "muon"}
+_BY_ELEMENT = {"adam", "adamw", "fusedadam", "cpuadam", "lion", "fusedlion", "cpulion", "adagrad", "cpuadagrad", "sgd"}
+_STREAMED = _BY_ELEMENT | {"lamb", "fusedlamb", "muon"}
 
 
 class Predictor:
@@ -151,6 +151,9 @@ class Predictor:
             parameter_place=_place(plan.shards_parameters, zero.offload_param.device),
             pinned=zero.offload_optimizer.pin_memory,
             streams=self.streams,
+            split_masters=plan.may_split_masters
+            and optimizer.lower() in _BY_ELEMENT
+            and (self.streams or settings.ds_hf.split_masters is True),
             device_share=_device_share(settings) if optimizer.lower() in _STREAMED else 0.0,
         )
 

@@ -40,6 +40,7 @@ class Costs:
         optimizer_place, parameter_place: ``"device"``, ``"cpu"`` or ``"nvme"``.
         pinned: host states are page-locked.
         streams: reductions run beside the computation, so that what is reduced from lives a little longer.
+        split_masters: of masters of 16-bit parameters two bytes are kept.
         device_share: of the states in host memory, the share that stays on the device (``offload_optimizer.ratio``).
     """
 
@@ -52,6 +53,7 @@ class Costs:
     parameter_place: str
     pinned: bool
     streams: bool = True
+    split_masters: bool = False
     device_share: float = 0.0
 
 
@@ -139,6 +141,7 @@ def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Size
     summed = ITEM_NBYTES[plan.gradients.dtype or "float32"]
     target = ITEM_NBYTES[plan.optimizer.dtype or "float32"] if sixteen else spec.itemsize
     aliased = target == spec.itemsize and here
+    beside = target - spec.itemsize if costs.split_masters and sixteen and here else target
     apart = spec.sharded and (costs.world_size > 1 or costs.parameter_place != "device")
     whole, shard = rounded(layout.numel * spec.itemsize), rounded(layout.shard_numel * spec.itemsize)
     trains = int(spec.trains)
@@ -154,7 +157,7 @@ def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Size
         summed=trains * rounded(layout.numel * summed),
         owned=trains * rounded(owned * grad),
         owned_summed=trains * rounded(owned * summed),
-        master=0 if aliased else trains * rounded(owned * target),
+        master=0 if aliased else trains * rounded(owned * beside),
         moments=trains * costs.moments * rounded(owned * moment),
     )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ds_hf.engine.ops import cuda, cuda_lamb, cuda_launch
+from ds_hf.engine.ops.halves import LOW
 from tests.helpers import ops_cases as cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,6 +46,13 @@ def test_dtypes(param: torch.dtype, grad: torch.dtype, moment: torch.dtype, out:
     for offset in (0, 3):
         data = cases.make(SIZES, "cuda", param=param, grad=grad, moment=moment, out=out, offset=offset)
         cases.check_update(cuda, "adamw", data)
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+@pytest.mark.parametrize("rule", cases.UPDATES)
+def test_masters_in_halves(rule: str, offset: int) -> None:
+    data = cases.make([1, 7, 4096, 100_003], "cuda", rule=rule, param=BF16, grad=BF16, out=LOW, offset=offset)
+    cases.check_halves(cuda, rule, data, cases.control_of("cuda"))
 
 
 def test_many_tensors() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.ops import reference
+from ds_hf.engine.ops.halves import LOW, halves, join
 
 GUARD = 9
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -84,6 +85,8 @@ def make(
 
     def view(numel: int, dtype: torch.dtype, positive: bool = False) -> Tensor:
         buffer = torch.randn(offset + numel + GUARD, generator=generator, device=device)
+        if dtype is LOW:
+            buffer *= 1 << 13  # few are beyond the range
         buffer = (buffer.abs() if positive else buffer).to(dtype)
         data.buffers.append((buffer, buffer.clone(), offset, offset + numel))
         return buffer[offset : offset + numel]
@@ -141,6 +144,24 @@ def check_update(
     call_update(reference, rule, want, control, **changes)
     call_update(ops, rule, data, control, **changes)
     _check(data, want, UPDATES[rule][1])
+
+
+def check_halves(ops: Any, rule: str, data: Data, control: Tensor | None = None, **changes: Any) -> None:
+    """A master in halves becomes what the whole one becomes, bit for bit; ``data`` has bf16 params and LOW outs."""
+    assert {tensor.dtype for tensor in data.outs} <= {LOW}
+    want = data.copied(None)
+    want.params = [join(high, low) for high, low in zip(data.params, data.outs, strict=True)]
+    want.outs = [torch.empty_like(param, dtype=torch.bfloat16) for param in want.params]
+    call_update(ops, rule, want, control, **changes)
+    call_update(ops, rule, data, control, **changes)
+    for index, (high, low) in enumerate(zip(data.params, data.outs, strict=True)):
+        wanted = halves(want.params[index])
+        assert torch.equal(high.nan_to_num(7), wanted[0].nan_to_num(7)), f"params[{index}]"
+        assert torch.equal(low, wanted[1]), f"outs[{index}]"
+    for place in range(UPDATES[rule][1]):
+        for state, wanted in zip(data.states[place], want.states[place], strict=True):
+            assert torch.equal(state.nan_to_num(7), wanted.nan_to_num(7)), f"states[{place}]"
+    data.check_guards()
 
 
 def _check(data: Data, want: Data, states: int, slack: Sequence[Tensor] = ()) -> None:

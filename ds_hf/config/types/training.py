@@ -170,6 +170,7 @@ class DsHfSection:
     hang_timeout: float | None = None
     offload: DsHfOffloadSection = field(default_factory=DsHfOffloadSection)
     peer_copies: bool = True
+    split_masters: bool | Literal["auto"] = "auto"
     stochastic_rounding: bool = True
 
 

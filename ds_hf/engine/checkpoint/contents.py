@@ -137,7 +137,7 @@ def _value_entry(engine: Checkpointable, index: int, buffer: FlatBuffer) -> dict
     updated = engine.optimizer is not None and engine.optimizer.updates(buffer)
     name = "master" if updated else "weight"
     values = _Values(engine, buffer, updated)
-    dtype = engine.optimizer.masters[buffer].dtype if updated and engine.optimizer is not None else buffer.dtype
+    dtype = engine.optimizer.master_dtype(buffer) if updated and engine.optimizer is not None else buffer.dtype
     stretches = tuple(_stretches(engine, buffer, name))
     return {flat_key(index, name): TensorEntry((buffer.layout.shard_numel,), dtype, values, stretches)}
 
@@ -151,13 +151,7 @@ class _Values:
     updated: bool
 
     def value(self) -> Tensor:
-        optimizer = self.engine.optimizer
-        if not self.updated or optimizer is None:
-            return self.buffer.owned(whole=False, write=False)
-        optimizer.store.visit(self.buffer, write=False)
-        master = optimizer.masters[self.buffer]
-        low, high = self.buffer.layout.shard_range(self.buffer.axis.rank)
-        return master[low:high] if optimizer.whole else master  # ranks that all hold the whole share the writing
+        return self.part(0, self.buffer.layout.shard_numel)
 
     def fill(self, target: Tensor) -> None:
         """Copy them."""
@@ -165,7 +159,13 @@ class _Values:
 
     def part(self, offset: int, numel: int) -> Tensor:
         """Some of them."""
-        return self.value()[offset : offset + numel]
+        optimizer = self.engine.optimizer
+        if not self.updated or optimizer is None:
+            return self.buffer.owned(whole=False, write=False)[offset : offset + numel]
+        optimizer.store.visit(self.buffer, write=False)
+        if optimizer.whole:  # ranks that all hold the whole share the writing
+            offset += self.buffer.layout.shard_range(self.buffer.axis.rank)[0]
+        return optimizer.master_part(self.buffer, offset, offset + numel)
 
 
 def _moment_entries(

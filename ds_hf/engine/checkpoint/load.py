@@ -203,6 +203,8 @@ def _read_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) -> None:
             if target.data_ptr() == buffer.owned(whole=whole).data_ptr():
                 continue
         _read_into(target, engine, buffer, fit, files, whole=whole)
+        if master is not None and engine.optimizer is not None:
+            engine.optimizer.write_master(buffer, master)
 
 
 def _read_into(

@@ -102,8 +102,9 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
     assert optimizer is not None
     known = {tuple(entry["where"]): entry["state"] for entry in irregular}
     for buffer in flat_buffers(engine):
-        if optimizer.master(buffer) is None:  # and here are its states
+        if not optimizer.updates(buffer):
             continue
+        optimizer.store.visit(buffer)
         owned = pieces(engine, buffer)
         found = [(piece, fit.parameters[piece.name]) for piece in owned if piece.name in fit.parameters]
         for segment in segments_of(optimizer, buffer):

@@ -73,6 +73,8 @@ class Snapshot:
             yield ("master", index), master
             if owned.data_ptr() != master.data_ptr():
                 yield ("values", index), owned
+            if buffer in self.optimizer.lows:
+                yield ("low", index), self.optimizer.lows[buffer]
         for name, value in self.engine.module.named_buffers():
             yield ("buffer", name), value
 

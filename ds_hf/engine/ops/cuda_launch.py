@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_hf.engine.ops import cuda_build
 from ds_hf.engine.ops.cuda_build import Macros
+from ds_hf.engine.ops.halves import LOW
 
 __all__ = [
     "COUNTERS",
@@ -48,7 +49,7 @@ DECOUPLED, BIAS_CORRECTION, NESTEROV, FIRST, EPS_INSIDE = 1, 2, 4, 8, 16
 PLACES = 5
 COUNTERS = 1024  # as in lamb_fused.cu
 NO_DTYPE = 3
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, LOW: 4}
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.ops import reference
+from ds_hf.engine.ops.halves import LOW
 from ds_hf.log import log_once
 
 __all__ = [
@@ -45,6 +46,7 @@ _GRADIENT = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATING = (*_GRADIENT, torch.float64)
 _MOMENTS = ("exp_avgs", "exp_avg_sqs", "sums", "momentum_buffers")
 _MAY_BE_EMPTY = ("outs", "momentum_buffers")
+_IN_HALVES = ("adam_", "adagrad_", "lion_", "sgd_")  # whose outs may be the low halves of masters
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ def choose(device: torch.device, dtypes: Collection[torch.dtype] = (torch.float3
     except ModuleNotFoundError as error:
         return reference, str(error)
     reason = cast("str | None", backend.available())
-    if reason is None and (other := [dtype for dtype in dtypes if dtype not in _GRADIENT]):
+    takes = _GRADIENT if device.type == "cpu" else (*_GRADIENT, LOW)
+    if reason is None and (other := [dtype for dtype in dtypes if dtype not in takes]):
         reason = f"the kernels do not take {_short(other[0])}"
     return (reference, reason) if reason else (backend, None)
 
@@ -218,7 +221,10 @@ def _check_list(
     op: Op, name: str, tensors: Sequence[Tensor], params: Sequence[Tensor], device: torch.device | None
 ) -> None:
     dtype = tensors[0].dtype
-    if dtype not in _FLOATING:
+    if name == "outs" and dtype is LOW and op.name in _IN_HALVES:
+        if params[0].dtype is not torch.bfloat16:
+            raise TypeError(f"{op.name}: outs are low halves of masters, whose high ones, params, must be bfloat16")
+    elif dtype not in _FLOATING:
         raise TypeError(f"{op.name}: {name} are {_short(dtype)}, not floating-point tensors")
     for index, tensor in enumerate(tensors):
         if tensor.device != device:

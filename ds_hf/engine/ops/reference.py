@@ -4,7 +4,8 @@ All functions update lists of tensors in place; entries of one index belong toge
 
 Legend
 - ``params``: masters, fp32 or bf16. ``grads``: fp32, bf16 or fp16, never written.
-- moments: fp32 or bf16. ``outs``: 16-bit copies of the updated params, or an empty list for none.
+- moments: fp32 or bf16. ``outs``: 16-bit copies of the updated params, or an empty list for none. Or int16, with bf16
+  params: these are the high halves of fp32 masters and ``outs`` the low ones (``halves.py``).
 - ``steps``: 0-dim fp32, the number of the step being made (1 for the first).
 - ``control``: ``None``, or fp32 ``[2]``: what gradients are multiplied by (unscale × clip), and a flag; where the flag
   is not 0, nothing is written.
@@ -21,6 +22,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from ds_hf.engine.ops.halves import LOW, halves, join
 
 __all__ = [
     "adagrad_",
@@ -67,7 +70,7 @@ def adam_(
     for index, (param, grad, exp_avg, exp_avg_sq, step) in enumerate(
         zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
     ):
-        p, m, v = _wide(param), _wide(exp_avg), _wide(exp_avg_sq)
+        p, m, v = _master(param, index, outs), _wide(exp_avg), _wide(exp_avg_sq)
         g = _gradient(grad, control, p.dtype)
         if weight_decay and not decoupled:
             g = g + weight_decay * p
@@ -99,7 +102,7 @@ def lion_(
     >>> m = beta2 * m + (1 - beta2) * g
     """
     for index, (param, grad, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
-        p, m = _wide(param), _wide(exp_avg)
+        p, m = _master(param, index, outs), _wide(exp_avg)
         g = _gradient(grad, control, p.dtype)
         p = p * (1 - lr * weight_decay) - lr * (beta1 * m + (1 - beta1) * g).sign()
         m = beta2 * m + (1 - beta2) * g
@@ -126,7 +129,7 @@ def adagrad_(
     >>> p = p - lr / (1 + (step - 1) * lr_decay) * g / (sqrt(s) + eps)
     """
     for index, (param, grad, total, step) in enumerate(zip(params, grads, sums, steps, strict=True)):
-        p, s = _wide(param), _wide(total)
+        p, s = _master(param, index, outs), _wide(total)
         g = _gradient(grad, control, p.dtype)
         if weight_decay:
             g = g + weight_decay * p
@@ -157,7 +160,7 @@ def sgd_(
     >>> p = p - lr * (g + momentum * b if nesterov else b)
     """
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        p = _wide(param)
+        p = _master(param, index, outs)
         g = _gradient(grad, control, p.dtype)
         if weight_decay:
             g = g + weight_decay * p
@@ -367,6 +370,16 @@ def sum_parts_(
         out[to : to + length] = total
 
 
+def _master(param: Tensor, index: int, outs: Sequence[Tensor]) -> Tensor:
+    """What the rule updates: the param, or what it is the high half of."""
+    return join(param, outs[index].view_as(param)) if in_halves(outs) else _wide(param)
+
+
+def in_halves(outs: Sequence[Tensor]) -> bool:
+    """Whether ``outs`` are the low halves of masters."""
+    return bool(outs) and outs[0].dtype is LOW
+
+
 def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
@@ -395,11 +408,15 @@ def _write(
     results: Sequence[tuple[Tensor, Tensor]],
     outs: Sequence[Tensor],
 ) -> None:
-    """Store each ``(target, value)``, and the first, which is the param, in ``outs[index]`` too."""
+    """Store each ``(target, value)``, and the first, which is the param, in ``outs[index]`` too, or what it lacks."""
     rounded = [
         (target, _rounding(seed, index, place)(value, target.dtype)) for place, (target, value) in enumerate(results)
     ]
-    if outs:
+    if in_halves(outs):
+        high, low = halves(results[0][1])
+        rounded[0] = (rounded[0][0], high)
+        rounded.append((outs[index], low))
+    elif outs:
         rounded.append((outs[index], rounded[0][1].to(outs[index].dtype)))
     for target, value in rounded:
         value = value.view_as(target)

@@ -42,6 +42,7 @@ class OptimizerNames:
         def grad_norm(self) -> float | None: ...
         def values_changed(self, buffer: FlatBuffer) -> None: ...
         def masters_changed(self, buffer: FlatBuffer) -> None: ...
+        def join_masters(self) -> None: ...
 
     # -- the inner optimizer itself -------------------------------------------------------------------------------
 
@@ -216,6 +217,7 @@ class OptimizerNames:
     @property
     def single_partition_of_fp32_groups(self) -> list[nn.Parameter]:
         """Master weights, flat: the keys of ``state``."""
+        self.join_masters()
         return [segment.param for _, segment in self._ordered_segments()]
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
@@ -258,5 +260,6 @@ class OptimizerNames:
 
     def update_lp_params(self) -> None:
         """Take the parameters from the masters, which were written to. Collective."""
+        self.join_masters()
         for buffer in self.masters:
             self.masters_changed(buffer)

@@ -29,7 +29,8 @@ class Segment:
         group: index of the parameter group.
         start, end: elements of the owned tensor.
         shape: the parameter's shape when the segment is exactly one whole parameter handled on its own, else flat.
-        param: the master weights as the inner optimizer sees them.
+        param: the master weights as the inner optimizer sees them ...
+        low: ... and their low half, where they are kept in halves: ``param`` is the high one then.
         fragment: the part of a parameter that it is, where the rule looks at whole parameters.
     """
 
@@ -40,16 +41,24 @@ class Segment:
     shape: torch.Size
     param: nn.Parameter
     fragment: Fragment | None = None
+    low: Tensor | None = None
 
 
 def cut_segments(
-    gradient: GradientBuffer, indices: Sequence[int], master: Tensor, *, whole: bool, elementwise: bool
+    gradient: GradientBuffer,
+    indices: Sequence[int],
+    master: Tensor,
+    low: Tensor | None = None,
+    *,
+    whole: bool,
+    elementwise: bool,
 ) -> Iterator[Segment]:
     """Stretches of the owned tensor: one a group where the rule is elementwise, else one a parameter.
 
     Args:
         indices: the parameter group of each of the buffer's parameters.
         master: over what this rank owns.
+        low: where that is the high half of the master, the low one.
         whole: every rank owns everything.
     """
     runs: list[tuple[int, int, int, Fragment | None]] = []
@@ -63,7 +72,8 @@ def cut_segments(
     for group, start, end, piece in runs:
         shape = piece.slot.shape if piece is not None and piece.whole else torch.Size([end - start])
         param = nn.Parameter(master[start:end].view(shape), requires_grad=True)
-        yield Segment(gradient, group, start, end, shape, param, piece)
+        rest = None if low is None else low[start:end].view(shape)
+        yield Segment(gradient, group, start, end, shape, param, piece, rest)
 
 
 def take_over_state(

@@ -2,7 +2,8 @@
 
 Invariants
 - Each trainable buffer has a master: fp32, over what the rank owns (its shard, or all where the plan replicates
-  optimizer states). Where dtype and device allow, the master *is* the parameters' storage.
+  optimizer states). Where dtype and device allow, the master *is* the parameters' storage, or that is its high half
+  and the low one lies beside it (``ops/halves.py``).
 - A ``Segment`` is a stretch of a master that one parameter group updates; the inner optimizer's ``param_groups``
   hold segments, its group dictionaries stay the live ones, so schedulers built on either object work.
 - ``step`` never leaves weights half updated by an overflow: it looks first, then updates, or the kernels look.
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.ops.halves import halves, join
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
 from ds_hf.engine.optim.deepspeed_names import OptimizerNames
 from ds_hf.engine.optim.grad_norm import global_control
@@ -47,6 +49,7 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         groups: for each gradient buffer, the parameter group of each of its parameters.
         reducer: owner of the gradient buffers.
         scaler: loss scaler.
+        lows: low halves of the masters that are kept in halves; ``masters`` has the parameters for them.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         policy: OptimizerPolicy,
         masters: dict[FlatBuffer, Tensor],
         store: StateStore,
+        lows: dict[FlatBuffer, Tensor] | None = None,
     ) -> None:
         self.parameter_offload: Any  # where parameters are sharded, for other libraries
         # Not Optimizer.__init__: groups and state are the inner optimizer's, by property.
@@ -68,13 +72,19 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         self.axis = axis
         self.policy = policy
         self.masters = masters
+        self.lows = lows or {}
         self.store = store
         self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
         self._groups = groups
         self.segments: dict[GradientBuffer, list[Segment]] = {
             gradient: list(
                 cut_segments(
-                    gradient, indices, masters[gradient.buffer], whole=policy.whole, elementwise=policy.elementwise
+                    gradient,
+                    indices,
+                    masters[gradient.buffer],
+                    self.lows.get(gradient.buffer),
+                    whole=policy.whole,
+                    elementwise=policy.elementwise,
                 )
             )
             for gradient, indices in groups.items()
@@ -84,11 +94,11 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
         wide = policy.moments is torch.float32
-        narrow = any(m.dtype is torch.bfloat16 for m in masters.values())
-        if isinstance(inner, StreamingOptimizer) and narrow:
-            inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic
+        narrow = any(m.dtype is torch.bfloat16 and b not in self.lows for b, m in masters.items())
+        if isinstance(inner, StreamingOptimizer) and (narrow or self.lows):
+            inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic and narrow
         store.bind(inner, self.segments)
-        self._update = streamed_update(inner, Narrow(wide, policy.stochastic))
+        self._update = streamed_update(inner, Narrow(wide, policy.stochastic and narrow))
         if store.splits and self._update is None:
             raise ConfigError(
                 f"{type(inner).__name__} does not update unit after unit, and {store.splits}: use AdamW, Lion, Adagrad "
@@ -104,7 +114,15 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         self._gradients = {gradient.buffer: gradient for gradient in groups}
         self._axis_device = next((buffer.device for buffer in masters), policy.device)
         self._apply = Stepping(
-            inner, self._update, self.segments, groups, masters, policy, axis, self._axis_device, store
+            inner,
+            self._update,
+            self.segments,
+            groups,
+            masters,
+            policy,
+            axis,
+            self._axis_device,
+            store,
         )
         for buffer in masters:
             buffer.states = self
@@ -165,7 +183,7 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         self.settle()
         return {
             "optimizer": self.optimizer.state_dict(),
-            "masters": list(self.masters.values()),
+            "masters": [self.master(buffer) for buffer in self.masters],
             "loss_scaler": self.loss_scaler.state_dict(),
             "world_size": self.axis.world_size,
         }
@@ -184,11 +202,24 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         self._require_all("load_state_dict()")
         self.settle()
         self.optimizer.load_state_dict(state_dict["optimizer"])
+        self._restore_dtypes(state_dict["optimizer"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         with torch.no_grad():
-            for (buffer, master), saved in zip(self.masters.items(), state_dict["masters"], strict=True):
-                master.copy_(saved)
+            for buffer, saved in zip(self.masters, state_dict["masters"], strict=True):
+                master = self.master(buffer)
+                assert master is not None
+                self.write_master(buffer, master.copy_(saved))
                 self.masters_changed(buffer)
+
+    def _restore_dtypes(self, saved: dict[str, Any]) -> None:
+        """torch casts every state to the dtype of its parameter: fp32 moments of 16-bit ones lose digits by that."""
+        indices = [index for group in saved["param_groups"] for index in group["params"]]
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        for index, param in zip(indices, params, strict=True):
+            for key, value in saved["state"].get(index, {}).items():
+                live = self.optimizer.state[param].get(key)
+                if isinstance(value, Tensor) and isinstance(live, Tensor) and live.dtype != value.dtype:
+                    self.optimizer.state[param][key] = value.to(live.device, copy=True)
 
     def settle(self) -> None:
         """Finish updates that go on beside training and publish them. Collective where ``ds_hf.offload.delayed`` is.
@@ -243,6 +274,8 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         self._outcome.take(control[2], scale, checked)
         self._stepped = True
         if later or not self._outcome.overflow:
+            if self.lows and not self._apply.by_unit:
+                self.join_masters()
             plain = scale == 1.0 and max_norm <= 0 and not (checked and later)
             self._apply(None if plain else control[:2])
         self.reducer.clear()
@@ -289,6 +322,7 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         self.optimizer.state.clear()
         self.store.close()
         self.masters.clear()
+        self.lows.clear()
         self.segments.clear()
         self._gradients.clear()
         self._groups.clear()
@@ -303,19 +337,58 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         """Whether there are master weights for the buffer."""
         return buffer in self.masters
 
-    def master(self, buffer: FlatBuffer) -> Tensor | None:
-        """Master weights over what this rank owns; states of the buffer may be used until another's are asked for."""
-        if buffer in self.masters:
-            self.store.visit(buffer)
-        return self.masters.get(buffer)
+    def master(self, buffer: FlatBuffer, *, write: bool = True) -> Tensor | None:
+        """Master weights over what this rank owns; states of the buffer may be used until another's are asked for.
+
+        Where they are kept in halves, made of them: who writes to it gives it to ``write_master``.
+        """
+        if buffer not in self.masters:
+            return None
+        self.store.visit(buffer, write=write)
+        return self.master_part(buffer, 0, self.masters[buffer].numel())
+
+    def master_part(self, buffer: FlatBuffer, start: int, end: int) -> Tensor:
+        """Some of the master weights that may be used now."""
+        part, low = self.masters[buffer][start:end], self.lows.get(buffer)
+        return part if low is None else join(part, low[start:end])
+
+    def master_dtype(self, buffer: FlatBuffer) -> torch.dtype:
+        """Dtype of the master weights, however they are kept."""
+        return torch.float32 if buffer in self.lows else self.masters[buffer].dtype
+
+    def join_masters(self) -> None:
+        """Keep no masters in halves any more: somebody needs them as tensors that can be written to."""
+        for gradient, segments in self.segments.items():
+            buffer = gradient.buffer
+            if buffer in self.lows:
+                master = self.master(buffer)
+                assert master is not None
+                owned = buffer.owned(whole=self.policy.whole, write=False)
+                self.masters[buffer] = master = self.store.place(buffer, owned, master, torch.float32)
+                del self.lows[buffer]
+                for segment in segments:
+                    segment.low = None
+                    segment.param.data = master[segment.start : segment.end].view(segment.shape)
 
     @torch.no_grad()
     def values_changed(self, buffer: FlatBuffer) -> None:
         """The parameters were written from outside: the masters follow."""
-        master = self.master(buffer)
-        owned = buffer.owned(whole=self.policy.whole)
-        if master is not None and owned.data_ptr() != master.data_ptr():
+        if buffer not in self.masters:
+            return
+        self.store.visit(buffer)
+        master, owned = self.masters[buffer], buffer.owned(whole=self.policy.whole)
+        if buffer in self.lows:
+            self.lows[buffer].zero_()
+        elif owned.data_ptr() != master.data_ptr():
             master.copy_(owned)
+
+    @torch.no_grad()
+    def write_master(self, buffer: FlatBuffer, master: Tensor) -> None:
+        """``master``, which ``master()`` gave, has new values; ``masters_changed`` follows."""
+        if buffer in self.lows:
+            high, low = halves(master)
+            buffer.owned(whole=self.policy.whole).copy_(high)
+            self.lows[buffer].copy_(low)
 
     @torch.no_grad()
     def masters_changed(self, buffer: FlatBuffer) -> None:
@@ -353,23 +426,19 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
     def moment_dtypes(self) -> set[torch.dtype]:
         """Dtypes that moments have, or will have when the first step makes them."""
         made = {v.dtype for s in self.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim() > 0}
-        return made or {self._moment_dtype(master) for master in self.masters.values()}
-
-    def _moment_dtype(self, master: Tensor) -> torch.dtype:
-        """Dtype that a moment of ``master`` has when the first step makes it."""
-        wide = isinstance(self.optimizer, StreamingOptimizer) and self.optimizer.fp32_optimizer_states
-        narrow = master.dtype is torch.bfloat16 and self._update is not None and self.policy.moments is torch.float32
-        return torch.float32 if wide or narrow else master.dtype
+        return made or set(map(self.moment_dtype, self.masters))
 
     def moment_dtype(self, buffer: FlatBuffer) -> torch.dtype:
-        """Dtype of the buffer's moments on every rank, also on one that has none of them."""
-        return self._moment_dtype(self.masters[buffer])
+        """Dtype of the buffer's moments on every rank, also on one that has none of them, or before the first step."""
+        master = self.master_dtype(buffer)
+        wide = isinstance(self.optimizer, StreamingOptimizer) and self.optimizer.fp32_optimizer_states
+        narrow = master is torch.bfloat16 and self._update is not None and self.policy.moments is torch.float32
+        return torch.float32 if wide or narrow else master
 
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
         """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""
         self.store.visit(buffer, write=False)
-        master = self.masters[buffer]
-        result = torch.zeros_like(master, dtype=self._moment_dtype(master))
+        result = torch.zeros_like(self.masters[buffer], dtype=self.moment_dtype(buffer))
         found = False
         for segment in self.segments[self._gradients[buffer]]:
             value = self.state.get(segment.param, {}).get(key)
@@ -397,15 +466,16 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
             if key in state:
                 state[key].copy_(piece)
             elif create:
-                state[key] = piece.to(device=master.device, dtype=self._moment_dtype(master), copy=not take)
+                state[key] = piece.to(device=master.device, dtype=self.moment_dtype(buffer), copy=not take)
 
     @property
     def nbytes(self) -> int:
         """Bytes of masters (not counting those that are the parameters themselves) and tensor states."""
         total = 0
         for buffer, master in self.masters.items():
-            if master.data_ptr() != buffer.owned(whole=self.policy.whole).data_ptr():
-                total += master.numel() * master.element_size()
+            beside = self.lows.get(buffer, master)
+            if beside.data_ptr() != buffer.owned(whole=self.policy.whole).data_ptr():
+                total += beside.numel() * beside.element_size()
         for state in self.state.values():
             total += sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor) and v.dim() > 0)
         return total

@@ -112,7 +112,7 @@ class Stepping:
             self._pieces(self.inner, control)
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
-        elif self.update is None or self.observed:
+        elif self.update is None or not self.by_unit:
             if self.store.splits:
                 raise DsHfError(
                     f"step() of {type(self.inner).__name__} has hooks, but {self.store.splits}: remove them"
@@ -120,6 +120,11 @@ class Stepping:
             self._whole(control)
         else:
             self._units(self.update, control)
+
+    @property
+    def by_unit(self) -> bool:
+        """Whether units are updated one by one, or ``step()`` of the optimizer is called."""
+        return self.update is not None and not self.observed
 
     @property
     def observed(self) -> bool:
@@ -265,7 +270,9 @@ class _UnitsJob:
                 params, given, copies = calls.setdefault((s.group, out is None), ([], [], []))
                 params.append(s.param)
                 given.append(grads[s.start : s.end].to(s.param.device))
-                if out is not None:
+                if s.low is not None:
+                    copies.append(s.low)
+                elif out is not None:
                     copies.append(out[s.start : s.end])
         for (index, _), (params, given, copies) in calls.items():
             self._update(self._groups[index], params, given, copies, self._control.on(params[0].device))

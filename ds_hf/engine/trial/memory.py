@@ -44,7 +44,7 @@ def resident_tensors(engine: Engine) -> Iterator[Tensor]:
         yield param.data
     yield from engine.module.buffers()
     if engine.optimizer is not None:
-        yield from engine.optimizer.masters.values()
+        yield from (*engine.optimizer.masters.values(), *engine.optimizer.lows.values())
         for state in engine.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
     for gradient in engine.reducer.buffers:

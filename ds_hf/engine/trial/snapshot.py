@@ -61,7 +61,8 @@ class Snapshot:
     def _lasting(self) -> list[Tensor]:
         engine = self.engine
         owned = [buffer.shard if buffer.sharded else buffer.full for unit in engine.units for buffer in unit.buffers]
-        masters = [] if engine.optimizer is None else list(engine.optimizer.masters.values())
+        optimizer = engine.optimizer
+        masters = [] if optimizer is None else [*optimizer.masters.values(), *optimizer.lows.values()]
         return [*owned, *masters, *engine.module.buffers()]
 
     @torch.no_grad()

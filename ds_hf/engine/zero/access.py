@@ -43,6 +43,7 @@ class _States(Protocol):
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None: ...
     def moment_dtype(self, buffer: FlatBuffer) -> torch.dtype: ...
     def set_moment(self, buffer: FlatBuffer, key: str, value: Tensor, *, create: bool = True) -> None: ...
+    def write_master(self, buffer: FlatBuffer, master: Tensor) -> None: ...
     def masters_changed(self, buffer: FlatBuffer) -> None: ...
 
 
@@ -122,6 +123,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     master = states.master(home.buffer)
     assert master is not None
     _write(home, states, master, value)
+    states.write_master(home.buffer, master)
     states.masters_changed(home.buffer)
 
 
@@ -191,6 +193,7 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     assert master is not None
     with torch.no_grad():
         master[_local_range(home, states)[0]].copy_(value.reshape(-1))
+    states.write_master(home.buffer, master)
     states.masters_changed(home.buffer)
 
 

@@ -65,7 +65,13 @@ class StateBytes:
 
 
 def estimate_states(
-    plan: StatePlan, size: ModelSize, world_size: int, *, module_dtype: str = "float32", accumulates: bool = False
+    plan: StatePlan,
+    size: ModelSize,
+    world_size: int,
+    *,
+    module_dtype: str = "float32",
+    accumulates: bool = False,
+    split_masters: bool = False,
 ) -> StateBytes:
     """What one of ``world_size`` ranks holds at most, apart from activations.
 
@@ -75,12 +81,15 @@ def estimate_states(
         world_size: number of ranks.
         module_dtype: torch's name of the dtype of the model's parameters, where the plan leaves it to the model.
         accumulates: whether gradients of several micro-batches are summed (in fp32, unless the plan says otherwise).
+        split_masters: only the half of each master is kept that a bf16 parameter lacks, where the plan allows it.
     """
     parameter = ITEM_NBYTES[plan.parameters.dtype or module_dtype]
     communicated = ITEM_NBYTES[plan.communication_dtype] if plan.communication_dtype else parameter
     kept = ITEM_NBYTES[plan.gradients.dtype or "float32"] if accumulates else communicated
     # masters of the parameters' own dtype are the parameters
     master = ITEM_NBYTES["float32"] if parameter < ITEM_NBYTES[plan.optimizer.dtype or "float32"] else 0
+    if split_masters and plan.may_split_masters and (plan.parameters.dtype or module_dtype) == "bfloat16":
+        master -= parameter
     moments = MOMENTS * ITEM_NBYTES[plan.moments]
 
     rows = {

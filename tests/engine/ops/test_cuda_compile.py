@@ -17,7 +17,7 @@ from ds_hf.engine.ops import cuda, cuda_build, cuda_lamb, cuda_launch
 from tests.helpers import cubin
 
 ARCHS = ["sm_80", "sm_90", "sm_100"]
-F32, BF16, F16, NONE = range(4)
+F32, BF16, F16, NONE, LOW = range(5)
 MOMENTS = {"Adam": 2, "Lion": 1, "Adagrad": 1, "Sgd": 1}
 TUNINGS = cuda_launch.Tunings()
 LAMB = ["lamb.cu", "lamb_fused.cu", "lamb_stream.cu"]
@@ -65,7 +65,8 @@ def check(programs: list[str], arch: str, local_nbytes: int = 8) -> None:
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 def test_main_kernels(arch: str) -> None:
-    check([update("Adam", *USUAL), norm(BF16), total(BF16, BF16, NONE), lamb("lamb.cu", arch, *USUAL)], arch)
+    halves = update("Adam", BF16, BF16, F32, LOW)
+    check([update("Adam", *USUAL), halves, norm(BF16), total(BF16, BF16, NONE), lamb("lamb.cu", arch, *USUAL)], arch)
 
 
 @needs_compiler

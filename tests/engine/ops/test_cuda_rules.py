@@ -13,12 +13,14 @@ import torch
 
 from ds_hf.engine.ops import cuda, cuda_lamb, cuda_launch
 from ds_hf.engine.ops.cuda_launch import Tuning, Tunings
+from ds_hf.engine.ops.halves import LOW, halves
 from tests.helpers import ops_cases as cases
 from tests.helpers.cuda_emulator import Emulator, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan, 1 + 2**-8, 1 + 3 * 2**-8]
 SIZES = [0, 1, 7, 512, 33, 1000, 0, 4097, 3]  # a tile has 512 elements here
 
 
@@ -52,6 +54,29 @@ def test_dtypes(ops: Any, param: torch.dtype, grad: torch.dtype, moment: torch.d
     for offset in (0, 4, 5):
         data = cases.make(SIZES, param=param, grad=grad, moment=moment, out=out, offset=offset)
         cases.check_update(ops, "adamw", data)
+
+
+@pytest.mark.parametrize("rule", cases.UPDATES)
+def test_masters_in_halves(ops: Any, rule: str) -> None:
+    for offset in (0, 5):
+        data = cases.make(SIZES, rule=rule, param=BF16, grad=BF16, out=LOW, offset=offset)
+        cases.check_halves(ops, rule, data, cases.control_of("cpu") if offset else None)
+
+
+def test_halves_of_special_numbers(ops: Any) -> None:
+    data = cases.make([len(SPECIAL)], rule="sgd-plain", param=BF16, out=LOW)
+    master = torch.tensor(SPECIAL)
+    high, low = halves(master)
+    data.params, data.grads, data.outs = [high], [torch.zeros_like(master)], [low]
+    before = [data.params[0].clone(), data.outs[0].clone()]
+    cases.check_halves(ops, "sgd-plain", data)
+    assert torch.equal(data.params[0].nan_to_num(7), before[0].nan_to_num(7))
+    assert torch.equal(data.outs[0], before[1])
+
+
+def test_flag_leaves_halves_alone(ops: Any) -> None:
+    data = cases.make(SIZES, param=BF16, out=LOW)
+    cases.check_skip(data, lambda control: cases.call_update(ops, "adamw", data, control))
 
 
 def test_pointers_of_different_alignment(ops: Any) -> None:

@@ -1,0 +1,28 @@
+"""fp32 in two halves: a bf16 tensor that is the value rounded to nearest, and the 16 bits that are missing to it.
+
+The low half is the lower 16 bits, taken as a signed number, and the high half the upper ones, one more where that
+number is negative: that is rounding to nearest, ties away from zero. The value is their sum, so every number comes back
+bit for bit, and a NaN as some NaN. ``csrc/cuda/core.cuh`` has the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["LOW", "halves", "join"]
+
+LOW = torch.int16  # the dtype of the low half; no other tensor of the engine has it
+
+
+def halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The high half, bf16, and the low one, int16, of ``values``, fp32."""
+    words, unknown = values.contiguous().view(torch.int32), values.isnan()
+    high = ((words + 0x8000) >> 16).to(LOW).view(torch.bfloat16)
+    low = (words << 16 >> 16).to(LOW)
+    return high.masked_fill(unknown, torch.nan), low.masked_fill(unknown, 0)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The fp32 values of two halves of one shape."""
+    return (high.view(LOW).to(torch.int32) << 16).add_(low).view(torch.float32)

@@ -1,0 +1,223 @@
+"""Masters in halves: the same training, in two bytes a parameter less, whoever looks at the masters."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hf.engine.builder import initialize
+from ds_hf.engine.engine import Engine
+from ds_hf.engine.ops.halves import halves
+from ds_hf.engine.optim.lamb import FusedLamb
+from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.zero.access import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+from ds_hf.engine.zero.gather import GatheredParameters
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import TinyLM, token_batches
+from tests.helpers.parity import base_config
+
+STAGES = (0, 1, 2, 3)
+RULES: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+    "Adam": {"lr": 1e-2},
+    "Lion": {"lr": 1e-3},
+    "Adagrad": {"lr": 1e-2},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+}
+
+
+def make(stage: int, split: bool, *, rule: str = "AdamW", optimizer: Any = None, **more: Any) -> Engine:
+    torch.manual_seed(3)
+    own = {"split_masters": split}
+    config = base_config(stage, bf16={"enabled": True}, ds_hf=own, gradient_clipping=1.0, **more)
+    model = TinyLM(vocab=64, width=48, depth=2)
+    if optimizer is not None:
+        config.pop("optimizer", None)
+        return initialize(model=model, optimizer=optimizer(model.parameters()), config=config)[0]
+    config["optimizer"] = {"type": rule, "params": RULES[rule]}
+    return initialize(model=model, config=config)[0]
+
+
+def train(engine: Engine, steps: int = 4) -> list[float]:
+    losses = []
+    for batch in token_batches(steps, 4, vocab=64):
+        loss = engine(batch[None])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def optimizer_of(engine: Engine) -> ShardedOptimizer:
+    assert engine.optimizer is not None
+    return engine.optimizer
+
+
+def masters(engine: Engine) -> list[Tensor]:
+    found = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+    assert all(master is not None and master.dtype is torch.float32 for master in found)
+    return [master for master in found if master is not None]
+
+
+def weights(engine: Engine) -> list[Tensor]:
+    with GatheredParameters(engine.module.parameters()):
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+def close(mine: list[Tensor], others: list[Tensor], tolerance: float = 1e-5) -> None:
+    for one, other in zip(mine, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def trains_as_whole_masters_do(stage: int) -> None:
+    for rule in RULES:
+        split, whole = make(stage, True, rule=rule), make(stage, False, rule=rule)
+        assert optimizer_of(split).lows
+        assert not optimizer_of(whole).lows
+        close(masters(split), masters(whole), 0)  # exact from the start: the model came in fp32
+        assert train(split) == pytest.approx(train(whole), rel=2e-3)  # kernels and reference round apart
+        close(masters(split), masters(whole), 2e-3)
+        for master, weight in zip(masters(split), weights(split), strict=True):
+            assert torch.equal(halves(master)[0], weight)
+        saved = optimizer_of(whole).nbytes - optimizer_of(split).nbytes
+        assert saved == sum(2 * low.numel() for low in optimizer_of(split).lows.values())
+        split.destroy()
+        whole.destroy()
+
+
+def is_seen_and_written(stage: int) -> None:
+    engine = make(stage, True)
+    train(engine, 2)
+    param = next(iter(engine.module.parameters()))
+    value = torch.rand(param.ds_shape if hasattr(param, "ds_shape") else param.shape) + 1 / 3
+    safe_set_full_fp32_param(param, value)
+    got = safe_get_full_fp32_param(param)
+    assert got is not None
+    assert torch.equal(got, value)
+    assert torch.equal(weights(engine)[0], halves(value)[0])
+    piece = safe_get_local_fp32_param(param)
+    assert piece is not None
+    safe_set_local_fp32_param(param, piece / 3)
+    got = safe_get_full_fp32_param(param)
+    assert got is not None
+    assert torch.equal(got, value / 3)
+    if stage == 3:
+        with GatheredParameters([param], modifier_rank=0):
+            param.data.fill_(0.3)
+        got = safe_get_full_fp32_param(param)
+        assert got is not None
+        assert torch.equal(got, torch.full_like(got, torch.tensor(0.3).bfloat16().item()))
+    engine.destroy()
+
+
+def joins_for_hooks_and_names(stage: int) -> None:
+    def adam(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(params), lr=1e-2)
+
+    hooked, free = make(stage, True, optimizer=adam), make(stage, True, optimizer=adam)
+    first = train(hooked, 2)
+    assert first == train(free, 2)
+    before = masters(hooked)
+    calls: list[int] = []
+    optimizer_of(hooked).optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    close(masters(hooked), before, 0)
+    assert train(hooked, 2) == pytest.approx(train(free, 2), rel=2e-3)
+    assert calls == [1, 1]
+    assert not optimizer_of(hooked).lows
+    close(masters(hooked), masters(free), 2e-3)
+
+    optimizer = optimizer_of(free)
+    before = masters(free)
+    for param in optimizer.single_partition_of_fp32_groups:
+        assert param.dtype is torch.float32
+        param.data += 1
+    optimizer.update_lp_params()
+    close(masters(free), [master + 1 for master in before], 0)
+    assert torch.equal(weights(free)[0], (before[0] + 1).bfloat16())
+    train(free, 1)
+    hooked.destroy()
+    free.destroy()
+
+
+def gives_its_state_back(stage: int) -> None:
+    for source in (True, False):
+        engine, other = make(stage, source), make(stage, True)
+        train(engine, 3)
+        state = copy.deepcopy(optimizer_of(engine).state_dict())
+        optimizer_of(other).load_state_dict(state)
+        close(masters(other), masters(engine), 0)
+        kept = [value for s in optimizer_of(other).state.values() for value in s.values()]
+        given = [value for s in optimizer_of(engine).state.values() for value in s.values()]
+        assert [value.dtype for value in kept] == [value.dtype for value in given]
+        assert all(map(torch.equal, kept, given))
+        assert train(engine, 2) == pytest.approx(train(other, 2), rel=2e-3)
+        engine.destroy()
+        other.destroy()
+
+
+def continues_checkpoints(stage: int, folder: str) -> None:
+    for before, after in ((True, True), (True, False), (False, True)):
+        name = f"{before}-{after}"
+        engine = make(stage, before)
+        train(engine, 3)
+        engine.save_checkpoint(folder, tag=name)
+        expected, saved = masters(engine), weights(engine)
+        resumed = make(stage, after)
+        resumed.load_checkpoint(folder, tag=name)
+        close(masters(resumed), expected, 0)
+        if before is after:  # else ties are rounded the other way
+            close(weights(resumed), saved, 0)
+        assert train(resumed, 2) == pytest.approx(train(engine, 2), rel=2e-3)
+        if before and after:
+            close(masters(resumed), masters(engine), 0)
+        engine.destroy()
+        resumed.destroy()
+
+
+def scenarios(folder: str) -> None:
+    for stage in STAGES:
+        for scenario in (trains_as_whole_masters_do, is_seen_and_written, joins_for_hooks_and_names):
+            print("case", scenario.__name__, stage)
+            scenario(stage)
+    for stage in STAGES:
+        gives_its_state_back(stage)
+        continues_checkpoints(stage, f"{folder}/{stage}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_scenarios(world: int, tmp_path: Path) -> None:
+    run_distributed(scenarios, world, str(tmp_path), timeout=200)
+
+
+def where_it_does_not_apply() -> None:
+    def lamb(params: Any) -> torch.optim.Optimizer:
+        return FusedLamb(list(params), lr=1e-3)
+
+    def unknown(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(list(params), lr=1e-3)
+
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    for engine in (
+        make(2, True, optimizer=lamb),
+        make(2, True, optimizer=unknown),
+        make(2, True, **offloaded),
+        initialize(model=TinyLM(vocab=64, width=48, depth=2), config=base_config(2, ds_hf={"split_masters": True}))[0],
+        initialize(model=TinyLM(vocab=64, width=48, depth=2), config=base_config(2, bf16={"enabled": True}))[0],
+    ):
+        assert not optimizer_of(engine).lows  # the last: "auto" is for GPUs
+        train(engine, 2)
+        engine.destroy()
+
+
+def test_where_it_does_not_apply() -> None:
+    run_distributed(where_it_does_not_apply, 1, timeout=100)
