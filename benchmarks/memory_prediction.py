@@ -149,7 +149,8 @@ def predict(cell: Cell, world_size: int) -> tuple[Predictor, Prediction, float]:
     """The predictor, what it says, and the seconds that took."""
     start = time.perf_counter()
     predictor = Predictor(MODELS[cell.model], cell.workload())
-    prediction = predictor.predict(cell.config(), world_size=world_size)
+    known = {"device_memory": torch.cuda.get_device_properties(0).total_memory} if torch.cuda.is_available() else {}
+    prediction = predictor.predict(cell.config(), world_size=world_size, **known)
     return predictor, prediction, time.perf_counter() - start
 
 

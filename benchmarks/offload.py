@@ -8,7 +8,7 @@ Engines take turns as in ``benchmarks/training.py``, whose models, data, timing 
 ``torchrun --nproc-per-node N``. What stands behind a plus is how ds_hf offloads:
 
     ds_hf                 optimizer states in host memory, updated there
-    ds_hf+stream=SHARE    that share of them is updated by the GPU
+    ds_hf+stream=SHARE    that share of them is updated by the GPU; auto: as ds_hf decides where nobody says
     ds_hf+ratio=SHARE     that share is in host memory, the rest on the GPU
     ds_hf+auto            what fits moves to the GPU
     ds_hf+delayed         updates are one step late
@@ -59,9 +59,9 @@ def config_of(args: argparse.Namespace, way: str) -> dict[str, Any]:
         zero["offload_optimizer"] = nvme
     elif name != "none":
         zero["offload_optimizer"] = cpu
-        own = {"stream": {"stream": float(value or 0)}, "auto": {"ratio": "auto"}, "delayed": {"delayed": True}}.get(
-            name, {}
-        )
+        own = {"stream": 0.0} | {"auto": {"ratio": "auto"}, "delayed": {"delayed": True}}.get(name, {})
+        if name == "stream":
+            own["stream"] = value if value == "auto" else float(value or 0)
         if name == "ratio":
             zero["offload_optimizer"]["ratio"] = float(value)
         if name == "param":

@@ -227,7 +227,7 @@ class CostModel:
         compute *= _ratio(self._checkpoints(setting), self._checkpoints(self.own), RECOMPUTE)
         compute *= _ratio(bool(setting.get(COMPILE)), bool(self.own.get(COMPILE)), COMPILED)
         around = self._around(setting, accumulation, compute)
-        return accumulation * compute + around + self._update(setting)
+        return accumulation * compute + around + self._update(setting, micro, accumulation)
 
     def _around(self, setting: Setting, accumulation: int, compute: float) -> float:
         """Seconds of communication in a step that are not behind ``compute`` of a micro-batch."""
@@ -256,12 +256,14 @@ class CostModel:
             return gathers + reduction, 0.0, publish
         return gathers, reduction, publish
 
-    def _update(self, setting: Setting) -> float:
+    def _update(self, setting: Setting, micro: int, accumulation: int) -> float:
         """Seconds of the optimizer step."""
         plan, own = self.plan(setting), self.plan(self.own)
         numel = self._owned(plan)
         if plan.optimizer.device == "cpu" and self.survey.facts.get("cuda"):
-            return numel / HOST_UPDATE + 6 * numel / HOST_COPY
+            traced = self._traced(setting, micro, accumulation)
+            streamed = 0.0 if traced is None else traced.streamed_share  # the GPU updates these at the same time
+            return (1 - streamed) * numel / HOST_UPDATE + 6 * numel / HOST_COPY
         measured = [update for _, _, update, _ in self.survey.points.values()]
         base = float(np.median(measured)) if measured else 0.0
         if own.optimizer.device == "cpu" and self.survey.facts.get("cuda"):

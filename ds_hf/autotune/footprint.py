@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
+from ds_hf.memory.pricing import DEVICE_MEMORY
 
 __all__ = ["Footprint", "TracedAhead"]
 
@@ -36,6 +37,7 @@ class Footprint:
 
     def __init__(self, facts: Mapping[str, Any], found: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
         self.world = int(facts["world_size"])
+        self._device_memory = int(facts.get("memory") or DEVICE_MEMORY)
         probed = {int(numel) for name in ("plain", "checkpointed") for numel in found.get(name) or ()}
         self.micros = sorted({micro for micro, _ in sizes} | probed | {1})
         self._dtype = SIXTEEN.get(str(facts.get("module_dtype")))
@@ -55,7 +57,9 @@ class Footprint:
             settings = {**self._with_precision(tree), "gradient_accumulation_steps": 1 + several}
             settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] = "auto"
             predictor = self._predictors[checkpointing]
-            self._known[key] = predictor.predict_each(settings, self.micros, world_size=self.world)
+            self._known[key] = predictor.predict_each(
+                settings, self.micros, world_size=self.world, device_memory=self._device_memory
+            )
         known = self._known[key]
         if micro not in known:
             raise UnpredictableError(f"micro-batch {micro} was not foreseen")

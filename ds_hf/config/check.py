@@ -156,7 +156,8 @@ def _wrong_choice(value: Any, node: Node) -> tuple[str, str]:
 def _wrong_type(value: Any, node: Node) -> tuple[str, str]:
     kinds = types_of(node) - ({"string"} if node.get("pattern") else set())
     wanted = [name for kind, name in _KINDS.items() if kind in kinds and kind != "null"] or ["null"]
-    expected = " or ".join(wanted) + (' or "auto"' if node.get("x-auto") not in (None, "literal") else "")
+    takes_auto = node.get("x-auto") not in (None, "literal") or node.get("pattern") == "^auto$"
+    expected = " or ".join(wanted) + (' or "auto"' if takes_auto else "")
     default = f" (default {show(node['default'])})" if "default" in node else ""
     if isinstance(value, bool):
         found = f"{show(value)} is a boolean"

@@ -99,7 +99,10 @@ def _type(node: Node) -> str:
     if "enum" in node:
         return ", ".join(f"`{json.dumps(choice)}`" for choice in node["enum"])
     kinds = types_of(node) - ({"string"} if node.get("pattern") else set())
-    names = [kind for kind in ("boolean", "integer", "number", "string", "array", "object", "null") if kind in kinds]
+    names: list[str] = [
+        kind for kind in ("boolean", "integer", "number", "string", "array", "object", "null") if kind in kinds
+    ]
+    names += ['`"auto"`'] if node.get("x-auto") == "literal" and node.get("pattern") == "^auto$" else []
     return " or ".join(names) + (", *auto*" if isinstance(node.get("x-auto"), dict) else "")
 
 

@@ -106,13 +106,14 @@ def _offload_details(config: Config, draft: Draft) -> None:
                 draft.warn(f"{base}/{name}/{key}", f'no effect: the device of {name} is "{block.device}", not "nvme"')
     if config.aio != type(config.aio)() and not nvme:
         draft.warn("/aio", "no effect: nothing is offloaded to NVMe")
+    streams = own.stream not in ("auto", 0.0)  # asked for; "auto" is 0 where it has no effect
     if optimizer.device != "cpu":
         reason = f'no effect: the device of offload_optimizer is "{optimizer.device}", not "cpu"'
         if optimizer.ratio < 1:
             draft.warn(f"{base}/offload_optimizer/ratio", reason)
-        if own != type(own)():
+        if own.ratio is not None or own.delayed or streams:
             draft.warn("/ds_hf/offload", reason)
-    elif own.delayed and own.stream > 0:
+    elif own.delayed and streams:
         message = "stream has no effect where the update is delayed: it would not be beside anything"
         draft.warn("/ds_hf/offload/stream", message, "remove one of the two")
 

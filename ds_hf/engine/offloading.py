@@ -19,10 +19,12 @@ from ds_hf.engine.offload.folder import SwapFolder, examine
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.swap import SwapPool
 from ds_hf.engine.ops.cpu import THREADS_VARIABLE, rank_cores
+from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.file_store import FileStore
 from ds_hf.engine.optim.host_store import DelayedStore, HostStore
 from ds_hf.engine.optim.room import Room
 from ds_hf.engine.optim.store import DeviceStore, HostSettings, StateStore
+from ds_hf.engine.optim.stream_share import AutoShare, say_none
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.rest import DeviceRest, FileRest, HostRest, Order, ShardRest
@@ -122,7 +124,7 @@ def build_offload(
 def _host_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer) -> HostStore:
     section, own = settings.zero_optimization.offload_optimizer, settings.ds_hf.offload
     ratio = section.ratio if own.ratio is None else own.ratio
-    share, streamed = (0.0 if ratio == "auto" else 1.0 - float(ratio)), own.stream
+    share, streamed = (0.0 if ratio == "auto" else 1.0 - float(ratio)), 0.0 if own.stream == "auto" else own.stream
     room = Room(machine.device, machine.axis) if ratio == "auto" else None
     by_unit = streamed_update(inner, Narrow()) is not None
     if not by_unit and (share or streamed or room or own.delayed):
@@ -131,14 +133,34 @@ def _host_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Opt
             "ds_hf.offload have no effect"
         )
         share, streamed, room = 0.0, 0.0, None
-    kept = _host_settings(settings, plan, machine, share, streamed)
+    kept = _host_settings(settings, plan, machine, inner, share, streamed)
     _look_for_memory(kept, plan)
-    store = (DelayedStore if own.delayed and by_unit else HostStore)(machine.device, kept, room)
+    store: HostStore
+    if own.delayed and by_unit:
+        store = DelayedStore(machine.device, kept, room)
+    else:
+        auto = _auto_share(settings, machine, inner, by_unit) if own.stream == "auto" else None
+        store = HostStore(machine.device, kept, room, auto=auto)
     log_once(
         f"offload: the CPU updates with {store.worker.threads} threads a process, of {len(rank_cores())} cores "
         f"(OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}; {THREADS_VARIABLE} sets another number)"
     )
     return store
+
+
+def _auto_share(settings: Config, machine: _Machine, inner: Optimizer, by_unit: bool) -> AutoShare | None:
+    """What decides "auto"; ``None`` where streaming cannot pay, whatever the sizes."""
+    reason = ""
+    if machine.device.type != "cuda":
+        reason = "the model does not compute on a CUDA device"
+    elif not by_unit or isinstance(inner, TensorwiseOptimizer):
+        reason = f"{type(inner).__name__} does not update unit after unit"
+    elif not settings.zero_optimization.offload_optimizer.pin_memory:
+        reason = "their memory is not page-locked (pin_memory)"
+    if reason:
+        say_none(reason)
+        return None
+    return AutoShare(machine.device, machine.axis)
 
 
 def _look_for_memory(kept: HostSettings, plan: StatePlan) -> None:
@@ -165,15 +187,25 @@ def _file_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Opt
     """The store, and how many bytes its files will have: they are written later than the disk is looked at."""
     section = settings.zero_optimization.offload_optimizer
     assert plan.optimizer.dtype is not None
-    moments = 1 if any(name in type(inner).__name__ for name in _ONE_MOMENT) else 2
-    width = getattr(torch, plan.optimizer.dtype).itemsize + moments * getattr(torch, plan.moments).itemsize
+    width = getattr(torch, plan.optimizer.dtype).itemsize + _moments_nbytes(plan, inner)
     slots, path, nbytes = max(3, section.buffer_count), str(section.nvme_path), machine.trained * width
     pool = _pool(settings, machine.axis, "optimizer states", path, slots, nbytes, pinned=False)
-    return FileStore(machine.device, _host_settings(settings, plan, machine), pool), nbytes
+    return FileStore(machine.device, _host_settings(settings, plan, machine, inner), pool), nbytes
+
+
+def _moments_nbytes(plan: StatePlan, inner: Optimizer) -> int:
+    """Of one element."""
+    moments = 1 if any(name in type(inner).__name__ for name in _ONE_MOMENT) else 2
+    return moments * int(getattr(torch, plan.moments).itemsize)
 
 
 def _host_settings(
-    settings: Config, plan: StatePlan, machine: _Machine, share: float = 0.0, streamed: float = 0.0
+    settings: Config,
+    plan: StatePlan,
+    machine: _Machine,
+    inner: Optimizer,
+    share: float = 0.0,
+    streamed: float = 0.0,
 ) -> HostSettings:
     return HostSettings(
         numel=machine.trained,
@@ -182,6 +214,7 @@ def _host_settings(
         pinned=settings.zero_optimization.offload_optimizer.pin_memory,
         accumulates=plan.reduces_every_micro_batch and (settings.gradient_accumulation_steps or 1) > 1,
         accumulation_dtype=accumulation_dtype(plan),
+        moments_nbytes=_moments_nbytes(plan, inner),
     )
 
 

@@ -62,6 +62,7 @@ class Prediction:
         pinned: how much of ``host`` is page-locked.
         disk: parts on NVMe.
         micro_batch, world_size: what it was predicted for.
+        streamed_share: of the states in host memory, the share that the GPU updates.
     """
 
     device: Mapping[str, int]
@@ -72,6 +73,7 @@ class Prediction:
     disk: Mapping[str, int]
     micro_batch: int
     world_size: int
+    streamed_share: float = 0.0
 
     @property
     def device_peak(self) -> int:

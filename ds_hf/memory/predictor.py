@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.memory.models import META, build, example_inputs, without_values
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
-from ds_hf.memory.pricing import Costs, price
+from ds_hf.memory.pricing import DEVICE_MEMORY, Costs, price
 from ds_hf.memory.timeline import Sharding, Timeline, between, record
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _MOMENTS = {"sgd": 0, "lion": 1, "fusedlion": 1, "cpulion": 1, "adagrad": 1, "cp
 _MOMENTS |= {"adafactor": 0}  # a row and a column of each matrix
 # updated unit by unit, without a copy of all gradients
 _BY_ELEMENT = {"adam", "adamw", "fusedadam", "cpuadam", "lion", "fusedlion", "cpulion", "adagrad", "cpuadagrad", "sgd"}
-_STREAMED = _BY_ELEMENT | {"lamb", "fusedlamb", "muon"}
+_STREAMED = _BY_ELEMENT | {"lamb", "fusedlamb", "muon"}  # these are on the device or on the host, never on the way
 
 
 class Predictor:
@@ -70,13 +70,16 @@ class Predictor:
         """The copy on the meta device, in the dtype in which it was given."""
         return self._model
 
-    def predict(self, config: Any, *, world_size: int = 1, micro_batch: int | None = None) -> Prediction:
+    def predict(
+        self, config: Any, *, world_size: int = 1, micro_batch: int | None = None, device_memory: int = DEVICE_MEMORY
+    ) -> Prediction:
         """Bytes for a configuration.
 
         Args:
             config: what ``initialize`` takes (path, dict, JSON text, preset) or a ``Config``; "auto" may be left in it.
             world_size: data-parallel processes.
             micro_batch: samples; default the configuration's, else the workload's.
+            device_memory: bytes of the device: what "auto" makes of ``ds_hf.offload.stream`` depends on it.
 
         Raises:
             ConfigError: the configuration has faults.
@@ -85,16 +88,19 @@ class Predictor:
         settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
         plan = plan_states(settings)
         batch = micro_batch or _micro_batch(settings, world_size) or self.workload.micro_batch
-        return price(self._timeline(settings, plan, batch), plan, self._costs(settings, world_size), micro_batch=batch)
+        costs = self._costs(settings, world_size, device_memory)
+        return price(self._timeline(settings, plan, batch), plan, costs, micro_batch=batch)
 
-    def predict_each(self, config: Any, micro_batches: Sequence[int], *, world_size: int = 1) -> dict[int, Prediction]:
+    def predict_each(
+        self, config: Any, micro_batches: Sequence[int], *, world_size: int = 1, device_memory: int = DEVICE_MEMORY
+    ) -> dict[int, Prediction]:
         """Bytes for several micro-batches: the smallest and the largest are recorded, and those between interpolated.
 
         Raises:
             ConfigError, UnpredictableError: as ``predict``.
         """
         settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
-        plan, costs = plan_states(settings), self._costs(settings, world_size)
+        plan, costs = plan_states(settings), self._costs(settings, world_size, device_memory)
         low, high = min(micro_batches), max(micro_batches)
         first, last = self._timeline(settings, plan, low), self._timeline(settings, plan, high)
 
@@ -112,7 +118,7 @@ class Predictor:
             exact: check; otherwise the answer may be a little low.
         """
         settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
-        plan, costs = plan_states(settings), self._costs(settings, world_size)
+        plan, costs = plan_states(settings), self._costs(settings, world_size, device_memory)
 
         def fits(timeline: Timeline, batch: int) -> bool:
             return price(timeline, plan, costs, micro_batch=batch).device_total <= device_memory
@@ -133,7 +139,7 @@ class Predictor:
             low, high = (guess, high) if fits(recorded(guess), guess) else (low, guess)
         return low
 
-    def _costs(self, settings: Config, world_size: int) -> Costs:
+    def _costs(self, settings: Config, world_size: int, device_memory: int) -> Costs:
         zero = settings.zero_optimization
         optimizer = settings.optimizer.type if settings.optimizer is not None else self.workload.optimizer
         params = dict(settings.optimizer.params) if settings.optimizer is not None else {}
@@ -155,7 +161,18 @@ class Predictor:
             and optimizer.lower() in _BY_ELEMENT
             and (self.streams or settings.ds_hf.split_masters is True),
             device_share=_device_share(settings) if optimizer.lower() in _STREAMED else 0.0,
+            streamed_share=self._streamed_share(settings, optimizer.lower()),
+            device_memory=device_memory,
         )
+
+    def _streamed_share(self, settings: Config, optimizer: str) -> float | Literal["auto"]:
+        """As ``engine.offloading`` has it before the engine looks at sizes and link."""
+        own = settings.ds_hf.offload
+        if optimizer not in _BY_ELEMENT or own.delayed:
+            return 0.0
+        if own.stream == "auto" and not (self.streams and settings.zero_optimization.offload_optimizer.pin_memory):
+            return 0.0
+        return own.stream
 
     def _timeline(self, settings: Config, plan: StatePlan, batch: int) -> Timeline:
         sharding = Sharding(False)

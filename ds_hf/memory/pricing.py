@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ds_hf.config.plan import Placement, StatePlan
+from ds_hf.engine.optim.stream_share import AUTO_SHARE, HostUnit, slots_nbytes, slots_room, why_not
 from ds_hf.engine.zero.estimate import ITEM_NBYTES
 from ds_hf.engine.zero.layout import FlatLayout
 from ds_hf.memory.prediction import Prediction
 from ds_hf.memory.timeline import BufferSpec, Event, Step, Timeline
 from ds_hf.memory.tracker import Kind, rounded
 
-__all__ = ["Costs", "price"]
+__all__ = ["DEVICE_MEMORY", "Costs", "price"]
 
 MIB = 1 << 20
 # Of an H100 with CUDA 13; an A100 takes less. cuBLAS keeps one workspace a thread that computes: forward and backward.
 CUBLAS = 2 * 32 * MIB
 CONTEXT = 560 * MIB
 NCCL = 700 * MIB
+DEVICE_MEMORY = 80 << 30  # where nobody says how much there is
 SEGMENT, SPLIT = 20 * MIB, 0.02  # what the caching allocator holds and cannot use: a segment, and a share of the rest
 
 
@@ -42,6 +45,9 @@ class Costs:
         streams: reductions run beside the computation, so that what is reduced from lives a little longer.
         split_masters: of masters of 16-bit parameters two bytes are kept.
         device_share: of the states in host memory, the share that stays on the device (``offload_optimizer.ratio``).
+        streamed_share: of the others, the share that the GPU updates on their way over the device
+            (``ds_hf.offload.stream``); ``"auto"``: as the engine decides with a fast link.
+        device_memory: bytes of the whole device, which that depends on.
     """
 
     world_size: int
@@ -55,6 +61,8 @@ class Costs:
     streams: bool = True
     split_masters: bool = False
     device_share: float = 0.0
+    streamed_share: float | Literal["auto"] = 0.0
+    device_memory: int = DEVICE_MEMORY
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,8 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     places = _states_here(timeline, plan, costs)
     sizes = [_sizes(spec, plan, costs, here) for spec, here in zip(timeline.buffers, places, strict=True)]
     peak = _Peak()
-    base = _resident(timeline, sizes, costs)
+    streamed, slots = _streamed(timeline, sizes, plan, costs)
+    base = _resident(timeline, sizes, costs) | {"states on their way": slots}
     _initialize(timeline, sizes, costs, peak)
     _Run(timeline, sizes, plan, costs, base, peak).play()
     parts = {name: nbytes for name, nbytes in peak.parts.items() if nbytes}
@@ -111,7 +120,7 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     unusable = SEGMENT + int(SPLIT * peak.total)
     outside = {"CUDA context": CONTEXT, "allocator": unusable} | ({"NCCL": NCCL} if costs.world_size > 1 else {})
     pinned = kept if costs.pinned else 0
-    return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, costs.world_size)
+    return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, costs.world_size, streamed)
 
 
 def _states_here(timeline: Timeline, plan: StatePlan, costs: Costs) -> list[bool]:
@@ -125,6 +134,34 @@ def _states_here(timeline: Timeline, plan: StatePlan, costs: Costs) -> list[bool
         places.append(bool(numel) and stays and numel <= room)
         room -= numel if places[-1] else 0
     return places
+
+
+def _streamed(timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: Costs) -> tuple[float, int]:
+    """The share of the states in host memory that goes up to be updated, and what that takes of the device."""
+    if costs.optimizer_place != "cpu":
+        return 0.0, 0
+    summed = plan.reduces_every_micro_batch and costs.accumulation_steps > 1
+    units = [
+        HostUnit(
+            numel=_owned(spec, plan, costs),
+            states=size.master + size.moments,
+            gradient=size.owned_summed if summed else size.owned,
+            movable=_may_stream(spec, plan, costs),
+        )
+        for spec, size in zip(timeline.buffers, sizes, strict=True)
+        if spec.trains and not size.here
+    ]
+    share = costs.streamed_share
+    if share == "auto":
+        share = 0.0 if why_not(units, slots_room(costs.device_memory)) else AUTO_SHARE
+    return share, slots_nbytes(units, share)
+
+
+def _may_stream(spec: BufferSpec, plan: StatePlan, costs: Costs) -> bool:
+    """Not where master weights are in files, or are parameters in host memory themselves."""
+    if not spec.sharded or costs.parameter_place == "device":
+        return True
+    return costs.parameter_place == "cpu" and spec.itemsize != ITEM_NBYTES[plan.optimizer.dtype or "float32"]
 
 
 def _owned(spec: BufferSpec, plan: StatePlan, costs: Costs) -> int:

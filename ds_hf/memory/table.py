@@ -104,10 +104,9 @@ def _row(
 ) -> Row:
     world = machine.world_size
     try:
-        prediction = predictor.predict(config, world_size=world, micro_batch=micro_batch)
-        largest = predictor.largest_micro_batch(
-            config, world_size=world, device_memory=machine.device_memory, exact=name == chosen
-        )
+        memory = machine.device_memory
+        prediction = predictor.predict(config, world_size=world, micro_batch=micro_batch, device_memory=memory)
+        largest = predictor.largest_micro_batch(config, world_size=world, device_memory=memory, exact=name == chosen)
     except ConfigError as error:
         return Row(*name, config, None, error.faults[0].message, False, 0, name == chosen)
     return Row(*name, config, prediction, "", machine.has_room(prediction), largest, name == chosen)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from ds_hf.autotune.cost import CostModel, Survey
+from ds_hf.autotune.cost import HOST_UPDATE, CostModel, Survey
 from ds_hf.autotune.footprint import Footprint, TracedAhead
+from ds_hf.engine.optim import stream_share
 from ds_hf.memory import Predictor, UnpredictableError, Workload, predict
 from tests.autotune.world import MIB
 
@@ -96,6 +97,27 @@ def test_host_memory_rules_offload_out(facts: dict[str, Any], found: dict[str, A
     assert "of host memory" in model.why_not(away, 1, 16)
     roomy = CostModel(tree(2), own, Survey(facts, found), 2**40, footprint)
     assert not roomy.cannot_fit(away, 1, 16)
+
+
+def test_states_that_the_gpu_updates_take_no_time_of_the_cpu(
+    facts: dict[str, Any], found: dict[str, Any], footprint: Footprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"zero_optimization.stage": 2, "zero_optimization.offload_optimizer.device": "none"}
+    away = {**own, "zero_optimization.offload_optimizer.device": "cpu"}
+
+    def update(stream: Any) -> float:
+        whole = {**tree(2), "ds_hf": {"offload": {"stream": stream}}}
+        model = CostModel(whole, own, Survey(facts, found), 2**40, Footprint(facts, found, SIZES))
+        return model._update(away, 1, 16)
+
+    none, some = update(0.0), update(0.3)
+    owned = facts["total"] / 2
+    assert none - some == pytest.approx(0.3 * owned / HOST_UPDATE)
+    assert update("auto") == none  # less than 64 MiB of states
+    monkeypatch.setattr(stream_share, "_LEAST_STATES", 1)
+    assert update("auto") == some
+    facts = {**facts, "memory": 1 << 20}
+    assert update("auto") == none  # slots would take more than a part of that device
 
 
 def settings() -> list[tuple[dict[str, Any], bool]]:

@@ -33,6 +33,7 @@ def train(stage: int, offload: dict[str, Any], dtype: str) -> tuple[list[float],
         "gradient_accumulation_steps": 4,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[call-overload]
         "zero_optimization": {"stage": stage, **offload},
+        "ds_hf": {"offload": {"stream": 0.0}},
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from ds_hf.engine.builder import initialize
+from ds_hf.engine.offload.link import Link
+from ds_hf.engine.optim import stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
+from ds_hf.engine.optim.stream_share import AutoShare
 from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
 
@@ -51,10 +55,11 @@ def ways(folder: str) -> None:
     for accumulation in (1, 4):
         plain, _ = train(2, accumulation, {}, {})
         for stage, zero, own, wanted in [
-            (1, {"offload_optimizer": CPU}, {}, {Place.HOST}),
+            (1, {"offload_optimizer": CPU}, {"stream": 0.0}, {Place.HOST}),
+            (1, {"offload_optimizer": CPU}, {}, {Place.HOST}),  # auto: too small a model for more
             (2, {"offload_optimizer": CPU}, {"stream": 1.0}, {Place.STREAMED}),
             (2, {"offload_optimizer": CPU}, {"stream": 0.4}, {Place.STREAMED, Place.HOST}),
-            (3, {"offload_optimizer": {**CPU, "ratio": 0.6}}, {}, {Place.DEVICE, Place.HOST}),
+            (3, {"offload_optimizer": {**CPU, "ratio": 0.6}}, {"stream": 0.0}, {Place.DEVICE, Place.HOST}),
             (3, {"offload_optimizer": CPU, "offload_param": CPU}, {"stream": 0.5}, {Place.STREAMED, Place.HOST}),
             (2, {"offload_optimizer": CPU}, {"ratio": "auto"}, {Place.DEVICE}),  # this model always fits
             (3, {"offload_param": CPU}, {}, None),
@@ -83,6 +88,7 @@ def memory(stage: int) -> tuple[int, int]:
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "zero_optimization": {"stage": stage, **zero},
+            "ds_hf": {"offload": {"stream": 0.0}},
         }
         engine, *_ = initialize(model=trained, config=config)
         for step in batches(1, 1)[:3]:
@@ -99,3 +105,80 @@ def test_states_are_not_on_the_device() -> None:
     (numbers,) = run_distributed(memory, 1, 2, timeout=120, backend="nccl")
     numel = sum(p.numel() for p in model().parameters())
     assert numbers[0] - numbers[1] > 11 * numel  # of 12 bytes
+
+
+def offloaded(own: dict[str, Any]) -> tuple[list[torch.Tensor], list[float], set[Place]]:
+    """Parameters and losses of some steps with states in host memory, and the places of units."""
+    trained = model()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[call-overload]
+        "zero_optimization": {"stage": 2, "offload_optimizer": CPU},
+        "ds_hf": {"offload": own},
+    }
+    engine, *_ = initialize(model=trained, config=config)
+    losses = []
+    for (micro,) in batches(1, torch.distributed.get_world_size())[:3]:
+        loss = engine(micro[torch.distributed.get_rank()].to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights = [p.detach().cpu().clone() for p in trained.parameters()]
+    places = set(engine.optimizer.store.places.values())
+    engine.destroy()
+    return weights, losses, places
+
+
+def auto() -> tuple[bool, list[float]]:
+    """Whether units were streamed once sizes allowed it, and the speeds that were measured then."""
+    plain, expected, places = offloaded({"stream": 0.0})
+    assert places == {Place.HOST}
+    for own in ({}, {"stream": "auto"}):
+        same, losses, places = offloaded(own)
+        assert losses == expected
+        assert places == {Place.HOST}, "the model is small"
+        assert all(torch.equal(a, b) for a, b in zip(same, plain, strict=True))
+
+    speeds: list[float] = []
+    measure = AutoShare._speed
+
+    def noted(self: AutoShare, link: Link) -> float:
+        speeds.append(measure(self, link))
+        return speeds[-1]
+
+    AutoShare._speed = noted  # type: ignore[method-assign]
+    stream_share._LEAST_STATES = 1
+    _, losses, places = offloaded({})
+    assert losses == pytest.approx(expected, rel=1e-2)  # another kernel
+    return Place.STREAMED in places, speeds
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_auto_streams_where_the_link_is_fast(world: int) -> None:
+    """And changes nothing for a small model."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
+    found = run_distributed(auto, world, timeout=240, backend="nccl")
+    speeds = [speed for _, (speed,) in found]
+    assert [streamed for streamed, _ in found] == [min(speeds) >= stream_share._LEAST_SPEED] * world, speeds
+
+
+def seconds_to_measure() -> float:
+    from ds_hf.engine.dist.mesh import Axis
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    auto, link = AutoShare(device, Axis(None, 0, 1)), Link(device)
+    before = torch.cuda.memory_allocated()
+    found = []
+    for _ in range(3):
+        start = time.perf_counter()
+        auto._speed(link)
+        found.append(time.perf_counter() - start)
+    assert torch.cuda.memory_allocated() == before
+    return min(found)
+
+
+def test_measuring_the_link_is_quick() -> None:
+    (seconds,) = run_distributed(seconds_to_measure, 1, timeout=60, backend="nccl")
+    assert seconds < 0.2

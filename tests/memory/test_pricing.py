@@ -10,6 +10,7 @@ import torch
 
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
+from ds_hf.engine.optim import stream_share
 from ds_hf.memory import Predictor, Workload
 from ds_hf.memory.prediction import Prediction
 from ds_hf.memory.pricing import CUBLAS, NCCL, Costs, price
@@ -138,6 +139,68 @@ def test_ratio_of_the_file() -> None:
     assert masters()[0] == 0
     assert here + away == whole
     assert 0 < here <= 0.5 * whole
+
+
+def test_states_that_the_gpu_updates_pass_over_the_device() -> None:
+    """Two slots of 12 MB of states and 2 of gradients, or 4 of sums, for one of the two buffers."""
+    alone = dataclasses.replace(ALONE, optimizer_place="cpu")
+
+    def slots(**changed: Any) -> int:
+        prediction = priced(2, dataclasses.replace(alone, **changed), offload_optimizer={"device": "cpu"})
+        return prediction.device.get("states on their way", 0) // MB
+
+    assert slots() == 0
+    assert slots(streamed_share=0.3) == 2 * (12 + 2)
+    assert slots(streamed_share=0.3, world_size=4) == 2 * (12 + 2) / 4
+    assert slots(streamed_share=0.3, accumulation_steps=4) == 2 * (12 + 4)
+    assert slots(streamed_share=1.0, device_share=1.0) == 0
+    assert slots(streamed_share=1.0, optimizer_place="device") == 0
+
+
+def test_auto_is_priced_by_the_engines_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = dataclasses.replace(ALONE, optimizer_place="cpu", streamed_share="auto")
+
+    def streamed(**changed: Any) -> tuple[float, int]:
+        prediction = priced(2, dataclasses.replace(auto, **changed), offload_optimizer={"device": "cpu"})
+        return prediction.streamed_share, prediction.device.get("states on their way", 0) // MB
+
+    assert streamed() == (0.0, 0)  # 24 MiB of states
+    monkeypatch.setattr(stream_share, "_LEAST_STATES", 24 * MB)
+    assert streamed() == (0.3, 28)
+    assert streamed(device_memory=32 * 28 * MB) == (0.3, 28)
+    assert streamed(device_memory=32 * 28 * MB - 1) == (0.0, 0)
+    assert streamed(world_size=2) == (0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "zero", "optimizer", "share"),
+    [
+        ({}, {}, "AdamW", 0.3),
+        ({"stream": "auto"}, {}, "AdamW", 0.3),
+        ({"stream": 0.0}, {}, "AdamW", 0.0),
+        ({"stream": 0.5}, {"pin_memory": False}, "AdamW", 0.5),
+        ({}, {"pin_memory": False}, "AdamW", 0.0),
+        ({"delayed": True}, {}, "AdamW", 0.0),
+        ({}, {}, "Lamb", 0.0),
+        ({}, {}, "Adafactor", 0.0),
+    ],
+)
+def test_stream_of_the_file(own: dict[str, Any], zero: dict[str, Any], optimizer: str, share: float) -> None:
+    """Of a model of 7 M parameters: 80 MiB of states."""
+    model = "llama:hidden=256,layers=8,heads=4,kv_heads=4,intermediate=688,vocab=1024"
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", **zero}},
+        "ds_hf": {"offload": own},
+    }
+    predictor = Predictor(model, Workload(micro_batch=1, seq_len=32, optimizer=optimizer))
+    found = predictor.predict(config)
+    assert found.streamed_share == share
+    assert ("states on their way" in found.device) == (share > 0)
+    if share and "stream" not in own:
+        assert predictor.predict(config, device_memory=1 << 28).streamed_share == 0
+        predictor.streams = False  # a CPU
+        assert predictor.predict(config).streamed_share == 0
 
 
 def test_everything_elsewhere() -> None:

@@ -156,7 +156,7 @@ class DsHfOffloadSection:
     """Offload of optimizer states beyond what DeepSpeed's keys say."""
 
     ratio: float | Literal["auto"] | None = None
-    stream: float = 0.0
+    stream: float | Literal["auto"] = "auto"
     delayed: bool = False
 
 

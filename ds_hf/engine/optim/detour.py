@@ -15,9 +15,9 @@ from ds_hf.engine.offload.link import DONE, Arrival, Link, new_stream
 from ds_hf.engine.offload.memory import host_empty
 from ds_hf.engine.optim.store import Job, written_beside
 
-__all__ = ["Detour"]
+__all__ = ["SLOTS", "Detour"]
 
-_SLOTS = 2
+SLOTS = 2  # units on the way; each has memory for the largest that went there
 
 
 class _Slot:
@@ -48,7 +48,7 @@ class Detour:
         self._device, self._pinned = device, pinned
         self._link = Link(device)
         self._stream = new_stream(device)
-        self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._slots = [_Slot() for _ in range(SLOTS)]
         self._turn = 0
         self._down: dict[Block, Arrival] = {}
         self._jobs: dict[Block, tuple[Job, torch.cuda.Event]] = {}  # as long as the GPU may read what they hold
@@ -75,7 +75,7 @@ class Detour:
         home = block.memory
         assert home is not None
         slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % _SLOTS
+        self._turn = (self._turn + 1) % SLOTS
         (grads,) = job.grads
         slot.reserve(self._device, home.numel(), 0 if grads is None else grads.numel() * grads.element_size())
         slot.free.on_stream()
@@ -114,10 +114,10 @@ class Detour:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def close(self) -> None:
-        """Wait, and give the device's memory back."""
+        """Wait, and give the device's memory back; whoever goes this way again takes new memory."""
         self._link.close()
         if self._stream is not None:
             self._stream.synchronize()
         self._jobs.clear()
         self._down.clear()
-        self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._slots = [_Slot() for _ in range(SLOTS)]

@@ -5,8 +5,8 @@ while the next one is updated. STREAMED units take another way at the same time:
 them, they go down again; the CPU and the link work on different units. Units on the DEVICE are updated where they are.
 In a process alone a step returns while updates go on: the next forward waits for each unit when it gets there, so that
 most of it is computed beside them (``zero/landing.py`` holds up everybody else who touches a parameter).
-Which unit has which place follows from the sizes and the settings alone, so that it is the same on every rank and in
-every run.
+Which unit has which place follows from the sizes and the settings, so that it is the same on every rank and in every
+run; with ``stream: auto`` also from what the machine can do (``stream_share.py``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ds_hf.engine.optim.outputs import Outputs
 from ds_hf.engine.optim.room import Room
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.store import HostSettings, MakeJob, update_target
+from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, going_up
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
 from ds_hf.engine.zero.gradients import GradientBuffer
@@ -50,6 +51,7 @@ class HostStore:
         device: where the model computes.
         room: moves units to the device while there is memory; ``None`` leaves all where the settings put them.
         gradient_places: see ``HostHome``.
+        auto: finds the share that is streamed; ``None`` takes that of the settings.
     """
 
     splits: str | None = None
@@ -57,17 +59,23 @@ class HostStore:
     lands_later = True  # updates may go on until the parameters are used
 
     def __init__(
-        self, device: torch.device, settings: HostSettings, room: Room | None = None, gradient_places: int = 1
+        self,
+        device: torch.device,
+        settings: HostSettings,
+        room: Room | None = None,
+        gradient_places: int = 1,
+        auto: AutoShare | None = None,
     ) -> None:
         self.device = torch.device("cpu")
         self.link, self.worker = Link(device), Worker()
         self.places: dict[FlatBuffer, Place] = {}
-        self._compute, self._settings, self._room = device, settings, room
+        self._compute, self._settings, self._room, self._auto = device, settings, room, auto
         self._gradient_places = gradient_places
         self._blocks: dict[FlatBuffer, Block] = {}
         self._landing: dict[GradientBuffer, _Landing] = {}
         self._detour = Detour(device, pinned=settings.pinned)
-        self._filled = {Place.DEVICE: 0, Place.STREAMED: 0, Place.HOST: 0}
+        self._on_device = 0  # elements
+        self._fixed: set[FlatBuffer] = set()  # updated on the host in any case
         self.outputs = Outputs(self.link, pinned=settings.pinned, at_once=not self.delays)
 
     # -- building -------------------------------------------------------------------------------------------------
@@ -76,26 +84,24 @@ class HostStore:
         place = self._choose(values.numel()) if buffer.stays else Place.HOST
         home = self._compute if place is Place.DEVICE else self.device
         if owned.dtype == dtype and owned.device == home and buffer.stays and not self.delays:
-            place = Place.HOST if place is Place.STREAMED else place
+            self._fixed.add(buffer)
             master = owned
         elif place is Place.DEVICE:
             master = values.to(device=home, dtype=dtype, copy=True)
         else:
             master = host_copy(values, dtype, pinned=self._settings.pinned)
+        if not buffer.stays:
+            self._fixed.add(buffer)
         self.places[buffer] = place
-        self._filled[place] += values.numel()
+        self._on_device += values.numel() if place is Place.DEVICE else 0
         self._blocks[buffer] = Block(master, buffer.label)
         return master
 
     def _choose(self, numel: int) -> Place:
-        """First units to the device: their gradients come last. The streamed ones lie between the others."""
-        settings, filled = self._settings, self._filled
-        if filled[Place.DEVICE] + numel <= settings.device_share * settings.numel * (1 + 1e-9):
-            return Place.DEVICE
-        offloaded = filled[Place.HOST] + filled[Place.STREAMED] + numel
-        if filled[Place.STREAMED] + numel / 2 <= settings.streamed_share * offloaded:
-            return Place.STREAMED
-        return Place.HOST
+        """First units to the device: their gradients come last. Which of the others are streamed is chosen later."""
+        settings = self._settings
+        fits = self._on_device + numel <= settings.device_share * settings.numel * (1 + 1e-9)
+        return Place.DEVICE if fits else Place.HOST
 
     def home(self, buffer: FlatBuffer) -> GradientHome:
         if self.places[buffer] is Place.DEVICE:
@@ -105,6 +111,18 @@ class HostStore:
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
         for gradient, cut in segments.items():
             self._blocks[gradient.buffer].bind(cut, inner.state)
+        offloaded = [g for g in segments if self.places[g.buffer] is not Place.DEVICE]
+        units = [self._unit(gradient) for gradient in offloaded]
+        share = self._settings.streamed_share if self._auto is None else self._auto.decide(units, self.link)
+        for gradient, goes in zip(offloaded, going_up(units, share), strict=True):
+            self.places[gradient.buffer] = Place.STREAMED if goes else Place.HOST
+
+    def _unit(self, gradient: GradientBuffer) -> HostUnit:
+        settings, values = self._settings, self._blocks[gradient.buffer].values
+        states = values.dtype.itemsize + settings.moments_nbytes
+        summed = settings.accumulation_dtype if settings.accumulates else gradient.dtype
+        numel = values.numel()
+        return HostUnit(numel, numel * states, numel * summed.itemsize, gradient.buffer not in self._fixed)
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -197,6 +215,8 @@ class HostStore:
             self._detour.arrived(block)
             self._move(gradient, block)
             left -= needed
+        if left is not None and Place.STREAMED not in self.places.values():
+            self._detour.close()  # nobody goes that way any more
 
     def _move(self, gradient: GradientBuffer, block: Block) -> None:
         """The block's states to the device; the host memory goes back with the last tensor that lay there."""

@@ -98,6 +98,7 @@ class HostSettings:
         pinned: page-lock the host memory.
         accumulates: a step has several micro-batches.
         accumulation_dtype: of sums over them.
+        moments_nbytes: bytes of an element's moments, once they are there.
     """
 
     numel: int
@@ -106,6 +107,7 @@ class HostSettings:
     pinned: bool = True
     accumulates: bool = False
     accumulation_dtype: torch.dtype = torch.float32
+    moments_nbytes: int = 8
 
     def gradient_home(self, link: Link, worker: Worker, places: int = 1) -> GradientHome:
         """Where the gradients of one more buffer go."""

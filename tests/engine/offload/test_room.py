@@ -45,3 +45,30 @@ def moved(nbytes: int) -> None:
 def test_units_move_after_the_second_step_as_far_as_there_is_room(share: float) -> None:
     numel = sum(p.numel() for p in model().parameters())
     run_distributed(moved, 1, int(share * 18 * numel), timeout=60)  # 12 of states, 2 of gradients, 4 of sums
+
+
+def all_moved() -> None:
+    Room._free = lambda self: 1 << 40  # type: ignore[method-assign]
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "ds_hf": {"offload": {"ratio": "auto", "stream": 0.5}},
+    }
+    engine, *_ = initialize(model=model(), config=config)
+    store = engine.optimizer.store
+    assert isinstance(store, HostStore)
+    taken = []
+    for (micro,) in batches(1, 1)[:4]:
+        engine.backward(engine(micro[0]))
+        engine.step()
+        taken.append(sum(slot.states.numel() for slot in store._detour._slots))
+    assert set(store.places.values()) == {Place.DEVICE}
+    assert taken[0] > 0
+    assert taken[1:] == [0, 0, 0]
+    engine.destroy()
+
+
+def test_slots_are_given_back_when_nobody_is_streamed_any_more() -> None:
+    run_distributed(all_moved, 1, timeout=60)
