@@ -7,7 +7,8 @@ All engines train the same model from the same seed on the same tokens in bf16 w
 turns: ``--rounds`` times each is built, warmed up, timed and destroyed. *floor* is forward and backward of the bf16
 model on one device's share, without masters, communication or update: what no engine can beat. The loss of every step
 is kept, so that a step which is fast and wrong shows. FSDP2 at stage 2 keeps parameters gathered after forward.
-*ds_hf-nccl* gathers by NCCL also where GPUs can copy from each other (``ds_hf.peer_copies``).
+*ds_hf-nccl* gathers by NCCL also where GPUs can copy from each other (``ds_hf.peer_copies``), *ds_hf-whole* keeps fp32
+masters whole (``ds_hf.split_masters``).
 
 ``--deepspeed-path`` is put in front of everything else, so that the real DeepSpeed has the name; ds_hf itself is
 imported as ``ds_hf``. On a machine without GPUs the same runs over gloo, to try the script.
@@ -25,7 +26,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -120,14 +121,14 @@ class Floor(Contender):
 class DsHf(Contender):
     """This project's engine."""
 
-    peer_copies = True
+    own: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
         import ds_hf
 
         config = engine_config(args)
-        config["ds_hf"] = {"peer_copies": self.peer_copies, **({"compile": "blocks"} if args.compile else {})}
+        config["ds_hf"] = {**self.own, **({"compile": "blocks"} if args.compile else {})}
         model = make_model(args, torch.float32)
         config["optimizer"] = {"type": "AdamW", "params": adam_parameters()}
         self.engine, *_ = ds_hf.initialize(model=model, model_parameters=parameter_groups(model), config=config)
@@ -146,7 +147,13 @@ class DsHf(Contender):
 class DsHfNccl(DsHf):
     """The same without copies between the GPUs."""
 
-    peer_copies = False
+    own: ClassVar[dict[str, Any]] = {"peer_copies": False}
+
+
+class DsHfWhole(DsHf):
+    """The same with whole fp32 masters beside the 16-bit parameters."""
+
+    own: ClassVar[dict[str, Any]] = {"split_masters": False}
 
 
 class DeepSpeed(Contender):
@@ -230,6 +237,7 @@ class Fsdp2(Contender):
 ENGINES: dict[str, type[Contender]] = {
     "ds_hf": DsHf,
     "ds_hf-nccl": DsHfNccl,
+    "ds_hf-whole": DsHfWhole,
     "deepspeed": DeepSpeed,
     "fsdp2": Fsdp2,
     "floor": Floor,

@@ -82,8 +82,18 @@ def test_frozen_parameters_have_no_states() -> None:
 @pytest.mark.parametrize(("name", "tensors"), [("AdamW", 2), ("Lion", 1), ("SGD", 0), ("Adagrad", 1)])
 def test_optimizers(tiny: Predictor, name: str, tensors: int) -> None:
     config = stage(2, optimizer={"type": name, "params": {"lr": 0.1}})
-    prediction = tiny.predict(config)
-    assert prediction.device.get("moments", 0) == tensors * prediction.device["masters"]
+    halves, whole = tiny.predict(config), tiny.predict({**config, "ds_hf": {"split_masters": False}})
+    assert whole.device.get("moments", 0) == tensors * whole.device["masters"] == halves.device.get("moments", 0)
+    assert 2 * halves.device["masters"] - whole.device["masters"] in range(4096)  # gaps
+
+
+def test_masters_that_cannot_be_halves(tiny: Predictor) -> None:
+    for config in (
+        stage(2, optimizer={"type": "Lamb", "params": {"lr": 0.1}}),
+        {**stage(2), "bf16": {"enabled": False}, "fp16": {"enabled": True}},
+    ):
+        whole = {**config, "ds_hf": {"split_masters": False}}
+        assert tiny.predict(config).device["masters"] == tiny.predict(whole).device["masters"]
 
 
 def test_faults_are_named(tiny: Predictor) -> None:
@@ -110,4 +120,4 @@ def test_seventy_billion_parameters_within_seconds() -> None:
     prediction = predictor.predict(stage(3), world_size=64)
     assert time.process_time() - start < 30
     assert sum(p.numel() for p in predictor.model.parameters()) == pytest.approx(70.55e9, rel=0.001)
-    assert prediction.device["masters"] == pytest.approx(4 * 70.55e9 / 64, rel=0.001)
+    assert prediction.device["masters"] == pytest.approx(2 * 70.55e9 / 64, rel=0.001)
