@@ -147,7 +147,10 @@ def check_update(
 
 
 def check_halves(ops: Any, rule: str, data: Data, control: Tensor | None = None, **changes: Any) -> None:
-    """A master in halves becomes what the whole one becomes, bit for bit; ``data`` has bf16 params and LOW outs."""
+    """A master in halves becomes what the whole one becomes; ``data`` has bf16 params and LOW outs.
+
+    To a unit of the last place, for a GPU's compiler may join another product and sum for each kernel.
+    """
     assert {tensor.dtype for tensor in data.outs} <= {LOW}
     want = data.copied(None)
     want.params = [join(high, low) for high, low in zip(data.params, data.outs, strict=True)]
@@ -155,12 +158,12 @@ def check_halves(ops: Any, rule: str, data: Data, control: Tensor | None = None,
     call_update(ops, rule, want, control, **changes)
     call_update(ops, rule, data, control, **changes)
     for index, (high, low) in enumerate(zip(data.params, data.outs, strict=True)):
-        wanted = halves(want.params[index])
-        assert torch.equal(high.nan_to_num(7), wanted[0].nan_to_num(7)), f"params[{index}]"
-        assert torch.equal(low, wanted[1]), f"outs[{index}]"
+        master = join(high, low)
+        close(master, want.params[index].double(), f"params[{index}]")
+        assert torch.equal(halves(master)[0].nan_to_num(7), high.nan_to_num(7)), f"params[{index}]"
     for place in range(UPDATES[rule][1]):
         for state, wanted in zip(data.states[place], want.states[place], strict=True):
-            assert torch.equal(state.nan_to_num(7), wanted.nan_to_num(7)), f"states[{place}]"
+            close(state, wanted.double(), f"states[{place}]")
     data.check_guards()
 
 
