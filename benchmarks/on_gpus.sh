@@ -5,7 +5,8 @@
 #   OUT=results benchmarks/on_gpus.sh PART...   there, in a copy of this checkout with .whl and ds_hf/engine/ops/_lib
 #
 # Parts, GPUs and minutes on H100 or H200:
-#   prepare 0, 1    installs, and builds DeepSpeed's kernels; other parts do the first too, but not twice at once
+#   prepare 0, 1    installs, and builds DeepSpeed's kernels (BUILD="CPUAdam" for some); other parts do the first too, but
+#                   not twice at once
 #   kernels 1, 3    tests of the CUDA kernels; optimizers at 1 M and 500 M elements
 #   tests 1 or 2, 8 tests/gpu but for those of the kernels
 #   training 2, 9   benchmarks/training.py, the rows of docs/performance.md; ROWS="3 7" for some of them
@@ -49,7 +50,7 @@ prepare() {
 build_deepspeed() {
   PYTHONPATH="$BESIDE:$PYTHONPATH" python3 -c "
 from deepspeed.ops import op_builder as ops
-for name in ('FusedAdam', 'FusedLamb', 'FusedLion', 'CPUAdam'):
+for name in '${BUILD:-FusedAdam FusedLamb FusedLion CPUAdam}'.split():
     getattr(ops, name + 'Builder')().load(verbose=False)" > /dev/null
 }
 
@@ -85,13 +86,13 @@ training() {
 offload() {
   local common=(--model 2b7 --stage 2 --micro-batch 4 --seq 2048 --checkpointing --rounds 1)
   python3 benchmarks/offload.py "${common[@]}" --json "$OUT/offload.json" \
-    --engines ds_hf+none,ds_hf+auto,ds_hf,ds_hf+stream=0.3,ds_hf+stream=0.5,fsdp2,floor
+    --engines ds_hf+none,ds_hf+auto,ds_hf,ds_hf+stream=auto,ds_hf+stream=0.5,torchao,fsdp2,floor
   python3 benchmarks/offload.py "${common[@]}" "${WITH[@]}" --engines deepspeed --json "$OUT/offload-deepspeed.json"
 }
 
 offload2() {
   two benchmarks/offload.py --model 1b3 --stage 2 --micro-batch 4 --seq 2048 --rounds 1 "${WITH[@]}" \
-    --engines ds_hf+none,ds_hf+auto,ds_hf,fsdp2,deepspeed --json "$OUT/offload2.json"
+    --engines ds_hf+none,ds_hf+auto,ds_hf,ds_hf+stream=auto,fsdp2,deepspeed --json "$OUT/offload2.json"
 }
 
 memory() { python3 benchmarks/memory_prediction.py --budget 150 --json "$OUT/memory.json"; }
@@ -110,7 +111,7 @@ autotune() {
     --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
 }
 
-(($#)) || { sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2; }
+(($#)) || { sed -n '2,22s/^# \{0,1\}//p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
