@@ -47,6 +47,7 @@ class Lane:
         self._behind = False  # something was queued since the last join
         self._kept: deque[tuple[torch.cuda.Event, list[Tensor], int]] = deque()
         self._kept_nbytes = 0
+        self._idle: list[torch.cuda.Event] = []  # to be recorded again: what waits for them has been told to
 
     def __enter__(self) -> None:
         if self.stream is None:
@@ -55,7 +56,7 @@ class Lane:
         ids = torch._C._cuda_getCurrentStream(self._index)
         self._left.append(ids)
         self._reached.record(_stream_of(ids))
-        self.stream.wait_event(self._reached)
+        self._reached.wait(self.stream)
         self._behind = True
         _set_stream(self._own)
 
@@ -65,14 +66,18 @@ class Lane:
         if self.stream is not None:
             _set_stream(self._left.pop())
 
-    def event(self) -> torch.cuda.Event | None:
-        """Done when all that the lane has been given so far is."""
-        return None if self.stream is None else self.stream.record_event()
+    def event(self, used: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """Done when all that the lane has been given so far is.
+
+        Args:
+            used: one that nobody is going to wait for, to be recorded again: that is faster than to make one.
+        """
+        return None if self.stream is None else self.stream.record_event(used)
 
     def keep(self, tensors: list[Tensor]) -> None:
         """Hold ``tensors``, which the lane reads, until ``settle``."""
-        event = self.event() if tensors else None
-        if event is not None:
+        if self.stream is not None and tensors:
+            event = self.stream.record_event(self._idle.pop() if self._idle else None)
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self._kept.append((event, tensors, nbytes))
             self._kept_nbytes += nbytes
@@ -86,6 +91,7 @@ class Lane:
         while self._kept_nbytes > spared_nbytes:
             event, _, nbytes = self._kept.popleft()
             wait(event)
+            self._idle.append(event)
             self._kept_nbytes -= nbytes
 
     def join(self) -> None:
@@ -93,6 +99,7 @@ class Lane:
         if self.stream is not None and self._behind:
             _stream_of(torch._C._cuda_getCurrentStream(self._index)).wait_stream(self.stream)
             self._behind = False
+            self._idle += (event for event, _, _ in self._kept)
             self._kept.clear()
             self._kept_nbytes = 0
 

@@ -148,6 +148,7 @@ class FlatBuffer:
         self.frozen = not any(p.requires_grad for p in params)
         self.lane = Lane()  # the builder gives the buffers of an engine one in common
         self._arrival: Awaited | None = None
+        self._arrived: torch.cuda.Event | None = None  # of gathers of this buffer alone, recorded for each of them
         self._users_at_rest = 0  # tensors that share the storage of a replicated buffer when nobody else looks at it
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
         self._gone: set[int] = set()  # parameters that another buffer took over
@@ -194,12 +195,12 @@ class FlatBuffer:
                 self.region = self.peers.region(high - low, self.dtype)
             self._shard = self.rest.keep(full[low:high], None if self.region is None else self.region.mine)
             # adopt()'s result may be this very tensor: give back our own storage, never the caller's
-            self._full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+            self._own(torch.empty(self.layout.numel, dtype=self.dtype, device=self.device))
         else:
             if self.peers is not None:
                 self.region = self.peers.region(self.layout.numel, self.dtype, visible=True)
                 full = self.region.mine.copy_(full)
-            self._full = full
+            self._own(full)
             self._shard = full[low:high]
         self.aliased = not self.sharded or self._shard.data_ptr() == self._full.data_ptr()
         self._make_views()
@@ -212,6 +213,9 @@ class FlatBuffer:
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             _mark(param, self, slot)
 
+    def _own(self, full: Tensor) -> None:
+        self._full, self._storage = full, full.untyped_storage()
+
     def _make_views(self) -> None:
         self.views = tuple(slot.of(self._full) for slot in self.layout.slots)
         if self.region is not None:
@@ -223,7 +227,7 @@ class FlatBuffer:
 
     def _storage_users(self) -> int:
         """How many tensors share the storage of ``full``."""
-        return torch._C._storage_Use_Count(self._full.untyped_storage()._cdata)
+        return torch._C._storage_Use_Count(self._storage._cdata)
 
     @property
     def full(self) -> Tensor:
@@ -247,9 +251,9 @@ class FlatBuffer:
             return False
         if not self.aliased:
             with self.lane:
-                self._full.untyped_storage().resize_(self.layout.numel * self._full.element_size())
+                self._storage.resize_(self.layout.numel * self.dtype.itemsize)
                 self.fill()
-            self._arrival = self.lane.event()
+            self._arrival = self._arrived = self.lane.event(self._arrived)
         self.state = BufferState.IN_FLIGHT
         return True
 
@@ -293,10 +297,10 @@ class FlatBuffer:
         self._point(self.placeholders, ParamStatus.NOT_AVAILABLE)
         if not self.aliased:
             in_use = spare_users and self._storage_users() > self._own_users
-            if in_use or not self._full.untyped_storage().resizable():  # .numpy() of a parameter pins it
-                self._full = torch.empty_like(self._full)
+            if in_use or not self._storage.resizable():  # .numpy() of a parameter pins it
+                self._own(torch.empty_like(self._full))
                 self._make_views()
-            self._full.untyped_storage().resize_(0)
+            self._storage.resize_(0)
         self.state = BufferState.RELEASED
 
     def _attach(self) -> None:
@@ -350,7 +354,8 @@ class FlatBuffer:
     def refresh(self) -> None:
         """The shard was written: whatever is gathered, or on its way up, is stale."""
         self.rest.changed()
-        self.release(force=True)
+        if self.state is not BufferState.RELEASED:
+            self.release(force=True)
         if self.holds:
             self.gather()
 
@@ -360,6 +365,8 @@ class FlatBuffer:
         Raises:
             DsHfError: somebody moved them.
         """
+        if list(map(Tensor.data_ptr, self.params)) == list(map(Tensor.data_ptr, self.views)):
+            return
         for param, view in zip(self.params, self.views, strict=True):
             if param.data_ptr() != view.data_ptr():
                 raise DsHfError(

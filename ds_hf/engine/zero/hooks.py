@@ -34,6 +34,7 @@ from ds_hf.errors import DsHfError
 __all__ = ["UnitHooks", "in_backward", "tensors_in"]
 
 _PLAIN = {type(None), bool, int, float, str}  # what most arguments are that are no tensors
+_NESTS = (list, tuple, set)  # isinstance takes a tuple faster than a union
 _INPUT_OF = "_ds_input_of"  # on a view of a call's input: a module that returns its input did not compute it
 
 
@@ -46,7 +47,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """All tensors in a nest of lists, tuples, mappings, dataclasses and plain objects."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, _NESTS):
         for item in value:
             yield from tensors_in(item, depth)
     elif hasattr(value, "values") and callable(value.values) and hasattr(value, "keys"):
@@ -176,6 +177,10 @@ class UnitHooks:
         self.reducer.abandon()
 
     def _scope(self, module: nn.Module, unit: Unit) -> None:
+        if unit.name and not unit.sharded:  # there is nothing to release, and nothing to gather in backward
+            reached = _Hook(partial(self._pre_replicated, unit))
+            self.handles.append(module.register_forward_pre_hook(reached, prepend=True))
+            return
         pre = _Hook(partial(self._pre_forward, unit))
         post = _Hook(partial(self._post_forward, unit))
         self.handles.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
@@ -187,6 +192,11 @@ class UnitHooks:
             self._scope(module, unit)
 
     # -- forward ------------------------------------------------------------------------------------------------
+
+    def _pre_replicated(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        unit.gather()
+        if torch.is_grad_enabled() and not in_backward():
+            self.reducer.record_use(unit)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._kept and module is self.units[0].module:

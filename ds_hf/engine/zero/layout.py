@@ -39,7 +39,7 @@ class Slot:
         return torch.empty(self.shape, device="meta").stride()
 
     def of(self, full: Tensor) -> Tensor:
-        """The parameter in ``full``, as a view: one call, for this is done for each parameter in each backward."""
+        """The parameter in ``full``, as a view."""
         return full.as_strided(self.shape, self.strides, full.storage_offset() + self.offset)
 
 
@@ -87,15 +87,20 @@ class FlatLayout:
         self.numel = _round_up(max(end, 1), alignment * world_size)
         self.shard_numel = self.numel // world_size
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
         """``(start, end)`` of every stretch that belongs to no parameter."""
-        end = 0
-        for slot in self.slots:
-            if slot.offset > end:
-                yield end, slot.offset
-            end = max(end, slot.end)
-        if self.numel > end:
-            yield end, self.numel
+        ends = (0, *(slot.end for slot in self.slots))
+        starts = (*(slot.offset for slot in self.slots), self.numel)
+        return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
+        return tuple((slot.shape, slot.strides, slot.offset) for slot in self.slots)
+
+    def views(self, full: Tensor) -> list[Tensor]:
+        """All parameters in ``full``, which begins where its storage does: in each backward, so in as few calls."""
+        return [full.as_strided(shape, strides, offset) for shape, strides, offset in self._places]
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """``(start, end)`` of the rank's shard in the full buffer."""

@@ -17,7 +17,7 @@ def test_places_do_not_overlap_and_gaps_fill_the_rest(world_size: int) -> None:
     for slot in layout.slots:
         assert slot.offset % ALIGNMENT == 0
         covered[slot.offset : slot.end] += 1
-    for start, end in layout.gaps():
+    for start, end in layout.gaps:
         covered[start:end] += 1
     assert torch.equal(covered, torch.ones_like(covered))
     assert layout.numel == world_size * layout.shard_numel
