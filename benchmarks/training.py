@@ -7,8 +7,8 @@ All engines train the same model from the same seed on the same tokens in bf16 w
 turns: ``--rounds`` times each is built, warmed up, timed and destroyed. *floor* is forward and backward of the bf16
 model on one device's share, without masters, communication or update: what no engine can beat. The loss of every step
 is kept, so that a step which is fast and wrong shows. FSDP2 at stage 2 keeps parameters gathered after forward.
-*ds_hf-nccl* gathers by NCCL also where GPUs can copy from each other (``ds_hf.peer_copies``), *ds_hf-whole* keeps fp32
-masters whole (``ds_hf.split_masters``).
+*ds_hf-nccl* gathers by NCCL also where GPUs can copy from each other (``ds_hf.peer_copies``), *ds_hf-copies*
+copies small buffers too, *ds_hf-whole* keeps fp32 masters whole (``ds_hf.split_masters``).
 
 ``--deepspeed-path`` is put in front of everything else, so that the real DeepSpeed has the name; ds_hf itself is
 imported as ``ds_hf``. On a machine without GPUs the same runs over gloo, to try the script.
@@ -150,6 +150,19 @@ class DsHfNccl(DsHf):
     own: ClassVar[dict[str, Any]] = {"peer_copies": False}
 
 
+class DsHfCopies(DsHf):
+    """The same with copies for small buffers too."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from ds_hf.engine.dist import peers
+
+        usual, peers.LEAST_COPIED_NBYTES = peers.LEAST_COPIED_NBYTES, 0
+        try:
+            super().__init__(args)
+        finally:
+            peers.LEAST_COPIED_NBYTES = usual
+
+
 class DsHfWhole(DsHf):
     """The same with whole fp32 masters beside the 16-bit parameters."""
 
@@ -237,6 +250,7 @@ class Fsdp2(Contender):
 ENGINES: dict[str, type[Contender]] = {
     "ds_hf": DsHf,
     "ds_hf-nccl": DsHfNccl,
+    "ds_hf-copies": DsHfCopies,
     "ds_hf-whole": DsHfWhole,
     "deepspeed": DeepSpeed,
     "fsdp2": Fsdp2,

@@ -6,7 +6,7 @@ Order: configuration -> process group -> axis -> plan -> units and masters -> op
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from ds_hf.config.types import Config
 from ds_hf.engine import progress, trial
 from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
+from ds_hf.engine.dist import peers as peer_memory
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
 from ds_hf.engine.dist.messages import set_log_level_from_string
 from ds_hf.engine.dist.peer_sums import PeerSums
@@ -245,8 +246,8 @@ def _make_parts(
     sent = gradient_policy.communication_dtype
     gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
     gathers_some = plan.shards_optimizer or plan.shards_parameters
-    halves = any((dtype or own_dtype(param)).itemsize <= 2 for unit in units for param in unit.params)
-    peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and halves else None
+    large = any(_worth_copying(unit.params, dtype) for unit in units)
+    peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and large else None
     sums: PeerSums | None = None
     for unit in units:
         layouts = [each for params in (unit.params, unit.whole) for each in by_layout(params, group_of, dtype, sent)]
@@ -256,8 +257,8 @@ def _make_parts(
             name = f"{unit.name or 'root'}.{len(unit.buffers)}"
             rest = offload.rest(name, numel, sharded=sharded or is_opaque(params[0]))
             trains = group_of.get(id(params[0]), FROZEN) != FROZEN
-            gathered = sharded or (trains and plan.shards_optimizer)
-            buffer = _make_buffer(params, axis, dtype, device, rest, peers if gathered else None)
+            copied = (sharded or (trains and plan.shards_optimizer)) and _worth_copying(params, dtype)
+            buffer = _make_buffer(params, axis, dtype, device, rest, peers if copied else None)
             buffer.name_for_logs(unit.name or "the model's root")
             buffer.lane = gathers
             buffer.kept_whole = plan.shards_parameters and not buffer.sharded
@@ -334,9 +335,15 @@ def _make_buffer(
     if is_opaque(params[0]):
         return OpaqueBuffer(params, axis, device=device, rest=rest)
     own = dtype or own_dtype(params[0])
-    if own.itemsize > 2:  # masters may be these very tensors, and be written to by others than ``owned``
-        peers = None
     return FlatBuffer(params, axis, dtype=own, device=device, sharded=rest is not None, rest=rest, peers=peers)
+
+
+def _worth_copying(params: Sequence[nn.Parameter], dtype: torch.dtype | None) -> bool:
+    """Whether the other ranks' parts of these values are fetched by copies, where that is possible."""
+    # Masters may be fp32 parameters themselves, and be written to by others than ``owned``.
+    narrow = [param for param in params if (dtype or own_dtype(param)).itemsize <= 2]
+    nbytes = sum(logical_shape(param).numel() * (dtype or own_dtype(param)).itemsize for param in narrow)
+    return bool(narrow) and nbytes >= peer_memory.LEAST_COPIED_NBYTES
 
 
 def _keeps_halves(settings: Config, plan: StatePlan, device: torch.device, inner: Optimizer | None) -> bool:

@@ -28,7 +28,11 @@ from ds_hf.engine.dist.peer_sums import PeerSums
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.log import logger
 
-__all__ = ["Peers", "Region", "open_peers"]
+__all__ = ["LEAST_COPIED_NBYTES", "Peers", "Region", "open_peers"]
+
+# Of a buffer that copies bring. Below, the host is what the GPUs wait for, and it launches NCCL's one kernel for many
+# buffers faster than copies and meetings for each of them.
+LEAST_COPIED_NBYTES = 48 << 20
 
 Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
 _GATHERS, _SUMS = range(2)  # meetings on two streams at once are two kinds

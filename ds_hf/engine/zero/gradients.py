@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist import collectives, peers
 from ds_hf.engine.dist.peer_sums import PeerSums, Runs
 from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.zero.buffer import FlatBuffer
@@ -31,9 +31,6 @@ R = TypeVar("R")
 # Gradients that may wait for other ranks while backward goes on. Small units cost the host more than the GPUs, and
 # hosts stumble: ranks that waited for each other at every unit would add up the delays of all.
 _KEPT_NBYTES = 128 << 20
-# Of a buffer that is summed by copies. Several copies and a launch cost the host more than one launch of NCCL, which
-# small models wait for: 0.37 B at 1 x 512, stage 2, took 82 ms by copies and 73 by NCCL, where 1.35 B gains 1.4 %.
-_LEAST_COPIED_NBYTES = 48 << 20
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class GradientPolicy:
 
 def summed_by_copies(buffer: FlatBuffer, policy: GradientPolicy) -> bool:
     """Whether the gradients of ``buffer`` are, where ranks reach each other's memory."""
-    return not policy.whole and buffer.layout.numel * _dtype_of(buffer, policy).itemsize >= _LEAST_COPIED_NBYTES
+    return not policy.whole and buffer.layout.numel * _dtype_of(buffer, policy).itemsize >= peers.LEAST_COPIED_NBYTES
 
 
 def _dtype_of(buffer: FlatBuffer, policy: GradientPolicy) -> torch.dtype:

@@ -21,7 +21,7 @@ from ds_hf.engine.dist import collectives, peers
 from ds_hf.engine.dist.mesh import Axis, data_parallel_axis
 from ds_hf.engine.dist.peers import Peers, open_peers
 from ds_hf.engine.dist.streams import Lane
-from ds_hf.engine.zero import gradients
+from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.engine.zero.zoo import WIDTH, Stack, mean_square
 from tests.helpers.distributed import run_distributed
@@ -104,14 +104,15 @@ def train(folder: str | None, stage: int, more: dict[str, Any], least: int = 0) 
         return counted
 
     collectives._all_gather, collectives._reduce_scatter = map(counting, originals)
-    gradients._LEAST_COPIED_NBYTES = least
+    peers.LEAST_COPIED_NBYTES = least
     builder.open_peers = lambda axis, device, lane: None if folder is None else peers_in_files(axis, folder)
     torch.manual_seed(0)
     model = Stack()
     engine, *_ = initialize(model=model, config=base_config(stage, bf16={"enabled": True}, **more))
     for unit in engine.units:
         for buffer in unit.buffers:
-            assert (buffer.region is not None) == (folder is not None and buffer.dtype is torch.bfloat16)
+            copied = 2 * sum(logical_shape(param).numel() for param in buffer.params) >= least
+            assert (buffer.region is not None) == (folder is not None and buffer.dtype is torch.bfloat16 and copied)
             if buffer.region is not None:
                 _delay(buffer.region)
     torch.manual_seed(engine.axis.rank)
@@ -141,7 +142,7 @@ def train_both(folder: str, stage: int, more: dict[str, Any]) -> None:
 
 
 def train_with_small_buffers(folder: str) -> list[int]:
-    """Collectives with all buffers summed by them, the smaller ones, and none."""
+    """Collectives with all buffers gathered and summed by them, the smaller ones, and none."""
     expected, _ = train(None, 2, {})
     calls = []
     for least in (1 << 40, 400, 0):
@@ -152,7 +153,7 @@ def train_with_small_buffers(folder: str) -> list[int]:
     return calls
 
 
-def test_small_buffers_are_summed_by_collectives(tmp_path: Path) -> None:
+def test_small_buffers_go_by_collectives(tmp_path: Path) -> None:
     for least in (1 << 40, 400, 0):
         (tmp_path / str(least)).mkdir()
     for every, some, none in run_distributed(train_with_small_buffers, 2, str(tmp_path)):

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ds_hf.engine.dist import peers
 from ds_hf.engine.dist.mesh import data_parallel_axis
 from ds_hf.engine.dist.peer_sums import PeerSums
-from ds_hf.engine.zero import gradients
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from tests.engine.dist.test_peers import peers_in_files
@@ -27,7 +27,7 @@ CASES = [
 
 
 def check_all(folder: str) -> None:
-    gradients._LEAST_COPIED_NBYTES = 0
+    peers.LEAST_COPIED_NBYTES = 0
     sums = peers_in_files(data_parallel_axis(), folder).sums()
     for times, taken in CASES:
         for second in (False, True):
