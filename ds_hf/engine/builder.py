@@ -33,7 +33,7 @@ from ds_hf.engine.lr_schedules import build_scheduler
 from ds_hf.engine.monitor import open_monitors
 from ds_hf.engine.offloading import accumulation_dtype, build_offload
 from ds_hf.engine.ops import library
-from ds_hf.engine.ops.halves import halves
+from ds_hf.engine.ops.halves import LOW, write_halves
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
@@ -366,12 +366,11 @@ def _make_master(
     low, high = (0, buffer.layout.numel) if whole else buffer.layout.shard_range(buffer.axis.rank)
     exact = staged[low:high]
     if in_halves and buffer.stays and owned.dtype is torch.bfloat16 and target is torch.float32:
-        rounded, missing = halves(staged.float())  # of everything: ties are rounded as the update will
-        if buffer.sharded:
-            buffer.owned(whole=False).copy_(rounded[low:high])
-        else:
-            buffer.full.copy_(rounded)
-        return store.place(buffer, owned, exact, owned.dtype), missing[low:high].clone()
+        missing = torch.empty_like(owned, dtype=LOW)
+        if not buffer.sharded:
+            write_halves(staged, buffer.full)  # the other ranks' parts too: ties are rounded as the updates will
+        write_halves(exact, buffer.owned(whole=whole), missing)
+        return store.place(buffer, owned, exact, owned.dtype), missing
     return store.place(buffer, owned, exact, target), None
 
 

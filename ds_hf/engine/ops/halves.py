@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LOW", "halves", "join"]
+__all__ = ["LOW", "halves", "join", "write_halves"]
 
 LOW = torch.int16  # the dtype of the low half; no other tensor of the engine has it
+_PIECE = 1 << 24  # elements that are split at once: what is in between takes six times as much memory as the values
 
 
 def halves(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,6 +22,16 @@ def halves(values: Tensor) -> tuple[Tensor, Tensor]:
     high = ((words + 0x8000) >> 16).to(LOW).view(torch.bfloat16)
     low = (words << 16 >> 16).to(LOW)
     return high.masked_fill(unknown, torch.nan), low.masked_fill(unknown, 0)
+
+
+def write_halves(values: Tensor, high: Tensor, low: Tensor | None = None) -> None:
+    """``halves`` into tensors that are there, all flat; ``values`` of any floating dtype."""
+    for start in range(0, values.numel(), _PIECE):
+        piece = slice(start, start + _PIECE)
+        upper, lower = halves(values[piece].float())
+        high[piece].copy_(upper)
+        if low is not None:
+            low[piece].copy_(lower)
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hf.engine.dist.mesh import Axis
-from ds_hf.engine.ops.halves import halves, join
+from ds_hf.engine.ops.halves import join, write_halves
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
 from ds_hf.engine.optim.deepspeed_names import OptimizerNames
 from ds_hf.engine.optim.grad_norm import global_control
@@ -386,9 +386,7 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
     def write_master(self, buffer: FlatBuffer, master: Tensor) -> None:
         """``master``, which ``master()`` gave, has new values; ``masters_changed`` follows."""
         if buffer in self.lows:
-            high, low = halves(master)
-            buffer.owned(whole=self.policy.whole).copy_(high)
-            self.lows[buffer].copy_(low)
+            write_halves(master, buffer.owned(whole=self.policy.whole), self.lows[buffer])
 
     @torch.no_grad()
     def masters_changed(self, buffer: FlatBuffer) -> None:

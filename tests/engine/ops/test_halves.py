@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_hf.engine.ops import library, reference
-from ds_hf.engine.ops.halves import LOW, halves, join
+from ds_hf.engine.ops.halves import LOW, halves, join, write_halves
 from tests.helpers import ops_cases as cases
 
 BF16 = torch.bfloat16
@@ -30,6 +30,17 @@ def test_numbers_that_are_none() -> None:
     high, low = halves(values)
     assert high.isnan().tolist() == join(high, low).isnan().tolist() == [True] * 4 + [False] * 2
     assert join(high, low).tolist()[4:] == [torch.inf, -torch.inf]
+
+
+def test_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_hf.engine.ops.halves._PIECE", 7)
+    values = torch.randn(50)
+    high, low = torch.empty(50, dtype=BF16), torch.empty(50, dtype=LOW)
+    write_halves(values, high, low)
+    assert torch.equal(join(high, low), values)
+    assert torch.equal(high, halves(values)[0])
+    write_halves(values.double() / 2, high)
+    assert torch.equal(high, halves(values / 2)[0])
 
 
 @pytest.mark.parametrize("ops", [reference, library])
