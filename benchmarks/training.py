@@ -314,6 +314,7 @@ def synchronize(args: argparse.Namespace) -> None:
 
 def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Build, warm up, time and free one engine."""
+    gc.enable()
     gc.collect()
     if args.device != "cpu":
         torch.cuda.empty_cache()
@@ -326,6 +327,8 @@ def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     engine.finish()
     synchronize(args)
     built = time.perf_counter() - began
+    gc.collect()
+    gc.disable()  # a collection of everything that was imported takes as long as a step, and comes where it will
     for first in range(args.warmup, len(data), STRETCH):
         stretch = data[first : first + STRETCH]
         dist.barrier()

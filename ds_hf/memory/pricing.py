@@ -280,17 +280,20 @@ class _Run:
     def _collect(self, step: Step, size: _Sizes) -> None:
         if self.many and not self.every:
             before = self._before(size.flat, size.summed)
-            self._offer(step.before, size.summed if before != size.summed else 0)
+            together = size.flat if self.costs.accumulation_steps == 2 else 0  # the gradients before were left alone
+            self._offer(step.before, max(together, size.summed if before != size.summed else 0))
             self.flat += size.summed - before
         else:
             self.kept = 0  # ``Lane.settle``
-            self.flat += size.flat
             self._offer(step.before, 0)
+            self.flat += size.flat  # where backward left them, until they are reduced
 
     def _reduce(self, step: Step, size: _Sizes) -> None:
         partial = size.summed if self.many and not self.every else size.flat
         cast = size.flat if partial != size.flat else 0
         shard = size.owned if self.costs.world_size > 1 and size.owned != size.flat else 0
+        if not self.many or self.every:
+            self._offer(step.before, size.flat)  # copied together
         self._offer(step.before, cast + shard)
         self.flat -= partial
         if self.costs.streams and self.costs.world_size > 1:

@@ -216,7 +216,7 @@ class GradientBuffer:
         flat = self._empty(missing=missing)
         views = self.buffer.layout.views(flat)
         torch._foreach_copy_([views[index] for index in indices or ()] if missing else views, grads)
-        self.lane.keep(grads)  # until here, not until they are reduced: that waits for other ranks
+        self.lane.keep(grads[:])  # until here, not until they are reduced: that waits for other ranks
         return flat
 
     def _empty(self, *, missing: bool) -> Tensor:
@@ -254,8 +254,11 @@ class GradientBuffer:
 
     def _by_collective(self, taken: list[Tensor]) -> Tensor:
         policy = self.policy
+        if taken:
+            self._partial = self._together(taken)
+            taken.clear()  # before more memory is taken
         reduced = collectives.reduce_gradient(
-            self._together(taken) if taken else self._unreduced(),
+            self._unreduced(),
             self.buffer.axis,
             scatter=not policy.whole,
             scale_before=policy.scale_before,
