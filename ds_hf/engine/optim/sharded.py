@@ -183,7 +183,7 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         self.settle()
         return {
             "optimizer": self.optimizer.state_dict(),
-            "masters": [self.master(buffer) for buffer in self.masters],
+            "masters": [self._whole_master(buffer) for buffer in self.masters],
             "loss_scaler": self.loss_scaler.state_dict(),
             "world_size": self.axis.world_size,
         }
@@ -210,6 +210,12 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
                 assert master is not None
                 self.write_master(buffer, master.copy_(saved))
                 self.masters_changed(buffer)
+
+    def _whole_master(self, buffer: FlatBuffer) -> Tensor:
+        """The master, or a copy in host memory: made of halves, all of them would not have room on the device."""
+        master = self.master(buffer)
+        assert master is not None
+        return master.cpu() if buffer in self.lows else master
 
     def _restore_dtypes(self, saved: dict[str, Any]) -> None:
         """torch casts every state to the dtype of its parameter: fp32 moments of 16-bit ones lose digits by that."""
