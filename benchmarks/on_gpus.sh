@@ -5,8 +5,8 @@
 #   OUT=results benchmarks/on_gpus.sh PART...   there, in a copy of this checkout with .whl and ds_hf/engine/ops/_lib
 #
 # Parts, GPUs and minutes on H100 or H200:
-#   prepare 0, 1    installs, and builds DeepSpeed's kernels (BUILD="CPUAdam" for some); other parts do the first too, but
-#                   not twice at once
+#   prepare 0, 1    installs, and builds DeepSpeed's kernels (BUILD="CPUAdam" for some, BUILD= for none); other parts do
+#                   the first too, but not twice at once
 #   kernels 1, 3    tests of the CUDA kernels; optimizers at 1 M and 500 M elements
 #   tests 1 or 2, 8 tests/gpu but for those of the kernels
 #   training 2, 9   benchmarks/training.py, the rows of docs/performance.md; ROWS="3 7" for some of them
@@ -15,6 +15,7 @@
 #   memory 1, 3     predicted and measured
 #   host 1, 3       microseconds a module and pass
 #   profile 2, 1    where the time of a step goes
+#   masters 2, 2    6.7 B with masters in halves and whole, in turns, and where the time of both goes
 #   autotune 2, 8   a search and its result, against the user's file and real DeepSpeed
 #
 # Each part says how it ended; a part that fails does not keep the others from running. Figures: $OUT/*.json.
@@ -50,7 +51,7 @@ prepare() {
 build_deepspeed() {
   PYTHONPATH="$BESIDE:$PYTHONPATH" python3 -c "
 from deepspeed.ops import op_builder as ops
-for name in '${BUILD:-FusedAdam FusedLamb FusedLion CPUAdam}'.split():
+for name in '${BUILD-FusedAdam FusedLamb FusedLion CPUAdam}'.split():
     getattr(ops, name + 'Builder')().load(verbose=False)" > /dev/null
 }
 
@@ -104,6 +105,12 @@ profile() {
   done
 }
 
+masters() {
+  local common=(--model 6b7 --micro-batch 2 --seq 2048 --stage 3 --checkpointing --engines ds_hf-whole,ds_hf)
+  two benchmarks/training.py "${common[@]}" --rounds 2 --json "$OUT/masters.json"
+  two benchmarks/step_profile.py "${common[@]}" | tee "$OUT/masters-profile.txt"
+}
+
 host() { OMP_NUM_THREADS=1 python3 benchmarks/host_cost.py --json "$OUT/host.json"; }
 
 autotune() {
@@ -111,12 +118,12 @@ autotune() {
     --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
 }
 
-(($#)) || { sed -n '2,22s/^# \{0,1\}//p' "$0"; exit 2; }
+(($#)) || { sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
     prepare) prepare && build_deepspeed ;;
-    kernels | tests | training | offload | offload2 | memory | host | profile | autotune)
+    kernels | tests | training | offload | offload2 | memory | host | profile | masters | autotune)
       [[ -v PREPARED ]] || { prepare; PREPARED=1; }
       SECONDS=0
       "$part"
