@@ -44,7 +44,7 @@ class StreamingOptimizer(Optimizer):
     """A torch optimizer that can also step any subset of its params with explicit gradients.
 
     Attributes:
-        fp32_optimizer_states: keep state in fp32 whatever the params' dtype; False keeps it in the params' dtype.
+        fp32_optimizer_states: keep state of 16-bit params in fp32; False keeps it in the params' dtype.
         stochastic_rounding: bf16 params and moments are rounded up or down at random, in proportion, so that updates
             too small for bf16 count on average. False rounds to nearest.
     """
@@ -128,7 +128,7 @@ class StreamingOptimizer(Optimizer):
         """The rule itself; called without autograd and with at least one param."""
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
-        return torch.float32 if self.fp32_optimizer_states else param.dtype
+        return torch.promote_types(param.dtype, torch.float32) if self.fp32_optimizer_states else param.dtype
 
     def _init_state(self, param: Tensor, moments: tuple[str, ...], fill: float = 0.0) -> dict[str, Any]:
         """The param's state, created as torch.optim would, ``step`` on the param's device as kernels want it."""

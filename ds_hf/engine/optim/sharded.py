@@ -437,7 +437,7 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         master = self.master_dtype(buffer)
         wide = isinstance(self.optimizer, StreamingOptimizer) and self.optimizer.fp32_optimizer_states
         narrow = master is torch.bfloat16 and self._update is not None and self.policy.moments is torch.float32
-        return torch.float32 if wide or narrow else master
+        return torch.promote_types(master, torch.float32) if wide or narrow else master
 
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
         """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""

@@ -38,6 +38,12 @@ from tests.engine.checkpoint.workload import differences
 from tests.helpers.distributed import run_distributed
 
 STEPS = 3
+DOUBLE = Shape(  # found at length: offloaded, moments of fp64 parameters were fp32
+    parts=((Value((1, 1), True, 0, torch.float32),), (Value((), True, 0, torch.float64),)),
+    tied=False,
+    buffers=0,
+    optimizer="AdamW",
+)
 SMOOTH = ("AdamW", "Lamb", "Adagrad", "SGD momentum", "SGD", "NAdam")  # rounding of a gradient stays small
 
 
@@ -129,6 +135,10 @@ def test_saved_at_one_layout_loads_at_any_other(case: tuple[Shape, Cell, list[Ce
     shape, source, targets = case
     event(shape.optimizer)
     check(shape, source, targets, seed=1)
+
+
+def test_moments_of_fp64_parameters_stay_fp64() -> None:
+    check(DOUBLE, Cell(1, 1, True, "fp32"), [Cell(1, 1, True, "fp32"), Cell(2, 0, False, "fp32")], seed=1)
 
 
 @pytest.mark.slow
