@@ -277,6 +277,11 @@ def _make_parts(
             else:
                 buffer.frozen = True
             del staged
+    if settings.ds_hf.split_masters is True and masters and not lows:
+        warn_once(
+            "ds_hf.split_masters has no effect: it is for bf16 parameters with fp32 masters, both on the device, and "
+            'for AdamW, Adam, Lion, Adagrad and SGD; "auto" uses it where it can'
+        )
     for param in model.parameters():
         if home_of(param) is None and not is_opaque(param):
             param.data = param.data.to(device)

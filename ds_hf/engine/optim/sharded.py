@@ -343,14 +343,14 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         """Whether there are master weights for the buffer."""
         return buffer in self.masters
 
-    def master(self, buffer: FlatBuffer, *, write: bool = True) -> Tensor | None:
+    def master(self, buffer: FlatBuffer) -> Tensor | None:
         """Master weights over what this rank owns; states of the buffer may be used until another's are asked for.
 
         Where they are kept in halves, made of them: who writes to it gives it to ``write_master``.
         """
         if buffer not in self.masters:
             return None
-        self.store.visit(buffer, write=write)
+        self.store.visit(buffer)
         return self.master_part(buffer, 0, self.masters[buffer].numel())
 
     def master_part(self, buffer: FlatBuffer, start: int, end: int) -> Tensor:

@@ -112,7 +112,7 @@ class Stepping:
             self._pieces(self.inner, control)
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
-        elif self.update is None or not self.by_unit:
+        elif self.update is None or self.observed:
             if self.store.splits:
                 raise DsHfError(
                     f"step() of {type(self.inner).__name__} has hooks, but {self.store.splits}: remove them"

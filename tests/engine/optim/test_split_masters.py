@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_hf.engine import builder
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.ops.halves import halves
@@ -207,6 +208,8 @@ def where_it_does_not_apply() -> None:
         return torch.optim.NAdam(list(params), lr=1e-3)
 
     offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    told: list[str] = []
+    builder.warn_once = told.append
     for engine in (
         make(2, True, optimizer=lamb),
         make(2, True, optimizer=unknown),
@@ -217,6 +220,7 @@ def where_it_does_not_apply() -> None:
         assert not optimizer_of(engine).lows  # the last: "auto" is for GPUs
         train(engine, 2)
         engine.destroy()
+    assert sum("split_masters has no effect" in message for message in told) == 4  # all who asked for it
 
 
 def test_where_it_does_not_apply() -> None:
