@@ -35,6 +35,7 @@ COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs
 HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
 HOST_UPDATE = 2e9  # elements a second that one process updates on the host
 HOST_COPY = 2e10  # bytes a second between device and host
+STATES = 10  # bytes of an element that go up and down for the GPU to update it
 MARGIN = 1.1  # an estimate this much above the memory is believed
 TRACED_MARGIN = 1.05  # the same of a trace: 1.7 % off at most on an H100 (docs/memory.md), and fragments
 PRIOR_SPREAD = 0.15  # of log(measured / predicted) for each thing that differs from the user's setting
@@ -263,7 +264,8 @@ class CostModel:
         if plan.optimizer.device == "cpu" and self.survey.facts.get("cuda"):
             traced = self._traced(setting, micro, accumulation)
             streamed = 0.0 if traced is None else traced.streamed_share  # the GPU updates these at the same time
-            return (1 - streamed) * numel / HOST_UPDATE + 6 * numel / HOST_COPY
+            seconds = max((1 - streamed) / HOST_UPDATE, streamed * STATES / HOST_COPY)
+            return seconds * numel + 6 * numel / HOST_COPY
         measured = [update for _, _, update, _ in self.survey.points.values()]
         base = float(np.median(measured)) if measured else 0.0
         if own.optimizer.device == "cpu" and self.survey.facts.get("cuda"):

@@ -79,8 +79,8 @@ class StatePlan:
         autocast: dtype name of the ``torch.autocast`` in which the engine runs the model, ``None`` for none.
         whole_below: where parameters are sharded, those of fewer elements stay whole, 0 for none ...
         whole_in_all: ... as long as they are not more elements than this together.
-        may_split_masters: where parameters are bf16, on the device, and their fp32 masters too, only the half of each
-            master that its parameter lacks is kept, if the optimizer's rule can.
+        may_split_masters: where the device updates bf16 parameters that lie there, with fp32 masters, only the half of
+            each master that its parameter lacks is kept, if the optimizer's rule can.
     """
 
     parameters: StateSpec
@@ -153,7 +153,8 @@ def plan_states(config: Config) -> StatePlan:
         may_split_masters=config.ds_hf.split_masters is not False
         and not narrow
         and parameter_dtype != "float16"
-        and parameter_device == optimizer_device == "device",
+        and parameter_device == "device"
+        and optimizer_device != "nvme",
     )
 
 

@@ -33,7 +33,7 @@ from ds_hf.engine.lr_schedules import build_scheduler
 from ds_hf.engine.monitor import open_monitors
 from ds_hf.engine.offloading import accumulation_dtype, build_offload
 from ds_hf.engine.ops import library
-from ds_hf.engine.ops.halves import LOW, write_halves
+from ds_hf.engine.ops.halves import write_halves
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
@@ -236,8 +236,8 @@ def _make_parts(
     units = make_units(model, _managed(model, plan))
     if plan.shards_parameters:
         units = keep_small_whole(units, plan.whole_below, plan.whole_in_all)
-    offload = build_offload(settings, plan, axis, device, _managed(model, plan), inner)
     in_halves = _keeps_halves(settings, plan, device, inner)
+    offload = build_offload(settings, plan, axis, device, _managed(model, plan), inner, in_halves=in_halves)
     masters: dict[FlatBuffer, Tensor] = {}
     lows: dict[FlatBuffer, Tensor] = {}
     gradients: dict[Unit, list[GradientBuffer]] = {}
@@ -277,11 +277,6 @@ def _make_parts(
             else:
                 buffer.frozen = True
             del staged
-    if settings.ds_hf.split_masters is True and masters and not lows:
-        warn_once(
-            "ds_hf.split_masters has no effect: it is for bf16 parameters with fp32 masters, both on the device, and "
-            'for AdamW, Adam, Lion, Adagrad and SGD; "auto" uses it where it can'
-        )
     for param in model.parameters():
         if home_of(param) is None and not is_opaque(param):
             param.data = param.data.to(device)
@@ -292,6 +287,11 @@ def _make_parts(
         policy = _policy(settings, plan, axis, offload.store, inner)
         scaler = build_loss_scaler(settings, ends_at_minimum=plan.shards_optimizer, autocast=plan.autocast)
         optimizer = ShardedOptimizer(inner, groups, reducer, scaler, axis, policy, masters, offload.store, lows)
+        if settings.ds_hf.split_masters is True and masters and not optimizer.lows:
+            warn_once(
+                "ds_hf.split_masters has no effect: it is for bf16 parameters on the device with fp32 masters that the "
+                'device updates, and for AdamW, Adam, Lion, Adagrad and SGD; "auto" uses it where it can'
+            )
     for unit in units:
         for buffer in unit.buffers:
             buffer.count_users()
@@ -370,12 +370,13 @@ def _make_master(
     target = getattr(torch, plan.optimizer.dtype) if owned.dtype in (torch.float16, torch.bfloat16) else owned.dtype
     low, high = (0, buffer.layout.numel) if whole else buffer.layout.shard_range(buffer.axis.rank)
     exact = staged[low:high]
-    if in_halves and buffer.stays and owned.dtype is torch.bfloat16 and target is torch.float32:
-        missing = torch.empty_like(owned, dtype=LOW)
+    if in_halves and store.takes_halves and buffer.stays and owned.dtype is torch.bfloat16 and target is torch.float32:
+        master = store.place(buffer, owned, exact, owned.dtype)
+        missing = store.place_low(buffer)
         if not buffer.sharded:
             write_halves(staged, buffer.full)  # the other ranks' parts too: ties are rounded as the updates will
         write_halves(exact, buffer.owned(whole=whole), missing)
-        return store.place(buffer, owned, exact, owned.dtype), missing
+        return master, missing
     return store.place(buffer, owned, exact, target), None
 
 

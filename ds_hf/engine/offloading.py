@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ds_hf.engine.optim.file_store import FileStore
 from ds_hf.engine.optim.host_store import DelayedStore, HostStore
 from ds_hf.engine.optim.room import Room
 from ds_hf.engine.optim.store import DeviceStore, HostSettings, StateStore
-from ds_hf.engine.optim.stream_share import AutoShare, say_none
+from ds_hf.engine.optim.stream_share import AutoShare, say_none, slots_room
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.rest import DeviceRest, FileRest, HostRest, Order, ShardRest
@@ -99,8 +100,13 @@ def build_offload(
     device: torch.device,
     parameters: list[torch.nn.Parameter],
     inner: Optimizer | None,
+    *,
+    in_halves: bool = False,
 ) -> Offload:
     """The objects for one engine. Files are made, and disks tried, where something goes to NVMe.
+
+    Args:
+        in_halves: where masters are updated by the device, they may be kept in halves.
 
     Raises:
         OffloadError: a disk cannot be used, or has too little space.
@@ -115,13 +121,15 @@ def build_offload(
     store: StateStore = DeviceStore(device, accumulation_dtype(plan))
     promised = 0
     if inner is not None and plan.optimizer.device == "cpu":
-        store = _host_store(settings, plan, machine, inner)
+        store = _host_store(settings, plan, machine, inner, in_halves=in_halves)
     elif inner is not None and plan.optimizer.device == "nvme":
         store, promised = _file_store(settings, plan, machine, inner)
     return Offload(store, settings, plan, machine, promised)
 
 
-def _host_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer) -> HostStore:
+def _host_store(
+    settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer, *, in_halves: bool
+) -> HostStore:
     section, own = settings.zero_optimization.offload_optimizer, settings.ds_hf.offload
     ratio = section.ratio if own.ratio is None else own.ratio
     share, streamed = (0.0 if ratio == "auto" else 1.0 - float(ratio)), 0.0 if own.stream == "auto" else own.stream
@@ -134,6 +142,7 @@ def _host_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Opt
         )
         share, streamed, room = 0.0, 0.0, None
     kept = _host_settings(settings, plan, machine, inner, share, streamed)
+    kept = dataclasses.replace(kept, halves=in_halves, room=_room_for_streams(machine.device))
     _look_for_memory(kept, plan)
     store: HostStore
     if own.delayed and by_unit:
@@ -160,7 +169,12 @@ def _auto_share(settings: Config, machine: _Machine, inner: Optimizer, by_unit: 
     if reason:
         say_none(reason)
         return None
-    return AutoShare(machine.device, machine.axis)
+    return AutoShare(machine.device, machine.axis, _processes_here())
+
+
+def _room_for_streams(device: torch.device) -> int:
+    """Bytes of the device for states on their way, with a share that the user gives."""
+    return slots_room(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
 
 
 def _look_for_memory(kept: HostSettings, plan: StatePlan) -> None:

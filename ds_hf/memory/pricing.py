@@ -8,11 +8,11 @@ from; and what lies elsewhere: masters, moments and reduced gradients that the p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_hf.config.plan import Placement, StatePlan
-from ds_hf.engine.optim.stream_share import AUTO_SHARE, HostUnit, slots_nbytes, slots_room, why_not
+from ds_hf.engine.optim.stream_share import HostUnit, Streaming, auto_share, slots_room, streaming
 from ds_hf.engine.zero.estimate import ITEM_NBYTES
 from ds_hf.engine.zero.layout import FlatLayout
 from ds_hf.memory.prediction import Prediction
@@ -70,11 +70,12 @@ class _Sizes:
     """Bytes of one buffer: whole and owned parameters and gradients, masters, moments.
 
     Attributes:
-        here: its states and its reduced gradient are on the device.
+        here: its states are on the device.
+        waits: its reduced gradient waits for the step on the device.
     """
 
     here: bool
-
+    waits: bool
     whole: int
     shard: int
     rests: int
@@ -88,7 +89,7 @@ class _Sizes:
     moments: int
 
 
-_NOTHING = _Sizes(False, *[0] * 11)
+_NOTHING = _Sizes(False, False, *[0] * 11)
 
 
 @dataclass
@@ -110,8 +111,8 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     places = _states_here(timeline, plan, costs)
     sizes = [_sizes(spec, plan, costs, here) for spec, here in zip(timeline.buffers, places, strict=True)]
     peak = _Peak()
-    streamed, slots = _streamed(timeline, sizes, plan, costs)
-    base = _resident(timeline, sizes, costs) | {"states on their way": slots}
+    share, streamed = _streamed(timeline, sizes, plan, costs)
+    base = _resident(timeline, sizes, costs) | {"states on their way": streamed.slots}
     _initialize(timeline, sizes, costs, peak)
     _Run(timeline, sizes, plan, costs, base, peak).play()
     parts = {name: nbytes for name, nbytes in peak.parts.items() if nbytes}
@@ -120,7 +121,7 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     unusable = SEGMENT + int(SPLIT * peak.total)
     outside = {"CUDA context": CONTEXT, "allocator": unusable} | ({"NCCL": NCCL} if costs.world_size > 1 else {})
     pinned = kept if costs.pinned else 0
-    return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, costs.world_size, streamed)
+    return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, costs.world_size, share)
 
 
 def _states_here(timeline: Timeline, plan: StatePlan, costs: Costs) -> list[bool]:
@@ -136,25 +137,36 @@ def _states_here(timeline: Timeline, plan: StatePlan, costs: Costs) -> list[bool
     return places
 
 
-def _streamed(timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: Costs) -> tuple[float, int]:
-    """The share of the states in host memory that goes up to be updated, and what that takes of the device."""
+def _streamed(timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: Costs) -> tuple[float, Streaming]:
+    """The share of the states in host memory that goes up to be updated, and what follows; in ``sizes`` too."""
     if costs.optimizer_place != "cpu":
-        return 0.0, 0
+        return 0.0, Streaming((), (), 0, 0)
+    away = [index for index, size in enumerate(sizes) if timeline.buffers[index].trains and not size.here]
+    halved = [_master_in_halves(timeline.buffers[index], sizes[index], plan, costs) for index in away]
     summed = plan.reduces_every_micro_batch and costs.accumulation_steps > 1
     units = [
         HostUnit(
-            numel=_owned(spec, plan, costs),
-            states=size.master + size.moments,
-            gradient=size.owned_summed if summed else size.owned,
-            movable=_may_stream(spec, plan, costs),
+            numel=_owned(timeline.buffers[index], plan, costs),
+            states=master + sizes[index].moments,
+            gradient=sizes[index].owned_summed if summed else sizes[index].owned,
+            movable=_may_stream(timeline.buffers[index], plan, costs),
         )
-        for spec, size in zip(timeline.buffers, sizes, strict=True)
-        if spec.trains and not size.here
+        for index, master in zip(away, halved, strict=True)
     ]
-    share = costs.streamed_share
+    share, room = costs.streamed_share, slots_room(costs.device_memory)
     if share == "auto":
-        share = 0.0 if why_not(units, slots_room(costs.device_memory)) else AUTO_SHARE
-    return share, slots_nbytes(units, share)
+        share = auto_share(units, costs.world_size, room)
+    found = streaming(units, share, room)
+    for index, master, goes, waits in zip(away, halved, found.up, found.stays, strict=True):
+        sizes[index] = replace(sizes[index], master=master if goes else sizes[index].master, waits=waits)
+    return share, found
+
+
+def _master_in_halves(spec: BufferSpec, size: _Sizes, plan: StatePlan, costs: Costs) -> int:
+    """Bytes of the master of a unit that goes up: in halves where it may be."""
+    if costs.split_masters and spec.itemsize == 2:
+        return rounded(_owned(spec, plan, costs) * (ITEM_NBYTES[plan.optimizer.dtype or "float32"] - spec.itemsize))
+    return size.master
 
 
 def _may_stream(spec: BufferSpec, plan: StatePlan, costs: Costs) -> bool:
@@ -185,6 +197,7 @@ def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Size
     moment = ITEM_NBYTES[plan.moments] if sixteen else spec.itemsize
     return _Sizes(
         here=here,
+        waits=here,
         whole=whole,
         shard=shard,
         rests=shard if apart else whole,
@@ -251,7 +264,7 @@ class _Run:
         # sums of the micro-batches before: reduced where every one is, and this process's own where only the last is
         self.flat = sum(self._before(size.flat, size.summed) for size in sizes) if self.many and not self.every else 0
         reduced = self.many and self.every
-        self.owned = sum(self._before(s.owned, s.owned_summed) for s in sizes if s.here) if reduced else 0
+        self.owned = sum(self._before(s.owned, s.owned_summed) for s in sizes if s.waits) if reduced else 0
 
     def _before(self, single: int, summed: int) -> int:
         """A sum: in the communication dtype as long as it is one gradient."""
@@ -298,7 +311,7 @@ class _Run:
         self.flat -= partial
         if self.costs.streams and self.costs.world_size > 1:
             self.kept += size.flat
-        if not size.here:
+        if not size.waits:
             return
         if self.many and self.every:
             before = self._before(size.owned, size.owned_summed)
@@ -350,7 +363,7 @@ def _rows(
     """(name, place, bytes, bytes of the largest buffer)."""
     accumulates = costs.accumulation_steps > 1
     away = [size for size in sizes if not size.here] or [_NOTHING]
-    gradients = [size.owned_summed if accumulates else size.owned for size in away]
+    gradients = [size.owned_summed if accumulates else size.owned for size in sizes if not size.waits] or [0]
     shards = [size.shard if spec.sharded else 0 for spec, size in zip(timeline.buffers, sizes, strict=True)]
     place = costs.optimizer_place
     yield "masters", place, sum(size.master for size in away), max(size.master for size in away)

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf.engine import offloading
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.optim import stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.stream_share import AutoShare
+from ds_hf.engine.zero.gradient_home import DeviceHome
 from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import full_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CPU = {"device": "cpu"}
@@ -43,8 +46,13 @@ def train(stage: int, accumulation: int, zero: dict[str, Any], own: dict[str, An
     store = engine.optimizer.store
     places = list(store.places.values()) if isinstance(store, HostStore) else None
     if isinstance(store, HostStore):
-        hosted = [b for b, place in store.places.items() if place is not Place.DEVICE]
-        assert all(engine.optimizer.masters[b].is_pinned() for b in hosted)
+        optimizer, streamed = engine.optimizer, {b for b, p in store.places.items() if p is Place.STREAMED}
+        assert all(optimizer.masters[b].is_pinned() for b, place in store.places.items() if place is Place.HOST)
+        here = not (zero.get("offload_param") or {})
+        assert all(optimizer.lows[b].is_pinned() for b in streamed if here)
+        for gradient in optimizer.segments:
+            stays = gradient.buffer in streamed or store.places[gradient.buffer] is Place.DEVICE
+            assert isinstance(gradient.home, DeviceHome) == stays
     engine.destroy()
     return losses, places
 
@@ -107,14 +115,14 @@ def test_states_are_not_on_the_device() -> None:
     assert numbers[0] - numbers[1] > 11 * numel  # of 12 bytes
 
 
-def offloaded(own: dict[str, Any]) -> tuple[list[torch.Tensor], list[float], set[Place]]:
+def offloaded(own: dict[str, Any], stage: int = 2, **zero: Any) -> tuple[list[torch.Tensor], list[float], set[Place]]:
     """Parameters and losses of some steps with states in host memory, and the places of units."""
     trained = model()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[call-overload]
-        "zero_optimization": {"stage": 2, "offload_optimizer": CPU},
+        "zero_optimization": {"stage": stage, "offload_optimizer": CPU, **zero},
         "ds_hf": {"offload": own},
     }
     engine, *_ = initialize(model=trained, config=config)
@@ -124,10 +132,30 @@ def offloaded(own: dict[str, Any]) -> tuple[list[torch.Tensor], list[float], set
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    weights = [p.detach().cpu().clone() for p in trained.parameters()]
-    places = set(engine.optimizer.store.places.values())
+    weights = [value.cpu() for value in full_weights(trained).values()]
+    places = set(getattr(engine.optimizer.store, "places", {}).values())
     engine.destroy()
     return weights, losses, places
+
+
+def as_on_the_device(stage: int) -> None:
+    plain, expected, _ = offloaded({}, stage, offload_optimizer={"device": "none"})
+    for room in (1 << 30, 1):  # gradients wait on the device, or come from host memory
+        stream_share.slots_room = lambda _, room=room: room  # type: ignore[misc, assignment]
+        offloading.slots_room = stream_share.slots_room
+        weights, losses, places = offloaded({"stream": 1.0}, stage)
+        assert places == {Place.STREAMED}
+        assert losses == expected
+        assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_update_is_that_of_states_on_the_device(stage: int, world: int) -> None:
+    """The same kernel, over masters in halves: bit for bit."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
+    run_distributed(as_on_the_device, world, stage, timeout=120, backend="nccl")
 
 
 def auto() -> tuple[bool, list[float]]:

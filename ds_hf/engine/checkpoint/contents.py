@@ -210,7 +210,7 @@ class _Moment:
 
     def value(self) -> Tensor:
         assert self.engine.optimizer is not None
-        device = self.engine.optimizer.masters[self.buffer].device
+        device = self.engine.optimizer.states_device(self.buffer)
         made = torch.empty(self.buffer.layout.shard_numel, dtype=self.dtype, device=device)
         self.fill(made)
         return made

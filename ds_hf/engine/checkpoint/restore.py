@@ -131,12 +131,12 @@ def _forget(optimizer: ShardedOptimizer, segment: Segment) -> None:
 def _restore_moments(
     optimizer: ShardedOptimizer, buffer: FlatBuffer, found: list[tuple[Piece, SavedParameter]], files: TensorFiles
 ) -> None:
-    master = optimizer.masters[buffer]
+    numel, device = optimizer.masters[buffer].numel(), optimizer.states_device(buffer)
     for key in dict.fromkeys(key for _, saved in found for key in saved.moments):
         holders = [(piece, saved) for piece, saved in found if key in saved.states]
         first = holders[0][1]
         dtype = files.piece(first.fragments[0].file, first.states[key]).dtype
-        flat = torch.empty(master.numel(), dtype=dtype, device=master.device)
+        flat = torch.empty(numel, dtype=dtype, device=device)
         end = 0
         for piece, saved in holders:
             start = piece.fragment.shard_start

@@ -1,9 +1,9 @@
 """What one flat buffer keeps, as one stretch of bytes that can lie in host memory, on the device or in a file.
 
-A block has planes: its values (a shard, or master weights) and, of an optimizer, from the first step on one plane for
-each moment, each ``[numel]`` and aligned to pages. Values, the optimizer's cuts of them and moments stay the same
-tensor objects wherever the bytes are; ``attach`` points them there. At rest in a file they have their shapes and no
-values: reading gives NaN, writing is an error of torch.
+A block has planes: its values (a shard, masters, or the low halves of those) and, of an optimizer, from the first step
+on one plane for each moment, each ``[numel]`` and aligned to pages. Values, the optimizer's cuts of them and moments
+stay the same tensor objects wherever the bytes are; ``attach`` points them there. At rest in a file they have their
+shapes and no values: reading gives NaN, writing is an error of torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Cut(Protocol):
 
     start: int
     param: nn.Parameter
+    low: Tensor | None  # the values, where ``param`` is the high half of the master weights
 
 
 class Block:
@@ -67,7 +68,8 @@ class Block:
         if plane == _VALUES:
             yield 0, self.values
         for cut in self._cuts:
-            value = cut.param if plane == _VALUES else self._state.get(cut.param, {}).get(plane)
+            values = cut.param if cut.low is None else cut.low
+            value = values if plane == _VALUES else self._state.get(cut.param, {}).get(plane)
             if value is not None:
                 yield cut.start, value
 

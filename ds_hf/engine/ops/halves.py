@@ -28,7 +28,7 @@ def write_halves(values: Tensor, high: Tensor, low: Tensor | None = None) -> Non
     """``halves`` into tensors that are there, all flat; ``values`` of any floating dtype."""
     for start in range(0, values.numel(), _PIECE):
         piece = slice(start, start + _PIECE)
-        upper, lower = halves(values[piece].float())
+        upper, lower = halves(values[piece].to(device=high.device, dtype=torch.float32))
         high[piece].copy_(upper)
         if low is not None:
             low[piece].copy_(lower)

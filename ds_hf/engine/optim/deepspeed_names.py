@@ -44,6 +44,8 @@ class OptimizerNames:
         def masters_changed(self, buffer: FlatBuffer) -> None: ...
         def join_masters(self) -> None: ...
 
+        def states_device(self, buffer: FlatBuffer) -> torch.device: ...
+
     # -- the inner optimizer itself -------------------------------------------------------------------------------
 
     @property
@@ -241,7 +243,7 @@ class OptimizerNames:
     @property
     def cpu_offload(self) -> bool:
         """Whether masters are in host memory while the model computes elsewhere."""
-        return any(master.device != buffer.device for buffer, master in self.masters.items())
+        return any(self.states_device(buffer) != buffer.device for buffer in self.masters)
 
     @property
     def dp_process_group(self) -> Any:

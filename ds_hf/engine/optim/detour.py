@@ -2,20 +2,25 @@
 
 It uses streams of its own, so that the parameters that the CPU finishes meanwhile do not queue behind states. Order on
 the device: up(i) after down(i - 2), which had the same memory; update(i) after up(i); down(i) after update(i); and
-up(i) in the next step after down(i) in this one.
+up(i) in the next step after down(i) in this one. Gradients that are on the device stay where they are, and are kept
+until the update has read them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from ds_hf.engine.dist.streams import Lane, wait
 from ds_hf.engine.offload.blocks import Block
 from ds_hf.engine.offload.link import DONE, Arrival, Link, new_stream
 from ds_hf.engine.offload.memory import host_empty
 from ds_hf.engine.optim.store import Job, written_beside
 
-__all__ = ["SLOTS", "Detour"]
+__all__ = ["SLOTS", "Detour", "Way"]
 
 SLOTS = 2  # units on the way; each has memory for the largest that went there
 
@@ -26,14 +31,47 @@ class _Slot:
         self.grads = torch.empty(0, dtype=torch.uint8)
         self.free: Arrival = DONE
 
-    def reserve(self, device: torch.device, states: int, grads: int) -> None:
-        """Memory for so many bytes."""
+    def reserve(self, device: torch.device, states: int, grads: int) -> bool:
+        """Memory for so many bytes; whether it was there already."""
+        enough = True
         if self.states.numel() < states or self.states.device != device:
             self.free.on_host()
-            self.states = torch.empty(states, dtype=torch.uint8, device=device)
-        if self.grads.numel() < grads or self.grads.device != device:
+            self.states, enough = torch.empty(states, dtype=torch.uint8, device=device), False
+        if grads and (self.grads.numel() < grads or self.grads.device != device):
             self.free.on_host()
-            self.grads = torch.empty(grads, dtype=torch.uint8, device=device)
+            self.grads, enough = torch.empty(grads, dtype=torch.uint8, device=device), False
+        return enough
+
+
+@dataclass(eq=False)
+class Way:
+    """One unit's update beside what the current stream does.
+
+    Args:
+        done: recorded behind it.
+        job: keeps what the update reads beside the gradients.
+        grads: on the device.
+    """
+
+    done: torch.cuda.Event
+    job: Job
+    grads: Sequence[Tensor]
+
+    def wait(self) -> None:
+        """The current stream goes on after it, and may have the memory of the gradients."""
+        wait(self.done)
+        self.grads = ()
+
+    def precede(self, *lanes: Lane) -> None:
+        """What these lanes are given from now on comes after it.
+
+        Args:
+            lanes: among them the one whose memory the gradients are in.
+        """
+        for lane in lanes:
+            with lane:
+                wait(self.done)
+        self.grads = ()
 
 
 class Detour:
@@ -51,24 +89,24 @@ class Detour:
         self._slots = [_Slot() for _ in range(SLOTS)]
         self._turn = 0
         self._down: dict[Block, Arrival] = {}
-        self._jobs: dict[Block, tuple[Job, torch.cuda.Event]] = {}  # as long as the GPU may read what they hold
+        self._ways: dict[Block, Way] = {}  # as long as the GPU may read what they hold
 
-    def go(self, block: Block, job: Job, owned: Tensor) -> torch.cuda.Event | None:
-        """Update one unit, parameters in ``owned`` on the device; ``join``, or wait for the event, before their use.
+    def go(self, block: Block, job: Job, owned: Tensor) -> Way | None:
+        """Update one unit, parameters in ``owned`` on the device; ``join``, or wait, before their use.
 
         The states are back when ``arrived`` returns.
         """
         if self._stream is None:
             self._over(block, job, owned)
             return None
-        if block in self._jobs:  # its memory may go back to the current stream once that comes after its update
-            torch.cuda.current_stream().wait_event(self._jobs.pop(block)[1])
+        if block in self._ways:  # its memory may go back to the current stream once that comes after its update
+            self._ways.pop(block).wait()
+        grads = [grad for grad in job.grads if grad is not None and grad.device == self._device]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._over(block, job, owned)
-            done: torch.cuda.Event = self._stream.record_event()
-        self._jobs[block] = job, done
-        return done
+            self._ways[block] = way = Way(self._stream.record_event(), job, grads)
+        return way
 
     def _over(self, block: Block, job: Job, owned: Tensor) -> None:
         self._home(block)
@@ -77,13 +115,14 @@ class Detour:
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % SLOTS
         (grads,) = job.grads
-        slot.reserve(self._device, home.numel(), 0 if grads is None else grads.numel() * grads.element_size())
-        slot.free.on_stream()
+        below = grads is not None and grads.device != self._device
+        there = slot.reserve(self._device, home.numel(), grads.nbytes if grads is not None and below else 0)
+        free = slot.free if there else self._link.now()
         states = slot.states[: home.numel()]
-        self._link.up(states, home, after=self._down.get(block, DONE)).on_stream()
-        if grads is not None:
-            place = slot.grads[: grads.numel() * grads.element_size()].view(grads.dtype)
-            self._link.up(place, grads).on_stream()
+        self._link.up(states, home, after=self._down.get(block, DONE), unused=free).on_stream()
+        if grads is not None and below:
+            place = slot.grads[: grads.nbytes].view(grads.dtype)
+            self._link.up(place, grads, unused=free).on_stream()
             job.grads[0] = place
         block.attach(states)
         out = written_beside(owned, block.values)
@@ -110,14 +149,14 @@ class Detour:
 
     def join(self) -> None:
         """Let what the current stream gets from now on come after the updates."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        for way in self._ways.values():
+            way.wait()
 
     def close(self) -> None:
         """Wait, and give the device's memory back; whoever goes this way again takes new memory."""
         self._link.close()
         if self._stream is not None:
             self._stream.synchronize()
-        self._jobs.clear()
+        self._ways.clear()
         self._down.clear()
         self._slots = [_Slot() for _ in range(SLOTS)]

@@ -35,6 +35,7 @@ class FileStore:
     """
 
     splits: str | None = "its optimizer states are on NVMe and come to memory unit by unit"
+    takes_halves = False
 
     def __init__(self, device: torch.device, settings: HostSettings, pool: SwapPool) -> None:
         self.device = torch.device("cpu")
@@ -52,9 +53,13 @@ class FileStore:
     def home(self, buffer: FlatBuffer) -> GradientHome:
         return self._settings.gradient_home(self._link, self._worker)
 
-    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
+    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
         for gradient, cut in segments.items():
             self._blocks[gradient.buffer].bind(cut, inner.state)
+        return ()
+
+    def place_low(self, buffer: FlatBuffer) -> Tensor:
+        raise AssertionError("the CPU updates whole masters")
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         blocks = [self._blocks[gradient.buffer] for gradient in gradients]

@@ -3,8 +3,9 @@
 Each unit has a ``Place``. On the HOST the worker updates it with the CPU's kernel and the 16-bit result is copied up
 while the next one is updated. STREAMED units take another way at the same time: their states go up, the GPU updates
 them, they go down again; the CPU and the link work on different units. Units on the DEVICE are updated where they are.
-In a process alone a step returns while updates go on: the next forward waits for each unit when it gets there, so that
-most of it is computed beside them (``zero/landing.py`` holds up everybody else who touches a parameter).
+A step returns while updates go on: the next forward waits for each unit when it gets there, so that most of it is
+computed beside them (``zero/landing.py`` holds up everybody else who touches a parameter). Where ranks gather what they
+updated, that is so for streamed units; those of the CPU are waited for, as all ranks must gather in one order.
 Which unit has which place follows from the sizes and the settings, so that it is the same on every rank and in every
 run; with ``stream: auto`` also from what the machine can do (``stream_share.py``).
 """
@@ -23,14 +24,15 @@ from torch.optim import Optimizer
 
 from ds_hf.engine.offload.blocks import Block
 from ds_hf.engine.offload.link import Arrival, Link
-from ds_hf.engine.offload.memory import host_copy
+from ds_hf.engine.offload.memory import host_copy, host_empty
 from ds_hf.engine.offload.worker import Worker
-from ds_hf.engine.optim.detour import Detour
+from ds_hf.engine.ops.halves import LOW
+from ds_hf.engine.optim.detour import Detour, Way
 from ds_hf.engine.optim.outputs import Outputs
 from ds_hf.engine.optim.room import Room
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.store import HostSettings, MakeJob, update_target
-from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, going_up
+from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, streaming
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
 from ds_hf.engine.zero.gradients import GradientBuffer
@@ -55,6 +57,7 @@ class HostStore:
     """
 
     splits: str | None = None
+    takes_halves = False  # the CPU updates whole masters
     delays = False  # updates go on while the parameters are in use
     lands_later = True  # updates may go on until the parameters are used
 
@@ -72,6 +75,8 @@ class HostStore:
         self._compute, self._settings, self._room, self._auto = device, settings, room, auto
         self._gradient_places = gradient_places
         self._blocks: dict[FlatBuffer, Block] = {}
+        self._inner: Optimizer | None = None
+        self._segments: Mapping[GradientBuffer, Sequence[Segment]] = {}
         self._landing: dict[GradientBuffer, _Landing] = {}
         self._detour = Detour(device, pinned=settings.pinned)
         self._on_device = 0  # elements
@@ -92,10 +97,30 @@ class HostStore:
             master = host_copy(values, dtype, pinned=self._settings.pinned)
         if not buffer.stays:
             self._fixed.add(buffer)
+        again = self.places.get(buffer)  # its masters were in halves
         self.places[buffer] = place
         self._on_device += values.numel() if place is Place.DEVICE else 0
-        self._blocks[buffer] = Block(master, buffer.label)
+        self._set_block(buffer, master)
+        if again is not None:
+            self._gradient_of(buffer).home = self.home(buffer)
         return master
+
+    def place_low(self, buffer: FlatBuffer) -> Tensor:
+        numel = self._blocks[buffer].values.numel()
+        if self.places[buffer] is Place.DEVICE:
+            low = torch.empty(numel, dtype=LOW, device=self._compute)
+        else:
+            low = host_empty(numel, LOW, pinned=self._settings.pinned)
+        self._set_block(buffer, low)
+        return low
+
+    def _set_block(self, buffer: FlatBuffer, values: Tensor) -> None:
+        self._blocks[buffer] = block = Block(values, buffer.label)
+        if self._inner is not None:
+            block.bind(self._segments[self._gradient_of(buffer)], self._inner.state)
+
+    def _gradient_of(self, buffer: FlatBuffer) -> GradientBuffer:
+        return next(gradient for gradient in self._segments if gradient.buffer is buffer)
 
     def _choose(self, numel: int) -> Place:
         """First units to the device: their gradients come last. Which of the others are streamed is chosen later."""
@@ -108,21 +133,36 @@ class HostStore:
             return DeviceHome(self._settings.accumulation_dtype)
         return self._settings.gradient_home(self.link, self.worker, self._gradient_places)
 
-    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
+    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
+        self._inner, self._segments = inner, segments
         for gradient, cut in segments.items():
             self._blocks[gradient.buffer].bind(cut, inner.state)
         offloaded = [g for g in segments if self.places[g.buffer] is not Place.DEVICE]
         units = [self._unit(gradient) for gradient in offloaded]
-        share = self._settings.streamed_share if self._auto is None else self._auto.decide(units, self.link)
-        for gradient, goes in zip(offloaded, going_up(units, share), strict=True):
+        share, room = self._settings.streamed_share, self._settings.room
+        if self._auto is not None:
+            share, room = self._auto.decide(units, self.link)
+        found = streaming(units, share, room)
+        for gradient, goes, stays in zip(offloaded, found.up, found.stays, strict=True):
             self.places[gradient.buffer] = Place.STREAMED if goes else Place.HOST
+            if stays and not self.delays:
+                gradient.home = DeviceHome(self._settings.accumulation_dtype)
+        buffers = [gradient.buffer for gradient in segments]
+        return [b for b in buffers if self.places[b] is not Place.HOST and self._may_halve(b)]
 
     def _unit(self, gradient: GradientBuffer) -> HostUnit:
         settings, values = self._settings, self._blocks[gradient.buffer].values
-        states = values.dtype.itemsize + settings.moments_nbytes
+        master = LOW.itemsize if self._may_halve(gradient.buffer) else values.dtype.itemsize
+        states = master + settings.moments_nbytes
         summed = settings.accumulation_dtype if settings.accumulates else gradient.dtype
         numel = values.numel()
         return HostUnit(numel, numel * states, numel * summed.itemsize, gradient.buffer not in self._fixed)
+
+    def _may_halve(self, buffer: FlatBuffer) -> bool:
+        """Whether the master, if the GPU updates it, need not be more than its parameter lacks."""
+        widths = buffer.dtype, self._blocks[buffer].values.dtype
+        may = self._settings.halves and not self.delays and buffer not in self._fixed
+        return may and widths == (torch.bfloat16, torch.float32)
 
     # -- the step -------------------------------------------------------------------------------------------------
 
@@ -132,21 +172,34 @@ class HostStore:
         unused = self.link.now()
         updates = [(gradient, self._submit(gradient, make)) for gradient in at[Place.HOST]]
         later = self.lands_later and (self._room is None or self._room.decided)
-        joined = []
-        for gradient in at[Place.STREAMED]:
-            event = self._detour.go(self._blocks[gradient.buffer], make([gradient]), self._target(gradient))
-            if not (later and _is_alone(gradient) and gradient.buffer.take_off(event)):
-                joined.append(gradient)
+        ways = {g: self._detour.go(self._blocks[g.buffer], make([g]), self._target(g)) for g in at[Place.STREAMED]}
         self._update_here(at[Place.DEVICE], make)
         yield at[Place.DEVICE]
         if later:
             updates = [update for update in updates if not self._land_later(*update, unused)]
-        yield from self._finished(updates)
-        if joined:
-            self._detour.join()
-        yield joined
+        joined = [g for g, way in ways.items() if not (later and _is_alone(g) and g.buffer.take_off(way))]
+        yield from self._in_order(dict(updates), {gradient: ways[gradient] for gradient in joined}, gradients)
         if self._room is not None:
             self._fill_room(gradients)
+
+    def _in_order(
+        self,
+        updates: Mapping[GradientBuffer, Future[None]],
+        ways: Mapping[GradientBuffer, Way | None],
+        gradients: Sequence[GradientBuffer],
+    ) -> Iterator[Sequence[GradientBuffer]]:
+        """Units as they are needed by the next forward: gathers of streamed ones come after their updates, and only
+        the CPU's updates are waited for here."""
+        for gradient in gradients:
+            if gradient in updates:
+                yield from self._finished([(gradient, updates[gradient])])
+            elif gradient in ways:
+                way = ways[gradient]
+                if way is not None and (gradient.buffer.sharded or gradient.policy.whole):
+                    way.wait()  # nothing is gathered now
+                elif way is not None:
+                    way.precede(gradient.buffer.lane, gradient.lane)
+                yield [gradient]
 
     def _land_later(self, gradient: GradientBuffer, update: Future[None], unused: Arrival) -> bool:
         """Let whoever uses the unit's parameters next, the forward as a rule, wait for their update.

@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -93,11 +93,13 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         self.given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
         for index, group in enumerate(inner.param_groups):
             group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
+        halved = store.bind(inner, self.segments)
+        for buffer in halved:
+            self._split_master(buffer)
         wide = policy.moments is torch.float32
         narrow = any(m.dtype is torch.bfloat16 and b not in self.lows for b, m in masters.items())
         if isinstance(inner, StreamingOptimizer) and (narrow or self.lows):
             inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic and narrow
-        store.bind(inner, self.segments)
         self._update = streamed_update(inner, Narrow(wide, policy.stochastic and narrow))
         if store.splits and self._update is None:
             raise ConfigError(
@@ -124,6 +126,8 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
             self._axis_device,
             store,
         )
+        if halved:
+            publish(halved, whole=policy.whole)  # splitting rounds ties away from zero
         for buffer in masters:
             buffer.states = self
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -201,7 +205,8 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
             )
         self._require_all("load_state_dict()")
         self.settle()
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        with self._params_beside_states():
+            self.optimizer.load_state_dict(state_dict["optimizer"])
         self._restore_dtypes(state_dict["optimizer"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         with torch.no_grad():
@@ -216,6 +221,19 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         master = self.master(buffer)
         assert master is not None
         return master.cpu() if buffer in self.lows else master
+
+    @contextlib.contextmanager
+    def _params_beside_states(self) -> Iterator[None]:
+        """torch gives states that it loads the device of their parameters: the device has no room for all at once."""
+        away = [s for ss in self.segments.values() for s in ss if s.low is not None and s.low.device != s.param.device]
+        values = [segment.param.data for segment in away]
+        for segment in away:
+            segment.param.data = torch.empty((), dtype=torch.float32).expand(segment.shape)
+        try:
+            yield
+        finally:
+            for segment, value in zip(away, values, strict=True):
+                segment.param.data = value
 
     def _restore_dtypes(self, saved: dict[str, Any]) -> None:
         """torch casts every state to the dtype of its parameter: fp32 moments of 16-bit ones lose digits by that."""
@@ -356,11 +374,27 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
     def master_part(self, buffer: FlatBuffer, start: int, end: int) -> Tensor:
         """Some of the master weights that may be used now."""
         part, low = self.masters[buffer][start:end], self.lows.get(buffer)
-        return part if low is None else join(part, low[start:end])
+        return part if low is None else join(part.to(low.device), low[start:end])
 
     def master_dtype(self, buffer: FlatBuffer) -> torch.dtype:
         """Dtype of the master weights, however they are kept."""
         return torch.float32 if buffer in self.lows else self.masters[buffer].dtype
+
+    def states_device(self, buffer: FlatBuffer) -> torch.device:
+        """Where the buffer's states are between steps."""
+        return self.lows.get(buffer, self.masters[buffer]).device
+
+    @torch.no_grad()
+    def _split_master(self, buffer: FlatBuffer) -> None:
+        """Keep the buffer's masters in halves from now on."""
+        master, owned = self.masters[buffer], buffer.owned(whole=self.policy.whole)
+        low = self.store.place_low(buffer)
+        write_halves(master, owned, low)
+        self.masters[buffer], self.lows[buffer] = owned, low
+        for gradient, segments in self.segments.items():
+            for segment in segments if gradient.buffer is buffer else ():
+                segment.low = low[segment.start : segment.end].view(segment.shape)
+                segment.param.data = owned[segment.start : segment.end].view(segment.shape)
 
     def join_masters(self) -> None:
         """Keep no masters in halves any more: somebody needs them as tensors that can be written to."""
@@ -442,7 +476,8 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
         """A moment over what this rank owns, flat; ``None`` when no parameter of the buffer has it."""
         self.store.visit(buffer, write=False)
-        result = torch.zeros_like(self.masters[buffer], dtype=self.moment_dtype(buffer))
+        numel, device = self.masters[buffer].numel(), self.states_device(buffer)
+        result = torch.zeros(numel, dtype=self.moment_dtype(buffer), device=device)
         found = False
         for segment in self.segments[self._gradients[buffer]]:
             value = self.state.get(segment.param, {}).get(key)
@@ -463,14 +498,14 @@ class ShardedOptimizer(OptimizerNames, Optimizer):
         Rules that keep other moments for matrices than for vectors must not get those that are not theirs.
         """
         self.store.visit(buffer)
-        master = self.masters[buffer]
+        device = self.states_device(buffer)
         for segment in self.segments[self._gradients[buffer]]:
             state = self.state[segment.param]
             piece = value[segment.start : segment.end].view(segment.shape)
             if key in state:
                 state[key].copy_(piece)
             elif create:
-                state[key] = piece.to(device=master.device, dtype=self.moment_dtype(buffer), copy=not take)
+                state[key] = piece.to(device=device, dtype=self.moment_dtype(buffer), copy=not take)
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.worker import Worker
+from ds_hf.engine.ops.halves import LOW
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome, HostHome
@@ -60,10 +61,12 @@ class StateStore(Protocol):
         device: where states are when they are updated.
         splits: not all states can be in memory at once, or they are on several devices: rules that look at whole
             parameters cannot work here.
+        takes_halves: masters may be the parameters, with their low halves beside them.
     """
 
     device: torch.device
     splits: str | None
+    takes_halves: bool
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Master weights for ``buffer`` from exact ``values``; possibly ``owned``, the parameters themselves."""
@@ -71,8 +74,15 @@ class StateStore(Protocol):
     def home(self, buffer: FlatBuffer) -> GradientHome:
         """Where the gradients of ``buffer`` go."""
 
-    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
-        """The masters were cut into segments, and ``inner`` keeps moments for them."""
+    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
+        """The masters were cut into segments, and ``inner`` keeps moments for them. Collective.
+
+        Returns:
+            those whose masters shall be kept in halves from now on.
+        """
+
+    def place_low(self, buffer: FlatBuffer) -> Tensor:
+        """Memory for the low half of the buffer's masters, which are the parameters from now on."""
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         """Update every unit; yields those whose parameters may be published, all ranks in the same order."""
@@ -99,6 +109,8 @@ class HostSettings:
         accumulates: a step has several micro-batches.
         accumulation_dtype: of sums over them.
         moments_nbytes: bytes of an element's moments, once they are there.
+        halves: of fp32 masters that go up only the halves are kept that bf16 parameters on the device lack.
+        room: bytes of the device that may be taken for what goes up.
     """
 
     numel: int
@@ -108,6 +120,8 @@ class HostSettings:
     accumulates: bool = False
     accumulation_dtype: torch.dtype = torch.float32
     moments_nbytes: int = 8
+    halves: bool = False
+    room: int = 0
 
     def gradient_home(self, link: Link, worker: Worker, places: int = 1) -> GradientHome:
         """Where the gradients of one more buffer go."""
@@ -137,6 +151,7 @@ class DeviceStore:
     """States beside the model, always there."""
 
     splits: str | None = None
+    takes_halves = True
 
     def __init__(self, device: torch.device, accumulation_dtype: torch.dtype) -> None:
         self.device = device
@@ -152,8 +167,11 @@ class DeviceStore:
     def home(self, buffer: FlatBuffer) -> GradientHome:
         return DeviceHome(self._accumulation_dtype)
 
-    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> None:
-        """States never move."""
+    def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
+        return ()  # states never move
+
+    def place_low(self, buffer: FlatBuffer) -> Tensor:
+        return torch.empty_like(self._masters[buffer], dtype=LOW)
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         for batch in self._batches(gradients):

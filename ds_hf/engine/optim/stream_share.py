@@ -1,12 +1,18 @@
 """How many of the units in host memory go up to be updated by the GPU, and which: ``ds_hf.offload.stream``.
 
-Which ones follows from their sizes and the share, so that it is the same on every rank. "auto" is ``AUTO_SHARE`` where
-that pays, else 0. What sizes say of it is in ``why_not``, for the engine and for predictions without a GPU; the
-engine's ``AutoShare`` also looks at the machine, where the least of all ranks counts.
+Which ones, and whose gradients stay on the device for it, follows from their sizes and the share. "auto" is
+``auto_share`` where that pays, else 0. What sizes say of it is in ``why_not``, for the engine and for predictions
+without a GPU; the engine's ``AutoShare`` also looks at the machine, where the least of all ranks counts.
+
+The update in host memory is bound by that memory, whoever does it: the CPU moves some 32 bytes of it for an element of
+AdamW, the link 20 where masters are in halves and the gradient is on the device. One GPU's link leaves part of the
+memory's speed to the CPU, those of several GPUs do not. The shares are coarse on purpose: which kernel updates a unit
+shows in the last digits, and two runs of one configuration shall be equal.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +25,16 @@ from ds_hf.engine.offload.link_speed import speed_both_ways
 from ds_hf.engine.optim.detour import SLOTS
 from ds_hf.log import log_once
 
-__all__ = ["AUTO_SHARE", "AutoShare", "HostUnit", "going_up", "say_none", "slots_nbytes", "slots_room", "why_not"]
+__all__ = ["AutoShare", "HostUnit", "Streaming", "auto_share", "say_none", "slots_room", "streaming", "why_not"]
 
-AUTO_SHARE = 0.3  # 2.7 B on an H100: 1070 ms a step without, 910 with it, 963 at 0.5 (docs/performance.md)
-_MOST = 0.5  # of the states that may really go, where there are so few units that the share is only roughly kept
+_SLOW, _ALONE, _SEVERAL = 0.3, 0.65, 1.0  # shares: where the link is no faster than the CPU; one GPU; several
+_FAST_SPEED = 35e9  # bytes a second each way at once, from which on the link does more than the CPU
+_LEAST_SPEED = 20e9  # PCIe 5 moves twice that, PCIe 4 and what is shared less
+_HALVED = 11  # bytes of an element's states; AdamW has 10 of them with masters in halves, and 12 with whole ones
+_MISSED = 0.2  # of the states: so far from the share may be what units of these sizes allow
 _LEAST_STATES = 64 << 20  # bytes; a CPU updates less in a few milliseconds
-_LEAST_SPEED = 20e9  # bytes a second each way at once; PCIe 5 moves twice that, PCIe 4 and what is shared less
-_PART = 32  # of the device's memory, one such part may go to slots
+_LARGE = 1.5  # times the median: such a unit makes slots large, and goes only where the share needs it
+_PART = 16  # of the device's memory, one such part may go to slots and to gradients that stay
 
 
 @dataclass(frozen=True)
@@ -34,8 +43,8 @@ class HostUnit:
 
     Attributes:
         numel: elements that this rank updates.
-        states: bytes of master weights and moments.
-        gradient: bytes that go up with them.
+        states: bytes of master weights and moments that would go up.
+        gradient: bytes of the gradient.
         movable: it may be updated elsewhere: its master weights are not the parameters, nor in files.
     """
 
@@ -45,42 +54,94 @@ class HostUnit:
     movable: bool = True
 
 
-def going_up(units: Sequence[HostUnit], share: float) -> list[bool]:
-    """For each unit, in the order in which they were made, whether it goes up. They lie between the others."""
+@dataclass(frozen=True)
+class Streaming:
+    """What goes over the device.
+
+    Attributes:
+        up: for each unit, in the order in which they were made, whether it goes up. They lie between the others.
+        stays: whether its gradient waits on the device, and does not go down and up again.
+        slots: bytes on the device for what is on its way.
+        gradients: bytes of those that stay, at most.
+    """
+
+    up: tuple[bool, ...]
+    stays: tuple[bool, ...]
+    slots: int
+    gradients: int
+
+
+def streaming(units: Sequence[HostUnit], share: float, room: int) -> Streaming:
+    """Which of ``units`` go up.
+
+    Args:
+        share: of the elements.
+        room: bytes of the device; what slots leave of it is for gradients, those first that backward makes last.
+    """
+    up = _going_up(units, share)
+    chosen = [unit for unit, goes in zip(units, up, strict=True) if goes]
+    states = SLOTS * max((unit.states for unit in chosen), default=0)
+    gradient = SLOTS * max((unit.gradient for unit in chosen), default=0)
+    if states + sum(unit.gradient for unit in chosen) <= room:
+        return Streaming(tuple(up), tuple(up), states, sum(unit.gradient for unit in chosen))
+    left, stays = room - states - gradient, []
+    for unit, goes in zip(units, up, strict=True):
+        stays.append(goes and unit.gradient <= left)
+        left -= unit.gradient if stays[-1] else 0
+    kept = sum(unit.gradient for unit, stay in zip(units, stays, strict=True) if stay)
+    return Streaming(tuple(up), tuple(stays), states + gradient, kept)
+
+
+def _going_up(units: Sequence[HostUnit], share: float) -> list[bool]:
+    movable = [unit.numel for unit in units if unit.movable]
+    most = _LARGE * statistics.median(movable) if movable else 0
+    if sum(numel for numel in movable if numel <= most) < share * sum(unit.numel for unit in units):
+        most = max(movable, default=0)
     total, up, chosen = 0, 0, []
     for unit in units:
         total += unit.numel
-        goes = unit.movable and up + unit.numel / 2 <= share * total
+        goes = unit.movable and unit.numel <= most and up + unit.numel / 2 <= share * total
         up += unit.numel if goes else 0
         chosen.append(goes)
     return chosen
 
 
-def slots_nbytes(units: Sequence[HostUnit], share: float) -> int:
-    """Bytes on the device that the ways of those units take."""
-    chosen = [unit for unit, goes in zip(units, going_up(units, share), strict=True) if goes]
-    return SLOTS * (max((u.states for u in chosen), default=0) + max((u.gradient for u in chosen), default=0))
-
-
 def slots_room(device_memory: int) -> int:
-    """How many bytes of a device the slots may take with "auto"."""
+    """How many bytes of a device may be taken for states on their way and for gradients that wait for them."""
     return device_memory // _PART
 
 
-def why_not(units: Sequence[HostUnit], room: int) -> str:
-    """Why sizes speak against ``AUTO_SHARE``, in words; empty where they do not.
+def auto_share(units: Sequence[HostUnit], here: int, room: int, speed: float = _FAST_SPEED) -> float:
+    """The share for "auto" on a link that is fast enough; 0 where sizes speak against it.
 
     Args:
-        room: bytes of the device that slots may take.
+        here: processes of one host.
+        room: as for ``streaming``.
+        speed: bytes a second that the link moves each way at once.
     """
-    states, slots = sum(unit.states for unit in units), slots_nbytes(units, AUTO_SHARE)
+    if why_not(units, room):
+        return 0.0
+    if speed < _FAST_SPEED or any(unit.movable and unit.states > _HALVED * unit.numel for unit in units):
+        return _SLOW
+    share = _ALONE if here == 1 else _SEVERAL
+    return _SLOW if why_not(units, room, share) else share
+
+
+def why_not(units: Sequence[HostUnit], room: int, share: float = _SLOW) -> str:
+    """Why sizes speak against streaming ``share`` of the units, in words; empty where they do not.
+
+    Args:
+        room: as for ``streaming``.
+    """
+    total, states = sum(unit.numel for unit in units), sum(unit.states for unit in units)
     if states < _LEAST_STATES:
         return f"they are less than {_LEAST_STATES >> 20} MiB"
-    numel = sum(unit.numel for unit, goes in zip(units, going_up(units, AUTO_SHARE), strict=True) if goes)
-    if not 0 < numel <= _MOST * sum(unit.numel for unit in units):
-        return f"they are in too few units ({len(units)}) to send {AUTO_SHARE:.0%} of them to the GPU"
-    if slots > room:
-        return f"that would take {slots / 2**30:.1f} GiB of the device, and {room / 2**30:.1f} may be taken"
+    found = streaming(units, share, room)
+    numel = sum(unit.numel for unit, goes in zip(units, found.up, strict=True) if goes)
+    if not numel or abs(numel / total - share) > _MISSED:
+        return f"they are in too few units ({len(units)}) to send {share:.0%} of them to the GPU"
+    if found.slots > room:
+        return f"that would take {found.slots / 2**30:.1f} GiB of the device, and {room / 2**30:.1f} may be taken"
     return ""
 
 
@@ -90,35 +151,39 @@ class AutoShare:
     Args:
         device: where the model computes.
         axis: ranks that must decide alike.
+        here: processes of this host, which share its memory.
     """
 
-    def __init__(self, device: torch.device, axis: Axis) -> None:
-        self._device, self._axis = device, axis
+    def __init__(self, device: torch.device, axis: Axis, here: int = 1) -> None:
+        self._device, self._axis, self._here = device, axis, here
 
-    def decide(self, units: Sequence[HostUnit], link: Link) -> float:
-        """The share; collective.
+    def decide(self, units: Sequence[HostUnit], link: Link) -> tuple[float, int]:
+        """The share, and the bytes of the device that there are for it; collective.
 
         Args:
             link: of the store, with nothing on its way.
         """
         # Every rank has the same units and, from here on, the same figures: all return from the same line.
-        reason = why_not(units, int(self._least(self._room())))
+        room = int(self._least(self._room()))
+        reason = why_not(units, room)
         if reason:
             say_none(reason)
-            return 0.0
+            return 0.0, room
         speed = self._least(self._speed(link))
         found = f"host and device exchange {speed / 1e9:.0f} GB/s each way at once"
         if speed < _LEAST_SPEED:
             say_none(f"{found}, and it pays from {_LEAST_SPEED / 1e9:.0f} on")
-            return 0.0
+            return 0.0, room
+        share = auto_share(units, int(self._least(self._here)), room, speed)
+        taken = streaming(units, share, room)
         log_once(
-            f"offload: the GPU updates {AUTO_SHARE:.0%} of the states in host memory (stream: auto): {found}, "
-            f"{slots_nbytes(units, AUTO_SHARE) / 2**30:.1f} GiB of the device are taken for them"
+            f"offload: the GPU updates {share:.0%} of the states in host memory (stream: auto): {found}, "
+            f"{(taken.slots + taken.gradients) / 2**30:.1f} GiB of the device are taken for them"
         )
-        return AUTO_SHARE
+        return share, room
 
     def _room(self) -> int:
-        """Bytes of this rank's device that slots may take."""
+        """Bytes of this rank's device that may be taken."""
         free, total = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return min(slots_room(total), free + cached)

@@ -28,7 +28,7 @@ class CutOf:
     """What an optimizer takes for a parameter."""
 
     def __init__(self, block: Block, start: int, end: int) -> None:
-        self.start = start
+        self.start, self.low = start, None
         self.param = torch.nn.Parameter(block.values[start:end])
 
 

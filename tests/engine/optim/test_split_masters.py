@@ -14,6 +14,7 @@ from ds_hf.engine import builder
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.ops.halves import halves
+from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.access import (
@@ -28,6 +29,9 @@ from tests.helpers.models import TinyLM, token_batches
 from tests.helpers.parity import base_config
 
 STAGES = (0, 1, 2, 3)
+# States in host memory: all go over the device to be updated, or two thirds, or half of them stay there.
+WAYS = ({"stream": 1.0}, {"stream": 0.65}, {"ratio": 0.5, "stream": 0.0}, {"ratio": 0.4, "stream": 0.5})
+away: dict[str, Any] | None = None  # of these, for all engines
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
     "Adam": {"lr": 1e-2},
@@ -39,7 +43,10 @@ RULES: dict[str, dict[str, Any]] = {
 
 def make(stage: int, split: bool, *, rule: str = "AdamW", optimizer: Any = None, **more: Any) -> Engine:
     torch.manual_seed(3)
-    own = {"split_masters": split}
+    own: dict[str, Any] = {"split_masters": split}
+    if away is not None and stage:
+        own["offload"] = away
+        more["zero_optimization"] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     config = base_config(stage, bf16={"enabled": True}, ds_hf=own, gradient_clipping=1.0, **more)
     model = TinyLM(vocab=64, width=48, depth=2)
     if optimizer is not None:
@@ -195,9 +202,35 @@ def scenarios(folder: str) -> None:
         continues_checkpoints(stage, f"{folder}/{stage}")
 
 
+def offloaded(folder: str, way: dict[str, Any]) -> None:
+    global away
+    for stage in STAGES[1:]:
+        away = None
+        here = make(stage, True)
+        expected = train(here)
+        away = way
+        gone = make(stage, True)
+        assert train(gone) == pytest.approx(expected, rel=2e-3)  # the CPU's kernel and the reference round apart
+        store = optimizer_of(gone).store
+        assert isinstance(store, HostStore)
+        assert optimizer_of(gone).lows.keys() == {b for b, place in store.places.items() if place is not Place.HOST}
+        close(masters(gone), masters(here), 2e-3)
+        here.destroy()
+        gone.destroy()
+        for scenario in (is_seen_and_written, joins_for_hooks_and_names, gives_its_state_back):
+            scenario(stage)
+        continues_checkpoints(stage, f"{folder}/{stage}")
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_scenarios(world: int, tmp_path: Path) -> None:
     run_distributed(scenarios, world, str(tmp_path), timeout=200)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_states_that_come_from_host_memory(way: dict[str, Any], world: int, tmp_path: Path) -> None:
+    run_distributed(offloaded, world, str(tmp_path), way, timeout=200)
 
 
 def where_it_does_not_apply() -> None:
@@ -207,13 +240,13 @@ def where_it_does_not_apply() -> None:
     def unknown(params: Any) -> torch.optim.Optimizer:
         return torch.optim.NAdam(list(params), lr=1e-3)
 
-    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    by_the_cpu = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     told: list[str] = []
     builder.warn_once = told.append
     for engine in (
         make(2, True, optimizer=lamb),
         make(2, True, optimizer=unknown),
-        make(2, True, **offloaded),
+        make(2, True, **by_the_cpu),
         initialize(model=TinyLM(vocab=64, width=48, depth=2), config=base_config(2, ds_hf={"split_masters": True}))[0],
         initialize(model=TinyLM(vocab=64, width=48, depth=2), config=base_config(2, bf16={"enabled": True}))[0],
     ):

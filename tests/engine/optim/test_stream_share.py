@@ -17,7 +17,7 @@ from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.link_speed import speed_both_ways
 from ds_hf.engine.optim import stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
-from ds_hf.engine.optim.stream_share import AUTO_SHARE, AutoShare, HostUnit, going_up, slots_nbytes, why_not
+from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, auto_share, streaming, why_not
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
 
@@ -27,8 +27,12 @@ GB = 10**9
 
 
 def units(*millions: int, movable: bool = True) -> list[HostUnit]:
-    """As AdamW has them with bf16 parameters, sizes in millions of elements."""
-    return [HostUnit(n * MILLION, 12 * n * MILLION, 2 * n * MILLION, movable) for n in millions]
+    """As AdamW has them with bf16 parameters and masters in halves, sizes in millions of elements."""
+    return [HostUnit(n * MILLION, 10 * n * MILLION, 2 * n * MILLION, movable) for n in millions]
+
+
+def going_up(given: list[HostUnit], share: float) -> list[bool]:
+    return list(streaming(given, share, 0).up)
 
 
 # -- which units ------------------------------------------------------------------------------------------------------
@@ -40,6 +44,10 @@ def test_streamed_units_lie_between_the_others() -> None:
     assert going_up(units(*[10] * 4), 0.0) == [False] * 4
     assert going_up(units(10, 10, movable=False), 1.0) == [False, False]
     assert going_up([], 0.3) == []
+    # a large one would make the slots large, but goes where the share needs it
+    large = going_up(units(25, *[10] * 10), 0.65)
+    assert (large[0], sum(large)) == (False, 8)
+    assert going_up(units(25, *[10] * 10), 1.0) == [True] * 11
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.8])
@@ -50,8 +58,24 @@ def test_about_the_share_goes(share: float) -> None:
 
 
 def test_slots_hold_the_largest_unit_that_goes_twice() -> None:
-    assert slots_nbytes(units(164, 80, 80, 80), 0.3) == 2 * 80 * MILLION * (12 + 2)
-    assert slots_nbytes(units(164), 0.3) == 0
+    found = streaming(units(164, 80, 80, 80), 0.3, 0)
+    assert (found.slots, found.gradients) == (2 * 80 * MILLION * (10 + 2), 0)
+    assert streaming(units(164), 0.3, 0).slots == 0
+
+
+def test_gradients_stay_as_far_as_there_is_room() -> None:
+    given = units(*[100] * 6)
+    slots = 2 * 100 * MILLION * 10
+    all_stay = streaming(given, 1.0, slots + 6 * 200 * MILLION)
+    assert all_stay.stays == all_stay.up == (True,) * 6
+    assert (all_stay.slots, all_stay.gradients) == (slots, 6 * 200 * MILLION)
+    some = streaming(given, 1.0, slots + 6 * 200 * MILLION - 1)  # those that do not need places to come up to
+    assert some.stays == (True,) * 3 + (False,) * 3
+    assert (some.slots, some.gradients) == (slots + 400 * MILLION, 600 * MILLION)
+    assert streaming(given, 1.0, 0).stays == (False,) * 6
+    between = streaming(given, 0.5, slots + 3 * 200 * MILLION)
+    assert between.stays == between.up
+    assert sum(between.up) == 3
 
 
 # -- what sizes say ---------------------------------------------------------------------------------------------------
@@ -60,13 +84,14 @@ def test_slots_hold_the_largest_unit_that_goes_twice() -> None:
 @pytest.mark.parametrize(
     ("sizes", "room", "reason"),
     [
-        ([164, *[79] * 32], 80 * GB // 32, ""),  # 2.7 B on an H100
-        ([262, *[202] * 32], 80 * GB // 32, "would take 5.3 GiB of the device, and 2.3 may be taken"),  # 6.7 B
+        ([164, *[79] * 32], 80 * GB // 16, ""),  # 2.7 B on an H100
+        ([262, *[202] * 32], 80 * GB // 16, ""),  # 6.7 B
+        ([328, *[317] * 40], 80 * GB // 16, "would take 7.1 GiB of the device, and 4.7 may be taken"),  # 13 B
         ([1, 1, 1, 1], 80 * GB, "less than 64 MiB"),
         ([], 80 * GB, "less than 64 MiB"),
         ([1000], 80 * GB, "too few units (1)"),  # nothing would go
-        ([100, 150], 80 * GB, "too few units (2)"),  # more than half would
-        ([100, 100], 80 * GB, ""),
+        ([100, 100], 80 * GB, ""),  # half of them goes
+        ([50, 150], 80 * GB, "too few units (2)"),
     ],
 )
 def test_what_sizes_say(sizes: list[int], room: int, reason: str) -> None:
@@ -103,10 +128,12 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 @pytest.mark.parametrize(
     ("sizes", "speed", "room", "share", "words"),
     [
-        ([100] * 8, 45e9, 3 * GB, AUTO_SHARE, ("updates 30% of the states", "45 GB/s each way", "2.6 GiB")),
-        ([100] * 8, 20e9, 3 * GB, AUTO_SHARE, ("20 GB/s each way",)),
+        ([100] * 8, 45e9, 3 * GB, 0.65, ("updates 65% of the states", "45 GB/s each way", "2.8 GiB")),
+        ([100] * 8, 45e9, 4 * GB, 0.65, ("updates 65% of the states", "2.8 GiB")),
+        ([100] * 8, 34e9, 3 * GB, 0.3, ("updates 30% of the states", "34 GB/s each way", "2.2 GiB")),
+        ([100] * 8, 20e9, 3 * GB, 0.3, ("20 GB/s each way",)),
         ([100] * 8, 12e9, 3 * GB, 0.0, ("CPU updates all states", "12 GB/s each way at once", "from 20 on")),
-        ([100] * 8, 45e9, 2 * GB, 0.0, ("CPU updates all states", "2.6 GiB of the device, and 1.9")),
+        ([100] * 8, 45e9, 2 * GB, 0.0, ("CPU updates all states", "2.2 GiB of the device, and 1.9")),
         ([1] * 5, 45e9, 3 * GB, 0.0, ("CPU updates all states", "less than 64 MiB")),
     ],
 )
@@ -114,7 +141,7 @@ def test_the_decision_is_one_line(
     sizes: list[int], speed: float, room: int, share: float, words: tuple[str, ...], said: pytest.LogCaptureFixture
 ) -> None:
     auto = Faked(speed, room)
-    assert auto.decide(units(*sizes), Link(CPU)) == share
+    assert auto.decide(units(*sizes), Link(CPU)) == (share, room)
     (record,) = said.records
     assert record.levelno == logging.INFO
     assert all(word in record.getMessage() for word in ("stream: auto", *words)), record.getMessage()
@@ -122,7 +149,22 @@ def test_the_decision_is_one_line(
     assert auto.measured == fits, "the link is measured where sizes allow it, and only there"
 
 
-def decided(speeds: list[float], rooms: list[int]) -> float:
+@pytest.mark.parametrize(
+    ("given", "here", "share"),
+    [
+        (units(*[100] * 8), 1, 0.65),
+        (units(*[100] * 8), 2, 1.0),  # their links take all of the host's memory
+        (units(50, *[100] * 4), 1, 0.65),
+        ([HostUnit(u.numel, 12 * u.numel, u.gradient) for u in units(*[100] * 8)], 1, 0.3),  # whole masters
+        (units(*[1] * 5), 1, 0.0),
+        ([*units(*[100] * 4), *units(*[100] * 4, movable=False)], 2, 0.3),  # half of them cannot go
+    ],
+)
+def test_the_share_of_a_fast_link(given: list[HostUnit], here: int, share: float) -> None:
+    assert auto_share(given, here, 5 * GB) == share
+
+
+def decided(speeds: list[float], rooms: list[int]) -> tuple[float, int]:
     rank = torch.distributed.get_rank()
     auto = Faked(speeds[rank], rooms[rank], Axis(None, rank, 2))
     return auto.decide(units(*[100] * 8), Link(CPU))
@@ -131,13 +173,14 @@ def decided(speeds: list[float], rooms: list[int]) -> float:
 @pytest.mark.parametrize(
     ("speeds", "rooms", "share"),
     [
-        ([45e9, 44e9], [3 * GB, 4 * GB], AUTO_SHARE),
+        ([45e9, 44e9], [3 * GB, 4 * GB], 0.65),
+        ([45e9, 30e9], [3 * GB, 4 * GB], 0.3),
         ([45e9, 10e9], [3 * GB, 3 * GB], 0.0),
         ([45e9, 45e9], [1 * GB, 3 * GB], 0.0),
     ],
 )
 def test_the_least_of_all_ranks_counts(speeds: list[float], rooms: list[int], share: float) -> None:
-    assert run_distributed(decided, 2, speeds, rooms, timeout=60) == [share, share]
+    assert run_distributed(decided, 2, speeds, rooms, timeout=60) == [(share, min(rooms))] * 2
 
 
 def test_both_ways_are_measured_when_everybody_is_ready() -> None:
