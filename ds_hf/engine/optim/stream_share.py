@@ -27,7 +27,7 @@ from ds_hf.log import log_once
 
 __all__ = ["AutoShare", "HostUnit", "Streaming", "auto_share", "say_none", "slots_room", "streaming", "why_not"]
 
-_SLOW, _ALONE, _SEVERAL = 0.3, 0.65, 1.0  # shares: where the link is no faster than the CPU; one GPU; several
+_SLOW, _ALONE, _SEVERAL = 0.3, 0.5, 1.0  # shares: where the link is no faster than the CPU; one GPU; several
 _FAST_SPEED = 35e9  # bytes a second each way at once, from which on the link does more than the CPU
 _LEAST_SPEED = 20e9  # PCIe 5 moves twice that, PCIe 4 and what is shared less
 _HALVED = 11  # bytes of an element's states; AdamW has 10 of them with masters in halves, and 12 with whole ones
