@@ -167,7 +167,7 @@ class Communicator:
 
 
 def of(axis: Axis, *tensors: Tensor) -> Communicator | None:
-    """What does the next collective of ``tensors``, ``None`` where that is c10d. Two microseconds."""
+    """What does the next collective of ``tensors``, ``None`` where that is c10d. About a microsecond."""
     index = tensors[0].get_device()
     for tensor in tensors:
         if not tensor.is_cuda or tensor.dtype not in _TYPES or tensor.get_device() != index:
@@ -210,7 +210,7 @@ def _library() -> Any:
     try:
         library = _declared(_torchs_symbols())
         theirs = dist.ProcessGroupNCCL.get_runtime_nccl_version()  # type: ignore[call-arg]
-    except (AttributeError, OSError):  # another build of torch, without NCCL or with one that nobody else can call
+    except (AttributeError, OSError, TypeError):  # another build of torch, without NCCL or with one that nobody else can call
         return None
     version = c_int()
     if library.ncclGetVersion(ctypes.addressof(version)) != 0:
