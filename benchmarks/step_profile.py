@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/step_profile.py --model 1b3 --stage 2 --engines ds_hf
 
-Takes the arguments of ``benchmarks/training.py``, whose engines, models and data these are. Rank 0's GPU is shown; all
-times are milliseconds of one step, on average over three.
+Takes the arguments of ``benchmarks/training.py``, whose engines, models and data these are. Rank 0's GPU is shown, and
+how busy the main stream of the others is: a GPU that is faster waits for one that is slower. All times are milliseconds
+of one step, on average over three.
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ def show(name: str, events: list[Event]) -> None:
         print(f"    {gap:6.0f} us after {before[:45]} before {after[:45]}")
 
 
+def busy_ms(events: list[Event]) -> float:
+    """Milliseconds a step in which the stream that does most runs something."""
+    streams: collections.Counter[int] = collections.Counter()
+    for event in events:
+        streams[event["args"].get("stream")] += event["dur"]
+    return streams.most_common(1)[0][1] / STEPS / 1e3
+
+
 def main() -> None:
     args = training.parse()
     if not torch.cuda.is_available():
@@ -78,8 +87,11 @@ def main() -> None:
     training.connect(args)
     for name in args.engines.split(","):
         events = events_of(name, args)
+        busy: list[float | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(busy, busy_ms(events))
         if dist.get_rank() == 0:
             show(name, events)
+            print("  main stream busy on each rank: " + ", ".join(f"{each:.1f} ms" for each in busy))
     dist.destroy_process_group()
 
 
