@@ -74,10 +74,10 @@ def show(name: str, events: list[Event]) -> None:
 
 def busy_ms(events: list[Event]) -> float:
     """Milliseconds a step in which the stream that does most runs something."""
-    streams: collections.Counter[int] = collections.Counter()
+    streams: dict[int, float] = collections.defaultdict(float)
     for event in events:
         streams[event["args"].get("stream")] += event["dur"]
-    return streams.most_common(1)[0][1] / STEPS / 1e3
+    return max(streams.values()) / STEPS / 1e3
 
 
 def main() -> None:

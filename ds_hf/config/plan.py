@@ -81,6 +81,7 @@ class StatePlan:
         whole_in_all: ... as long as they are not more elements than this together.
         may_split_masters: where the device updates bf16 parameters that lie there, with fp32 masters, only the half of
             each master that its parameter lacks is kept, if the optimizer's rule can.
+        joins_blocks: small blocks of the model are communicated several together.
     """
 
     parameters: StateSpec
@@ -93,6 +94,7 @@ class StatePlan:
     whole_below: int = 0
     whole_in_all: int = 0
     may_split_masters: bool = False
+    joins_blocks: bool = False
 
     @property
     def scales_loss(self) -> bool:
@@ -155,6 +157,7 @@ def plan_states(config: Config) -> StatePlan:
         and parameter_dtype != "float16"
         and parameter_device == "device"
         and optimizer_device != "nvme",
+        joins_blocks=config.ds_hf.join_blocks and parameter_device == "device" and optimizer_device != "nvme",
     )
 
 

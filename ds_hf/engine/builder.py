@@ -47,7 +47,7 @@ from ds_hf.engine.zero.advice import whole_model_advice
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
 from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy, summed_by_copies
-from ds_hf.engine.zero.grouping import FROZEN, by_layout, keep_small_whole, make_units, own_dtype
+from ds_hf.engine.zero.grouping import FROZEN, by_layout, join_small, keep_small_whole, make_units, own_dtype
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.engine.zero.opaque import (
@@ -234,6 +234,9 @@ def _make_parts(
     move_opaque(model, device)
     mark_comm_dtypes(model, plan.narrow_modules, plan.autocast)
     units = make_units(model, _managed(model, plan))
+    if plan.joins_blocks:
+        most = settings.zero_optimization.stage3_max_live_parameters if plan.shards_parameters else None
+        units = join_small(units, dtype, most)
     if plan.shards_parameters:
         units = keep_small_whole(units, plan.whole_below, plan.whole_in_all)
     in_halves = _keeps_halves(settings, plan, device, inner)
@@ -246,7 +249,7 @@ def _make_parts(
     sent = gradient_policy.communication_dtype
     gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
     gathers_some = plan.shards_optimizer or plan.shards_parameters
-    large = any(_worth_copying(unit.params, dtype) for unit in units)
+    large = any(_worth_copying(unit.params, dtype) for unit in units if not unit.joined)
     peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and large else None
     sums: PeerSums | None = None
     for unit in units:
@@ -258,8 +261,9 @@ def _make_parts(
             rest = offload.rest(name, numel, sharded=sharded or is_opaque(params[0]))
             trains = group_of.get(id(params[0]), FROZEN) != FROZEN
             copied = (sharded or (trains and plan.shards_optimizer)) and _worth_copying(params, dtype)
+            copied = copied and not unit.joined  # those are there to spare the host
             buffer = _make_buffer(params, axis, dtype, device, rest, peers if copied else None)
-            buffer.name_for_logs(unit.name or "the model's root")
+            buffer.name_for_logs(unit.label or "the model's root")
             buffer.lane = gathers
             buffer.kept_whole = plan.shards_parameters and not buffer.sharded
             staged = buffer.adopt()
@@ -269,9 +273,11 @@ def _make_parts(
                 masters[buffer], low = _make_master(buffer, staged, plan, offload.store, in_halves=in_halves)
                 if low is not None:
                     lows[buffer] = low
-                if peers is not None and summed_by_copies(buffer, gradient_policy):
+                by_copies = peers is not None and not unit.joined and summed_by_copies(buffer, gradient_policy)
+                if peers is not None and by_copies:
                     sums = sums or peers.sums()
-                gradient = GradientBuffer(buffer, gradient_policy, reductions, offload.store.home(buffer), sums)
+                home = offload.store.home(buffer)
+                gradient = GradientBuffer(buffer, gradient_policy, reductions, home, sums if by_copies else None)
                 gradients.setdefault(unit, []).append(gradient)
                 groups[gradient] = [group_of[id(p)] for p in params]
             else:

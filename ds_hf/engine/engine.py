@@ -85,7 +85,7 @@ class Engine(EngineFacade, nn.Module):
         self.reducer.raw_factor = 1 / self.batch.accumulation_steps
         self.reducer.at_boundary = self.is_gradient_accumulation_boundary
         self.hooks.install(module)
-        self.compiler = ModuleCompiler(m for unit in parts.units for m in (unit.module, *unit.owners))
+        self.compiler = ModuleCompiler(m for unit in parts.units for m in unit.modules)
         self.step_hooks.append(tell_of_compilation)
 
     # -- training -------------------------------------------------------------------------------------------------

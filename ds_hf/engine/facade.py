@@ -355,7 +355,7 @@ class EngineFacade(SettingsFacade, StatesFacade):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("engine.compile() compiles blocks: it takes no schedule and no compiled autograd")
-        blocks = [unit.module for unit in self.units if unit.name and any(unit.module.children())]
+        blocks = [m for unit in self.units if unit.name for m in unit.modules if any(m.children())]
         for block in blocks or [self.module]:
             self.compiler.compile(block, backend=backend, **(compile_kwargs or {}), **kwargs)
 

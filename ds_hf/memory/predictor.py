@@ -175,11 +175,11 @@ class Predictor:
         return own.stream
 
     def _timeline(self, settings: Config, plan: StatePlan, batch: int) -> Timeline:
-        sharding = Sharding(False)
+        sharding = Sharding(False, joins=plan.joins_blocks)
         if plan.shards_parameters:
             zero = settings.zero_optimization
             ahead, most = zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters
-            sharding = Sharding(True, plan.whole_below, plan.whole_in_all, ahead, most)
+            sharding = Sharding(True, plan.whole_below, plan.whole_in_all, ahead, most, plan.joins_blocks)
         leaf = settings.zero_optimization.leaf_module
         key = (batch, plan.parameters.dtype, sharding, leaf)
         if key not in self._timelines:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
-from ds_hf.engine.zero.grouping import keep_small_whole, make_units
+from ds_hf.engine.zero.grouping import join_small, keep_small_whole, make_units
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.prefetch import Prefetch
 from ds_hf.engine.zero.reduction import Reducer
@@ -59,6 +59,7 @@ class Sharding:
         parameters: units are gathered and released.
         whole_below, whole_in_all: see ``StatePlan``.
         prefetch, max_live: see ``Prefetch``.
+        joins: small blocks are joined (``grouping.join_small``).
     """
 
     parameters: bool
@@ -66,6 +67,7 @@ class Sharding:
     whole_in_all: int = 0
     prefetch: bool = True
     max_live: int | None = None
+    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ def record(
         keeps_outputs: see ``Workload``.
     """
     units = make_units(model)
+    if sharding.joins:
+        units = join_small(units, None, sharding.max_live)
     if sharding.parameters:
         units = keep_small_whole(units, sharding.whole_below, sharding.whole_in_all)
     constants = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())

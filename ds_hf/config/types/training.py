@@ -169,6 +169,7 @@ class DsHfSection:
     compile: Literal["blocks"] | Literal[False] = False
     hang_timeout: float | None = None
     offload: DsHfOffloadSection = field(default_factory=DsHfOffloadSection)
+    join_blocks: bool = True
     peer_copies: bool = True
     split_masters: bool | Literal["auto"] = "auto"
     stochastic_rounding: bool = True

@@ -1,4 +1,5 @@
-"""Which parameters are communicated together: repeated blocks, large leaves alone, the rest with the root.
+"""Which parameters are communicated together: repeated blocks, small ones of them several together, large leaves alone,
+the rest with the root.
 
 Invariant: inside a module of which ranks may call different children (experts) there is no unit, for a gather that
 some ranks do not join never ends. A pure function of the module tree: every rank gets the same units in the same order.
@@ -19,11 +20,22 @@ from ds_hf.engine.zero.leaf import is_leaf
 from ds_hf.engine.zero.opaque import is_opaque
 from ds_hf.engine.zero.unit import Unit
 
-__all__ = ["FROZEN", "LARGE_LEAF_NUMEL", "by_layout", "find_blocks", "keep_small_whole", "make_units", "own_dtype"]
+__all__ = [
+    "FROZEN",
+    "LARGE_LEAF_NUMEL",
+    "by_layout",
+    "find_blocks",
+    "join_small",
+    "keep_small_whole",
+    "make_units",
+    "own_dtype",
+]
 
 FROZEN = -1  # group index of parameters that no optimizer updates
 
 LARGE_LEAF_NUMEL = 1 << 20  # elements; smaller leaves travel with the root, where their latency is shared
+_JOINED_NBYTES = 80 << 20  # of a unit of several blocks, at most: 0.3 ms of NVLink, of which a unit costs the host more
+_LEAST_UNITS = 4  # that blocks are joined to, for some to be on their way while others compute
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -101,6 +113,47 @@ def make_units(model: nn.Module, params: Iterable[nn.Parameter] | None = None) -
     ordered = sorted(units.values(), key=lambda unit: order[unit.name])
     # the root also without parameters: its outputs are where a backward begins
     return [root, *(unit for unit in ordered if unit.params)]
+
+
+def join_small(units: list[Unit], dtype: torch.dtype | None, max_live: int | None = None) -> list[Unit]:
+    """Make one unit of several neighbouring blocks of one class where each is small: then a step takes as long as the
+    host needs for what it does around units.
+
+    Args:
+        dtype: of all parameters, ``None`` for their own.
+        max_live: elements that may be gathered at once: two units, for one is gathered ahead.
+    """
+    found: list[Unit] = []
+    for run in _runs(units):
+        nbytes, numels = 0, []
+        for unit in run:
+            numels.append(sum(logical_shape(param).numel() for param in unit.params))
+            nbytes = max(nbytes, sum(logical_shape(p).numel() * (dtype or own_dtype(p)).itemsize for p in unit.params))
+        together = min(_JOINED_NBYTES // max(nbytes, 1), len(run) // _LEAST_UNITS)
+        if max_live is not None:
+            together = min(together, max_live // 2 // max(*numels, 1))
+        together = max(together, 1)
+        for start in range(0, len(run), together):
+            first, *others = run[start : start + together]
+            for unit in others:
+                first.joined.append(unit.module)
+                first.params += unit.params
+            found.append(first)
+    return found
+
+
+def _runs(units: list[Unit]) -> list[list[Unit]]:
+    """``units``, those that may be joined with their neighbours together."""
+    runs: list[list[Unit]] = []
+    for unit in units:
+        parent = unit.name.rpartition(".")[0]
+        if runs and (last := runs[-1][-1]).name and not (unit.leaf or last.leaf):
+            alike = type(unit.module) is type(last.module) and last.name.rpartition(".")[0] == parent
+            if alike and any(True for _ in unit.module.children()):
+                runs[-1].append(unit)
+                continue
+        runs.append([unit])
+    return runs
 
 
 def keep_small_whole(units: list[Unit], below: int, in_all: int) -> list[Unit]:

@@ -82,6 +82,7 @@ class UnitHooks:
         self._external_modules: list[nn.Module] = []
         self._calls: dict[Unit, _Call] = {}
         self._begun: set[_Call] = set()  # calls that the present backward has reached
+        self._between: Unit | None = None  # gathered for its next block, which is called as a rule
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
         self._flush_queued = False
         self.driven = False  # Engine.backward runs: it flushes by itself
@@ -98,7 +99,7 @@ class UnitHooks:
         for leave in {module.__dict__["_ds_leave"] for module in model.modules() if "_ds_leave" in module.__dict__}:
             leave()
         for unit in self.units:
-            for module in [unit.module, *unit.owners]:
+            for module in unit.modules:
                 self._scope(module, unit)
         leave = _Hook(self.remove)
         model.__dict__["ds_external_parameters"] = ExternalParameters(model)
@@ -165,6 +166,7 @@ class UnitHooks:
             self.abandon()
         for unit in self.units:
             unit.depth = 0
+        self._between = None
         self.prefetch.drop()
         self._calls.clear()
 
@@ -206,12 +208,14 @@ class UnitHooks:
             unit.depth += 1
             if unit.depth > 1:
                 return None
+            if unit.name and self._between is not None:
+                self._pass(unit)
             if unit.name or module is unit.module:  # a module of the root may be called alone, and on one rank
                 self.prefetch.forward(unit)
             if torch.is_grad_enabled():
                 self.reducer.record_use(unit)
         if unit.sharded and torch.is_grad_enabled():
-            call = self._calls[unit] = _Call(self, unit)
+            call = self._calls[unit] = _Call(self, unit, partly=bool(unit.joined) and module is not unit.module)
             if unit.name:
                 return call.watch_inputs(args, kwargs)
         return None
@@ -231,10 +235,24 @@ class UnitHooks:
                 unit.awaited += 1
             if watched and ((unit.name == "" and module is unit.module) or unit is self.prefetch.last):
                 return  # backward starts with the root and the last unit: keep them
-        if not recomputing:
-            unit.release()
-            if unit.name == "":
-                self.prefetch.drop()
+        if recomputing:
+            return
+        if unit.joined and module is not unit.joined[-1]:
+            self._between = unit
+            return
+        self._between = None if self._between is unit else self._between
+        unit.release()
+        if unit.name == "":
+            if self._between is not None:
+                self._pass(unit)
+            self.prefetch.drop()
+
+    def _pass(self, unit: Unit) -> None:
+        """Forward is at ``unit``: one whose last block it left out is not needed any more."""
+        if self._between is not None and self._between is not unit:
+            if self._between is not self.prefetch.last and not self._between.depth:
+                self._between.release()
+            self._between = None
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -325,11 +343,16 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Call:
-    """One call of a unit's module: its backward is over when the gradients of all its inputs are computed."""
+    """One call of a unit's module: its backward is over when the gradients of all its inputs are computed.
 
-    def __init__(self, hooks: UnitHooks, unit: Unit) -> None:
+    Args:
+        partly: of a block that is joined to another one: when that one's backward is over, the unit's is.
+    """
+
+    def __init__(self, hooks: UnitHooks, unit: Unit, *, partly: bool = False) -> None:
         self.hooks = hooks
         self.unit = unit
+        self.partly = partly
         self.inputs = 0
         self.pending: set[int] = set()
 
@@ -367,8 +390,9 @@ class _Call:
         self.pending.discard(key)
         if not self.pending:
             self.unit.open_calls.discard(self)
-            self.hooks.reducer.end_call(self.unit)
-            self.hooks.release_if_over(self.unit)
+            self.hooks.reducer.end_call(self.unit, partly=self.partly)
+            if not self.partly:
+                self.hooks.release_if_over(self.unit)
 
 
 def _is_input(tensor: Tensor, call: _Call | None) -> bool:

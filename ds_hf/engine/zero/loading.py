@@ -22,7 +22,7 @@ def loadable(units: Sequence[Unit]) -> Iterator[None]:
     handles: list[Any] = []
     opened: list[AbstractContextManager[None]] = []
     for unit in units:
-        modules: list[Any] = [unit.module, *unit.owners]
+        modules: list[Any] = unit.modules
         for module in modules:
             handles.append(module.register_load_state_dict_pre_hook(partial(_open, unit, opened)))
             handles.append(module.register_load_state_dict_post_hook(partial(_close, unit, opened)))

@@ -82,9 +82,15 @@ class Reducer:
             self._complete.add(buffer)
             self._advance()
 
-    def end_call(self, unit: Unit) -> None:
-        """Backward of a call of ``unit`` is over, on all ranks at the same place."""
+    def end_call(self, unit: Unit, *, partly: bool = False) -> None:
+        """Backward of a call of ``unit`` is over, on all ranks at the same place.
+
+        Args:
+            partly: only of one of its blocks, and others come.
+        """
         unit.awaited -= 1
+        if partly:
+            return
         for buffer in self.by_unit.get(unit, ()):
             if buffer in self._by_call:
                 buffer.collect(self.factor, soon=self.reduces)

@@ -27,9 +27,10 @@ class Unit:
         params: distinct parameters, in layout order.
         whole: small parameters of the whole model that stay gathered; only the root has some.
         owners: further modules that hold some of the parameters directly and may be called on their own.
+        joined: further blocks of the unit, in the order of the model: as a rule they are called one after another.
         buffers: trainable and frozen flat buffers.
         leaf: ranks may use different parameters of it: it holds experts, or the user marked it as a leaf.
-        depth: nested calls now in progress among ``module`` and ``owners``.
+        depth: nested calls now in progress among ``modules``.
         awaited: calls since the last backward whose own backward will end; less than 0 when forwards ran inside it.
         open_calls: calls whose backward has begun and not ended.
     """
@@ -39,11 +40,22 @@ class Unit:
     params: list[nn.Parameter]
     whole: list[nn.Parameter] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
+    joined: list[nn.Module] = field(default_factory=list)
     buffers: list[FlatBuffer] = field(default_factory=list)
     leaf: bool = False
     depth: int = 0
     awaited: int = 0
     open_calls: set[Any] = field(default_factory=set)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those whose calls need the unit."""
+        return [self.module, *self.owners, *self.joined]
+
+    @property
+    def label(self) -> str:
+        """For logs."""
+        return f"{self.name} and {len(self.joined)} more" if self.joined else self.name
 
     @property
     def sharded(self) -> bool:
