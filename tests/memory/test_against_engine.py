@@ -16,18 +16,18 @@ LLAMA = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 352,
-    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "use_cache": False,
 }
-# stage, dtype, checkpointing, accumulation steps, tied weights
+# stage, dtype, checkpointing, accumulation steps, tied weights, layers: of 9, two are communicated together
 CELLS = [
-    *[(stage, "bf16", False, 1, False) for stage in (0, 2, 3)],
-    *[(stage, "bf16", False, 3, False) for stage in (1, 2, 3)],
-    *[(stage, "bf16", True, 2, False) for stage in (1, 3)],
-    *[(stage, "fp32", True, 1, False) for stage in (1, 3)],
-    *[(stage, "bf16", False, 1, True) for stage in (2, 3)],
+    *[(stage, "bf16", False, 1, False, 3) for stage in (0, 2, 3)],
+    *[(stage, "bf16", False, 3, False, 3) for stage in (1, 2, 3)],
+    *[(stage, "bf16", True, 2, False, 3) for stage in (1, 3)],
+    *[(stage, "fp32", True, 1, False, 3) for stage in (1, 3)],
+    *[(stage, "bf16", False, 1, True, 3) for stage in (2, 3)],
+    *[(stage, "bf16", True, accumulation, False, 9) for stage in (2, 3) for accumulation in (1, 2)],
 ]
 
 
@@ -47,9 +47,10 @@ def measured() -> list[int]:
 
     found = []
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    for stage, dtype, checkpointing, accumulation, tied in CELLS:
+    for stage, dtype, checkpointing, accumulation, tied, layers in CELLS:
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=tied)).train()
+        shape = LlamaConfig(**LLAMA, num_hidden_layers=layers, tie_word_embeddings=tied)
+        model = LlamaForCausalLM(shape).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         found.append(train(model, configuration(stage, dtype, accumulation), {"input_ids": tokens, "labels": tokens}))
@@ -58,22 +59,24 @@ def measured() -> list[int]:
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_peaks_of_real_training(world_size: int) -> None:
-    """To half a percent: gathers, gradients, sums and states too, not only activations."""
+    """To half a percent, or two: gathers, gradients, sums and states too, not only activations."""
     from transformers import LlamaConfig
 
     peaks = run_distributed(measured, world_size, timeout=110)
     wrong = []
     predictors: dict[Any, Predictor] = {}
-    for index, (stage, dtype, checkpointing, accumulation, tied) in enumerate(CELLS):
-        key = (checkpointing, tied)
+    for index, (stage, dtype, checkpointing, accumulation, tied, layers) in enumerate(CELLS):
+        key = (checkpointing, tied, layers)
         if key not in predictors:
             workload = Workload(seq_len=LENGTH, gradient_checkpointing=checkpointing)
-            predictors[key] = Predictor(LlamaConfig(**LLAMA, tie_word_embeddings=tied), workload)
+            shape = LlamaConfig(**LLAMA, num_hidden_layers=layers, tie_word_embeddings=tied)
+            predictors[key] = Predictor(shape, workload)
             predictors[key].streams = False
         prediction = predictors[key].predict(configuration(stage, dtype, accumulation), world_size=world_size)
         predicted = prediction.device_peak - prediction.device["workspaces"]
         seen = max(rank[index] for rank in peaks)
-        if abs(predicted / seen - 1) > 0.005:
+        # Blocks that are joined: part of their gradients' way is not followed, 1.4 % of these small peaks.
+        if abs(predicted / seen - 1) > (0.005 if layers == 3 else 0.02):
             wrong.append(
                 (
                     CELLS[index],

@@ -122,7 +122,7 @@ def make(stage: int, joins: bool, **more: Any) -> Engine:
 
 
 def step(engine: Engine, seed: int) -> float:
-    loss = engine(token_batches(2, 6, seed=seed))
+    loss = engine(token_batches(2, 6, seed=seed).to(engine.device))
     engine.backward(loss)
     engine.step()
     return float(loss.item())
@@ -173,21 +173,21 @@ def memory_comes_back() -> None:
         assert gathered(engine) == []
     assert max(most) == 2, "the unit in use and the next"
     with torch.no_grad():
-        engine(token_batches(2, 6))
+        engine(token_batches(2, 6).to(engine.device))
     assert gathered(engine) == []
     # a forward that ends early, and blocks that are called by themselves
     model = engine.module
     kept, model.blocks = model.blocks, model.blocks[:4]
     with torch.no_grad():
-        engine(token_batches(2, 6))
+        engine(token_batches(2, 6).to(engine.device))
     assert gathered(engine) == []
     model.blocks = kept
-    hidden = torch.zeros(2, 6, 32)
+    hidden = torch.zeros(2, 6, 32, device=engine.device)
     with torch.no_grad():
         for index in (0, 4, 8):
             kept[index](hidden)
             assert len(gathered(engine)) <= 2  # and the one ahead
-        engine(token_batches(2, 6))
+        engine(token_batches(2, 6).to(engine.device))
     assert gathered(engine) == []
     step(engine, 7)
     assert gathered(engine) == []
