@@ -6,7 +6,10 @@ One process trains as one of two ranks whose process group does nothing, so that
 that is left is this host's work. With a batch so small that the device waits for the host, a step's time over that of
 forward and backward alone (*floor*, of the bf16 model) is the engine's. Both take turns, ``--rounds`` times; the
 shortest round counts, for other programs only ever add. Gathers are copies on the device, as between GPUs of one host;
-``--nccl`` leaves them to the process group. Half of the weights never arrive, so the losses mean nothing.
+``--nccl`` leaves them to the process group. Half of the weights never arrive, so the losses mean nothing. ``--alone``
+also measures with every block for itself (``ds_hf.join_blocks``).
+
+On a CPU ``--model t24 --seq 8`` with one thread is so small that next to all of it is Python.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ds_hf.engine import builder
 from ds_hf.engine.dist.peers import Peers
 
+training.MODELS["t24"] = (64, 172, 24, 4, 4, 512)
 STEPS = 5  # timed together
 WARM_UP = 5
 
@@ -53,7 +57,7 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(args: argparse.Namespace, stage: int) -> dict[str, Any]:
+def measure(args: argparse.Namespace, stage: int, *, joined: bool) -> dict[str, Any]:
     """One row."""
     import ds_hf
 
@@ -62,6 +66,7 @@ def measure(args: argparse.Namespace, stage: int) -> dict[str, Any]:
     plain: Any = training.make_model(settings, torch.bfloat16)
     config = training.engine_config(settings)  # type: ignore[arg-type]
     config["optimizer"] = {"type": "AdamW", "params": training.adam_parameters()}
+    config["ds_hf"] = {**config.get("ds_hf", {}), "join_blocks": joined}
     model = training.make_model(settings, torch.float32)
     modules = sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules())
     engine, *_ = ds_hf.initialize(model=model, config=config)
@@ -83,6 +88,7 @@ def measure(args: argparse.Namespace, stage: int) -> dict[str, Any]:
     least, ours = (min(column) for column in zip(*rounds, strict=True))
     return {
         "stage": stage,
+        "joined": joined,
         "floor_ms": round(least, 2),
         "engine_ms": round(ours, 2),
         "modules": modules,
@@ -98,6 +104,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--stages", default="1,2,3")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--alone", action="store_true", help="also with every block for itself")
     parser.add_argument("--nccl", action="store_true", help="gathers by the process group")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -116,12 +123,14 @@ def main() -> None:
         builder.open_peers = lambda axis, device, lane: Peers(
             axis, lane, lambda numel, dtype: own_memory(numel, dtype, args.device), lambda channel: None
         )
-    rows = [measure(args, int(stage)) for stage in args.stages.split(",")]
-    print(f"{'stage':>5} {'floor ms':>9} {'engine ms':>10} {'x floor':>8} {'us a module and pass':>21}")
+    ways = (True, False) if args.alone else (True,)
+    rows = [measure(args, int(stage), joined=joined) for stage in args.stages.split(",") for joined in ways]
+    print(f"{'stage':>5} {'blocks':>7} {'floor ms':>9} {'engine ms':>10} {'x floor':>8} {'us a module and pass':>21}")
     for row in rows:
         ratio = row["engine_ms"] / row["floor_ms"]
+        blocks = "joined" if row["joined"] else "alone"
         print(
-            f"{row['stage']:>5} {row['floor_ms']:>9.1f} {row['engine_ms']:>10.1f} {ratio:>8.2f} "
+            f"{row['stage']:>5} {blocks:>7} {row['floor_ms']:>9.1f} {row['engine_ms']:>10.1f} {ratio:>8.2f} "
             f"{row['us_per_module_and_pass']:>21.1f}"
         )
     if args.json:

@@ -34,7 +34,7 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis, what: str = "") -> None:
 
 
 def all_gather_each(fulls: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis, whats: Sequence[str]) -> None:
-    """``all_gather`` of each, with NCCL in one launch: each costs the host a tenth of a millisecond."""
+    """``all_gather`` of each, with NCCL in one launch: each costs the host 27 microseconds, or 5 in a group."""
     if axis.world_size == 1 or len(fulls) <= 1 or not _is_nccl(fulls[0], axis):
         for full, shard, what in zip(fulls, shards, whats, strict=True):
             all_gather(full, shard, axis, what)
