@@ -96,6 +96,7 @@ def test_every_stage_exports_the_same_files(llamas: dict[int, Any]) -> None:
     names = [
         sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".json")) for folder in folders
     ]
+    names = [[name for name in each if name != "tokenizer.json"] for each in names]  # put there by the test above
     assert names[0] == names[1] == names[2]
     assert {"config.json", "model.safetensors.index.json"} < set(names[3])
     for folder in folders:
