@@ -13,10 +13,12 @@ from torch import Tensor
 from ds_hf.engine import builder
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.engine import Engine
+from ds_hf.engine.lr_probe import snapshot as lr_probe
 from ds_hf.engine.ops.halves import halves
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.trial import snapshot as trial
 from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
@@ -173,6 +175,23 @@ def gives_its_state_back(stage: int) -> None:
         other.destroy()
 
 
+def comes_back(stage: int) -> None:
+    """After a trial of the autotuner, and after a learning-rate range test."""
+    engine = make(stage, True)
+    train(engine, 2)
+    for take in (trial.Snapshot, lr_probe.Snapshot):
+        snapshot = take(engine)
+        before, values = masters(engine), weights(engine)
+        losses = train(engine, 3)
+        after = masters(engine)
+        snapshot.restore()
+        close(masters(engine), before, 0)
+        close(weights(engine), values, 0)
+        assert train(engine, 3) == losses
+        close(masters(engine), after, 0)
+    engine.destroy()
+
+
 def continues_checkpoints(stage: int, folder: str) -> None:
     for before, after in ((True, True), (True, False), (False, True)):
         name = f"{before}-{after}"
@@ -217,7 +236,7 @@ def offloaded(folder: str, way: dict[str, Any]) -> None:
         close(masters(gone), masters(here), 2e-3)
         here.destroy()
         gone.destroy()
-        for scenario in (is_seen_and_written, joins_for_hooks_and_names, gives_its_state_back):
+        for scenario in (is_seen_and_written, joins_for_hooks_and_names, gives_its_state_back, comes_back):
             scenario(stage)
         continues_checkpoints(stage, f"{folder}/{stage}")
 
