@@ -287,7 +287,8 @@ def _make_parts(
         if home_of(param) is None and not is_opaque(param):
             param.data = param.data.to(device)
     place_buffers(model, axis, device, dtype)
-    reducer = Reducer(units, gradients, plan.reduces_every_micro_batch)
+    waits = device.type == "cpu" and not plan.shards_optimizer
+    reducer = Reducer(units, gradients, plan.reduces_every_micro_batch, at_the_end=waits)
     optimizer = None
     if inner is not None:
         policy = _policy(settings, plan, axis, offload.store, inner)

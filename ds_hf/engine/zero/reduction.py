@@ -30,12 +30,22 @@ class Reducer:
         units: all units, in grouping order.
         buffers: gradient buffers of each unit's trainable buffers.
         every_micro_batch: the plan shards gradients, so each backward reduces.
+        at_the_end: nothing is gained by reducing earlier than when backward ends: no memory, for whole gradients are
+            kept, and no time, for nothing runs beside it; ranks then wait for each other once.
     """
 
-    def __init__(self, units: Sequence[Unit], buffers: dict[Unit, list[GradientBuffer]], every_micro_batch: bool):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        buffers: dict[Unit, list[GradientBuffer]],
+        every_micro_batch: bool,
+        *,
+        at_the_end: bool = False,
+    ) -> None:
         self.units = list(units)
         self.by_unit = buffers
         self.every_micro_batch = every_micro_batch
+        self.at_the_end = at_the_end
         self.at_boundary: Callable[[], bool] = lambda: True  # whether the present backward is the last before a step
         self.driven = False  # the engine runs the backward, and has divided the loss by the accumulation steps
         self.raw_factor = 1.0  # that division, for the gradients of other backwards
@@ -80,7 +90,8 @@ class Reducer:
         self._collected.add(buffer)
         if self.reduces and buffer not in self._by_call:
             self._complete.add(buffer)
-            self._advance()
+            if not self.at_the_end:
+                self._advance()
 
     def end_call(self, unit: Unit, *, partly: bool = False) -> None:
         """Backward of a call of ``unit`` is over, on all ranks at the same place.

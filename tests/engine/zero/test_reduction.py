@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.engine import Engine
+from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.errors import DsHfError
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
@@ -223,3 +224,35 @@ def test_ranks_may_use_different_blocks(world: int) -> None:
 def test_ranks_may_use_different_experts_of_a_leaf() -> None:
     for errors in run_distributed(branching_at_stages, 2, Mixture, (0, 1, 2, 3), True, timeout=60):
         assert max(errors) < 1e-5
+
+
+def order_of(stage: int) -> str:
+    """Of a backward: c for a buffer whose gradients are complete, r for a reduction."""
+    engine = initialize(model=Stack(), config=base_config(stage, optimizer=SGD))[0]
+    events: list[str] = []
+    complete, reduce = engine.reducer.on_complete, GradientBuffer.reduce
+
+    def noted(buffer: GradientBuffer) -> None:
+        events.append("c")
+        complete(buffer)
+
+    def reduced(self: GradientBuffer) -> None:
+        events.append("r")
+        reduce(self)
+
+    engine.reducer.on_complete, GradientBuffer.reduce = noted, reduced  # type: ignore[method-assign]
+    _micro(engine, torch.ones(2, WIDTH))
+    GradientBuffer.reduce = reduce  # type: ignore[method-assign]
+    engine.destroy()
+    return "".join(events)
+
+
+def orders() -> list[str]:
+    return [order_of(stage) for stage in (0, 1, 2)]
+
+
+def test_on_the_cpu_whole_gradients_are_reduced_when_backward_ends() -> None:
+    """Nothing runs beside it, and no memory would come back earlier."""
+    for at_0, *others in run_distributed(orders, 2, timeout=60):
+        assert at_0 == "c" * UNITS + "r" * UNITS
+        assert all(other.startswith("cr") for other in others)
