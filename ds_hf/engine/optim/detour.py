@@ -92,7 +92,7 @@ class Detour:
         self._ways: dict[Block, Way] = {}  # as long as the GPU may read what they hold
 
     def go(self, block: Block, job: Job, owned: Tensor) -> Way | None:
-        """Update one unit, parameters in ``owned`` on the device; ``join``, or wait, before their use.
+        """Update one unit, parameters in ``owned`` on the device; wait for it before their use.
 
         The states are back when ``arrived`` returns.
         """
@@ -146,11 +146,6 @@ class Detour:
     def arrived(self, block: Block) -> None:
         """Return when the states are in host memory."""
         self._down.pop(block, DONE).on_host()
-
-    def join(self) -> None:
-        """Let what the current stream gets from now on come after the updates."""
-        for way in self._ways.values():
-            way.wait()
 
     def close(self) -> None:
         """Wait, and give the device's memory back; whoever goes this way again takes new memory."""

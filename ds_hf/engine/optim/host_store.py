@@ -86,7 +86,10 @@ class HostStore:
     # -- building -------------------------------------------------------------------------------------------------
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-        place = self._choose(values.numel()) if buffer.stays else Place.HOST
+        before = self.places.get(buffer)  # its masters were in halves: they come to where the moments are
+        place = self._choose(values.numel()) if buffer.stays and before is None else Place.HOST
+        if before is Place.DEVICE:
+            place = before
         home = self._compute if place is Place.DEVICE else self.device
         if owned.dtype == dtype and owned.device == home and buffer.stays and not self.delays:
             self._fixed.add(buffer)
@@ -97,11 +100,10 @@ class HostStore:
             master = host_copy(values, dtype, pinned=self._settings.pinned)
         if not buffer.stays:
             self._fixed.add(buffer)
-        again = self.places.get(buffer)  # its masters were in halves
         self.places[buffer] = place
-        self._on_device += values.numel() if place is Place.DEVICE else 0
+        self._on_device += values.numel() if place is Place.DEVICE and before is None else 0
         self._set_block(buffer, master)
-        if again is not None:
+        if before is not None:
             self._gradient_of(buffer).home = self.home(buffer)
         return master
 

@@ -250,7 +250,7 @@ class UnitHooks:
     def _pass(self, unit: Unit) -> None:
         """Forward is at ``unit``: one whose last block it left out is not needed any more."""
         if self._between is not None and self._between is not unit:
-            if self._between is not self.prefetch.last and not self._between.depth:
+            if not self._between.depth:
                 self._between.release()
             self._between = None
 

@@ -146,11 +146,15 @@ def joins_for_hooks_and_names(stage: int) -> None:
     assert first == train(free, 2)
     before = masters(hooked)
     calls: list[int] = []
+    places = dict(getattr(optimizer_of(hooked).store, "places", {}))
     optimizer_of(hooked).optimizer.register_step_post_hook(lambda *_: calls.append(1))
     close(masters(hooked), before, 0)
     assert train(hooked, 2) == pytest.approx(train(free, 2), rel=2e-3)
     assert calls == [1, 1]
     assert not optimizer_of(hooked).lows
+    for buffer, place in places.items():  # masters come to where the moments are
+        kept = optimizer_of(hooked).store.places[buffer]  # type: ignore[attr-defined]
+        assert (kept is Place.DEVICE) == (place is Place.DEVICE)
     close(masters(hooked), masters(free), 2e-3)
 
     optimizer = optimizer_of(free)

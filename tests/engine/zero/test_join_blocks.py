@@ -177,10 +177,12 @@ def memory_comes_back() -> None:
     assert gathered(engine) == []
     # a forward that ends early, and blocks that are called by themselves
     model = engine.module
-    kept, model.blocks = model.blocks, model.blocks[:4]
-    with torch.no_grad():
-        engine(token_batches(2, 6).to(engine.device))
-    assert gathered(engine) == []
+    kept = model.blocks
+    for end in (4, DEPTH - 1):
+        model.blocks = kept[:end]
+        with torch.no_grad():
+            engine(token_batches(2, 6).to(engine.device))
+        assert gathered(engine) == []
     model.blocks = kept
     hidden = torch.zeros(2, 6, 32, device=engine.device)
     with torch.no_grad():
