@@ -81,6 +81,7 @@ class UnitHooks:
         self.handles: list[RemovableHandle] = []
         self._external_modules: list[nn.Module] = []
         self._calls: dict[Unit, _Call] = {}
+        self._first: dict[Unit, _Call] = {}  # of the first of joined blocks, since the last backward
         self._begun: set[_Call] = set()  # calls that the present backward has reached
         self._between: Unit | None = None  # gathered for its next block, which is called as a rule
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
@@ -169,12 +170,14 @@ class UnitHooks:
         self._between = None
         self.prefetch.drop()
         self._calls.clear()
+        self._first.clear()
 
     def abandon(self) -> None:
         """Backward ended in an exception."""
         for unit in self.units:
             unit.open_calls.clear()
         self._begun.clear()
+        self._first.clear()
         self._flush_queued = False
         self.reducer.abandon()
 
@@ -204,7 +207,8 @@ class UnitHooks:
         if self._kept and module is self.units[0].module:
             self._let_root_go()
         unit.gather()
-        if not in_backward():
+        recomputing = in_backward()
+        if not recomputing:
             unit.depth += 1
             if unit.depth > 1:
                 return None
@@ -214,11 +218,18 @@ class UnitHooks:
                 self.prefetch.forward(unit)
             if torch.is_grad_enabled():
                 self.reducer.record_use(unit)
-        if unit.sharded and torch.is_grad_enabled():
-            call = self._calls[unit] = _Call(self, unit, partly=bool(unit.joined) and module is not unit.module)
-            if unit.name:
-                return call.watch_inputs(args, kwargs)
-        return None
+        if not (unit.sharded and torch.is_grad_enabled()):
+            return None
+        call = self._calls[unit] = _Call(self, unit, partly=bool(unit.joined) and module is not unit.module)
+        if not unit.name:
+            return None
+        if call.partly and not recomputing and unit in self._first:
+            call.within = self._first[unit]
+            return None
+        watched = call.watch_inputs(args, kwargs)
+        if unit.joined and not call.partly and call.inputs and not recomputing:
+            self._first[unit] = call
+        return watched
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         recomputing = in_backward()
@@ -289,6 +300,7 @@ class UnitHooks:
         for unit in self.units:
             unit.open_calls.clear()
         self._begun.clear()
+        self._first.clear()
         self.reducer.flush()
         self.prefetch.drop()
 
@@ -347,20 +359,24 @@ class _Call:
 
     Args:
         partly: of a block that is joined to another one: when that one's backward is over, the unit's is.
+
+    Attributes:
+        within: the call of that other one; then nobody need see when this call's backward is over.
     """
 
     def __init__(self, hooks: UnitHooks, unit: Unit, *, partly: bool = False) -> None:
         self.hooks = hooks
         self.unit = unit
         self.partly = partly
+        self.within: _Call | None = None
         self.inputs = 0
         self.pending: set[int] = set()
 
     def begin(self) -> None:
         """Backward reached the call."""
         self.pending = set(range(self.inputs))
-        if self.pending:
-            self.unit.open_calls.add(self)
+        if self.pending or self.within is not None:
+            self.unit.open_calls.add(self.within or self)
 
     def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs, those that need a gradient as views: the gradient of a view is complete when this call's backward

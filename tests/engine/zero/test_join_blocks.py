@@ -115,6 +115,51 @@ def test_training_equals_torch(world: int) -> None:
     run_distributed(all_parities, world, timeout=200)
 
 
+class Ways(TinyLM):
+    """Blocks that are not simply one after another."""
+
+    way = ""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.gain
+        if self.way == "side by side":
+            return self.head(self.norm(x + torch.stack([block(x) for block in self.blocks]).mean(0)))
+        states = [x]
+        for index, block in enumerate([*self.blocks, *self.blocks] if self.way == "twice" else self.blocks):
+            states.append(block(states[-1].detach() if self.way == "cut" and index == 4 else states[-1]))
+        if self.way in ("all states", "cut"):
+            return self.head(self.norm(torch.stack(states).mean(0)))
+        return self.head(self.norm(states[3] if self.way == "stops early" else states[-1]))
+
+
+def other_ways() -> None:
+    for way in ("side by side", "all states", "cut", "twice", "stops early"):
+        for frozen in ("", "embedding", "but biases", "but one block"):
+            torch.manual_seed(1)
+            model = Ways(depth=DEPTH, tied=False)
+            model.way = way
+            for name, param in model.named_parameters():
+                param.requires_grad_(
+                    {"": True, "embedding": "embedding" not in name, "but biases": "up.bias" in name}.get(
+                        frozen, "blocks.2." in name
+                    )
+                )
+            data = token_batches(3, 1, dist.get_world_size(), 2, 6)
+            worst = train_both(
+                model,
+                lambda module, batch: module(batch),
+                [[list(micro) for micro in step] for step in data],
+                config_of(3),
+                reference_optimizer=sgd,
+                optimizer=sgd(model),
+            ).worst
+            assert worst < 2e-5, (way, frozen, worst)
+
+
+def test_blocks_are_called_in_other_ways() -> None:
+    run_distributed(other_ways, 2, timeout=100)
+
+
 def make(stage: int, joins: bool, **more: Any) -> Engine:
     torch.manual_seed(1)
     config = {**config_of(stage, joins=joins), "optimizer": {"type": "SGD", "params": {"lr": 0.05}}, **more}
@@ -172,6 +217,12 @@ def memory_comes_back() -> None:
         step(engine, seed)
         assert gathered(engine) == []
     assert max(most) == 2, "the unit in use and the next"
+    in_backward: list[int] = []
+    for block in engine.module.blocks:
+        block.norm.weight.register_post_accumulate_grad_hook(lambda _: in_backward.append(len(gathered(engine))))
+    step(engine, 3)
+    assert len(in_backward) == DEPTH
+    assert max(in_backward) == 3, "the root, the unit in use and the one before"
     with torch.no_grad():
         engine(token_batches(2, 6).to(engine.device))
     assert gathered(engine) == []
