@@ -140,7 +140,7 @@ def _states_here(timeline: Timeline, plan: StatePlan, costs: Costs) -> list[bool
 def _streamed(timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: Costs) -> tuple[float, Streaming]:
     """The share of the states in host memory that goes up to be updated, and what follows; in ``sizes`` too."""
     if costs.optimizer_place != "cpu":
-        return 0.0, Streaming((), (), 0, 0)
+        return 0.0, streaming((), 0.0, 0)
     away = [index for index, size in enumerate(sizes) if timeline.buffers[index].trains and not size.here]
     halved = [_master_in_halves(timeline.buffers[index], sizes[index], plan, costs) for index in away]
     summed = plan.reduces_every_micro_batch and costs.accumulation_steps > 1

@@ -91,6 +91,11 @@ class Block:
         """Every plane lies in ``memory``: false once an update, or a checkpoint that was loaded, has made moments."""
         return self.memory is not None and self._planes() == self._laid_out and self._all_in(self.memory)
 
+    @property
+    def writes(self) -> list[int]:
+        """Counts what torch wrote to the tensors in place, whoever asked for it."""
+        return [tensor._version for plane, _ in self._laid_out for _, tensor in self._tensors(plane)]
+
     def _all_in(self, memory: Tensor) -> bool:
         for plane, flat in self._cut(memory):
             for start, tensor in self._tensors(plane):

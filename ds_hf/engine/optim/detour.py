@@ -1,9 +1,12 @@
-"""States in host memory that are updated by the GPU: up, one kernel, down again, two units on the way at once.
+"""States in host memory that are updated by the GPU: up, one kernel, down again, some units on the way at once.
 
 It uses streams of its own, so that the parameters that the CPU finishes meanwhile do not queue behind states. Order on
-the device: up(i) after down(i - 2), which had the same memory; update(i) after up(i); down(i) after update(i); and
-up(i) in the next step after down(i) in this one. Gradients that are on the device stay where they are, and are kept
-until the update has read them.
+the device, with n units on the way: up(i) after down(i - n), which had the same memory; update(i) after up(i); down(i)
+after update(i); and up(i) in the next step after down(i) in this one. Gradients that are on the device stay where they
+are, and are kept until the update has read them.
+
+Those that come first go up for the next step when this one ends, beside forward and backward. What is in host memory
+stays the truth: where somebody may have written to it since, the states go up again.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from ds_hf.engine.optim.store import Job, written_beside
 
 __all__ = ["SLOTS", "Detour", "Way"]
 
-SLOTS = 2  # units on the way; each has memory for the largest that went there
+SLOTS = 2  # units on the way at least; each has memory for the largest that went there
 
 
 class _Slot:
@@ -30,6 +33,8 @@ class _Slot:
         self.states = torch.empty(0, dtype=torch.uint8)
         self.grads = torch.empty(0, dtype=torch.uint8)
         self.free: Arrival = DONE
+        self.ahead: Block | None = None  # whose states are here, or on their way, for the next step
+        self.writes: list[int] = []  # of that block, when they went
 
     def reserve(self, device: torch.device, states: int, grads: int) -> bool:
         """Memory for so many bytes; whether it was there already."""
@@ -86,10 +91,15 @@ class Detour:
         self._device, self._pinned = device, pinned
         self._link = Link(device)
         self._stream = new_stream(device)
-        self._slots = [_Slot() for _ in range(SLOTS)]
+        self._slots: list[_Slot] = []
         self._turn = 0
+        self.open(SLOTS)
         self._down: dict[Block, Arrival] = {}
         self._ways: dict[Block, Way] = {}  # as long as the GPU may read what they hold
+
+    def open(self, slots: int) -> None:
+        """So many units are on the way at once from now on; call while there are none."""
+        self._slots, self._turn = [_Slot() for _ in range(slots)], 0
 
     def go(self, block: Block, job: Job, owned: Tensor) -> Way | None:
         """Update one unit, parameters in ``owned`` on the device; wait for it before their use.
@@ -113,13 +123,15 @@ class Detour:
         home = block.memory
         assert home is not None
         slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % SLOTS
+        self._turn = (self._turn + 1) % len(self._slots)
         (grads,) = job.grads
         below = grads is not None and grads.device != self._device
+        came = slot.free if slot.ahead is block and slot.writes == block.writes else None
+        slot.ahead = None
         there = slot.reserve(self._device, home.numel(), grads.nbytes if grads is not None and below else 0)
         free = slot.free if there else self._link.now()
         states = slot.states[: home.numel()]
-        self._link.up(states, home, after=self._down.get(block, DONE), unused=free).on_stream()
+        (came or self._link.up(states, home, after=self._down.get(block, DONE), unused=free)).on_stream()
         if grads is not None and below:
             place = slot.grads[: grads.nbytes].view(grads.dtype)
             self._link.up(place, grads, unused=free).on_stream()
@@ -137,10 +149,35 @@ class Detour:
         else:  # the first update has made moments
             self._home(block)
 
+    def ahead(self, blocks: Sequence[Block]) -> None:
+        """The next step updates ``blocks`` in this order: the first go up now. Until it begins ``changed`` tells of
+        writes that torch does not count."""
+        if self._stream is None:
+            return self._ahead(blocks)
+        with torch.cuda.stream(self._stream):
+            return self._ahead(blocks)
+
+    def _ahead(self, blocks: Sequence[Block]) -> None:
+        for index, block in enumerate(blocks[: len(self._slots)]):
+            slot, home = self._slots[(self._turn + index) % len(self._slots)], block.memory
+            if home is None or not block.in_memory or slot.states.numel() < home.numel():
+                break
+            after = self._down.get(block, DONE)
+            slot.free = self._link.up(slot.states[: home.numel()], home, after=after, unused=slot.free)
+            slot.ahead, slot.writes = block, block.writes
+
+    def changed(self, block: Block) -> None:
+        """Somebody is going to write to the states in host memory."""
+        for slot in self._slots:
+            if slot.ahead is block:
+                slot.free.on_host()  # the memory may go back
+                slot.ahead = None
+
     def _home(self, block: Block) -> None:
         """Give the block memory on the host that holds all its planes."""
         if block.memory is None or block.memory.device.type != "cpu" or not block.in_memory:
             self.arrived(block)
+            self.changed(block)
             block.adopt(host_empty(block.nbytes, torch.uint8, pinned=self._pinned))
 
     def arrived(self, block: Block) -> None:
@@ -154,4 +191,4 @@ class Detour:
             self._stream.synchronize()
         self._ways.clear()
         self._down.clear()
-        self._slots = [_Slot() for _ in range(SLOTS)]
+        self.open(len(self._slots))

@@ -77,6 +77,9 @@ class FileStore:
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         self._pool.visit(self._blocks[buffer], write=write)
 
+    def come_home(self) -> None:
+        """They are read and written unit by unit, by ``visit``."""
+
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         return iter(())
 

@@ -145,6 +145,7 @@ class HostStore:
         if self._auto is not None:
             share, room = self._auto.decide(units, self.link)
         found = streaming(units, share, room)
+        self._detour.open(found.ways)
         for gradient, goes, stays in zip(offloaded, found.up, found.stays, strict=True):
             self.places[gradient.buffer] = Place.STREAMED if goes else Place.HOST
             if stays and not self.delays:
@@ -183,6 +184,9 @@ class HostStore:
         yield from self._in_order(dict(updates), {gradient: ways[gradient] for gradient in joined}, gradients)
         if self._room is not None:
             self._fill_room(gradients)
+        if later:
+            streamed = [g.buffer for g in gradients if self.places[g.buffer] is Place.STREAMED]
+            self._detour.ahead([self._blocks[buffer] for buffer in streamed])
 
     def _in_order(
         self,
@@ -249,6 +253,13 @@ class HostStore:
         if not buffer.sharded:
             buffer.gather()
         self._detour.arrived(self._blocks[buffer])
+        if write:
+            self._detour.changed(self._blocks[buffer])
+
+    def come_home(self) -> None:
+        for block in self._blocks.values():
+            self._detour.arrived(block)
+            self._detour.changed(block)
 
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         for gradient in list(self._landing):
@@ -268,6 +279,7 @@ class HostStore:
             if left is None or fixed or needed > left:
                 continue
             self._detour.arrived(block)
+            self._detour.changed(block)
             self._move(gradient, block)
             left -= needed
         if left is not None and Place.STREAMED not in self.places.values():

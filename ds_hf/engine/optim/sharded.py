@@ -148,6 +148,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         for buffer in self.masters:
             if not buffer.sharded:
                 buffer.gather()  # an update that nobody waited for yet may be writing it
+        self.store.come_home()
         return self.optimizer.state
 
     @state.setter

@@ -90,6 +90,9 @@ class StateStore(Protocol):
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         """Return when the buffer's states may be used, until those of another buffer are visited."""
 
+    def come_home(self) -> None:
+        """Return when the states of all buffers are where they rest, to be read and written by anybody there."""
+
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         """Finish updates that go on beside training; yields units to be published."""
 
@@ -195,6 +198,9 @@ class DeviceStore:
         yield from ([gradient] for gradient in gradients if not (cuda and gradient.buffer.stays))
 
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
+        """They are always there."""
+
+    def come_home(self) -> None:
         """They are always there."""
 
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:

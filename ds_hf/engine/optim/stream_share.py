@@ -34,6 +34,7 @@ _HALVED = 11  # bytes of an element's states; AdamW has 10 of them with masters 
 _MISSED = 0.2  # of the states: so far from the share may be what units of these sizes allow
 _LEAST_STATES = 64 << 20  # bytes; a CPU updates less in a few milliseconds
 _LARGE = 1.5  # times the median: such a unit makes slots large, and goes only where the share needs it
+_AHEAD = 4  # of the states that go up, one such part at most is on its way at once, or there before the step
 _PART = 16  # of the device's memory, one such part may go to slots and to gradients that stay
 
 
@@ -61,12 +62,14 @@ class Streaming:
     Attributes:
         up: for each unit, in the order in which they were made, whether it goes up. They lie between the others.
         stays: whether its gradient waits on the device, and does not go down and up again.
-        slots: bytes on the device for what is on its way.
+        ways: how many are on their way at once.
+        slots: bytes on the device for those.
         gradients: bytes of those that stay, at most.
     """
 
     up: tuple[bool, ...]
     stays: tuple[bool, ...]
+    ways: int
     slots: int
     gradients: int
 
@@ -80,16 +83,19 @@ def streaming(units: Sequence[HostUnit], share: float, room: int) -> Streaming:
     """
     up = _going_up(units, share)
     chosen = [unit for unit, goes in zip(units, up, strict=True) if goes]
-    states = SLOTS * max((unit.states for unit in chosen), default=0)
+    each = max((unit.states for unit in chosen), default=0)
+    states, gradients = SLOTS * each, sum(unit.gradient for unit in chosen)
     gradient = SLOTS * max((unit.gradient for unit in chosen), default=0)
-    if states + sum(unit.gradient for unit in chosen) <= room:
-        return Streaming(tuple(up), tuple(up), states, sum(unit.gradient for unit in chosen))
+    if states + gradients <= room:
+        most = min(room - gradients, sum(unit.states for unit in chosen) // _AHEAD)
+        ways = max(SLOTS, most // max(each, 1))
+        return Streaming(tuple(up), tuple(up), ways, ways * each, gradients)
     left, stays = room - states - gradient, []
     for unit, goes in zip(units, up, strict=True):
         stays.append(goes and unit.gradient <= left)
         left -= unit.gradient if stays[-1] else 0
     kept = sum(unit.gradient for unit, stay in zip(units, stays, strict=True) if stay)
-    return Streaming(tuple(up), tuple(stays), states + gradient, kept)
+    return Streaming(tuple(up), tuple(stays), SLOTS, states + gradient, kept)
 
 
 def _going_up(units: Sequence[HostUnit], share: float) -> list[bool]:
