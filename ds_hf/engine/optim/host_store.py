@@ -81,6 +81,7 @@ class HostStore:
         self._detour = Detour(device, pinned=settings.pinned)
         self._on_device = 0  # elements
         self._fixed: set[FlatBuffer] = set()  # updated on the host in any case
+        self._next: list[Block] = []  # streamed in this order by the next step, as long as none of them went up
         self.outputs = Outputs(self.link, pinned=settings.pinned, at_once=not self.delays)
 
     # -- building -------------------------------------------------------------------------------------------------
@@ -185,8 +186,8 @@ class HostStore:
         if self._room is not None:
             self._fill_room(gradients)
         if later:
-            streamed = [g.buffer for g in gradients if self.places[g.buffer] is Place.STREAMED]
-            self._detour.ahead([self._blocks[buffer] for buffer in streamed])
+            self._next = [self._blocks[g.buffer] for g in gradients if self.places[g.buffer] is Place.STREAMED]
+            self._go_ahead()
 
     def _in_order(
         self,
@@ -226,6 +227,14 @@ class HostStore:
         del self._landing[gradient]
         update.result()
         self.outputs.finish(gradient, unused)
+        self._go_ahead()
+
+    def _go_ahead(self) -> None:
+        """Bring up what the next step begins with, once the CPU has updated all that it has to: both want the same
+        memory, and the forward waits for the CPU."""
+        if not self._landing:
+            self._detour.ahead(self._next)
+            self._next = []
 
     def _update_here(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> None:
         """Units on the device, all at once: a launch costs as much as the update of a million elements."""

@@ -27,17 +27,18 @@ from tests.helpers.parity import base_config, full_weights
 DEPTH, WAYS = 12, 3
 
 
-def make(stage: int, rule: str = "AdamW") -> Engine:
+def make(stage: int, rule: str = "AdamW", share: float = 1.0) -> Engine:
     offloading._room_for_streams = lambda device: 1 << 30  # as on a GPU
     torch.manual_seed(3)
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    own = {"offload": {"stream": 1.0}, "join_blocks": False}
+    own = {"offload": {"stream": share}, "join_blocks": False}
     params = {"lr": 1e-2} if rule == "AdamW" else {"lr": 0.1, "momentum": 0.9}
     optimizer = {"type": rule, "params": params}
     config = base_config(stage, bf16={"enabled": True}, optimizer=optimizer, ds_hf=own, gradient_clipping=1.0)
     engine = initialize(model=TinyLM(depth=DEPTH, tied=False), config=config | {"zero_optimization": zero})[0]
-    assert set(store(engine).places.values()) == {Place.STREAMED}
-    assert len(store(engine)._detour._slots) == WAYS
+    if share == 1.0:
+        assert set(store(engine).places.values()) == {Place.STREAMED}
+        assert len(store(engine)._detour._slots) == WAYS
     return engine
 
 
@@ -97,6 +98,25 @@ def goes_up_once() -> None:
 
 def test_every_unit_goes_up_once_a_step() -> None:
     run_distributed(goes_up_once, 2, timeout=100)
+
+
+def after_the_cpu() -> None:
+    engine = make(2, share=0.5)
+    assert set(store(engine).places.values()) == {Place.STREAMED, Place.HOST}
+    for seed in range(2):
+        step(engine, seed)
+    assert (len(store(engine)._landing) > 2, ahead(engine)) == (True, 0), "the CPU needs the memory"
+    loss = engine(token_batches(2, 6).to(engine.device))
+    assert ahead(engine) == 2
+    with counted() as copies:
+        engine.backward(loss)
+        engine.step()
+    assert len(copies) == sum(place is Place.STREAMED for place in store(engine).places.values()) - 2
+    engine.destroy()
+
+
+def test_they_go_up_when_the_cpu_is_done() -> None:
+    run_distributed(after_the_cpu, 1, timeout=60)
 
 
 def test_how_many_are_on_their_way() -> None:
