@@ -28,7 +28,8 @@ from ds_hf.log import log_once
 __all__ = ["AutoShare", "HostUnit", "Streaming", "auto_share", "say_none", "slots_room", "streaming", "why_not"]
 
 _SLOW, _ALONE, _SEVERAL = 0.3, 0.5, 1.0  # shares: where the link is no faster than the CPU; one GPU; several
-_FAST_SPEED = 35e9  # bytes a second each way at once, from which on the link does more than the CPU
+_FAST_ALONE = 35e9  # bytes a second each way at once, from which on the link does more than the CPU
+_FAST_SEVERAL = 25e9  # where the CPU has as many such tasks as there are processes
 _LEAST_SPEED = 20e9  # PCIe 5 moves twice that, PCIe 4 and what is shared less
 _HALVED = 11  # bytes of an element's states; AdamW has 10 of them with masters in halves, and 12 with whole ones
 _MISSED = 0.2  # of the states: so far from the share may be what units of these sizes allow
@@ -117,7 +118,7 @@ def slots_room(device_memory: int) -> int:
     return device_memory // _PART
 
 
-def auto_share(units: Sequence[HostUnit], here: int, room: int, speed: float = _FAST_SPEED) -> float:
+def auto_share(units: Sequence[HostUnit], here: int, room: int, speed: float = _FAST_ALONE) -> float:
     """The share for "auto" on a link that is fast enough; 0 where sizes speak against it.
 
     Args:
@@ -127,7 +128,8 @@ def auto_share(units: Sequence[HostUnit], here: int, room: int, speed: float = _
     """
     if why_not(units, room):
         return 0.0
-    if speed < _FAST_SPEED or any(unit.movable and unit.states > _HALVED * unit.numel for unit in units):
+    fast = _FAST_ALONE if here == 1 else _FAST_SEVERAL
+    if speed < fast or any(unit.movable and unit.states > _HALVED * unit.numel for unit in units):
         return _SLOW
     share = _ALONE if here == 1 else _SEVERAL
     return _SLOW if why_not(units, room, share) else share

@@ -164,6 +164,13 @@ def test_the_share_of_a_fast_link(given: list[HostUnit], here: int, share: float
     assert auto_share(given, here, 5 * GB) == share
 
 
+@pytest.mark.parametrize(
+    ("speed", "here", "share"), [(33e9, 1, 0.3), (33e9, 2, 1.0), (25e9, 2, 1.0), (24e9, 2, 0.3), (35e9, 1, 0.5)]
+)
+def test_what_is_fast(speed: float, here: int, share: float) -> None:
+    assert auto_share(units(*[100] * 8), here, 5 * GB, speed) == share
+
+
 def decided(speeds: list[float], rooms: list[int]) -> tuple[float, int]:
     rank = torch.distributed.get_rank()
     auto = Faked(speeds[rank], rooms[rank], Axis(None, rank, 2))
