@@ -60,8 +60,12 @@ class Link:
         self._going_down: deque[tuple[Tensor, Arrival]] = deque()
         self._came_up: deque[Tensor] = deque()
 
-    def down(self, target: Tensor, source: Tensor) -> Arrival:
-        """Copy a device tensor into host memory; it stays alive until the copy is over."""
+    def down(self, target: Tensor, source: Tensor, *, kept: bool = False) -> Arrival:
+        """Copy a device tensor into host memory; it stays alive until the copy is over.
+
+        Args:
+            kept: the caller sees to that; else what the current stream gets later waits for copies given before.
+        """
         if self.down_stream is None or not source.is_cuda:
             target.copy_(source)
             return DONE
@@ -69,6 +73,8 @@ class Link:
         with torch.cuda.stream(self.down_stream):
             target.copy_(source, non_blocking=True)
             arrival = Arrival(self.down_stream.record_event())
+        if kept:
+            return arrival
         self._going_down.append((source, arrival))
         if len(self._going_down) > _IN_FLIGHT:
             # Its memory goes back to the current stream's pool, which must not write there before the copy is over.

@@ -144,7 +144,7 @@ class Detour:
         if out is not None and out is not owned:
             self._link.down(owned, out).on_host()
         if block.in_memory:
-            slot.free = self._down[block] = self._link.down(home, states)
+            slot.free = self._down[block] = self._link.down(home, states, kept=True)
             block.attach(home)
         else:  # the first update has made moments
             self._home(block)
