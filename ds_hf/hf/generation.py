@@ -35,6 +35,5 @@ def _in_step(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...
 
 def _communicates(model: nn.Module) -> bool:
     """Whether a forward of ``model`` gathers anything."""
-    return any(
-        buffer.axis.world_size > 1 and buffer.state is BufferState.RELEASED for buffer in buffers_of(model.parameters())
-    )
+    buffers = buffers_of(model.parameters())
+    return any(buffer.axis.world_size > 1 and buffer.state is not BufferState.GATHERED for buffer in buffers)
