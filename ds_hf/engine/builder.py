@@ -308,11 +308,7 @@ def _make_parts(
             names.setdefault(id(part), f"{name}.{path}" if path else name)
         names.setdefault(id(param), name)
     zero = settings.zero_optimization
-    prefetch = Prefetch(
-        zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters, in_step=device.type == "cuda"
-    )
-    if optimizer is not None:
-        optimizer.on_published = prefetch.step
+    prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
     return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer, prefetch), optimizer, names)
 
 

@@ -40,7 +40,7 @@ class StatesFacade:
         parking: Parking
         reducer: Reducer
 
-        def empty_partition_cache(self) -> None: ...
+        def _finish_update(self) -> None: ...
 
     mpu: Any = None  # what initialize() was given
 
@@ -120,7 +120,7 @@ class StatesFacade:
             raise ValueError(f"offload_states() takes states to host memory: device is 'cpu', not {device!r}")
         if self.optimizer is None:
             raise ValueError("moving states is for engines that train: this one has no optimizer")
-        self.empty_partition_cache()
+        self._finish_update()
         for name, tensors in self._states_by_name().items():
             if include is None or name in include:
                 self.parking.names.add(name)

@@ -35,5 +35,6 @@ def _in_step(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...
 
 def _communicates(model: nn.Module) -> bool:
     """Whether a forward of ``model`` gathers anything."""
-    buffers = buffers_of(model.parameters())
-    return any(buffer.axis.world_size > 1 and buffer.state is not BufferState.GATHERED for buffer in buffers)
+    return any(
+        buffer.axis.world_size > 1 and buffer.state is BufferState.RELEASED for buffer in buffers_of(model.parameters())
+    )

@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,15 +132,6 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
             buffer.states = self
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
-
-    @property
-    def on_published(self) -> Callable[[Collection[FlatBuffer]], None]:
-        """Told after a part of a step of the buffers that it has not updated yet; may gather."""
-        return self._apply.on_published
-
-    @on_published.setter
-    def on_published(self, value: Callable[[Collection[FlatBuffer]], None]) -> None:
-        self._apply.on_published = value
 
     # -- torch.optim's interface ----------------------------------------------------------------------------------
 

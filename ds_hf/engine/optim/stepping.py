@@ -7,7 +7,7 @@ independently), all units at once with what each rank holds of every parameter (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,7 +79,6 @@ class Stepping:
     ) -> None:
         self.store = store
         self._stepping = self._failed = False
-        self.on_published: Callable[[Collection[FlatBuffer]], None] = lambda old: None  # told what is still to come
         self.inner = inner
         self.update = update
         self.segments = segments
@@ -136,12 +135,8 @@ class Stepping:
         groups = [FrozenGroup(group) for group in self.inner.param_groups]
         make = partial(self._job, update, groups, _Control(control))
         self._stepping = True
-        old = dict.fromkeys(self.masters)
         for done in self.store.stream(list(self.segments), make):
             publish([gradient.buffer for gradient in done], whole=self.policy.whole)
-            for gradient in done:
-                old.pop(gradient.buffer, None)
-            self.on_published(old)
         self._stepping = False
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
@@ -161,7 +156,6 @@ class Stepping:
         for gradient in copies_of:
             gradient.clear()
         self.publish({gradient.buffer: copies for gradient, copies in copies_of.items()})
-        self.on_published(())
         optimizer._opt_called = True
 
     def _unit_pieces(self, copies_of: dict[GradientBuffer, Tensor | None]) -> list[UnitPieces]:
@@ -202,7 +196,6 @@ class Stepping:
             for s in segments:
                 s.param.grad = None
         self.publish({gradient.buffer: None for gradient in self.segments})
-        self.on_published(())
 
     def _owned_gradient(self, gradient: GradientBuffer) -> Tensor | None:
         """The reduced gradient beside its master, as it was reduced."""

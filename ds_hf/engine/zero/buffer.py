@@ -454,7 +454,7 @@ def buffers_of(params: Iterable[Any]) -> list[FlatBuffer]:
 def unshard(buffers: Sequence[FlatBuffer]) -> Iterator[None]:
     """Keep ``buffers`` gathered inside the context. Collective; may be nested, also inside a forward that uses them."""
     for buffer in buffers:
-        buffer.release_wanted |= buffer.state is not BufferState.GATHERED
+        buffer.release_wanted |= buffer.state is BufferState.RELEASED
         buffer.gather()
         buffer.holds += 1
     try:

@@ -168,7 +168,7 @@ class UnitHooks:
         for unit in self.units:
             unit.depth = 0
         self._between = None
-        self.prefetch.reset()
+        self.prefetch.drop()
         self._calls.clear()
         self._first.clear()
 

@@ -1,5 +1,4 @@
-"""Which unit is gathered ahead: the next one forwards, the one before in backward, in the order of the first step; and
-in the optimizer's step those with which the next forward begins.
+"""Which unit is gathered ahead: the next one forwards, the one before in backward, in the order of the first step.
 
 Invariant: what is gathered ahead depends only on the units that are used and on the order on which all ranks agreed,
 so ranks that use the same units issue the same collectives. At most one unit beyond those in use is gathered, and none
@@ -8,10 +7,9 @@ where that would exceed ``stage3_max_live_parameters``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.unit import Unit
 
 __all__ = ["Prefetch"]
@@ -23,19 +21,15 @@ class Prefetch:
     Args:
         enabled: ``stage3_prefetch_bucket_size`` is not 0.
         max_live: elements that may be gathered at once (``stage3_max_live_parameters``).
-        in_step: gathers run beside the update: begin with the next forward's there.
     """
 
-    def __init__(self, enabled: bool = True, max_live: int | None = None, *, in_step: bool = False) -> None:
+    def __init__(self, enabled: bool = True, max_live: int | None = None) -> None:
         self.enabled = enabled
         self.max_live = max_live
-        self.in_step = in_step
         self.last: Unit | None = None  # backward begins with it: not worth releasing before
         self._next: dict[Unit, Unit] = {}
         self._before: dict[Unit, Unit] = {}
-        self._first: list[Unit] = []  # of a forward: the root, and the unit after it
-        self._ahead: set[Unit] = set()  # gathered by the present forward or backward, and not used yet
-        self._begun: set[Unit] = set()  # gathered by the step, and not used yet
+        self._ahead: set[Unit] = set()
 
     def follow(self, units: Sequence[Unit]) -> None:
         """The units are used in this order in a forward."""
@@ -48,24 +42,9 @@ class Prefetch:
         self._before = {b: a for a, b in pairs}
         if sharded and units[0] is not sharded[0]:
             self._next[units[0]] = sharded[0]  # the root comes first
-        if self.in_step and units:
-            first = self._next.get(units[0]) if not units[0].name else None
-            self._first = [units[0]] if first is None else [units[0], first]
 
     def _fits(self, a: Unit, b: Unit) -> bool:
         return self.max_live is None or a.numel + b.numel <= self.max_live
-
-    def step(self, old: Collection[FlatBuffer]) -> None:
-        """The optimizer has published some units. Collective.
-
-        Args:
-            old: buffers that this step has not updated yet.
-        """
-        for unit in self._first:
-            if not all(buffer.stays and buffer not in old for buffer in unit.buffers):
-                return
-            if unit.start_gather():
-                self._begun.add(unit)
 
     def forward(self, unit: Unit) -> None:
         """``unit`` has been gathered for its forward."""
@@ -77,18 +56,11 @@ class Prefetch:
 
     def _start(self, unit: Unit, other: Unit | None) -> None:
         self._ahead.discard(unit)
-        self._begun.discard(unit)
         if other is not None and other.start_gather():
             self._ahead.add(other)
 
     def drop(self) -> None:
         """A forward without backward, or a backward, is over: give back what was gathered and not used."""
-        self._ahead |= self._begun
-        self._begun.clear()
-        self.reset()
-
-    def reset(self) -> None:
-        """A forward begins: give back what one that ended in an exception has left."""
         while self._ahead:
             unit = self._ahead.pop()
             if not unit.depth:
