@@ -62,6 +62,8 @@ class Snapshot:
         engine = self.engine
         owned = [buffer.shard if buffer.sharded else buffer.full for unit in engine.units for buffer in unit.buffers]
         optimizer = engine.optimizer
+        if optimizer is not None:
+            optimizer.store.come_home()
         masters = [] if optimizer is None else [*optimizer.masters.values(), *optimizer.lows.values()]
         return [*owned, *masters, *engine.module.buffers()]
 
@@ -76,6 +78,10 @@ class Snapshot:
         # Asked for again: parameters that are still on their way must land before they are overwritten.
         for tensor, kept in zip(self._lasting(), self.tensors, strict=True):
             tensor.copy_(kept)
+        for unit in engine.units:
+            for buffer in unit.buffers:
+                if buffer.sharded:
+                    buffer.refresh()
         for name, value in self.counters.items():
             setattr(engine, name, value)
         engine.accumulation.micro_steps = self.micro_steps
