@@ -89,6 +89,8 @@ offload() {
   python3 benchmarks/offload.py "${common[@]}" --json "$OUT/offload.json" \
     --engines ds_hf+none,ds_hf+auto,ds_hf,ds_hf+stream=auto,ds_hf+stream=0.5,torchao,fsdp2,floor
   python3 benchmarks/offload.py "${common[@]}" "${WITH[@]}" --engines deepspeed --json "$OUT/offload-deepspeed.json"
+  python3 benchmarks/step_profile.py "${common[@]}" --engines ds_hf+stream=auto,ds_hf+stream=0.65 |
+    tee "$OUT/offload-profile.txt"
 }
 
 offload2() {

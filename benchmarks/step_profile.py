@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/step_profile.py --model 1b3 --stage 2 --engines ds_hf
 
-Takes the arguments of ``benchmarks/training.py``, whose engines, models and data these are. Rank 0's GPU is shown, and
-how busy the main stream of the others is: a GPU that is faster waits for one that is slower. All times are milliseconds
-of one step, on average over three.
+Takes the arguments of ``benchmarks/training.py``, whose engines, models and data these are, and with engines that are
+named as there (``ds_hf+stream=auto``) those of ``benchmarks/offload.py``. Rank 0's GPU is shown, and how busy the main
+stream of the others is: a GPU that is faster waits for one that is slower. All times are milliseconds of one step, on
+average over three. Where much passes between host and device, the last step also comes in slices.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,13 @@ from torch.profiler import ProfilerActivity, profile
 
 WARM_UP, STEPS = 5, 3
 SHOWN, LEAST_GAP_US = 28, 20
+SLICE_US, LEAST_COPIED = 20_000, 1 << 30  # bytes of a step
+WAYS = {"HtoD": "up", "DtoH": "down"}
 
 Event = dict[str, Any]
+
+if any("+" in word for word in sys.argv):
+    import offload  # noqa: F401 - its engines and arguments take the place of training's
 
 
 def events_of(name: str, args: argparse.Namespace) -> list[Event]:
@@ -72,6 +79,44 @@ def show(name: str, events: list[Event]) -> None:
         print(f"    {gap:6.0f} us after {before[:45]} before {after[:45]}")
 
 
+def slices(events: list[Event]) -> list[tuple[float, float, float]]:
+    """Of the last step: share of each slice in which the main stream is busy, and GB/s up and down in it.
+
+    A copy counts where it was on its way, evenly.
+    """
+    streams: collections.Counter[int] = collections.Counter()
+    for event in events:
+        streams[event["args"].get("stream")] += event["dur"]
+    main = streams.most_common(1)[0][0]
+    begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
+    begin = end - (end - begin) / STEPS
+    found = [[0.0, 0.0, 0.0] for _ in range(int((end - begin) // SLICE_US) + 1)]
+    for event in events:
+        way = next((way for kind, way in WAYS.items() if kind in event["name"]), "")
+        if not way and event["args"].get("stream") != main:
+            continue
+        column = ["", "up", "down"].index(way)
+        amount = event["args"].get("bytes", 0) / max(event["dur"], 1e-3) / 1e3 if way else 1.0
+        first, last = event["ts"] - begin, event["ts"] + event["dur"] - begin
+        for index in range(max(0, int(first // SLICE_US)), min(len(found), int(last // SLICE_US) + 1)):
+            inside = min(last, (index + 1) * SLICE_US) - max(first, index * SLICE_US)
+            found[index][column] += amount * max(0.0, inside) / SLICE_US
+    return [(busy, up, down) for busy, up, down in found]
+
+
+def show_copies(events: list[Event]) -> None:
+    """What passes between host and device, if it is much."""
+    for kind, way in WAYS.items():
+        copies = [event for event in events if kind in event["name"] and "bytes" in event["args"]]
+        nbytes, took = sum(e["args"]["bytes"] for e in copies) / STEPS, sum(e["dur"] for e in copies) / STEPS
+        if nbytes < LEAST_COPIED:
+            return
+        print(f"  {way}: {nbytes / 1e9:.2f} GB in {took / 1e3:.1f} ms, {nbytes / took / 1e3:.1f} GB/s while it lasts")
+    print(f"  the last step in slices of {SLICE_US // 1000} ms: main stream busy, GB/s up, down")
+    for index, (busy, up, down) in enumerate(slices(events)):
+        print(f"    {index * SLICE_US // 1000:6d} {busy:6.0%} {up:6.1f} {down:6.1f}")
+
+
 def busy_ms(events: list[Event]) -> float:
     """Milliseconds a step in which the stream that does most runs something."""
     streams: dict[int, float] = collections.defaultdict(float)
@@ -81,7 +126,7 @@ def busy_ms(events: list[Event]) -> float:
 
 
 def main() -> None:
-    args = training.parse()
+    args = training.parse()  # offload's where that was imported
     if not torch.cuda.is_available():
         raise SystemExit("this needs GPUs: on a CPU, profile the loop of benchmarks/training.py itself")
     training.connect(args)
@@ -91,6 +136,7 @@ def main() -> None:
         dist.all_gather_object(busy, busy_ms(events))
         if dist.get_rank() == 0:
             show(name, events)
+            show_copies(events)
             print("  main stream busy on each rank: " + ", ".join(f"{each:.1f} ms" for each in busy))
     dist.destroy_process_group()
 
