@@ -5,8 +5,8 @@ the device, with n units on the way: up(i) after down(i - n), which had the same
 after update(i); and up(i) in the next step after down(i) in this one. Gradients that are on the device stay where they
 are, and are kept until the update has read them.
 
-Those that come first go up for the next step when this one ends, beside forward and backward. What is in host memory
-stays the truth: where somebody may have written to it since, the states go up again.
+Those that come first may go up before the step that updates them (``ahead``). What is in host memory stays the truth:
+where somebody may have written to it since, the states go up again.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Detour:
             self._home(block)
 
     def ahead(self, blocks: Sequence[Block]) -> None:
-        """The next step updates ``blocks`` in this order: the first go up now. Until it begins ``changed`` tells of
-        writes that torch does not count."""
+        """The next step updates ``blocks`` in this order: the first go up now. Writes that torch does not count are
+        announced by ``arrived``."""
         if self._stream is None:
             return self._ahead(blocks)
         with torch.cuda.stream(self._stream):
@@ -166,23 +166,23 @@ class Detour:
             slot.free = self._link.up(slot.states[: home.numel()], home, after=after, unused=slot.free)
             slot.ahead, slot.writes = block, block.writes
 
-    def changed(self, block: Block) -> None:
-        """Somebody is going to write to the states in host memory."""
-        for slot in self._slots:
-            if slot.ahead is block:
-                slot.free.on_host()  # the memory may go back
-                slot.ahead = None
-
     def _home(self, block: Block) -> None:
         """Give the block memory on the host that holds all its planes."""
         if block.memory is None or block.memory.device.type != "cpu" or not block.in_memory:
             self.arrived(block)
-            self.changed(block)
             block.adopt(host_empty(block.nbytes, torch.uint8, pinned=self._pinned))
 
-    def arrived(self, block: Block) -> None:
-        """Return when the states are in host memory."""
+    def arrived(self, block: Block, *, write: bool = True) -> None:
+        """Return when the states are in host memory.
+
+        Args:
+            write: somebody may write to them there, or give the memory back: what went up ahead is not used.
+        """
         self._down.pop(block, DONE).on_host()
+        for slot in self._slots if write else ():
+            if slot.ahead is block:
+                slot.free.on_host()
+                slot.ahead = None
 
     def close(self) -> None:
         """Wait, and give the device's memory back; whoever goes this way again takes new memory."""

@@ -2,7 +2,8 @@
 
 Each unit has a ``Place``. On the HOST the worker updates it with the CPU's kernel and the 16-bit result is copied up
 while the next one is updated. STREAMED units take another way at the same time: their states go up, the GPU updates
-them, they go down again; the CPU and the link work on different units. Units on the DEVICE are updated where they are.
+them, they go down again; the CPU and the link work on different units. The first of them go up for the next step when
+the CPU is done. Units on the DEVICE are updated where they are.
 A step returns while updates go on: the next forward waits for each unit when it gets there, so that most of it is
 computed beside them (``zero/landing.py`` holds up everybody else who touches a parameter). Where ranks gather what they
 updated, that is so for streamed units; those of the CPU are waited for, as all ranks must gather in one order.
@@ -261,14 +262,11 @@ class HostStore:
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         if not buffer.sharded:
             buffer.gather()
-        self._detour.arrived(self._blocks[buffer])
-        if write:
-            self._detour.changed(self._blocks[buffer])
+        self._detour.arrived(self._blocks[buffer], write=write)
 
     def come_home(self) -> None:
         for block in self._blocks.values():
             self._detour.arrived(block)
-            self._detour.changed(block)
 
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:
         for gradient in list(self._landing):
@@ -288,7 +286,6 @@ class HostStore:
             if left is None or fixed or needed > left:
                 continue
             self._detour.arrived(block)
-            self._detour.changed(block)
             self._move(gradient, block)
             left -= needed
         if left is not None and Place.STREAMED not in self.places.values():

@@ -81,7 +81,7 @@ class UnitHooks:
         self.handles: list[RemovableHandle] = []
         self._external_modules: list[nn.Module] = []
         self._calls: dict[Unit, _Call] = {}
-        self._first: dict[Unit, _Call] = {}  # of the first of joined blocks, since the last backward
+        self._first: dict[Unit, _Call] = {}  # of the first of joined blocks, in the present forward
         self._begun: set[_Call] = set()  # calls that the present backward has reached
         self._between: Unit | None = None  # gathered for its next block, which is called as a rule
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
