@@ -202,7 +202,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--narrow", action="store_true")
     parser.add_argument("--nvme", default="", help="folder on the NVMe disk")
     parser.add_argument("--engines", default="ds_hf,ds_hf+stream=0.3,ds_hf+auto,ds_hf+none,fsdp2,floor")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=4, help="at least 3: ds_hf+auto moves states after the second")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0, help="of the CPU, default all cores; ds_hf takes 3/4 of them")

@@ -5,7 +5,7 @@
 Takes the arguments of ``benchmarks/training.py``, whose engines, models and data these are, and with engines that are
 named as there (``ds_hf+stream=auto``) those of ``benchmarks/offload.py``. Rank 0's GPU is shown, and how busy the main
 stream of the others is: a GPU that is faster waits for one that is slower. All times are milliseconds of one step, on
-average over three. Where much passes between host and device, the last step also comes in slices.
+average over those profiled. Where much passes between host and device, the last but one also comes in slices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import training
 from torch.profiler import ProfilerActivity, profile
 
-WARM_UP, STEPS = 5, 3
+WARM_UP, STEPS = 5, 4
 SHOWN, LEAST_GAP_US = 28, 20
 SLICE_US, LEAST_COPIED = 20_000, 1 << 30  # bytes of a step
 WAYS = {"HtoD": "up", "DtoH": "down"}
@@ -59,15 +59,16 @@ def show(name: str, events: list[Event]) -> None:
     took: dict[tuple[int, str], list[float]] = collections.defaultdict(list)
     for event in events:
         took[event["args"].get("stream"), event["name"][:70]].append(event["dur"])
-    streams: collections.Counter[int] = collections.Counter()
+    streams: dict[int, float] = collections.defaultdict(float)
     for (stream, _), times in took.items():
         streams[stream] += sum(times)
+    busiest = sorted(streams.items(), key=lambda item: -item[1])
     span = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
     print(f"== {name}: {span / STEPS / 1e3:.1f} ms a step; streams: ", end="")
-    print(", ".join(f"{stream}: {total / STEPS / 1e3:.1f}" for stream, total in streams.most_common()))
+    print(", ".join(f"{stream}: {total / STEPS / 1e3:.1f}" for stream, total in busiest))
     for (stream, kind), times in sorted(took.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
         print(f"  stream {stream:<3} {sum(times) / STEPS / 1e3:8.2f} ms {len(times) / STEPS:7.1f} x  {kind}")
-    main = streams.most_common(1)[0][0]
+    main = main_stream(events)
     gaps, end, last = [], 0.0, ""
     for event in sorted((e for e in events if e["args"].get("stream") == main), key=lambda e: e["ts"]):
         if end and event["ts"] - end > LEAST_GAP_US:
@@ -80,16 +81,14 @@ def show(name: str, events: list[Event]) -> None:
 
 
 def slices(events: list[Event]) -> list[tuple[float, float, float]]:
-    """Of the last step: share of each slice in which the main stream is busy, and GB/s up and down in it.
+    """Of the last step but one: share of each slice in which the main stream is busy, and GB/s up and down in it.
 
     A copy counts where it was on its way, evenly.
     """
-    streams: collections.Counter[int] = collections.Counter()
-    for event in events:
-        streams[event["args"].get("stream")] += event["dur"]
-    main = streams.most_common(1)[0][0]
+    main = main_stream(events)
     begin, end = min(e["ts"] for e in events), max(e["ts"] + e["dur"] for e in events)
-    begin = end - (end - begin) / STEPS
+    length = (end - begin) / STEPS
+    begin, end = end - 2 * length, end - length
     found = [[0.0, 0.0, 0.0] for _ in range(int((end - begin) // SLICE_US) + 1)]
     for event in events:
         way = next((way for kind, way in WAYS.items() if kind in event["name"]), "")
@@ -112,17 +111,23 @@ def show_copies(events: list[Event]) -> None:
         if nbytes < LEAST_COPIED:
             return
         print(f"  {way}: {nbytes / 1e9:.2f} GB in {took / 1e3:.1f} ms, {nbytes / took / 1e3:.1f} GB/s while it lasts")
-    print(f"  the last step in slices of {SLICE_US // 1000} ms: main stream busy, GB/s up, down")
+    print(f"  the last step but one in slices of {SLICE_US // 1000} ms: main stream busy, GB/s up, down")
     for index, (busy, up, down) in enumerate(slices(events)):
         print(f"    {index * SLICE_US // 1000:6d} {busy:6.0%} {up:6.1f} {down:6.1f}")
 
 
-def busy_ms(events: list[Event]) -> float:
-    """Milliseconds a step in which the stream that does most runs something."""
+def main_stream(events: list[Event]) -> int:
+    """The stream that computes most."""
     streams: dict[int, float] = collections.defaultdict(float)
     for event in events:
-        streams[event["args"].get("stream")] += event["dur"]
-    return max(streams.values()) / STEPS / 1e3
+        streams[event["args"].get("stream")] += event["dur"] if event["cat"] == "kernel" else 0
+    return max(streams, key=streams.__getitem__)
+
+
+def busy_ms(events: list[Event]) -> float:
+    """Milliseconds a step in which the main stream runs something."""
+    main = main_stream(events)
+    return sum(float(event["dur"]) for event in events if event["args"].get("stream") == main) / STEPS / 1e3
 
 
 def main() -> None:

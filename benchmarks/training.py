@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 LR, BETAS, EPS, DECAY, CLIP, SEED = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 1234
-STRETCH = 4  # steps timed together: in training nobody waits for the device after each
+STRETCH = 8  # steps timed together: in training nobody waits for the device after each
 # hidden, intermediate, layers, heads, key-value heads, vocabulary
 MODELS = {
     "tiny": (64, 172, 2, 4, 4, 512),
@@ -329,8 +329,9 @@ def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     built = time.perf_counter() - began
     gc.collect()
     gc.disable()  # a collection of everything that was imported takes as long as a step, and comes where it will
-    for first in range(args.warmup, len(data), STRETCH):
-        stretch = data[first : first + STRETCH]
+    length = args.steps // -(-args.steps // STRETCH)  # all alike: each begins and ends with a device at rest
+    for first in range(args.warmup, len(data) - length + 1, length):
+        stretch = data[first : first + length]
         dist.barrier()
         start = time.perf_counter()
         losses += [engine.step(batches) for batches in stretch]
@@ -420,7 +421,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--offload", choices=("none", "cpu"), default="none")
     parser.add_argument("--buckets", choices=("default", "hf"), default="default", help="of DeepSpeed")
     parser.add_argument("--engines", default="ds_hf,fsdp2,floor", help=f"of {','.join(ENGINES)}, in this order")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--deepspeed-path", default="")
