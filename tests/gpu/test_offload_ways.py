@@ -10,8 +10,9 @@ import torch
 
 from ds_hf.engine import offloading
 from ds_hf.engine.builder import initialize
+from ds_hf.engine.offload import link
 from ds_hf.engine.offload.link import Link
-from ds_hf.engine.optim import stream_share
+from ds_hf.engine.optim import host_store, stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.stream_share import AutoShare
 from ds_hf.engine.zero.gradient_home import DeviceHome
@@ -156,6 +157,35 @@ def test_the_update_is_that_of_states_on_the_device(stage: int, world: int) -> N
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
     run_distributed(as_on_the_device, world, stage, timeout=120, backend="nccl")
+
+
+def past() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters that the CPU updated and engines copied up, and the same by kernels."""
+    pulled: list[torch.Tensor] = []
+    by_kernel = link.pulled_
+
+    def noted(target: torch.Tensor, source: torch.Tensor) -> bool:
+        pulled.append(target)
+        return by_kernel(target, source)
+
+    link.pulled_ = noted
+    plain, expected, places = offloaded({"stream": 0.4})
+    assert places == {Place.HOST, Place.STREAMED}
+    assert not pulled
+    host_store._PAST = True
+    weights, losses, _ = offloaded({"stream": 0.4})
+    assert losses == expected
+    assert pulled
+    assert all(by_kernel(target, torch.zeros_like(target, device="cpu").pin_memory()) for target in pulled)
+    return list(zip(weights, plain, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_kernels_bring_up_the_same_parameters(world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
+    for pairs in run_distributed(past, world, timeout=120, backend="nccl"):
+        assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def auto() -> tuple[bool, list[float]]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.engine.ops.library import pulled_
+
 __all__ = ["DONE", "Arrival", "Link", "new_stream"]
 
 _IN_FLIGHT = 3  # gradients that may be on their way down, each kept alive on the device
@@ -86,9 +88,21 @@ class Link:
         """Over when the current stream has done what it was given so far."""
         return DONE if self.up_stream is None else Arrival(torch.cuda.current_stream().record_event())
 
-    def up(self, target: Tensor, source: Tensor, *, after: Arrival = DONE, unused: Arrival | None = None) -> Arrival:
+    def up(
+        self,
+        target: Tensor,
+        source: Tensor,
+        *,
+        after: Arrival = DONE,
+        unused: Arrival | None = None,
+        past: bool = False,
+    ) -> Arrival:
         """Copy host memory into a device tensor that nobody uses after ``unused``, by default what the current stream
-        was given so far."""
+        was given so far.
+
+        Args:
+            past: do not wait behind what other links were given to copy up: a kernel copies, where one can.
+        """
         if self.up_stream is None or not target.is_cuda:
             after.on_host()
             target.copy_(source)
@@ -97,7 +111,8 @@ class Link:
         with torch.cuda.stream(self.up_stream):
             unused.on_stream()
             after.on_stream()
-            target.copy_(source, non_blocking=True)
+            if not (past and pulled_(target, source)):
+                target.copy_(source, non_blocking=True)
             return Arrival(self.up_stream.record_event())
 
     def fetch(self, source: Tensor) -> tuple[Tensor, Arrival]:
