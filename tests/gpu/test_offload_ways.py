@@ -161,12 +161,11 @@ def test_the_update_is_that_of_states_on_the_device(stage: int, world: int) -> N
 
 def past() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Parameters that the CPU updated and engines copied up, and the same by kernels."""
-    pulled: list[torch.Tensor] = []
-    by_kernel = link.pulled_
+    by_kernel, pulled = link.pulled_, []
 
     def noted(target: torch.Tensor, source: torch.Tensor) -> bool:
-        pulled.append(target)
-        return by_kernel(target, source)
+        pulled.append(by_kernel(target, source))
+        return pulled[-1]
 
     link.pulled_ = noted
     plain, expected, places = offloaded({"stream": 0.4})
@@ -176,7 +175,7 @@ def past() -> list[tuple[torch.Tensor, torch.Tensor]]:
     weights, losses, _ = offloaded({"stream": 0.4})
     assert losses == expected
     assert pulled
-    assert all(by_kernel(target, torch.zeros_like(target, device="cpu").pin_memory()) for target in pulled)
+    assert all(pulled), "an engine copied"
     return list(zip(weights, plain, strict=True))
 
 
