@@ -51,12 +51,15 @@ def test_arguments_are_checked_whatever_is_imported_first(imports: str) -> None:
     assert python(imports + TRY) == "ConfigError distributed: False"
 
 
-def test_import_of_deepspeed_installs_the_hooks_where_torch_does_not() -> None:
-    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    late = "from transformers import TrainingArguments; import torch, deepspeed"
-    assert python(late + TRY, off) == "ConfigError distributed: False"
-    early = "import deepspeed, torch; from transformers import TrainingArguments"
-    assert python(early + TRY, off) == "ConfigError distributed: False"
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from transformers import TrainingArguments; import torch, deepspeed",
+        pytest.param("import deepspeed, torch; from transformers import TrainingArguments", marks=pytest.mark.slow),
+    ],
+)
+def test_import_of_deepspeed_installs_the_hooks_where_torch_does_not(imports: str) -> None:
+    assert python(imports + TRY, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) == "ConfigError distributed: False"
 
 
 def test_import_torch_loads_no_engine_and_no_client() -> None:

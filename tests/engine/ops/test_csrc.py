@@ -20,6 +20,7 @@ def _run(*command: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_sanitizers_find_nothing(tmp_path: Path) -> None:
     if shutil.which("cmake") is None or shutil.which(os.environ.get("CXX", "c++")) is None:

@@ -262,7 +262,7 @@ def test_scenarios(world: int, tmp_path: Path) -> None:
     run_distributed(scenarios, world, str(tmp_path), timeout=200)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_states_that_come_from_host_memory(way: dict[str, Any], world: int, tmp_path: Path) -> None:
     run_distributed(offloaded, world, str(tmp_path), way, timeout=200)
