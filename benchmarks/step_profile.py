@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import importlib
 import json
 import sys
 import tempfile
@@ -29,9 +30,6 @@ SLICE_US, LEAST_COPIED = 20_000, 1 << 30  # bytes of a step
 WAYS = {"HtoD": "up", "DtoH": "down"}
 
 Event = dict[str, Any]
-
-if any("+" in word for word in sys.argv):
-    import offload  # noqa: F401 - its engines and arguments take the place of training's
 
 
 def events_of(name: str, args: argparse.Namespace) -> list[Event]:
@@ -131,7 +129,9 @@ def busy_ms(events: list[Event]) -> float:
 
 
 def main() -> None:
-    args = training.parse()  # offload's where that was imported
+    if any("+" in word for word in sys.argv):
+        importlib.import_module("offload")  # its engines and arguments take the place of training's
+    args = training.parse()
     if not torch.cuda.is_available():
         raise SystemExit("this needs GPUs: on a CPU, profile the loop of benchmarks/training.py itself")
     training.connect(args)

@@ -125,7 +125,7 @@ class Tunings:
     update: Tuning = Tuning(blocks=4, groups=1, waves=1000)  # a tile a block
     norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0)  # grads are read again soon
     sum: Tuning = Tuning(blocks=4, groups=1, waves=1000)
-    pull: Tuning = Tuning(threads=512, blocks=1, groups=4, stream=0)
+    pull: Tuning = Tuning(threads=512, blocks=1, groups=4)  # not measured
     lamb: Tuning = Tuning()
     lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1, exact=0, held=3)
     lamb_stream: Tuning = Tuning(threads=736, blocks=1, groups=1, exact=0, held=4)
@@ -405,7 +405,7 @@ class Gpu:
         attribute = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
         with self._current():
             error, address = self._driver.cuPointerGetAttribute(attribute, tensor.data_ptr())
-        return None if error else int(address)
+        return None if error or not address else int(address)
 
     def _load(self, source: str, name: str, macros: Macros) -> Any:
         driver = self._driver
