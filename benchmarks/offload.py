@@ -9,7 +9,6 @@ Engines take turns as in ``benchmarks/training.py``, whose models, data, timing 
 
     ds_hf                 optimizer states in host memory, updated there
     ds_hf+stream=SHARE    that share of them is updated by the GPU; auto: as ds_hf decides where nobody says
-    ds_hf+past=SHARE      the same, and a kernel brings up what the CPU updated, past states on their way
     ds_hf+ratio=SHARE     that share is in host memory, the rest on the GPU
     ds_hf+auto            what fits moves to the GPU
     ds_hf+delayed         updates are one step late
@@ -61,7 +60,7 @@ def config_of(args: argparse.Namespace, way: str) -> dict[str, Any]:
     elif name != "none":
         zero["offload_optimizer"] = cpu
         own = {"stream": 0.0} | {"auto": {"ratio": "auto"}, "delayed": {"delayed": True}}.get(name, {})
-        if name in ("stream", "past"):
+        if name == "stream":
             own["stream"] = value if value == "auto" else float(value or 0)
         if name == "ratio":
             zero["offload_optimizer"]["ratio"] = float(value)
@@ -91,9 +90,7 @@ class DsHf(training.Contender):
     def __init__(self, args: argparse.Namespace, way: str) -> None:
         super().__init__(args)
         import ds_hf
-        from ds_hf.engine.optim import host_store
 
-        host_store._PAST = way.startswith("past")
         model = training.make_model(args, torch.float32)
         self.engine, *_ = ds_hf.initialize(
             model=model, model_parameters=training.parameter_groups(model), config=config_of(args, way)

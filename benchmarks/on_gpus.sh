@@ -87,9 +87,9 @@ training() {
 offload() {
   local common=(--model 2b7 --stage 2 --micro-batch 4 --seq 2048 --checkpointing --rounds 1)
   python3 benchmarks/offload.py "${common[@]}" --json "$OUT/offload.json" \
-    --engines ds_hf+none,ds_hf+auto,ds_hf,ds_hf+stream=auto,ds_hf+past=0.6,torchao,fsdp2,floor
+    --engines ds_hf+none,ds_hf+auto,ds_hf,ds_hf+stream=auto,torchao,fsdp2,floor
   python3 benchmarks/offload.py "${common[@]}" "${WITH[@]}" --engines deepspeed --json "$OUT/offload-deepspeed.json"
-  python3 benchmarks/step_profile.py "${common[@]}" --engines ds_hf+stream=auto,ds_hf+past=0.6 |
+  python3 benchmarks/step_profile.py "${common[@]}" --engines ds_hf+stream=auto |
     tee "$OUT/offload-profile.txt"
 }
 

@@ -321,12 +321,14 @@ def pull_(target: Tensor, source: Tensor) -> bool:
         source: contiguous, of as many bytes; nobody writes to it until the current stream has got there.
     """
     machine = cuda_launch.machine_of(target)
-    address, nbytes = machine.host_address(source), target.nbytes
+    nbytes = target.nbytes
+    if not nbytes:
+        return True
+    address = machine.host_address(source)
     if address is None or (address | target.data_ptr()) % _VECTOR:
         return False
     tuning = machine.tunings.pull
     grid = min(_PULLING_BLOCKS, -(-nbytes // (tuning.threads * tuning.groups * _VECTOR)))
     arguments = [ctypes.c_uint64(number) for number in (target.data_ptr(), address, nbytes)]
-    if nbytes:
-        machine.launch(machine.kernel("pull.cu", "pull", tuning.macros), grid, tuning.threads, arguments)
+    machine.launch(machine.kernel("pull.cu", "pull", tuning.macros), grid, tuning.threads, arguments)
     return True

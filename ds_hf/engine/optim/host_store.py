@@ -40,8 +40,6 @@ from ds_hf.engine.zero.gradients import GradientBuffer
 
 __all__ = ["DelayedStore", "HostStore", "Place"]
 
-_PAST = False  # whether the CPU's parameters go up past states on their way, by a kernel: it has not been measured yet
-
 
 class Place(Enum):
     DEVICE = "device"
@@ -154,7 +152,7 @@ class HostStore:
             self.places[gradient.buffer] = Place.STREAMED if goes else Place.HOST
             if stays and not self.delays:
                 gradient.home = DeviceHome(self._settings.accumulation_dtype)
-        self.outputs.past = _PAST and any(found.up)
+        self.outputs.past = any(found.up)
         buffers = [gradient.buffer for gradient in segments]
         return [b for b in buffers if self.places[b] is not Place.HOST and self._may_halve(b)]
 
