@@ -10,7 +10,6 @@ import torch
 
 from ds_hf.engine import offloading
 from ds_hf.engine.builder import initialize
-from ds_hf.engine.offload import link
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.optim import stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
@@ -159,33 +158,39 @@ def test_the_update_is_that_of_states_on_the_device(stage: int, world: int) -> N
     run_distributed(as_on_the_device, world, stage, timeout=120, backend="nccl")
 
 
-def past() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters that the CPU updated and engines copied up, and the same by kernels."""
-    by_kernel, pulled = link.pulled_, []
-
-    def noted(target: torch.Tensor, source: torch.Tensor) -> bool:
-        pulled.append(by_kernel(target, source))
-        return pulled[-1]
-
-    link.pulled_ = lambda *_: False
-    plain, expected, places = offloaded({"stream": 0.4})
-    assert places == {Place.HOST, Place.STREAMED}
-    link.pulled_ = noted
-    offloaded({"stream": 0.0})
-    assert not pulled, "nothing is on its way up"
-    weights, losses, _ = offloaded({"stream": 0.4})
-    assert losses == expected
-    assert pulled
-    assert all(pulled), "an engine copied"
-    return list(zip(weights, plain, strict=True))
+@pytest.mark.parametrize("numel", [0, 1, 1000, (128 << 20) + 1, 400_000_003])
+def test_parts_arrive(numel: int) -> None:
+    """By a link that lets others between: every byte, in both directions."""
+    link = Link(torch.device("cuda"), yielding=True)
+    source = torch.randint(0, 256, (numel,), dtype=torch.uint8, device="cuda")
+    host, back = torch.empty(numel, dtype=torch.uint8, pin_memory=True), torch.zeros_like(source)
+    down = link.down(host, source)
+    link.up(back, host, after=down).on_stream()
+    assert torch.equal(back, source)
+    assert torch.equal(host, source.cpu())
+    link.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_kernels_bring_up_the_same_parameters(world: int) -> None:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
-    for pairs in run_distributed(past, world, timeout=120, backend="nccl"):
-        assert all(torch.equal(a, b) for a, b in pairs)
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_copies_of_others_get_between(way: str) -> None:
+    """A number that somebody looks at does not wait for all states that are on their way."""
+    link, numel = Link(torch.device("cuda"), yielding=True), 512 << 20
+    device, host = (
+        torch.empty(numel, dtype=torch.uint8, device="cuda"),
+        torch.empty(numel, dtype=torch.uint8).pin_memory(),
+    )
+    number, seen = torch.ones(1, device="cuda"), torch.zeros(1).pin_memory()
+    torch.cuda.synchronize()
+    for _ in range(6):
+        arrival = link.up(device, host) if way == "up" else link.down(host, device, kept=True)
+    for _ in range(4):
+        if way == "up":
+            number.copy_(seen, non_blocking=True)
+        else:
+            seen.copy_(number, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    assert not arrival._event.query(), "it waited for all of them"
+    link.close()
 
 
 def auto() -> tuple[bool, list[float]]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.offload.memory import host_empty
 from ds_hf.engine.ops import cuda, cuda_lamb, cuda_launch
 from ds_hf.engine.ops.halves import LOW
 from tests.helpers import ops_cases as cases
@@ -125,17 +124,6 @@ def test_norm(dtype: torch.dtype) -> None:
 def test_sum(dtype: torch.dtype, ranks: int) -> None:
     for offset in (0, 1, 8):
         cases.check_sum(cuda, [*SIZES, 3_000_001], ranks, ranks - 2, offset, device="cuda", grad=dtype)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_pull(dtype: torch.dtype) -> None:
-    """Out of memory that torch page-locked, and out of the engine's own; nobody reaches what is not locked."""
-    cases.check_pull(cuda, [*SIZES, 40_000_001], dtype, "cuda", pin_memory=True)
-    host, target = host_empty(5_000_001, dtype, pinned=True), torch.zeros(5_000_001, dtype=dtype, device="cuda")
-    host.normal_()
-    assert cuda.pull_(target, host)
-    assert torch.equal(target.cpu(), host)
-    assert not cuda.pull_(target, torch.zeros(5_000_001, dtype=dtype))
 
 
 def test_control() -> None:

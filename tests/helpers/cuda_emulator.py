@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ds_hf.engine.ops.cuda_build import Macros, program_text
 from ds_hf.engine.ops.cuda_launch import COUNTERS, Counters, Tuning, Tunings
 
@@ -33,7 +31,6 @@ _KERNELS = {
         "clip_control": "*(Table*)a[0], *(const float**)a[1], *(float**)a[2]",
     },
     "sum.cu": {"sum_parts": "*(Table*)a[0]"},
-    "pull.cu": {"pull": "*(void**)a[0], *(const void**)a[1], *(u64*)a[2]"},
     "lamb.cu": {
         "lamb_moments": "*(Table*)a[0]",
         "lamb_norms": "*(Table*)a[0], *(u32*)a[1], *(float**)a[2]",
@@ -73,7 +70,6 @@ class Emulator:
         default_factory=lambda: Tunings(
             update=SMALL,
             norm=SMALL,
-            pull=SMALL,
             lamb=SMALL,
             lamb_fused=Tuning(threads=64, blocks=2, groups=1),
             lamb_stream=Tuning(threads=64, blocks=2, groups=1),
@@ -115,9 +111,6 @@ class Emulator:
         assert not self._counters.memory[:COUNTERS].any()
         assert messages <= self._counters.messages
         return self._counters.next()
-
-    def host_address(self, tensor: Tensor) -> int | None:
-        return tensor.data_ptr()
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
         return min(self.shared_nbytes // max(shared_nbytes, 1), 3)

@@ -250,17 +250,6 @@ def check_sum(ops: Any, numels: Sequence[int], ranks: int, place: int, offset: i
         torch.testing.assert_close(out, expected.to(out_dtype), rtol=0, atol=tolerance, equal_nan=True)
 
 
-def check_pull(ops: Any, numels: Sequence[int], dtype: torch.dtype, target: str, **host: Any) -> None:
-    """Every byte comes, those of nan as well, and none beside them is written."""
-    for numel in numels:
-        words = torch.randint(-(2**15), 2**15, (numel * dtype.itemsize // 2 + 16,), dtype=torch.int16)
-        source = torch.empty(len(words), dtype=torch.int16, **host).copy_(words)[:-16].view(dtype)
-        around = torch.full_like(words, 77, device=target)
-        assert ops.pull_(around[:-16].view(dtype), source)
-        assert torch.equal(around[:-16].cpu(), words[:-16])
-        assert (around[-16:] == 77).all()
-
-
 def check_control(ops: Any, tensors: Sequence[Tensor]) -> None:
     """Factor, flag and norm as torch computes them, clipped or not; of numbers that are not finite as well."""
     norm = torch.linalg.vector_norm(torch.cat([tensor.double().flatten() for tensor in tensors])).item()

@@ -3,21 +3,26 @@
 Invariants: a copy down waits for what the current stream has enqueued; whoever reads the result waits for its
 ``Arrival``. A copy up is ordered before what the current stream gets next, once ``Arrival.on_stream`` was called. The
 host never waits but in ``Arrival.on_host``. Where the model computes on the CPU every copy is done at once.
+
+A GPU has one engine for each direction. It takes from one stream until what is next there has to wait, and only then
+from another, whatever the priorities: what is given late, as a loss that somebody looks at, would come after all that
+was given before (``benchmarks/results/2026-11-23-copy-engine-turns-h200.txt``). A link that carries much therefore
+copies in parts, by two streams in turn, each part after the one before, so that others' copies get between.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_hf.engine.ops.library import pulled_
-
 __all__ = ["DONE", "Arrival", "Link", "new_stream"]
 
 _IN_FLIGHT = 3  # gradients that may be on their way down, each kept alive on the device
+_PART = 128 << 20  # bytes: 3 ms at 45 GB/s; others wait for two of them at most
 
 
 def new_stream(device: torch.device) -> Any:
@@ -49,16 +54,55 @@ class Arrival:
 DONE = Arrival()
 
 
+class _Direction:
+    """Copies in one direction, each after the one before.
+
+    Args:
+        yielding: others' copies get between the parts of a large one.
+    """
+
+    def __init__(self, device: torch.device, *, yielding: bool) -> None:
+        self.streams = [new_stream(device) for _ in range(2 if yielding else 1)]
+        self._turn = 0
+        self._last: Any = None
+
+    def copy(self, target: Tensor, source: Tensor, *befores: Arrival) -> Arrival:
+        """``target.copy_(source)`` when ``befores`` are over; both flat if they are large."""
+        for to, of in self._parts(target, source):
+            stream = self.streams[self._turn]
+            self._turn = (self._turn + 1) % len(self.streams)
+            with torch.cuda.stream(stream):
+                for before in (*befores, Arrival(self._last)):
+                    before.on_stream()
+                to.copy_(of, non_blocking=True)
+                self._last = stream.record_event()
+            befores = ()
+        return Arrival(self._last)
+
+    def _parts(self, target: Tensor, source: Tensor) -> Sequence[tuple[Tensor, Tensor]]:
+        count = -(-target.nbytes // _PART) if len(self.streams) > 1 else 1
+        if count <= 1:
+            return [(target, source)]
+        return list(zip(target.chunk(count), source.chunk(count), strict=True))
+
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
+
 class Link:
     """The way between one device and the host, in both directions at once.
 
     Args:
         device: where the model computes.
+        yielding: it carries much, and others' copies shall not wait for all of it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, yielding: bool = False) -> None:
         self.device = device
-        self.down_stream, self.up_stream = new_stream(device), new_stream(device)
+        self._up = self._down = None
+        if device.type == "cuda":
+            self._up, self._down = (_Direction(device, yielding=yielding) for _ in range(2))
         self._going_down: deque[tuple[Tensor, Arrival]] = deque()
         self._came_up: deque[Tensor] = deque()
 
@@ -68,13 +112,10 @@ class Link:
         Args:
             kept: the caller sees to that; else what the current stream gets later waits for copies given before.
         """
-        if self.down_stream is None or not source.is_cuda:
+        if self._down is None or not source.is_cuda:
             target.copy_(source)
             return DONE
-        self.down_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.down_stream):
-            target.copy_(source, non_blocking=True)
-            arrival = Arrival(self.down_stream.record_event())
+        arrival = self._down.copy(target, source, self.now())
         if kept:
             return arrival
         self._going_down.append((source, arrival))
@@ -86,54 +127,34 @@ class Link:
 
     def now(self) -> Arrival:
         """Over when the current stream has done what it was given so far."""
-        return DONE if self.up_stream is None else Arrival(torch.cuda.current_stream().record_event())
+        return DONE if self._up is None else Arrival(torch.cuda.current_stream().record_event())
 
-    def up(
-        self,
-        target: Tensor,
-        source: Tensor,
-        *,
-        after: Arrival = DONE,
-        unused: Arrival | None = None,
-        past: bool = False,
-    ) -> Arrival:
+    def up(self, target: Tensor, source: Tensor, *, after: Arrival = DONE, unused: Arrival | None = None) -> Arrival:
         """Copy host memory into a device tensor that nobody uses after ``unused``, by default what the current stream
-        was given so far.
-
-        Args:
-            past: do not wait behind what other links were given to copy up: a kernel copies, where one can.
-        """
-        if self.up_stream is None or not target.is_cuda:
+        was given so far."""
+        if self._up is None or not target.is_cuda:
             after.on_host()
             target.copy_(source)
             return DONE
-        unused = unused or self.now()
-        with torch.cuda.stream(self.up_stream):
-            unused.on_stream()
-            after.on_stream()
-            if not (past and pulled_(target, source)):
-                target.copy_(source, non_blocking=True)
-            return Arrival(self.up_stream.record_event())
+        return self._up.copy(target, source, unused or self.now(), after)
 
     def fetch(self, source: Tensor) -> tuple[Tensor, Arrival]:
         """A copy of host memory on the device, for what the current stream enqueues before the next call but one."""
-        if self.up_stream is None:
+        if self._up is None:
             return source, DONE
-        # Frees of what was fetched before must not let this copy overtake its readers.
-        self.up_stream.wait_stream(torch.cuda.current_stream())
         while len(self._came_up) > 1:
             self._came_up.popleft()
-        with torch.cuda.stream(self.up_stream):
+        with torch.cuda.stream(self._up.streams[0]):
             made = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-            made.copy_(source, non_blocking=True)
-            arrival = Arrival(self.up_stream.record_event())
+        # Frees of what was fetched before must not let this copy overtake its readers.
+        arrival = self._up.copy(made, source, self.now())
         self._came_up.append(made)
         return made, arrival
 
     def close(self) -> None:
         """Wait for everything and let go."""
-        if self.up_stream is not None:
-            self.down_stream.synchronize()
-            self.up_stream.synchronize()
+        for direction in (self._up, self._down):
+            if direction is not None:
+                direction.synchronize()
         self._going_down.clear()
         self._came_up.clear()

@@ -43,7 +43,6 @@ __all__ = [
     "lamb_moments_",
     "lion_",
     "norm_control",
-    "pull_",
     "sgd_",
     "squared_norm",
     "sum_parts_",
@@ -305,30 +304,3 @@ def sum_parts_(
 @functools.cache
 def _sum_macros(tuning: Tuning, parts: int, out: int, before: int) -> Macros:
     return (*tuning.macros, ("DS_GRAD", parts), ("DS_OUT", out), ("DS_FIRST", before))
-
-
-# -- copies -------------------------------------------------------------------------------------------------------
-
-_PULLING_BLOCKS = 16  # 0.5 MB under way, several times what a link has while a byte comes; the others compute
-_VECTOR = 16  # bytes
-
-
-def pull_(target: Tensor, source: Tensor) -> bool:
-    """``target.copy_(source)`` out of page-locked host memory, by a kernel; ``False`` where it cannot read there.
-
-    Args:
-        target: contiguous.
-        source: contiguous, of as many bytes; nobody writes to it until the current stream has got there.
-    """
-    machine = cuda_launch.machine_of(target)
-    nbytes = target.nbytes
-    if not nbytes:
-        return True
-    address = machine.host_address(source)
-    if address is None or (address | target.data_ptr()) % _VECTOR:
-        return False
-    tuning = machine.tunings.pull
-    grid = min(_PULLING_BLOCKS, -(-nbytes // (tuning.threads * tuning.groups * _VECTOR)))
-    arguments = [ctypes.c_uint64(number) for number in (target.data_ptr(), address, nbytes)]
-    machine.launch(machine.kernel("pull.cu", "pull", tuning.macros), grid, tuning.threads, arguments)
-    return True

@@ -125,7 +125,6 @@ class Tunings:
     update: Tuning = Tuning(blocks=4, groups=1, waves=1000)  # a tile a block
     norm: Tuning = Tuning(threads=512, blocks=3, groups=4, stream=0)  # grads are read again soon
     sum: Tuning = Tuning(blocks=4, groups=1, waves=1000)
-    pull: Tuning = Tuning(threads=512, blocks=1, groups=4)  # not measured
     lamb: Tuning = Tuning()
     lamb_fused: Tuning = Tuning(threads=1024, blocks=1, groups=1, exact=0, held=3)
     lamb_stream: Tuning = Tuning(threads=736, blocks=1, groups=1, exact=0, held=4)
@@ -215,10 +214,6 @@ class Machine(Protocol):
 
     def resident(self, kernel: Any, threads: int, shared_nbytes: int) -> int:
         """How many blocks a multiprocessor holds at once; to be asked before a launch with shared memory."""
-        ...
-
-    def host_address(self, tensor: Tensor) -> int | None:
-        """Where kernels find a tensor in page-locked host memory; ``None`` if they cannot reach it."""
         ...
 
     @property
@@ -400,12 +395,6 @@ class Gpu:
                 count = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel, threads, shared_nbytes)
                 self._resident[key] = int(self._do(count))
         return self._resident[key]
-
-    def host_address(self, tensor: Tensor) -> int | None:
-        attribute = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_POINTER
-        with self._current():
-            error, address = self._driver.cuPointerGetAttribute(attribute, tensor.data_ptr())
-        return None if error or not address else int(address)
 
     def _load(self, source: str, name: str, macros: Macros) -> Any:
         driver = self._driver

@@ -34,7 +34,6 @@ __all__ = [
     "lamb_moments_",
     "lion_",
     "norm_control",
-    "pulled_",
     "sgd_",
     "squared_norm",
     "sum_parts_",
@@ -390,23 +389,3 @@ def _public_sum(fn: F) -> F:
 
 
 sum_parts_ = _public_sum(reference.sum_parts_)
-
-
-# -- copies -------------------------------------------------------------------------------------------------------
-
-
-def pulled_(target: Tensor, source: Tensor) -> bool:
-    """``target.copy_(source)``, from page-locked host memory to a GPU, by a kernel; ``False`` where none can.
-
-    Copies by engines are made one stream's queue after the other; a kernel waits for nobody's but its own stream's.
-    """
-    alike = target.dtype == source.dtype and target.shape == source.shape
-    if not (target.is_cuda and source.device.type == "cpu" and alike):
-        return False
-    if not (target.is_contiguous() and source.is_contiguous()):
-        return False
-    backend, reason = choose(target.device)
-    if reason or not backend.pull_(target, source):
-        return False
-    torch.autograd.graph.increment_version(target)
-    return True

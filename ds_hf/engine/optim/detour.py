@@ -89,7 +89,7 @@ class Detour:
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._device, self._pinned = device, pinned
-        self._link = Link(device)
+        self._link = Link(device, yielding=True)
         self._stream = new_stream(device)
         self._slots: list[_Slot] = []
         self._turn = 0

@@ -152,7 +152,6 @@ class HostStore:
             self.places[gradient.buffer] = Place.STREAMED if goes else Place.HOST
             if stays and not self.delays:
                 gradient.home = DeviceHome(self._settings.accumulation_dtype)
-        self.outputs.past = any(found.up)
         buffers = [gradient.buffer for gradient in segments]
         return [b for b in buffers if self.places[b] is not Place.HOST and self._may_halve(b)]
 
@@ -176,10 +175,11 @@ class HostStore:
         yield from self.settle()  # what nobody has used since the last step
         at = {place: [g for g in gradients if self.places[g.buffer] is place] for place in Place}
         unused = self.link.now()
-        updates = [(gradient, self._submit(gradient, make)) for gradient in at[Place.HOST]]
         later = self.lands_later and (self._room is None or self._room.decided)
+        # What the GPU updates is queued while it computes, what the CPU updates waits for the end of backward here.
         ways = {g: self._detour.go(self._blocks[g.buffer], make([g]), self._target(g)) for g in at[Place.STREAMED]}
         self._update_here(at[Place.DEVICE], make)
+        updates = [(gradient, self._submit(gradient, make)) for gradient in at[Place.HOST]]
         yield at[Place.DEVICE]
         if later:
             updates = [update for update in updates if not self._land_later(*update, unused)]

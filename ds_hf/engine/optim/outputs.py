@@ -20,14 +20,10 @@ class Outputs:
         pinned: see ``host_empty``.
         at_once: parameters in host memory are written by the update itself; else by ``finish``, because somebody may
             read them meanwhile.
-
-    Attributes:
-        past: of ``Link.up``, for parameters.
     """
 
     def __init__(self, link: Link, *, pinned: bool, at_once: bool = True) -> None:
         self._link, self._pinned, self._at_once = link, pinned, at_once
-        self.past = False
         self._own: dict[GradientBuffer, Tensor] = {}
         self._written: dict[GradientBuffer, tuple[Tensor, Tensor]] = {}
 
@@ -63,7 +59,7 @@ class Outputs:
                 owned = shard
             else:  # it may have been somewhere else meanwhile, or others may still read it
                 owned = buffer.owned(whole=gradient.policy.whole, fresh=True)
-            self._link.up(owned, between, unused=unused, past=self.past).on_stream()
+            self._link.up(owned, between, unused=unused).on_stream()
 
     def drop(self, gradient: GradientBuffer) -> None:
         """The unit is not updated on the CPU any more."""

@@ -133,7 +133,7 @@ class Stepping:
 
     def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
         groups = [FrozenGroup(group) for group in self.inner.param_groups]
-        make = partial(self._job, update, groups, _Control(control))
+        make = partial(self._job, update, groups, _Control(control, self.store.device))
         self._stepping = True
         for done in self.store.stream(list(self.segments), make):
             publish([gradient.buffer for gradient in done], whole=self.policy.whole)
@@ -223,15 +223,28 @@ class Stepping:
 
 
 class _Control:
-    """The factor and the flag that kernels read, on whatever device they run."""
+    """The factor and the flag that kernels read, on whatever device they run.
 
-    def __init__(self, control: Tensor | None) -> None:
+    Args:
+        device: where they will be read, if not where they are: they go there ahead of what is copied from here on.
+    """
+
+    def __init__(self, control: Tensor | None, device: torch.device) -> None:
         self._on = {} if control is None else {control.device: control}
+        self._coming: tuple[Tensor, torch.cuda.Event] | None = None
+        if control is not None and control.is_cuda and device.type == "cpu":
+            there = torch.empty_like(control, device=device, pin_memory=True)
+            there.copy_(control, non_blocking=True)
+            self._coming = there, torch.cuda.current_stream(control.device).record_event()
 
     def on(self, device: torch.device) -> Tensor | None:
         """Copied there once."""
         if self._on and device not in self._on:
-            self._on[device] = next(iter(self._on.values())).to(device)
+            if self._coming is not None and self._coming[0].device == device:
+                self._on[device], event = self._coming
+                event.synchronize()
+            else:
+                self._on[device] = next(iter(self._on.values())).to(device)
         return self._on.get(device)
 
 

@@ -204,17 +204,6 @@ def test_sum(ops: Any, dtype: torch.dtype, ranks: int) -> None:
     cases.check_sum(ops, [0], ranks, 0, 0, grad=dtype)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_pull(ops: Any, machine: Emulator, dtype: torch.dtype) -> None:
-    cases.check_pull(ops, SIZES, dtype, "cpu")
-    machine.launches.clear()
-    cases.check_pull(ops, [100_000], dtype, "cpu")  # several turns for each block
-    assert machine.launches == [("pull", 16)]
-    shifted = torch.zeros(8, dtype=dtype)[1:]
-    assert not ops.pull_(shifted, torch.ones(7, dtype=dtype))
-    assert not shifted.any()
-
-
 def test_norm_of_special_numbers(ops: Any) -> None:
     for value in (math.inf, math.nan, 1e20):
         (tensor,) = cases.make([5000]).grads
