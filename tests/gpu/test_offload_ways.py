@@ -16,6 +16,7 @@ from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.stream_share import AutoShare
 from ds_hf.engine.zero.gradient_home import DeviceHome
 from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
+from tests.engine.offload.test_host_store import not_made
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import full_weights
 
@@ -156,6 +157,15 @@ def test_the_update_is_that_of_states_on_the_device(stage: int, world: int) -> N
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
     run_distributed(as_on_the_device, world, stage, timeout=120, backend="nccl")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_is_not_made_changes_nothing(stage: int, world: int) -> None:
+    """The host does not know of it when it queues the update."""
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
+    run_distributed(not_made, world, stage, timeout=120, backend="nccl")
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1000, (128 << 20) + 1, 400_000_003])

@@ -187,15 +187,15 @@ def test_auto_is_priced_by_the_engines_rule(monkeypatch: pytest.MonkeyPatch) -> 
     assert streamed(device_memory=16 * 26 * MB - 1) == (0.0, 0)
     assert streamed(world_size=2) == (0.0, 0)
     monkeypatch.setattr(stream_share, "_LEAST_STATES", 10 * MB)
-    assert streamed(split_masters=True) == (0.5, 20)
+    assert streamed(split_masters=True) == (0.6, 20)
     assert streamed(split_masters=True, world_size=2) == (1.0, 10)
 
 
 @pytest.mark.parametrize(
     ("own", "zero", "optimizer", "share"),
     [
-        ({}, {}, "AdamW", 0.5),
-        ({"stream": "auto"}, {}, "AdamW", 0.5),
+        ({}, {}, "AdamW", 0.6),
+        ({"stream": "auto"}, {}, "AdamW", 0.6),
         ({"stream": 0.0}, {}, "AdamW", 0.0),
         ({"stream": 0.5}, {"pin_memory": False}, "AdamW", 0.5),
         ({}, {"pin_memory": False}, "AdamW", 0.0),

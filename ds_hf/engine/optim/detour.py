@@ -21,7 +21,7 @@ from ds_hf.engine.dist.streams import Lane, wait
 from ds_hf.engine.offload.blocks import Block
 from ds_hf.engine.offload.link import DONE, Arrival, Link, new_stream
 from ds_hf.engine.offload.memory import host_empty
-from ds_hf.engine.optim.store import Job, written_beside
+from ds_hf.engine.optim.store import Job, update_target
 
 __all__ = ["SLOTS", "Detour", "Way"]
 
@@ -137,9 +137,7 @@ class Detour:
             self._link.up(place, grads, unused=free).on_stream()
             job.grads[0] = place
         block.attach(states)
-        out = written_beside(owned, block.values)
-        if out is not None and out.device != self._device:  # parameters in host memory
-            out = torch.empty_like(owned, device=self._device)
+        out = update_target(owned, block.values)
         job([out])
         if out is not None and out is not owned:
             self._link.down(owned, out).on_host()

@@ -36,6 +36,7 @@ class FileStore:
 
     splits: str | None = "its optimizer states are on NVMe and come to memory unit by unit"
     takes_halves = False
+    skips = False
 
     def __init__(self, device: torch.device, settings: HostSettings, pool: SwapPool) -> None:
         self.device = torch.device("cpu")

@@ -61,6 +61,7 @@ class HostStore:
     takes_halves = False  # the CPU updates whole masters
     delays = False  # updates go on while the parameters are in use
     lands_later = True  # updates may go on until the parameters are used
+    skips = True
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class HostStore:
         # What the GPU updates is queued while it computes, what the CPU updates waits for the end of backward here.
         ways = {g: self._detour.go(self._blocks[g.buffer], make([g]), self._target(g)) for g in at[Place.STREAMED]}
         self._update_here(at[Place.DEVICE], make)
-        updates = [(gradient, self._submit(gradient, make)) for gradient in at[Place.HOST]]
+        updates = list(self._submitted(at[Place.HOST], make))
         yield at[Place.DEVICE]
         if later:
             updates = [update for update in updates if not self._land_later(*update, unused)]
@@ -250,9 +251,15 @@ class HostStore:
     def _target(self, gradient: GradientBuffer) -> Tensor:
         return gradient.buffer.owned(whole=gradient.policy.whole)
 
-    def _submit(self, gradient: GradientBuffer, make: MakeJob) -> Future[None]:
-        out = self.outputs.begin(gradient, self._blocks[gradient.buffer].values)
-        return self.worker.submit(make([gradient]), [out])
+    def _submitted(
+        self, gradients: Sequence[GradientBuffer], make: MakeJob
+    ) -> Iterator[tuple[GradientBuffer, Future[None]]]:
+        """Updates on the CPU; none where the host knows by now that no step is made."""
+        for gradient in gradients:
+            job = make([gradient])
+            if not job.forbidden:
+                out = self.outputs.begin(gradient, self._blocks[gradient.buffer].values)
+                yield gradient, self.worker.submit(job, [out])
 
     def _finished(self, updates: Sequence[tuple[GradientBuffer, Future[None]]]) -> Iterator[Sequence[GradientBuffer]]:
         for gradient, update in updates:
@@ -338,6 +345,7 @@ class DelayedStore(HostStore):
     """
 
     delays = True
+    skips = False
 
     def __init__(self, device: torch.device, settings: HostSettings, room: Room | None = None) -> None:
         super().__init__(device, settings, room, gradient_places=2)
@@ -349,7 +357,7 @@ class DelayedStore(HostStore):
         here = [g for g in gradients if self.places[g.buffer] is Place.DEVICE]
         self._update_here(here, make)
         yield here
-        self._running = [(gradient, self._submit(gradient, make)) for gradient in on_host]
+        self._running = list(self._submitted(on_host, make))
         if self._room is not None:
             for _, update in self._running:  # moving states must not overtake their update
                 update.result()

@@ -290,12 +290,12 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
 
     @property
     def decides_later(self) -> bool:
-        """Whether ``step`` returns before the host knows if it was applied: the kernels look for themselves.
+        """Whether ``step`` goes on before the host knows if it is applied, see ``StateStore.skips``.
 
         Not with a loss scale that changes, which the next forward needs.
         """
         own = self._update is not None and not isinstance(self.optimizer, TensorwiseOptimizer)
-        return own and self.policy.device.type == "cuda" and not self.loss_scaler.dynamic and not self._apply.observed
+        return own and self.store.skips and not self.loss_scaler.dynamic and not self._apply.observed
 
     @property
     def overflow(self) -> bool:

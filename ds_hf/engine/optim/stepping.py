@@ -247,6 +247,11 @@ class _Control:
                 self._on[device] = next(iter(self._on.values())).to(device)
         return self._on.get(device)
 
+    @property
+    def forbids(self) -> bool:
+        """The host has it, and nothing may be updated."""
+        return any(control.device.type == "cpu" and bool(control[1]) for control in self._on.values())
+
 
 class _UnitsJob:
     """The update of some units, see ``store.Job``."""
@@ -266,6 +271,10 @@ class _UnitsJob:
         for grads in self.grads:
             if grads is not None:
                 control.on(grads.device)  # here and now: the worker that may run this must not wait for the device
+
+    @property
+    def forbidden(self) -> bool:
+        return self._control.forbids
 
     def __call__(self, outs: Sequence[Tensor | None]) -> None:
         try:

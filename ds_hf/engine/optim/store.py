@@ -41,9 +41,13 @@ class Job(Protocol):
 
     Attributes:
         grads: of each unit, flat, over what the rank owns; ``None`` where there is none.
+        forbidden: the host knows that nothing may be updated.
     """
 
     grads: list[Tensor | None]
+
+    @property
+    def forbidden(self) -> bool: ...
 
     def __call__(self, outs: Sequence[Tensor | None]) -> None:
         """Update the states, where they are now; the 16-bit parameters of each unit go to its ``out``."""
@@ -62,11 +66,14 @@ class StateStore(Protocol):
         splits: not all states can be in memory at once, or they are on several devices: rules that look at whole
             parameters cannot work here.
         takes_halves: masters may be the parameters, with their low halves beside them.
+        skips: ``stream`` may begin before the host knows whether the step is made; it changes nothing where its control
+            forbids it.
     """
 
     device: torch.device
     splits: str | None
     takes_halves: bool
+    skips: bool
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Master weights for ``buffer`` from exact ``values``; possibly ``owned``, the parameters themselves."""
@@ -139,10 +146,11 @@ class HostSettings:
 
 
 def update_target(owned: Tensor, master: Tensor) -> Tensor | None:
-    """As ``written_beside``, on the device of the master: the caller copies it where that is not the parameters'."""
+    """As ``written_beside``, on the device of the master: the caller copies it where that is not the parameters'. It
+    has their values already, for an update that is forbidden leaves it alone."""
     if owned.device == master.device:
         return written_beside(owned, master)
-    return torch.empty_like(owned, device=master.device)
+    return master.to(owned.dtype, copy=True)
 
 
 def written_beside(owned: Tensor, master: Tensor) -> Tensor | None:
@@ -158,6 +166,7 @@ class DeviceStore:
 
     def __init__(self, device: torch.device, accumulation_dtype: torch.dtype) -> None:
         self.device = device
+        self.skips = device.type == "cuda"  # the kernels look for themselves
         self._accumulation_dtype = accumulation_dtype
         self._masters: dict[FlatBuffer, Tensor] = {}
 

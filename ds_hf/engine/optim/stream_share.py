@@ -4,10 +4,10 @@ Which ones, and whose gradients stay on the device for it, follows from their si
 ``auto_share`` where that pays, else 0. What sizes say of it is in ``why_not``, for the engine and for predictions
 without a GPU; the engine's ``AutoShare`` also looks at the machine, where the least of all ranks counts.
 
-The update in host memory is bound by that memory, whoever does it: the CPU moves some 32 bytes of it for an element of
-AdamW, the link 20 where masters are in halves and the gradient is on the device. One GPU's link leaves part of the
-memory's speed to the CPU, those of several GPUs do not. The shares are coarse on purpose: which kernel updates a unit
-shows in the last digits, and two runs of one configuration shall be equal.
+The update in host memory is bound by that memory, whoever does it: the CPU moves 28 bytes of it for an element of
+AdamW, and 2 go up after that; the link 20, where masters are in halves and the gradient is on the device. One GPU's
+link leaves part of the memory's speed to the CPU, those of several GPUs do not. The shares are coarse on purpose: which
+kernel updates a unit shows in the last digits, and two runs of one configuration shall be equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ds_hf.log import log_once
 
 __all__ = ["AutoShare", "HostUnit", "Streaming", "auto_share", "say_none", "slots_room", "streaming", "why_not"]
 
-_SLOW, _ALONE, _SEVERAL = 0.3, 0.5, 1.0  # shares: where the link is no faster than the CPU; one GPU; several
+_SLOW, _ALONE, _SEVERAL = 0.3, 0.6, 1.0  # shares: where the link is no faster than the CPU; one GPU; several
 _FAST_ALONE = 35e9  # bytes a second each way at once, from which on the link does more than the CPU
 _FAST_SEVERAL = 25e9  # where the CPU has as many such tasks as there are processes
 _LEAST_SPEED = 20e9  # PCIe 5 moves twice that, PCIe 4 and what is shared less
@@ -35,7 +35,7 @@ _HALVED = 11  # bytes of an element's states; AdamW has 10 of them with masters 
 _MISSED = 0.2  # of the states: so far from the share may be what units of these sizes allow
 _LEAST_STATES = 64 << 20  # bytes; a CPU updates less in a few milliseconds
 _LARGE = 1.5  # times the median: such a unit makes slots large, and goes only where the share needs it
-_AHEAD = 4  # of the states that go up, one such part at most is on its way at once, or there before the step
+_AHEAD = 2  # of the states that go up, one such part at most is on its way at once, or there before the step
 _PART = 16  # of the device's memory, one such part may go to slots and to gradients that stay
 
 

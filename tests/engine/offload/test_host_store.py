@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf.engine import offloading
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.optim.host_store import HostStore
@@ -17,6 +18,7 @@ from ds_hf.engine.optim.stepping import _UnitsJob
 from ds_hf.errors import DsHfError
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import full_weights
 
 STEPS = 3
 
@@ -138,3 +140,55 @@ def fault() -> None:
 
 def test_a_fault_of_an_update_beside_the_forward_is_raised_and_nothing_is_saved() -> None:
     run_distributed(fault, 1, timeout=60)
+
+
+# -- steps that are not made ------------------------------------------------------------------------------------------
+
+
+def not_made(stage: int) -> None:
+    """A gradient that is nan, of one rank: as if the step had not been asked for, wherever a unit is updated."""
+    offloading._room_for_streams = lambda device: 1 << 30  # as on a GPU
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    to_host = {"offload_optimizer": {"device": "cpu"}}
+    cases: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+        *((to_host, {"stream": share}, at_once) for share in (0.0, 0.5, 1.0) for at_once in (True, False)),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, {}, False),
+    ]
+    if stage == 3:
+        cases += [(way | {"offload_param": {"device": "cpu"}}, {}, True) for way in ({}, to_host)]
+    for zero, own, at_once in cases:
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": MICRO,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": [0.9, 0.999]}},  # type: ignore[call-overload]
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50, "warmup_max_lr": 1e-2}},
+            "zero_optimization": {"stage": stage, **zero},
+            "ds_hf": {"offload": own, "join_blocks": False},
+        }
+        found = []
+        for bad in (False, True):
+            engine, *_ = initialize(model=model(), config=config)
+            if isinstance(engine.optimizer.store, HostStore):
+                engine.optimizer.store.outputs._at_once = at_once  # False: as on a GPU
+            losses = []
+            for step, (micro,) in enumerate(batches(1, world)[:4]):
+                batch = micro[rank].to(engine.device)
+                loss = engine(batch)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                if bad and step in (0, 2):  # before there are moments that went up, and after
+                    again = engine(batch)
+                    engine.backward(again * float("nan") if rank == 0 else again)
+                    engine.step()
+            assert engine.skipped_steps == (2 if bad else 0)
+            found.append((losses, engine.get_lr(), list(full_weights(engine.module).values())))
+            engine.destroy()
+        assert found[0][:2] == found[1][:2], (zero, own)
+        assert_equal(found[1][2], found[0][2], str((zero, own)))
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (1, 3), (2, 1), (2, 3)])
+def test_a_step_that_is_not_made_changes_nothing(world: int, stage: int) -> None:
+    run_distributed(not_made, world, stage, timeout=120)

@@ -24,7 +24,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches
 from tests.helpers.parity import base_config, full_weights
 
-DEPTH, WAYS = 12, 3
+DEPTH, WAYS = 12, 6
 
 
 def make(stage: int, rule: str = "AdamW", share: float = 1.0) -> Engine:
@@ -107,11 +107,11 @@ def after_the_cpu() -> None:
         step(engine, seed)
     assert (len(store(engine)._landing) > 2, ahead(engine)) == (True, 0), "the CPU needs the memory"
     loss = engine(token_batches(2, 6).to(engine.device))
-    assert ahead(engine) == 2
+    assert ahead(engine) == 3
     with counted() as copies:
         engine.backward(loss)
         engine.step()
-    assert len(copies) == sum(place is Place.STREAMED for place in store(engine).places.values()) - 2
+    assert len(copies) == sum(place is Place.STREAMED for place in store(engine).places.values()) - 3
     engine.destroy()
 
 
@@ -123,8 +123,8 @@ def test_how_many_are_on_their_way() -> None:
     each = stream_share.HostUnit(10**6, 10**7, 2 * 10**6)
     units = [each] * 16
     gradients = 16 * each.gradient
-    assert stream_share.streaming(units, 1.0, 10**9).ways == 4, "a quarter"
-    assert stream_share.streaming(units, 0.5, 10**9).ways == 2
+    assert stream_share.streaming(units, 1.0, 10**9).ways == 8, "half"
+    assert stream_share.streaming(units, 0.5, 10**9).ways == 4
     assert stream_share.streaming(units, 1.0, gradients + 3 * each.states).ways == 3, "what there is room for"
     found = stream_share.streaming(units, 1.0, gradients + 2 * each.states - 1)
     assert (found.ways, sum(found.stays) < 16) == (2, True)

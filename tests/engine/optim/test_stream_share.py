@@ -128,8 +128,8 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 @pytest.mark.parametrize(
     ("sizes", "speed", "room", "share", "words"),
     [
-        ([100] * 8, 45e9, 3 * GB, 0.5, ("updates 50% of the states", "45 GB/s each way", "2.6 GiB")),
-        ([100] * 8, 45e9, 4 * GB, 0.5, ("updates 50% of the states", "2.6 GiB")),
+        ([100] * 8, 45e9, 3 * GB, 0.6, ("updates 60% of the states", "45 GB/s each way", "2.8 GiB")),
+        ([100] * 8, 45e9, 4 * GB, 0.6, ("updates 60% of the states", "2.8 GiB")),
         ([100] * 8, 34e9, 3 * GB, 0.3, ("updates 30% of the states", "34 GB/s each way", "2.2 GiB")),
         ([100] * 8, 20e9, 3 * GB, 0.3, ("20 GB/s each way",)),
         ([100] * 8, 12e9, 3 * GB, 0.0, ("CPU updates all states", "12 GB/s each way at once", "from 20 on")),
@@ -152,9 +152,9 @@ def test_the_decision_is_one_line(
 @pytest.mark.parametrize(
     ("given", "here", "share"),
     [
-        (units(*[100] * 8), 1, 0.5),
+        (units(*[100] * 8), 1, 0.6),
         (units(*[100] * 8), 2, 1.0),  # their links take all of the host's memory
-        (units(50, *[100] * 4), 1, 0.5),
+        (units(50, *[100] * 4), 1, 0.6),
         ([HostUnit(u.numel, 12 * u.numel, u.gradient) for u in units(*[100] * 8)], 1, 0.3),  # whole masters
         (units(*[1] * 5), 1, 0.0),
         ([*units(*[100] * 4), *units(*[100] * 4, movable=False)], 2, 0.3),  # half of them cannot go
@@ -165,7 +165,7 @@ def test_the_share_of_a_fast_link(given: list[HostUnit], here: int, share: float
 
 
 @pytest.mark.parametrize(
-    ("speed", "here", "share"), [(33e9, 1, 0.3), (33e9, 2, 1.0), (25e9, 2, 1.0), (24e9, 2, 0.3), (35e9, 1, 0.5)]
+    ("speed", "here", "share"), [(33e9, 1, 0.3), (33e9, 2, 1.0), (25e9, 2, 1.0), (24e9, 2, 0.3), (35e9, 1, 0.6)]
 )
 def test_what_is_fast(speed: float, here: int, share: float) -> None:
     assert auto_share(units(*[100] * 8), here, 5 * GB, speed) == share
@@ -180,7 +180,7 @@ def decided(speeds: list[float], rooms: list[int]) -> tuple[float, int]:
 @pytest.mark.parametrize(
     ("speeds", "rooms", "share"),
     [
-        ([45e9, 44e9], [3 * GB, 4 * GB], 0.5),
+        ([45e9, 44e9], [3 * GB, 4 * GB], 0.6),
         ([45e9, 30e9], [3 * GB, 4 * GB], 0.3),
         ([45e9, 10e9], [3 * GB, 3 * GB], 0.0),
         ([45e9, 45e9], [1 * GB, 3 * GB], 0.0),
