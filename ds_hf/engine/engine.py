@@ -179,7 +179,7 @@ class Engine(EngineFacade, nn.Module):
     def _advance_schedule(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
         """Advance the schedule if the step was applied. Where that is known only later, do, and be ready to undo it."""
         scheduler = self.lr_scheduler
-        later = optimizer.decides_later and (scheduler is None or hasattr(scheduler, "load_state_dict"))
+        later = optimizer.learns_later and (scheduler is None or hasattr(scheduler, "load_state_dict"))
         remember = later and scheduler is not None
         self._undo = remember_schedule(scheduler, optimizer.param_groups) if remember else _nothing
         if scheduler is not None and (later or not optimizer.skipped):

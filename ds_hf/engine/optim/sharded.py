@@ -266,7 +266,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         scale, checked = self.loss_scaler.scale, self.policy.check_overflow
         owned = [g.owned for g in self.segments if g.owned is not None and g.squares is None]
         known = [g.squares for g in self.segments if g.squares is not None]
-        max_norm, later = self.policy.max_norm, self.decides_later
+        max_norm, later = self.policy.max_norm, self._decides_later
         control = global_control(
             owned,
             self.axis,
@@ -285,17 +285,22 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
             plain = scale == 1.0 and max_norm <= 0 and not (checked and later)
             self._apply(None if plain else control[:2])
         self.reducer.clear()
-        if not self.decides_later:
+        if not self._decides_later:
             self.loss_scaler.update(self._outcome.overflow)
 
     @property
-    def decides_later(self) -> bool:
+    def _decides_later(self) -> bool:
         """Whether ``step`` goes on before the host knows if it is applied, see ``StateStore.skips``.
 
         Not with a loss scale that changes, which the next forward needs.
         """
         own = self._update is not None and not isinstance(self.optimizer, TensorwiseOptimizer)
         return own and self.store.skips and not self.loss_scaler.dynamic and not self._apply.observed
+
+    @property
+    def learns_later(self) -> bool:
+        """Whether the host may not know yet when ``step`` returns."""
+        return self._decides_later and self._axis_device.type != "cpu"
 
     @property
     def overflow(self) -> bool:
