@@ -168,6 +168,35 @@ def test_a_step_that_is_not_made_changes_nothing(stage: int, world: int) -> None
     run_distributed(not_made, world, stage, timeout=120, backend="nccl")
 
 
+def does_not_wait() -> list[bool]:
+    """Whether the host knew what became of each step when ``step`` returned."""
+    known = []
+    trained = model()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},  # type: ignore[call-overload]
+        "zero_optimization": {"stage": 2, "offload_optimizer": CPU},
+        "ds_hf": {"offload": {"stream": 1.0}},
+    }
+    engine, *_ = initialize(model=trained, config=config)
+    for (micro,) in batches(1, 1)[:4]:
+        engine.backward(engine(micro[0].to(engine.device)))
+        torch.cuda._sleep(500_000_000)  # a quarter of a second or more
+        engine.step()
+        known.append(engine.optimizer.outcome_known)
+    assert engine.skipped_steps == 0
+    engine.destroy()
+    return known
+
+
+def test_the_host_does_not_wait_for_backward() -> None:
+    """What the GPU updates is queued while it computes. The first step makes the moments, the second larger slots."""
+    (known,) = run_distributed(does_not_wait, 1, timeout=60, backend="nccl")
+    assert known[2:] == [False, False]
+
+
 @pytest.mark.parametrize("numel", [0, 1, 1000, (128 << 20) + 1, 400_000_003])
 def test_parts_arrive(numel: int) -> None:
     """By a link that lets others between: every byte, in both directions."""
