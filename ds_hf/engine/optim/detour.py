@@ -1,9 +1,9 @@
 """States in host memory that are updated by the GPU: up, one kernel, down again, some units on the way at once.
 
-It uses streams of its own and lets others' copies between, so that the parameters that the CPU finishes meanwhile do not
-queue behind states. Order on the device, with n units on the way: up(i) after down(i - n), which had the same memory;
-update(i) after up(i); down(i) after update(i); and up(i) in the next step after down(i) in this one. Gradients that are
-on the device stay where they are, and are kept until the update has read them.
+It uses streams of its own and lets others' copies between, so that the parameters that the CPU finishes meanwhile do
+not queue behind states. Order on the device, with n units on the way: up(i) after down(i - n), which had the same
+memory; update(i) after up(i); down(i) after update(i); and up(i) in the next step after down(i) in this one. Gradients
+that are on the device stay where they are, and are kept until the update has read them.
 
 Those that come first may go up before the step that updates them (``ahead``). What is in host memory stays the truth:
 where somebody may have written to it since, the states go up again.
