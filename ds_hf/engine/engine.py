@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_hf.config.types import Config
 from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.autocast import autocast_if_enabled
+from ds_hf.engine.breakdown import breakdown_of, phase
 from ds_hf.engine.casting import cast_floats
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
@@ -76,6 +77,7 @@ class Engine(EngineFacade, nn.Module):
         self.step_hooks: list[Callable[[Engine], None]] = []
         self.monitor = monitor
         self.feed: NoFeed = feed_of(self, monitor)
+        self.breakdown = breakdown_of(self)
         self._applied = False
         self._undo: Callable[[], None] | None = None  # of a step that may turn out to have been skipped
         self._destroyed = False
@@ -90,6 +92,7 @@ class Engine(EngineFacade, nn.Module):
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    @phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, under ``torch.autocast`` if the configuration says so and not under anybody else's;
         floating-point inputs are cast to its dtype where that is 16-bit."""
@@ -102,6 +105,7 @@ class Engine(EngineFacade, nn.Module):
         with autocast_if_enabled(self):
             return self.module(*args, **kwargs)
 
+    @phase("backward")
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch; gradients are reduced as the plan says.
 
@@ -153,6 +157,7 @@ class Engine(EngineFacade, nn.Module):
         scale = self.optimizer.loss_scaler.scale
         return loss.float() * scale if scale != 1.0 else loss  # fp32: an fp16 loss times 2**16 would overflow
 
+    @phase("step")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the boundary update the weights, unless a gradient overflowed.
 

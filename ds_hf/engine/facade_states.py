@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
     from ds_hf.config.types import Config
     from ds_hf.engine.accumulation import Accumulation, BatchSizes
+    from ds_hf.engine.breakdown import NoBreakdown
     from ds_hf.engine.dist.mesh import Axis
     from ds_hf.engine.optim.sharded import ShardedOptimizer
     from ds_hf.engine.zero.reduction import Reducer
@@ -38,6 +39,7 @@ class StatesFacade:
         batch: BatchSizes
         units: list[Unit]
         parking: Parking
+        breakdown: NoBreakdown
         reducer: Reducer
 
         def _finish_update(self) -> None: ...
@@ -56,8 +58,13 @@ class StatesFacade:
 
     @cached_property
     def timers(self) -> SynchronizedWallClockTimer:
-        """For the user's own times: the engine takes none."""
+        """The engine's where the configuration asks for a breakdown (``breakdown.py``), and the user's own."""
         return SynchronizedWallClockTimer()
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the latest micro-batch (``fwd_microstep``, ...) and step (``fwd``, ``bwd``, ``step``), where
+        ``wall_clock_breakdown`` asks for them."""
+        return dict(self.breakdown.latest)
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:

@@ -114,7 +114,8 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the totals and (``detailed``) each module's operations, or write them to ``output_file``."""
+        """Print the totals and each module's operations, or (not ``detailed``) those of the ``top_modules`` that have
+        the most, or write them to ``output_file``."""
         lines = [
             f"flops profile of step {profile_step}",
             f"  params:  {self.get_total_params(as_string=True)}",
@@ -122,8 +123,7 @@ class FlopsProfiler:
             f"  flops:   {self.get_total_flops(as_string=True)}",
             f"  latency: {self.get_total_duration(as_string=True)}",
         ]
-        if detailed:
-            lines += self._modules(module_depth)
+        lines += self._modules(module_depth) if detailed else self._top(top_modules)
         text = "\n".join(lines) + "\n"
         if output_file is None:
             sys.stdout.write(text)
@@ -133,8 +133,11 @@ class FlopsProfiler:
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the modules with the most operations."""
-        ranked = sorted(((v, k) for k, v in self._flops.items() if "." in k), reverse=True)[:top_modules]
-        sys.stdout.writelines(f"  {name}: {flops_to_string(count)}\n" for count, name in ranked)
+        sys.stdout.writelines(line + "\n" for line in self._top(top_modules))
+
+    def _top(self, count: int) -> list[str]:
+        ranked = sorted(((v, k) for k, v in self._flops.items() if "." in k), reverse=True)[:count]
+        return [f"  {name}: {flops_to_string(flops)}" for flops, name in ranked]
 
     def _modules(self, depth: int) -> list[str]:
         rows = [(name.count("."), name, count) for name, count in self._flops.items() if "." in name]

@@ -19,7 +19,7 @@ from ds_hf.log import logger
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
 
-__all__ = ["attach", "precisions"]
+__all__ = ["attach", "precisions", "say"]
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -30,7 +30,7 @@ def attach(engine: Engine) -> None:
         return
     _announce(engine)
     if engine.settings.dump_state:
-        _say(f"configuration of the engine:\n{json.dumps(engine.settings.resolved, indent=2)}")
+        say(f"configuration of the engine:\n{json.dumps(engine.settings.resolved, indent=2)}")
     every = engine.settings.steps_per_print
     if every is not None and math.isfinite(every):
         engine.step_hooks.append(partial(_print_progress, every=max(int(every), 1)))
@@ -80,12 +80,13 @@ def _print_progress(engine: Engine, every: int) -> None:
         return
     lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
     norm = engine.get_global_grad_norm()
-    _say(
+    say(
         f"step {engine.global_steps}: lr [{lr}], grad norm {norm:.3g}, skipped {engine.skipped_steps}, "
         f"loss scale {engine.loss_scale():g}"
     )
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """What the user asked for, on standard output."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
