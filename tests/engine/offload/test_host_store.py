@@ -120,15 +120,17 @@ def fault() -> None:
     engine = make()
     train(engine, 0, 1)
     engine._finish_update()
-    run = _UnitsJob._run
+    run, began = _UnitsJob._run, threading.Event()
 
     def fail(*args: Any) -> None:
+        began.set()
         time.sleep(0.05)
         if threading.current_thread() is not threading.main_thread():
             raise MemoryError("of the test")
 
     _UnitsJob._run = fail  # type: ignore[method-assign]
     train(engine, 1, 2)
+    assert began.wait(30)
     _UnitsJob._run = run  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="of the test"):
         train(engine, 2, 3)
