@@ -191,6 +191,8 @@ def not_made(stage: int) -> None:
         assert_equal(found[1][2], found[0][2], str((zero, own)))
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 2), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage"), [(1, 3), (2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2), (2, 3)))]
+)
 def test_a_step_that_is_not_made_changes_nothing(world: int, stage: int) -> None:
     run_distributed(not_made, world, stage, timeout=120)
