@@ -65,9 +65,13 @@ class FileStore:
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         blocks = [self._blocks[gradient.buffer] for gradient in gradients]
         for index, (gradient, block) in enumerate(zip(gradients, blocks, strict=True)):
+            job = make([gradient])
+            if job.idle:
+                yield [gradient]
+                continue
             self._pool.visit(block, write=True)
             out = self._outputs.begin(gradient, block.values)
-            update = self._worker.submit(make([gradient]), [out])
+            update = self._worker.submit(job, [out])
             # after the last unit the first: the next step then finds it. It may have to wait for a write: not before
             self._pool.prefetch(blocks[(index + 1) % len(blocks)])
             update.result()

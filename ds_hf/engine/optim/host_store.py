@@ -254,10 +254,10 @@ class HostStore:
     def _submitted(
         self, gradients: Sequence[GradientBuffer], make: MakeJob
     ) -> Iterator[tuple[GradientBuffer, Future[None]]]:
-        """Updates on the CPU; none where the host knows by now that no step is made."""
+        """Updates on the CPU, but for those that would leave unwritten what is copied to the parameters."""
         for gradient in gradients:
             job = make([gradient])
-            if not job.forbidden:
+            if not job.idle:
                 out = self.outputs.begin(gradient, self._blocks[gradient.buffer].values)
                 yield gradient, self.worker.submit(job, [out])
 

@@ -273,8 +273,8 @@ class _UnitsJob:
                 control.on(grads.device)  # here and now: the worker that may run this must not wait for the device
 
     @property
-    def forbidden(self) -> bool:
-        return self._control.forbids
+    def idle(self) -> bool:
+        return self._control.forbids or all(grads is None for grads in self.grads)
 
     def __call__(self, outs: Sequence[Tensor | None]) -> None:
         try:

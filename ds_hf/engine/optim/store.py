@@ -41,13 +41,14 @@ class Job(Protocol):
 
     Attributes:
         grads: of each unit, flat, over what the rank owns; ``None`` where there is none.
-        forbidden: the host knows that nothing may be updated.
+        idle: the host knows that it will change nothing, and write to no ``out``: there is no gradient, or the step is
+            not made.
     """
 
     grads: list[Tensor | None]
 
     @property
-    def forbidden(self) -> bool: ...
+    def idle(self) -> bool: ...
 
     def __call__(self, outs: Sequence[Tensor | None]) -> None:
         """Update the states, where they are now; the 16-bit parameters of each unit go to its ``out``."""

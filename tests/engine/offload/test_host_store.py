@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ds_hf.engine import offloading
 from ds_hf.engine.builder import initialize
@@ -196,3 +197,50 @@ def not_made(stage: int) -> None:
 )
 def test_a_step_that_is_not_made_changes_nothing(world: int, stage: int) -> None:
     run_distributed(not_made, world, stage, timeout=120)
+
+
+# -- units without a gradient -----------------------------------------------------------------------------------------
+
+
+class Sparing(nn.Module):
+    """Calls only the blocks that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(4))
+        self.called: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.called:
+            x = x + self.blocks[index](x)
+        return x
+
+
+def without_gradients() -> None:
+    """From the first step on, and after steps that were made or not: such a unit keeps its parameters."""
+    found = []
+    for zero, at_once in (({}, True), ({"offload_optimizer": {"device": "cpu"}}, False)):
+        torch.manual_seed(1)
+        trained = Sparing()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 2, **zero},
+            "ds_hf": {"join_blocks": False},
+        }
+        engine, *_ = initialize(model=trained, config=config)
+        if zero:
+            engine.optimizer.store.outputs._at_once = at_once  # as on a GPU
+        for called, factor in (([0, 2, 3], 1.0), ([0, 1, 2, 3], 1.0), ([0, 1, 2, 3], float("nan")), ([0, 3], 1.0)):
+            trained.called = called
+            engine.backward(engine(torch.ones(2, 16, dtype=torch.bfloat16)).float().mean() * factor)
+            engine.step()
+        engine._finish_update()
+        found.append(weights(engine))
+        engine.destroy()
+    assert_equal(found[1], found[0], "the parameters of a unit without a gradient were written")
+
+
+def test_a_unit_without_a_gradient_keeps_its_parameters() -> None:
+    run_distributed(without_gradients, 1, timeout=60)
