@@ -124,9 +124,9 @@ def fault() -> None:
     run, began = _UnitsJob._run, threading.Event()
 
     def fail(*args: Any) -> None:
-        began.set()
-        time.sleep(0.05)
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():  # there nothing is updated
+            began.set()
+            time.sleep(0.05)
             raise MemoryError("of the test")
 
     _UnitsJob._run = fail  # type: ignore[method-assign]
