@@ -20,6 +20,7 @@ from ds_hf.engine import progress, trial
 from ds_hf.engine.casting import place_buffers
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist import peers as peer_memory
+from ds_hf.engine.dist.comms_logger import comms_logger
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
 from ds_hf.engine.dist.messages import set_log_level_from_string
 from ds_hf.engine.dist.peer_sums import PeerSums
@@ -121,6 +122,7 @@ def initialize(
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)
     watch_for_hangs(axis, settings.ds_hf.hang_timeout)
+    comms_logger.configure(settings.comms_logger)
     plan = plan_states(settings)
     check_scheduler(optimizer, lr_scheduler)
     measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))

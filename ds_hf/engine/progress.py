@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +33,7 @@ def attach(engine: Engine) -> None:
         say(f"configuration of the engine:\n{json.dumps(engine.settings.resolved, indent=2)}")
     every = engine.settings.steps_per_print
     if every is not None and math.isfinite(every):
-        engine.step_hooks.append(partial(_print_progress, every=max(int(every), 1)))
+        engine.step_hooks.append(_Progress(max(int(every), 1), engine.settings.timers.throughput.enabled))
 
 
 def _announce(engine: Engine) -> None:
@@ -75,15 +75,37 @@ def precisions(engine: Engine) -> dict[str, str]:
     return {row: " and ".join(dtypes) for row, dtypes in named.items() if dtypes}
 
 
-def _print_progress(engine: Engine, every: int) -> None:
-    if engine.global_steps % every:
-        return
-    lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
-    norm = engine.get_global_grad_norm()
-    say(
-        f"step {engine.global_steps}: lr [{lr}], grad norm {norm:.3g}, skipped {engine.skipped_steps}, "
-        f"loss scale {engine.loss_scale():g}"
-    )
+class _Progress:
+    """A line every so many steps; with ``throughput`` it says how many samples a second were trained since the last.
+
+    The first step is not counted, for it compiles, allocates and records what later ones use.
+    """
+
+    def __init__(self, every: int, throughput: bool) -> None:
+        self._every, self._throughput = every, throughput
+        self._samples, self._since = 0, 0.0
+
+    def __call__(self, engine: Engine) -> None:
+        if self._since:
+            self._samples += engine.batch.train
+        elif self._throughput:
+            engine.get_global_grad_norm()  # waits for the device
+            self._since = time.perf_counter()
+        if engine.global_steps % self._every == 0:
+            self._say(engine)
+
+    def _say(self, engine: Engine) -> None:
+        lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
+        norm = engine.get_global_grad_norm()
+        line = (
+            f"step {engine.global_steps}: lr [{lr}], grad norm {norm:.3g}, skipped {engine.skipped_steps}, "
+            f"loss scale {engine.loss_scale():g}"
+        )
+        if self._samples:
+            now = time.perf_counter()
+            line += f", {self._samples / (now - self._since):.4g} samples/s"
+            self._samples, self._since = 0, now
+        say(line)
 
 
 def say(text: str) -> None:

@@ -240,8 +240,7 @@ def test_grad_hooks_of_the_documentation_is_ignored_with_a_warning() -> None:
         {"zero_optimization": {"reduce_bucket_size": 1000}},
         {"zero_optimization": {"overlap_comm": False}},
         {"zero_optimization": {"round_robin_gradients": True}},
-        {"timers": {"throughput": {"enabled": False}}},
-        {"comms_logger": {"enabled": True}},
+        {"timers": {"throughput": {"synchronized": False}}},
         {"activation_checkpointing": {"partition_activations": True}},
         {"graph_harvesting": True},
         {"autotuning": {"enabled": True}},
@@ -282,7 +281,8 @@ def test_settings_at_their_defaults_or_switched_off_are_silent() -> None:
             "tensor_parallel": {"autotp_size": 0},
             "hybrid_engine": {"enabled": False, "max_out_tokens": 128},
             "pipeline": {"stages": "auto"},
-            "timers": {"throughput": {"enabled": True}},
+            "timers": {"throughput": {"enabled": False}},
+            "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"]},
             "data_types": {"keep_in_fp32_modules": "auto"},
         }
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from ds_hf.errors import ConfigError
 from ds_hf.log import logger
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches
+
+NAP = 0.02  # seconds
 
 
 def batch_sizes() -> dict[str, object]:
@@ -75,12 +79,11 @@ def test_answers() -> None:
         }
 
 
-def printed_lines() -> None:
-    engine, *_ = initialize(
-        model=TinyLM(),
-        config={"train_batch_size": 2, "steps_per_print": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}},
-    )
+def printed_lines(**more: Any) -> None:
+    config = {"train_batch_size": 2, "steps_per_print": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    engine, *_ = initialize(model=TinyLM(), config={**config, **more})
     for _ in range(4):
+        time.sleep(NAP)
         engine.backward(engine(token_batches(2, 8)))
         engine.step()
     engine.destroy()
@@ -91,7 +94,16 @@ def test_steps_per_print(capfd: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
     assert "lr [0.5], grad norm " in lines[0]
-    assert lines[0].endswith("skipped 0, loss scale 1")
+    for line in lines:
+        said = re.fullmatch(r".* skipped 0, loss scale 1, (\S+) samples/s", line)
+        assert said, line
+        assert 0 < float(said[1]) < 2 / NAP
+
+
+def test_steps_per_print_without_throughput(capfd: pytest.CaptureFixture[str]) -> None:
+    printed_lines(timers={"throughput": {"enabled": False}})
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split(", ")[-1] for line in lines] == ["loss scale 1"] * 2
 
 
 def _settings_and_loader() -> dict[str, object]:

@@ -30,8 +30,6 @@ INSTEAD = {
     "deepspeed.PipelineEngine": "deepspeed.initialize with ZeRO",
     "deepspeed.PipelineModule": "an ordinary nn.Module with ZeRO",
     "deepspeed.autotuning": "the command `ds-hf autotune`",
-    "deepspeed.comm.log_summary": "torch.profiler, which times every collective",
-    "deepspeed.comm.configure": "torch.profiler, which times every collective",
     "deepspeed.inference": "deepspeed.initialize without an optimizer (ZeRO stage 3 shards what infers)",
     "deepspeed.init_inference": "deepspeed.initialize without an optimizer (ZeRO stage 3 shards what infers)",
     "deepspeed.launcher": "the command `deepspeed` (docs/command-line.md)",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import P2POp, all_to_all, batch_isend_irecv
+from torch.distributed import P2POp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf.engine.dist.comms_logger import timed
+from ds_hf.engine.dist.deepspeed_calls import all_gather_into_tensor, reduce_scatter_tensor
 from ds_hf.engine.dist.process_group import get_local_rank
 
 __all__ = [
@@ -36,6 +39,10 @@ __all__ = [
 ]
 
 
+all_to_all = timed(dist.all_to_all, "input_tensor_list")
+batch_isend_irecv = timed(dist.batch_isend_irecv, "p2p_op_list")
+
+
 class _All:
     """Several requests that are waited for together."""
 
@@ -48,6 +55,7 @@ class _All:
             work.wait()
 
 
+@partial(timed, sized="tensors")
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> _All | None:
@@ -71,6 +79,7 @@ def _finished(works: list[Any], async_op: bool) -> _All | None:
     return None
 
 
+@partial(timed, sized="tensor")
 def inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Tensor:
     """All-reduce in place; the tensor."""
     dist.all_reduce(tensor, op=op, group=group)
@@ -81,7 +90,7 @@ def allgather_fn(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False, debug: Any = None
 ) -> Any:
     """All-gather into one flat tensor."""
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(
@@ -94,7 +103,7 @@ def reduce_scatter_fn(
     debug: Any = None,
 ) -> Any:
     """Reduce-scatter of one flat tensor."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op, prof=prof)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ds_hf.engine.dist.board import Board
+from ds_hf.engine.dist.comms_logger import comms_logger
 
 if TYPE_CHECKING:
     from ds_hf.engine.dist.watch import Watch
@@ -28,6 +29,16 @@ __all__ = ["CollectiveLog", "Entry"]
 KEPT = 512  # latest entries that a report can show
 STRIDE = 256  # between the marks by which ranks of different hosts compare
 _MASK = (1 << 62) - 1
+_DEEPSPEED = {  # what DeepSpeed calls an operation, on a tensor or on an object
+    ("all-gather", True): "all_gather_into_tensor",
+    ("all-gather", False): "all_gather_object",
+    ("reduce-scatter", True): "reduce_scatter_tensor",
+    ("all-reduce", True): "all_reduce",
+    ("all-reduce (max)", True): "all_reduce",
+    ("broadcast", True): "broadcast",
+    ("broadcast", False): "broadcast_object_list",
+    ("barrier", False): "barrier",
+}
 
 
 Entry = tuple[str, str, int, str]  # operation, on what, elements, dtype
@@ -46,9 +57,11 @@ class CollectiveLog:
         watch: who compares and reports; ``None`` until an engine starts it.
         before: called before each collective; may raise instead of it (``memory``).
         agreement: what ``memory`` keeps for the axis.
+        world_size: number of ranks on the axis.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 1) -> None:
+        self.world_size = world_size
         self.board: Board | None = None
         self.store: Store | None = None
         self.count = 0
@@ -59,6 +72,7 @@ class CollectiveLog:
         self.watch: Watch | None = None
         self.before: Callable[[], None] | None = None
         self.agreement: Any = None
+        self._stop: Callable[[], None] | None = None
         self._known: dict[tuple[str, str, int, torch.dtype | None], tuple[Entry, int]] = {}
 
     def __call__(self, operation: str, what: str, tensor: Tensor | None = None) -> CollectiveLog:
@@ -87,10 +101,19 @@ class CollectiveLog:
         return self
 
     def __enter__(self) -> None:
-        return None
+        if comms_logger.enabled:
+            operation, what, numel, dtype = self.entries[-1]
+            itemsize = getattr(torch, dtype).itemsize if dtype else 0
+            inputs = self.world_size if operation == "reduce-scatter" else 1  # noted is what comes out
+            name = _DEEPSPEED.get((operation, bool(dtype)), operation)
+            self._stop = comms_logger.start(name, numel * itemsize * inputs, self.world_size, what)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._stop is not None:
+            stop, self._stop = self._stop, None
+            if error is None:
+                stop()
         if isinstance(error, RuntimeError) and self.watch is not None:
             self.watch.failed(error)

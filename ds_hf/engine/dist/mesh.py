@@ -66,7 +66,7 @@ def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) 
     assert key is not None
     if key not in _logs:
         number = next(_log_numbers)
-        _logs[key] = CollectiveLog()
+        _logs[key] = CollectiveLog(world_size)
         if world_size > 1:
             _logs[key].store = store = PrefixStore(
                 f"ds_hf/{number}/{key.group_name}/{dist.get_global_rank(key, 0)}", _get_default_store()

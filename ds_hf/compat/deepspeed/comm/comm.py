@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from ds_hf.engine.dist.comms_logger import (
+    CommsLogger,
+    comms_logger,
+    configure,
+    get_comm_operation_count,
+    get_logged_comm_ops,
+    has_comm_data,
+    log_summary,
+    reset_log,
+)
 from ds_hf.engine.dist.deepspeed_calls import (
     all_gather,
     all_gather_into_tensor,
@@ -10,6 +20,7 @@ from ds_hf.engine.dist.deepspeed_calls import (
     all_to_all_single,
     barrier,
     broadcast,
+    broadcast_object_list,
     gather,
     irecv,
     isend,
@@ -24,7 +35,6 @@ from ds_hf.engine.dist.deepspeed_calls import (
 from ds_hf.engine.dist.process_group import (
     ProcessGroup,
     ReduceOp,
-    broadcast_object_list,
     destroy_process_group,
     get_global_rank,
     get_local_rank,
@@ -59,6 +69,7 @@ from ds_hf.engine.dist.extra_collectives import (
 from .._missing import missing
 
 __all__ = [
+    "CommsLogger",
     "P2POp",
     "ProcessGroup",
     "ReduceOp",
@@ -75,12 +86,16 @@ __all__ = [
     "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "comms_logger",
+    "configure",
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",
+    "get_comm_operation_count",
     "get_global_rank",
     "get_local_rank",
     "get_local_rank_from_launcher",
+    "get_logged_comm_ops",
     "get_rank",
     "get_world_group",
     "get_world_rank_from_launcher",
@@ -89,6 +104,7 @@ __all__ = [
     "has_all_gather_into_tensor",
     "has_all_reduce_coalesced",
     "has_coalescing_manager",
+    "has_comm_data",
     "has_reduce_scatter_tensor",
     "inference_all_reduce",
     "init_distributed",
@@ -97,6 +113,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
     "monitored_barrier",
     "new_group",
     "recv",
@@ -104,6 +121,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_fn",
     "reduce_scatter_tensor",
+    "reset_log",
     "scatter",
     "send",
 ]
