@@ -178,6 +178,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_both_kinds_of_install_hold_the_library(
     wheel: Path, editable_wheel: Path, checkout: Path, tmp_path: Path
 ) -> None:

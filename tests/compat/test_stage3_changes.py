@@ -89,7 +89,7 @@ def resize(folder: Path, size: int) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.feature(STAGE3, "`resize_token_embeddings`, tied and untied, `get_input_embeddings`", pain="P13 P14")
-@pytest.mark.parametrize("size", [VOCABULARY + 9, VOCABULARY - 8])
+@pytest.mark.parametrize("size", [VOCABULARY + 9, pytest.param(VOCABULARY - 8, marks=pytest.mark.slow)])
 def test_resized_vocabulary_trains_and_saves(saved: Path, size: int) -> None:
     ranks = run_user_code(resize, saved, size)
     for found in ranks:

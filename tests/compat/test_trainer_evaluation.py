@@ -94,7 +94,7 @@ def again_and_again(folder: Path, stage: int) -> Any:
 
 
 @pytest.mark.feature("Trainer", "`evaluate` before `train`, and `train` again, on one Trainer")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_one_trainer_evaluates_and_trains_again(stage: int, tmp_path: Path) -> None:
     for only, first, evaluations, second in run_user_code(again_and_again, tmp_path, stage):
         assert first[-len(only) :] == only  # the optimizer of the JSON is there again after the evaluation

@@ -62,7 +62,7 @@ def distilled(folder: Path, stage: int) -> Any:
 
 
 @pytest.mark.feature("Trainer", "teacher at stage 3 without optimizer, student by the Trainer", pain="P8")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_student_learns_from_a_sharded_teacher(stage: int, tmp_path: Path) -> None:
     for plain, ours in run_user_code(distilled, tmp_path, stage):
         assert len(ours) == 4

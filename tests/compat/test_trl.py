@@ -56,7 +56,7 @@ def check(logged: dict[int | None, list[dict[str, float]]], folder: Path, lora: 
 
 
 @feature("`SFTTrainer` at stages 2 and 3, full and LoRA")
-@FULL_AND_LORA
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 def test_sft_trainer(model: Path, tmp_path: Path, lora: bool) -> None:
     check(run_user_code(fit_everywhere, "sft", str(model), str(tmp_path), (2, 3), lora)[0], tmp_path, lora)
 

@@ -101,7 +101,9 @@ def run_both(stage: int, warm: int, folder: str) -> tuple[list[float], list[floa
     return expected, found, counters
 
 
-@pytest.mark.parametrize(("stage", "warm"), [(0, 3), (1, 0), (2, 3), (3, 0)])
+@pytest.mark.parametrize(
+    ("stage", "warm"), [(0, 3), (3, 0), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, 0), (2, 3)))]
+)
 def test_training_goes_on_as_if_nothing_had_been(stage: int, warm: int, tmp_path: Path) -> None:
     """Also in the middle of an accumulation (after 3 micro-batches of 2), with dropout and a module buffer."""
     for expected, found, counters in run_distributed(run_both, 2, stage, warm, str(tmp_path)):
