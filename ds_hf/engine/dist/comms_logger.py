@@ -186,7 +186,9 @@ class CommsLogger:
         """
         summary = {name: self.get_operation_summary(name) or {} for name in list(self._calls)}
         apart = self._stragglers() if show_straggler else None
-        if print_log:
+        if print_log and not summary:
+            _say('no collective was measured (switched on by "comms_logger": {"enabled": true})')
+        elif print_log:
             _print_table("Comm. Op", summary, _SUMMARY)
             if apart is not None:
                 _say("\nStraggler effect: what the calls of this rank took beyond those of the fastest rank")

@@ -97,6 +97,7 @@ def test_a_table_of_given_calls() -> None:
     logger.reset_data()
     assert not logger.has_data()
     assert logger.get_raw_data() == {}
+    assert printed(logger.log_all, show_straggler=True).startswith("no collective was measured")
 
 
 def of_a_script() -> dict[str, Any]:
