@@ -1,7 +1,7 @@
 """Which micro-batch is the boundary: the last one before an optimizer step.
 
 Invariant: a value forced by ``set_gradient_accumulation_boundary`` holds until it is set again; without one the
-boundary is every ``steps``-th call of ``Engine.step``.
+boundary is every ``steps``-th call of ``Engine.step``, or with ``managed_gradient_accumulation: false`` every call.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ds_hf.config.types import Config
+from ds_hf.errors import DsHfError
 
-__all__ = ["Accumulation", "BatchSizes"]
+__all__ = ["Accumulation", "BatchSizes", "UnmanagedAccumulation", "accumulation_of"]
 
 
 class BatchSizes(NamedTuple):
@@ -36,15 +37,76 @@ class Accumulation:
 
     Attributes:
         steps: micro-batches per optimizer step (``gradient_accumulation_steps``).
-        micro_steps: micro-batches finished since the start.
+        micro_steps: calls of ``Engine.step`` since the start.
+        forced: what ``set_gradient_accumulation_boundary`` said.
+        stepping: ``Engine.step`` updates the weights at present.
     """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.micro_steps = 0
         self.forced: bool | None = None
+        self.stepping = False
 
     @property
     def at_boundary(self) -> bool:
         """Whether the present micro-batch ends with an optimizer step."""
         return (self.micro_steps + 1) % self.steps == 0 if self.forced is None else self.forced
+
+    @property
+    def updates(self) -> bool:
+        """Whether ``Engine.step``, which begins now, is an optimizer step."""
+        return self.at_boundary
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether ``Engine.zero_grad`` leaves reduced gradients alone, for they are of several micro-batches."""
+        return self.steps > 1 or self.forced is not None
+
+    def force(self, is_boundary: bool) -> None:
+        """Say whether the coming backwards and steps end an accumulation."""
+        self.forced = is_boundary
+
+    def begun(self, backwards: int) -> int:
+        """Micro-batches of the unfinished step, of which so many backwards have ended."""
+        return self.micro_steps % self.steps
+
+    def samples(self, batch: BatchSizes, backwards: int) -> int:
+        """Samples of a step of so many backwards, of all processes."""
+        return batch.train
+
+
+class UnmanagedAccumulation(Accumulation):
+    """``managed_gradient_accumulation: false``: the caller accumulates as many micro-batches as it likes, and
+    ``Engine.step`` ends them. ``steps`` is what losses are divided by, and no more."""
+
+    @property
+    def at_boundary(self) -> bool:
+        """Nobody knows which backward is the last; ``step`` reduces what they left."""
+        return self.stepping if self.forced is None else self.forced
+
+    @property
+    def updates(self) -> bool:
+        return self.forced is not False
+
+    @property
+    def keeps_sums(self) -> bool:
+        return False
+
+    def force(self, is_boundary: bool) -> None:
+        raise DsHfError(
+            "set_gradient_accumulation_boundary() with managed_gradient_accumulation: false: engine.step() is the "
+            "boundary there; leave the call out, or the key"
+        )
+
+    def begun(self, backwards: int) -> int:
+        return backwards
+
+    def samples(self, batch: BatchSizes, backwards: int) -> int:
+        return batch.train // batch.accumulation_steps * backwards
+
+
+def accumulation_of(settings: Config) -> Accumulation:
+    """As ``managed_gradient_accumulation`` says."""
+    kind = Accumulation if settings.managed_gradient_accumulation else UnmanagedAccumulation
+    return kind(BatchSizes.of(settings).accumulation_steps)

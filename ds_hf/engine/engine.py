@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_hf.config.types import Config
-from ds_hf.engine.accumulation import Accumulation, BatchSizes
+from ds_hf.engine.accumulation import BatchSizes, accumulation_of
 from ds_hf.engine.autocast import autocast_if_enabled
 from ds_hf.engine.breakdown import breakdown_of, phase
 from ds_hf.engine.casting import cast_floats
@@ -69,11 +69,12 @@ class Engine(EngineFacade, nn.Module):
         if self.optimizer is not None and self.plan.shards_parameters:
             self.optimizer.parameter_offload = ParameterOffload(module)
         self.lr_scheduler: Any = None
-        self.accumulation = Accumulation(self.batch.accumulation_steps)
+        self.accumulation = accumulation_of(settings)
         self.training_dataloader: Any = None
         self.checkpoint_writer = BackgroundWriter(parts.axis)
         self.parking = Parking()
         self.global_steps = self.global_samples = self._skipped_steps = 0
+        self.step_samples = 0  # of the last step, of all processes
         self.step_hooks: list[Callable[[Engine], None]] = []
         self.monitor = monitor
         self.feed: NoFeed = feed_of(self, monitor)
@@ -168,13 +169,18 @@ class Engine(EngineFacade, nn.Module):
             raise DsHfError(_NO_OPTIMIZER)
         if self.reducer.suspended:
             raise DsHfError("step() inside no_sync(): the gradients of this step were never reduced")
-        boundary = self.accumulation.at_boundary
+        boundary = self.accumulation.updates
         self._settle()
         self._applied = False
         if boundary:
-            self.optimizer.step()
+            self.step_samples = self.accumulation.samples(self.batch, self.reducer.backwards)
+            self.accumulation.stepping = True
+            try:
+                self.optimizer.step()
+            finally:
+                self.accumulation.stepping = False
             self.global_steps += 1
-            self.global_samples += self.batch.train
+            self.global_samples += self.step_samples
             self._advance_schedule(self.optimizer, lr_kwargs or {})
         self.accumulation.micro_steps += 1
         if boundary:
@@ -225,8 +231,12 @@ class Engine(EngineFacade, nn.Module):
         self._skipped_steps = value
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming backward and step end an accumulation; holds until set again."""
-        self.accumulation.forced = is_boundary
+        """Say whether the coming backward and step end an accumulation; holds until set again.
+
+        Raises:
+            DsHfError: the configuration has ``managed_gradient_accumulation: false``.
+        """
+        self.accumulation.force(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-batch ends with an optimizer step."""
@@ -260,7 +270,7 @@ class Engine(EngineFacade, nn.Module):
         """
         for param in self.module.parameters():
             param.grad = None
-        if self.reducer.held or (self.accumulation.steps == 1 and self.accumulation.forced is None):
+        if self.reducer.held or not self.accumulation.keeps_sums:
             self.reducer.clear()
 
     def get_global_grad_norm(self) -> float | None:

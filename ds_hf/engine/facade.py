@@ -125,6 +125,7 @@ class EngineFacade(SettingsFacade, StatesFacade):
         steps = train_batch_size // per_micro_batch
         self.batch = BatchSizes(train_batch_size, self.batch.micro, steps)
         self.accumulation.steps = steps
+        self.reducer.raw_factor = 1 / steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say that the caller's micro-batches have another size now; accumulation stays."""
@@ -169,6 +170,14 @@ class EngineFacade(SettingsFacade, StatesFacade):
     get_data_types = dtype
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def begun_micro_batches(self) -> int:
+        """Micro-batches whose gradients wait for a step."""
+        return self.accumulation.begun(self.reducer.backwards)
+
+    def managed_gradient_accumulation(self) -> bool:
+        return self.settings.managed_gradient_accumulation
 
     @property
     def micro_steps(self) -> int:

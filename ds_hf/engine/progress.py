@@ -87,7 +87,7 @@ class _Progress:
 
     def __call__(self, engine: Engine) -> None:
         if self._since:
-            self._samples += engine.batch.train
+            self._samples += engine.step_samples
         elif self._throughput:
             engine.get_global_grad_norm()  # waits for the device
             self._since = time.perf_counter()

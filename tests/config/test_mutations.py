@@ -217,7 +217,6 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/hybrid_engine", {"enabled": True}, "not supported"),
     ("/nebula", {"enabled": True}, "not supported"),
     ("/checkpoint/use_node_local_storage", True, "not supported"),
-    ("/managed_gradient_accumulation", False, "not supported"),
     ("/data_types", {"param_dtype": "bf16"}, "not supported", "/data_types/param_dtype"),
     ("/fp16/fp16_master_weights_and_grads", True, "not supported"),
     ("/ds_hf", {"stochastic_rounding": "often"}, "true or false", "/ds_hf/stochastic_rounding"),

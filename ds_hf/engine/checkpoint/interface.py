@@ -53,6 +53,10 @@ class Checkpointable(Protocol):
     step_hooks: list[Any]
     checkpoint_writer: Any  # background.BackgroundWriter, which imports this
 
+    @property
+    def begun_micro_batches(self) -> int:
+        """Micro-batches whose gradients wait for a step."""
+
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one optimizer step."""
 

@@ -51,6 +51,7 @@ class Reducer:
         self.raw_factor = 1.0  # that division, for the gradients of other backwards
         self.suspended = False  # inside no_sync()
         self.held = False  # backwards inside no_sync() left gradients that nothing has reduced yet
+        self.backwards = 0  # how many ended since all gradients were cleared
         self.used: dict[Unit, None] = {}
         self._by_call = {buffer for unit, bs in buffers.items() if unit.sharded for buffer in bs}
         self._order = self._reversed(self.units)
@@ -144,6 +145,7 @@ class Reducer:
 
     def flush(self) -> None:
         """End of backward: reduce what has not been reduced, release what is still gathered."""
+        self.backwards += self.has_new
         for buffer in self.buffers:
             buffer.collect(self.factor, soon=self.reduces)
         self.held = self.suspended or (self.held and not self.reduces)
@@ -184,7 +186,7 @@ class Reducer:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.held = False
+        self.held, self.backwards = False, 0
         for buffer in self.buffers:
             buffer.clear()
 
