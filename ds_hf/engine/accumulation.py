@@ -71,6 +71,10 @@ class Accumulation:
         """Micro-batches of the unfinished step, of which so many backwards have ended."""
         return self.micro_steps % self.steps
 
+    def resume(self, micro_steps: int) -> None:
+        """Go on from a checkpoint. It has no gradients, so an accumulation that was under way begins anew."""
+        self.micro_steps = micro_steps - micro_steps % self.steps
+
     def samples(self, batch: BatchSizes, backwards: int) -> int:
         """Samples of a step of so many backwards, of all processes."""
         return batch.train
@@ -101,6 +105,9 @@ class UnmanagedAccumulation(Accumulation):
 
     def begun(self, backwards: int) -> int:
         return backwards
+
+    def resume(self, micro_steps: int) -> None:
+        self.micro_steps = micro_steps
 
     def samples(self, batch: BatchSizes, backwards: int) -> int:
         return batch.train // batch.accumulation_steps * backwards

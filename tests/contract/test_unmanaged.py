@@ -164,9 +164,23 @@ def test_a_checkpoint_amid_an_accumulation_begins_it_anew(tmp_path: Path) -> Non
     engine.destroy()
     engine, batches = start()
     engine.load_checkpoint(tmp_path)
-    assert (engine.global_steps, engine.global_samples) == (1, 3)
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (1, 3, 1)
     again = next(iter(engine.training_dataloader))
     assert again[0, 0].item() == seen[3]
+    engine.destroy()
+
+
+def test_a_range_test_makes_its_own_steps() -> None:
+    """Of two micro-batches, as the file says; then the caller's count again."""
+    engine, *_ = initialize(model=model(), config=config(2))
+    made = list(token_batches(16, 2, 6, vocab=19))
+    result = engine.lr_range_test(made, num_steps=10, seeds=1, confirm_steps=3, max_lr=100)
+    assert result.sweeps[0].lrs
+    assert (engine.global_steps, engine.micro_steps, engine.begun_micro_batches) == (0, 0, 0)
+    for batch in made[:3]:
+        engine.backward(engine(batch))
+    engine.step()
+    assert (engine.global_steps, engine.global_samples) == (1, 3)
     engine.destroy()
 
 

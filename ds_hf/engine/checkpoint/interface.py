@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.config.plan import StatePlan
+from ds_hf.engine.accumulation import Accumulation
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
@@ -49,6 +50,7 @@ class Checkpointable(Protocol):
     global_samples: int
     skipped_steps: int
     micro_steps: int
+    accumulation: Accumulation
     training_dataloader: Any
     step_hooks: list[Any]
     checkpoint_writer: Any  # background.BackgroundWriter, which imports this

@@ -305,9 +305,7 @@ def _read_rest(
         engine.global_steps = int(counters.get("global_steps", 0))
         engine.global_samples = int(counters.get("global_samples", 0))
         engine.skipped_steps = int(counters.get("skipped_steps", 0))
-        # Gradients are not saved, so an accumulation that was under way begins anew.
-        micro_steps = int(counters.get("micro_steps", 0))
-        engine.micro_steps = micro_steps - micro_steps % engine.gradient_accumulation_steps()
+        engine.accumulation.resume(int(counters.get("micro_steps", 0)))
         restore_data_position(engine, common.get("data"))
 
 

@@ -221,7 +221,7 @@ class _Work:
             engine.train()
             fed = yield Want(batch, micro, held_out=False)
             losses.append(fed.loss.detach().float() * fed.share)
-            engine.set_gradient_accumulation_boundary(micro == self.micro_batches - 1)
+            engine.accumulation.forced = micro == self.micro_batches - 1
             type(engine).backward(engine, fed.loss, **fed.backward)
             self._set_lr(lr)  # only now: a script that steps a schedule of its own has written its rate meanwhile
             with contextlib.suppress(LossScaleError):  # an overflow at the smallest scale: noticed as divergence
