@@ -14,6 +14,7 @@ __all__ = ["check_rules"]
 def check_rules(config: Config, draft: Draft) -> None:
     """Collect combinations that cannot work."""
     _precision(config, draft)
+    _data_types(config, draft)
     _autocast(config, draft)
     if not draft.faulty("/zero_optimization/stage"):
         _masters(config, draft)
@@ -34,6 +35,19 @@ def _precision(config: Config, draft: Draft) -> None:
         for key, value in (("loss_scale_window", fp16.loss_scale_window), ("min_loss_scale", fp16.min_loss_scale)):
             if value <= 0:
                 draft.fault(f"/fp16/{key}", f"{key} {value} is too small for dynamic loss scaling", "give more than 0")
+
+
+def _data_types(config: Config, draft: Draft) -> None:
+    types, enabled = config.data_types, [name for name in ("fp16", "bf16") if getattr(config, name).enabled]
+    sections = [draft.tree.get(name) for name in ("fp16", "bf16")]
+    open_yet = any(isinstance(section, dict) and section.get("enabled") == "auto" for section in sections)
+    own = enabled[0] if enabled else "fp32"
+    if types.param_dtype is not None and types.param_dtype != own and not open_yet:
+        message = f"data_types.param_dtype is {types.param_dtype}, and fp16 and bf16 make the parameters {own}"
+        draft.fault("/data_types/param_dtype", message, "remove it, and enable fp16, bf16 or neither")
+    if types.buffer_dtype is not None and not enabled and not open_yet:
+        message = "no effect: buffers are cast only where fp16 or bf16 is enabled"
+        draft.warn("/data_types/buffer_dtype", message, "remove it, or enable one of them")
 
 
 def _autocast(config: Config, draft: Draft) -> None:

@@ -17,7 +17,7 @@ from ds_hf.config import load_config
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine import progress, trial
-from ds_hf.engine.casting import place_buffers
+from ds_hf.engine.casting import place_buffers, set_buffer_dtypes
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist import peers as peer_memory
 from ds_hf.engine.dist.comms_logger import comms_logger
@@ -288,7 +288,8 @@ def _make_parts(
     for param in model.parameters():
         if home_of(param) is None and not is_opaque(param):
             param.data = param.data.to(device)
-    place_buffers(model, axis, device, dtype)
+    set_buffer_dtypes(model, settings.data_types, dtype)
+    place_buffers(model, axis, device)
     waits = device.type == "cpu" and not plan.shards_optimizer
     reducer = Reducer(units, gradients, plan.reduces_every_micro_batch, at_the_end=waits)
     optimizer = None

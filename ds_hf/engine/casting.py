@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
+from ds_hf.config.plan import dtype_name
+from ds_hf.config.types import DataTypesSection
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.zero.fp32_buffers import buffers_to_keep_in_fp32, keep_buffers_in_fp32, keep_in_fp32_pattern
 
-__all__ = ["cast_floats", "place_buffers"]
-
-# Rotary frequencies lose positions at 16 bits; the models compute with them in fp32 and cast the result themselves.
-_KEPT_WIDE = ("inv_freq", "original_inv_freq")
+__all__ = ["cast_floats", "place_buffers", "set_buffer_dtypes"]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -34,18 +35,45 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def place_buffers(model: nn.Module, axis: Axis, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Put the model's buffers on ``device``, floating ones but fp8 in ``dtype`` if given, with rank 0's values."""
+def set_buffer_dtypes(model: nn.Module, types: DataTypesSection, dtype: torch.dtype | None) -> None:
+    """What ``data_types`` makes of the buffers of a model of ``dtype``, in place; fp8 stays as it is.
+
+    Buffers keep the dtype in which they came, as in DeepSpeed since 0.19.7, or take ``buffer_dtype``, but for those
+    that stay in fp32 (``zero/fp32_buffers.py``). Running statistics take the parameters' dtype, for torch's batch norm
+    refuses to mix them.
+    """
+    if dtype is None:
+        return
+    wanted = dtype_name(types.buffer_dtype)
+    asked = getattr(torch, wanted) if wanted else None
+    pattern = keep_in_fp32_pattern(model, types.keep_in_fp32_modules, dtype)
+    kept = set()
+    if pattern is not None:
+        keep_buffers_in_fp32(model, pattern)
+        kept = {id(buffer) for buffer in buffers_to_keep_in_fp32(model, pattern)}
+    for module in model.modules():
+        follows = dtype if isinstance(module, _NormBase) else None
+        for buffer in module.buffers(recurse=False):
+            target = follows or asked
+            wide = buffer.is_floating_point() and buffer.dtype.itemsize > 1
+            if target is not None and wide and id(buffer) not in kept:
+                buffer.data = buffer.data.to(target)
+
+
+@torch.no_grad()
+def place_buffers(model: nn.Module, axis: Axis, device: torch.device) -> None:
+    """Put the model's buffers on ``device``, with rank 0's values. What modules share stays shared."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}  # what was there stays alive: no other tensor gets its id
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            narrow = buffer.dtype.itemsize < 2  # fp8: scales and the like of quantized weights
-            cast = dtype if buffer.is_floating_point() and name not in _KEPT_WIDE and not narrow else None
-            placed = buffer.to(device=device, dtype=cast)
-            if not placed.is_contiguous():
-                placed = placed.contiguous()
-            if placed.numel():
-                sent = placed.view(torch.uint8) if narrow and placed.is_floating_point() else placed  # gloo has no fp8
-                collectives.broadcast(sent, axis, what="a buffer of the model")
-            module._buffers[name] = placed
+            if id(buffer) not in found:
+                placed = buffer.to(device=device).contiguous()
+                found[id(buffer)] = buffer, placed
+                if placed.numel():
+                    fp8 = placed.is_floating_point() and placed.dtype.itemsize < 2  # gloo has none
+                    collectives.broadcast(
+                        placed.view(torch.uint8) if fp8 else placed, axis, what="a buffer of the model"
+                    )
+            module._buffers[name] = found[id(buffer)][1]

@@ -22,10 +22,9 @@ from torch import nn
 from ds_hf.config import load_config
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
-from ds_hf.engine.casting import place_buffers
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.casting import set_buffer_dtypes
 from ds_hf.engine.zero.leaf import mark_leaves
-from ds_hf.memory.models import META, build, example_inputs, without_values
+from ds_hf.memory.models import build, example_inputs, without_values
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
 from ds_hf.memory.pricing import DEVICE_MEMORY, Costs, price
 from ds_hf.memory.timeline import Sharding, Timeline, between, record
@@ -181,12 +180,12 @@ class Predictor:
             ahead, most = zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters
             sharding = Sharding(True, plan.whole_below, plan.whole_in_all, ahead, most, plan.joins_blocks)
         leaf = settings.zero_optimization.leaf_module
-        key = (batch, plan.parameters.dtype, sharding, leaf)
+        key = (batch, plan.parameters.dtype, sharding, leaf, settings.data_types)
         if key not in self._timelines:
             workload = dataclasses.replace(self.workload, micro_batch=batch)
             model = copy.deepcopy(self._model)
             mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
-            self._timelines[key] = _recorded(_cast(model, plan.parameters.dtype), workload, sharding)
+            self._timelines[key] = _recorded(_cast(model, settings, plan), workload, sharding)
         return self._timelines[key]
 
 
@@ -264,14 +263,14 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if floating else value
 
 
-def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
+def _cast(model: nn.Module, settings: Config, plan: StatePlan) -> nn.Module:
     """The model as the engine trains it."""
-    if dtype is not None:
-        target = getattr(torch, dtype)
+    if plan.parameters.dtype is not None:
+        target = getattr(torch, plan.parameters.dtype)
         for param in model.parameters():
             if param.is_floating_point():
                 param.data = param.data.to(target)
-        place_buffers(model, Axis(None, 0, 1), META, target)
+        set_buffer_dtypes(model, settings.data_types, target)
     return model
 
 

@@ -217,7 +217,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/hybrid_engine", {"enabled": True}, "not supported"),
     ("/nebula", {"enabled": True}, "not supported"),
     ("/checkpoint/use_node_local_storage", True, "not supported"),
-    ("/data_types", {"param_dtype": "bf16"}, "not supported", "/data_types/param_dtype"),
+    ("/data_types", {"param_dtype": "fp16"}, "make the parameters", "/data_types/param_dtype"),
     ("/fp16/fp16_master_weights_and_grads", True, "not supported"),
     ("/ds_hf", {"stochastic_rounding": "often"}, "true or false", "/ds_hf/stochastic_rounding"),
     ("/ds_hf", {"compile": "everything"}, "blocks", "/ds_hf/compile"),

@@ -10,7 +10,7 @@ This module is also known as ``deepspeed.runtime.zero.partition_parameters``: tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from ds_hf.engine.dist.mesh import compute_device, data_parallel_axis
 from ds_hf.engine.dist.process_group import init_distributed
 from ds_hf.engine.zero.buffer import FlatBuffer, ParamStatus, home_of
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
+from ds_hf.engine.zero.fp32_buffers import keep_buffers_in_fp32, keep_in_fp32_pattern, lists_of
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.rest import DeviceRest
 
@@ -111,9 +112,11 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         shard_device = remote_device
         self.gathers_for_apply = True
+        self.kept_in_fp32: str | Sequence[str] = "auto"
         if source is not None:
             settings = load_config(source, allow_auto=True, check_batch=False)
             self.gathers_for_apply = settings.zero_optimization.override_module_apply
+            self.kept_in_fp32 = settings.data_types.keep_in_fp32_modules
             row = plan_states(settings).parameters
             # Neither fp16 nor bf16: as the model is written, or from_pretrained(dtype=...) asks, like at other stages.
             dtype = dtype or (getattr(torch, row.dtype) if row.dtype else None)
@@ -128,6 +131,7 @@ class Init:
         if module is not None:
             for child in module.modules():
                 self._shard_own(child)
+            self._keep_fp32(module)
 
     def __enter__(self) -> Init:
         if self.enabled and not Init._active:
@@ -205,8 +209,16 @@ class Init:
             finally:
                 context._building.discard(id(module))
             context._shard_own(module)
+            if lists_of(module, context.dtype) or not context._building:  # complete, and nothing is loaded into it yet
+                context._keep_fp32(module)
 
         self._replace(cls, "__init__", init)
+
+    def _keep_fp32(self, module: nn.Module) -> None:
+        """The constructors gave all buffers of ``module`` the parameters' dtype."""
+        pattern = keep_in_fp32_pattern(module, self.kept_in_fp32, self.dtype)
+        if pattern is not None:
+            keep_buffers_in_fp32(module, pattern)
 
     def _shard_own(self, module: nn.Module) -> None:
         """Shard the parameters that ``module`` itself holds."""
