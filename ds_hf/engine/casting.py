@@ -71,9 +71,7 @@ def place_buffers(model: nn.Module, axis: Axis, device: torch.device) -> None:
             if id(buffer) not in found:
                 placed = buffer.to(device=device).contiguous()
                 found[id(buffer)] = buffer, placed
-                if placed.numel():
-                    fp8 = placed.is_floating_point() and placed.dtype.itemsize < 2  # gloo has none
-                    collectives.broadcast(
-                        placed.view(torch.uint8) if fp8 else placed, axis, what="a buffer of the model"
-                    )
+                if placed.numel():  # as bytes: backends lack some dtypes
+                    sent = placed.reshape(-1).view(torch.uint8)
+                    collectives.broadcast(sent, axis, what="a buffer of the model")
             module._buffers[name] = found[id(buffer)][1]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.config import load_config
@@ -172,3 +173,39 @@ def test_formats_that_contradict_each_other_are_refused() -> None:
     assert load_config(open_yet, world_size=1, allow_auto=True).warnings == ()
     (warning,) = load_config(base_config(0, data_types={"buffer_dtype": "bf16"}), world_size=1).warnings
     assert warning.message == "no effect: buffers are cast only where fp16 or bf16 is enabled"
+
+
+KINDS = (torch.complex64, torch.bool, torch.int16, torch.uint16, torch.uint64, FP64, FP16, torch.float8_e4m3fn)
+
+
+def every_kind(folder: Path) -> list[bool]:
+    """Of buffers, with other values on each rank; gloo and NCCL know half of these dtypes."""
+    rank = dist.get_rank()
+    model = nn.Linear(2, 2)
+    for index, kind in enumerate(KINDS):
+        model.register_buffer(f"b{index}", torch.tensor([1.0, rank]).to(kind))
+    model.register_buffer("single", torch.tensor(float(rank)))
+    model.register_buffer("empty", torch.empty(0))
+    model.register_buffer("strided", torch.full((3, 2), float(rank)).t())
+    engine, *_ = initialize(model=model, config=base_config(1, bf16={"enabled": True}))
+
+    def as_rank_0() -> list[bool]:
+        expected = [torch.tensor([1.0, 0.0]).to(kind).tolist() for kind in KINDS]
+        same = [buffer.tolist() == values for buffer, values in zip(kinds, expected, strict=True)]
+        return [*same, model.single.item() == 0, model.empty.numel() == 0, model.strided.eq(0).all().item()]
+
+    kinds = [getattr(model, f"b{index}") for index in range(len(KINDS))]
+    found = as_rank_0()
+    engine.save_checkpoint(folder)
+    for buffer in kinds:
+        buffer.view(torch.uint8).zero_()
+    engine.load_checkpoint(folder)
+    found += as_rank_0()
+    engine.destroy()
+    return found
+
+
+def test_all_ranks_have_the_buffers_of_rank_0(tmp_path: Path) -> None:
+    for found in run_distributed(every_kind, 2, tmp_path):
+        assert len(found) == 2 * (len(KINDS) + 3)
+        assert all(found)
