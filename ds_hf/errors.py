@@ -1,7 +1,7 @@
 """Errors that ds_hf raises for its users.
 
 Everything derives from ``DsHfError``. That is also an ``AssertionError``, because DeepSpeed asserts where it is used
-wrongly, and ``ConfigError`` also a ``ValueError``: code that catches those keeps working.
+wrongly, and ``ConfigError`` and ``LossError`` also a ``ValueError``: code that catches those keeps working.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ __all__ = [
     "DivergenceError",
     "DsHfError",
     "Fault",
+    "LossError",
     "LossScaleError",
     "OffloadError",
 ]
@@ -65,6 +66,10 @@ class ConfigError(DsHfError, ValueError):
 
 class CheckpointError(DsHfError):
     """A checkpoint is missing, incomplete, damaged or does not fit the model."""
+
+
+class LossError(DsHfError, ValueError):
+    """What was given to ``backward`` is not one number with a graph behind it."""
 
 
 class LossScaleError(DsHfError):

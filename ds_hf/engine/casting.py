@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -15,7 +17,9 @@ from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.zero.fp32_buffers import buffers_to_keep_in_fp32, keep_buffers_in_fp32, keep_in_fp32_pattern
 
-__all__ = ["cast_floats", "place_buffers", "set_buffer_dtypes"]
+__all__ = ["cast_floats", "hint_at_buffers", "place_buffers", "set_buffer_dtypes"]
+
+_MISMATCH = re.compile(r"dtype|scalar type")  # in what torch says when an operation gets several
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
@@ -58,6 +62,20 @@ def set_buffer_dtypes(model: nn.Module, types: DataTypesSection, dtype: torch.dt
             wide = buffer.is_floating_point() and buffer.dtype.itemsize > 1
             if target is not None and wide and id(buffer) not in kept:
                 buffer.data = buffer.data.to(target)
+
+
+def hint_at_buffers(error: RuntimeError, model: nn.Module, dtype: torch.dtype | None) -> None:
+    """If a forward failed for dtypes and there are wider buffers, tell that with ``error``."""
+    if dtype is None or not _MISMATCH.search(str(error)):
+        return
+    named = model.named_buffers()
+    wide = [name for name, value in named if value.is_floating_point() and value.dtype.itemsize > dtype.itemsize]
+    if wide and sys.version_info >= (3, 11):
+        error.add_note(
+            f"ds_hf: the parameters are {dtype}, and buffers keep the dtype in which they were loaded, which is wider for "
+            f"{', '.join(wide[:4])}{' and others' if len(wide) > 4 else ''}. If the model does not cast what it computes "
+            'with them, set "data_types": {"buffer_dtype": "bf16"} (or "fp16") in the configuration.'
+        )
 
 
 @torch.no_grad()

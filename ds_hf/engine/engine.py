@@ -7,6 +7,7 @@ parts that already follow the state plan.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from ds_hf.config.types import Config
 from ds_hf.engine.accumulation import BatchSizes, accumulation_of
 from ds_hf.engine.autocast import autocast_if_enabled
 from ds_hf.engine.breakdown import breakdown_of, phase
-from ds_hf.engine.casting import cast_floats
+from ds_hf.engine.casting import cast_floats, hint_at_buffers
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
@@ -29,8 +30,9 @@ from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
+from ds_hf.engine.python_gc import switch_off_for
 from ds_hf.engine.zero.offload_view import ParameterOffload
-from ds_hf.errors import DsHfError
+from ds_hf.errors import DsHfError, LossError
 from ds_hf.log import logger
 
 __all__ = ["Engine"]
@@ -79,6 +81,7 @@ class Engine(EngineFacade, nn.Module):
         self.monitor = monitor
         self.feed: NoFeed = feed_of(self, monitor)
         self.breakdown = breakdown_of(self)
+        self._no_collector = switch_off_for(self) if settings.disable_python_gc else _nothing
         self._applied = False
         self._undo: Callable[[], None] | None = None  # of a step that may turn out to have been skipped
         self._destroyed = False
@@ -103,8 +106,12 @@ class Engine(EngineFacade, nn.Module):
         self.hooks.reset()
         if self.compute_dtype is not None:
             args, kwargs = cast_floats(args, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
-        with autocast_if_enabled(self):
-            return self.module(*args, **kwargs)
+        try:
+            with autocast_if_enabled(self):
+                return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            hint_at_buffers(error, self.module, self.compute_dtype)
+            raise
 
     @phase("backward")
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
@@ -118,7 +125,7 @@ class Engine(EngineFacade, nn.Module):
             the loss after that division, without the loss scale.
 
         Raises:
-            ValueError: ``loss`` is not one number with a graph behind it.
+            LossError: ``loss`` is not one number with a graph behind it.
 
         When it fails (out of memory), the gradients of the unfinished step are dropped; training may go on.
         """
@@ -144,7 +151,7 @@ class Engine(EngineFacade, nn.Module):
 
         Raises:
             DsHfError: the engine has no optimizer.
-            ValueError: ``loss`` is not one number with a graph behind it.
+            LossError: ``loss`` is not one number with a graph behind it.
         """
         self._require_alive()
         _check_loss(loss)
@@ -373,9 +380,14 @@ class Engine(EngineFacade, nn.Module):
             return
         self._destroyed = True
         with ExitStack() as last:  # all of them, whatever one of them raises; the last first
+            last.callback(self._no_collector)
             last.callback(self._free)
             last.callback(self.checkpoint_writer.close)
             last.callback(self.feed.close)
+
+    def collect_python_gc(self) -> int:
+        """Collect Python's cycles of objects, which ``disable_python_gc`` leaves to the caller; how many there were."""
+        return gc.collect()
 
     def _free(self) -> None:
         self.hooks.remove()
@@ -417,8 +429,8 @@ def _nothing() -> None:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
-        raise ValueError(f"backward() takes the loss tensor, not {type(loss).__name__}")
+        raise LossError(f"backward() takes the loss tensor, not {type(loss).__name__}")
     if loss.numel() != 1:
-        raise ValueError(f"backward() takes one number, but the loss has shape {tuple(loss.shape)}: reduce it first")
+        raise LossError(f"backward() takes one number, but the loss has shape {tuple(loss.shape)}: reduce it first")
     if not loss.requires_grad:
-        raise ValueError("the loss has no graph: it was computed under no_grad, or no parameter requires a gradient")
+        raise LossError("the loss has no graph: it was computed under no_grad, or no parameter requires a gradient")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -173,6 +174,34 @@ def test_formats_that_contradict_each_other_are_refused() -> None:
     assert load_config(open_yet, world_size=1, allow_auto=True).warnings == ()
     (warning,) = load_config(base_config(0, data_types={"buffer_dtype": "bf16"}), world_size=1).warnings
     assert warning.message == "no effect: buffers are cast only where fp16 or bf16 is enabled"
+
+
+class Positions(nn.Module):
+    """As tutorials write it: relies on buffers being cast with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.table).float().mean()
+
+
+def test_a_model_that_relies_on_cast_buffers_is_told_what_to_set() -> None:
+    config = base_config(2, bf16={"enabled": True})
+    engine, *_ = initialize(model=Positions(), config=config)
+    with pytest.raises(RuntimeError, match="dtype") as failed:
+        engine(torch.ones(2, 4))
+    if sys.version_info >= (3, 11):
+        assert any(
+            "wider for table. If" in note and '"buffer_dtype": "bf16"' in note for note in failed.value.__notes__
+        )
+    engine.destroy()
+    engine, *_ = initialize(model=Positions(), config={**config, "data_types": {"buffer_dtype": "bf16"}})
+    engine.backward(engine(torch.ones(2, 4)))
+    engine.step()
+    engine.destroy()
 
 
 KINDS = (torch.complex64, torch.bool, torch.int16, torch.uint16, torch.uint64, FP64, FP16, torch.float8_e4m3fn)

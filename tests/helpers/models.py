@@ -59,7 +59,8 @@ class TinyLM(nn.Module):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """``[batch, length]`` tokens to ``[batch, length, vocab]``."""
-        x = self.embedding(tokens) * self.gain
+        embedded: Tensor = self.embedding(tokens)
+        x = embedded * self.gain.to(embedded.dtype)
         for block in self.blocks:
             if self.checkpointing is None:
                 x = block(x)
