@@ -72,9 +72,9 @@ def hint_at_buffers(error: RuntimeError, model: nn.Module, dtype: torch.dtype | 
     wide = [name for name, value in named if value.is_floating_point() and value.dtype.itemsize > dtype.itemsize]
     if wide and sys.version_info >= (3, 11):
         error.add_note(
-            f"ds_hf: the parameters are {dtype}, and buffers keep the dtype in which they were loaded, which is wider for "
-            f"{', '.join(wide[:4])}{' and others' if len(wide) > 4 else ''}. If the model does not cast what it computes "
-            'with them, set "data_types": {"buffer_dtype": "bf16"} (or "fp16") in the configuration.'
+            f"ds_hf: the parameters are {dtype}; buffers keep the dtype in which they were loaded, which is wider for "
+            f"{', '.join(wide[:4])}{' and others' if len(wide) > 4 else ''}. If the model does not cast what it "
+            'computes with them, set "data_types": {"buffer_dtype": "bf16"} (or "fp16") in the configuration.'
         )
 
 
