@@ -48,7 +48,7 @@ def test_rank_0_has_everything_and_others_nothing(runs: Any, stage: int) -> None
     for name, value in found.items():
         assert value.device.type == "cpu"
         if not name.endswith("calls"):
-            assert value.dtype is torch.bfloat16
+            assert value.dtype is (torch.float32 if name.endswith("mean") else torch.bfloat16)  # a buffer, as loaded
         assert torch.equal(value.float(), expected.get(name, value).float())
 
 
