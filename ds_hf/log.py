@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
-__all__ = ["log_once", "logger", "warn_once"]
+__all__ = ["log_once", "logger", "say", "warn_once"]
 
 logger = logging.getLogger("ds_hf")
 _seen: set[str] = set()
@@ -26,3 +27,9 @@ def log_once(message: str, level: int = logging.INFO) -> None:
 def warn_once(message: str) -> None:
     """Warn with ``message`` once a process, on rank 0 only."""
     log_once(message, logging.WARNING)
+
+
+def say(text: str) -> None:
+    """What the user asked for, on standard output."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

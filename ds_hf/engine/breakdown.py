@@ -15,7 +15,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ds_hf.engine.flops import FlopsProfiler
-from ds_hf.engine.progress import say
+from ds_hf.log import say
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from ds_hf.log import logger
+from ds_hf.log import logger, say
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
 
-__all__ = ["attach", "precisions", "say"]
+__all__ = ["attach", "precisions"]
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
@@ -106,9 +105,3 @@ class _Progress:
             line += f", {self._samples / (now - self._since):.4g} samples/s"
             self._samples, self._since = 0, now
         say(line)
-
-
-def say(text: str) -> None:
-    """What the user asked for, on standard output."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

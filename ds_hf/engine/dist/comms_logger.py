@@ -22,6 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf.engine.dist.messages import current_rank
+from ds_hf.log import say
+
 __all__ = [
     "CommsLogger",
     "calc_bw_log",
@@ -135,9 +139,9 @@ class CommsLogger:
     def _add(self, operation: str, name: str, latency: float, nbytes: int, ranks: int) -> None:
         sizes = self._calls.setdefault(name, {})
         sizes.setdefault(nbytes, _Calls(operation, ranks)).latencies.append(latency)
-        if self.verbose and _rank() == 0:
+        if self.verbose and current_rank() == 0:
             tput, busbw = _bandwidths(operation, nbytes, latency, ranks)
-            _say(
+            say(
                 f"comm op: {name} | time (ms): {latency:.2f} | msg size: {convert_size(nbytes)} | "
                 f"algbw (Gbps): {tput:.2f} | busbw (Gbps): {busbw:.2f}"
             )
@@ -187,15 +191,15 @@ class CommsLogger:
         summary = {name: self.get_operation_summary(name) or {} for name in list(self._calls)}
         apart = self._stragglers() if show_straggler else None
         if print_log and not summary:
-            _say('no collective was measured (switched on by "comms_logger": {"enabled": true})')
+            say('no collective was measured (switched on by "comms_logger": {"enabled": true})')
         elif print_log:
             _print_table("Comm. Op", summary, _SUMMARY)
             if apart is not None:
-                _say("\nStraggler effect: what the calls of this rank took beyond those of the fastest rank")
+                say("\nStraggler effect: what the calls of this rank took beyond those of the fastest rank")
                 _print_table("Comm. Op", apart, _STRAGGLERS)
         if not return_dict:
             return None
-        metadata = {"world_size": _world_size(), "rank": _rank(), "timestamp": datetime.now().isoformat()}
+        metadata = {"world_size": _world_size(), "rank": current_rank(), "timestamp": datetime.now().isoformat()}
         return {"summary": summary, "straggler_analysis": apart, "metadata": metadata}
 
     def _stragglers(self) -> Table:
@@ -255,7 +259,7 @@ def _print_table(title: str, table: Table, columns: dict[str, str]) -> None:
             values = [row[key] for key in columns.values()]
             shown = [str(value) if isinstance(value, int) else f"{value:.2f}" for value in values]
             lines.append(line("", row["msg_size_str"], *shown))
-    _say("\n".join(lines))
+    say("\n".join(lines))
 
 
 def _all_bandwidths(nbytes: int, calls: _Calls) -> tuple[Sequence[float], Sequence[float]]:
@@ -373,26 +377,16 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Row 
     """The logger's ``log_all`` on every rank, of which rank 0 prints. Collective."""
     if _world_size() > 1:
         dist.barrier()
-    found = comms_logger.log_all(_rank() == 0, show_straggler, return_dict)
+    found = comms_logger.log_all(current_rank() == 0, show_straggler, return_dict)
     if _world_size() > 1:
         dist.barrier()
     return found
 
 
 def _now() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+    get_accelerator().synchronize()
     return time.perf_counter()
 
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

@@ -13,7 +13,7 @@ from ds_hf.engine.dist.accelerator import get_accelerator
 from ds_hf.engine.dist.process_group import get_rank, is_initialized
 from ds_hf.log import logger, warn_once
 
-__all__ = ["instrument_w_nvtx", "log_dist", "print_json_dist", "set_log_level_from_string", "warning_once"]
+__all__ = ["current_rank", "instrument_w_nvtx", "log_dist", "print_json_dist", "set_log_level_from_string", "warning_once"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log ``message`` on the given ranks; None means rank 0, and -1 among them means all."""
     if _is_chosen(ranks):
-        logger.log(level, "[rank %d] %s", _rank(), message)
+        logger.log(level, "[rank %d] %s", current_rank(), message)
 
 
 def print_json_dist(
@@ -29,7 +29,7 @@ def print_json_dist(
 ) -> None:
     """Write ``message`` as JSON to ``path`` on the given ranks, with the rank in it."""
     if _is_chosen(ranks) and path is not None:
-        Path(path).write_text(json.dumps({**message, "rank": _rank()}))
+        Path(path).write_text(json.dumps({**message, "rank": current_rank()}))
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
@@ -64,10 +64,11 @@ def instrument_w_nvtx(func: F) -> F:
     return wrapped  # type: ignore[return-value]
 
 
-def _rank() -> int:
+def current_rank() -> int:
+    """This process's rank; 0 without a process group."""
     return get_rank() if is_initialized() else 0
 
 
 def _is_chosen(ranks: Sequence[int] | None) -> bool:
     chosen = (0,) if ranks is None else ranks
-    return -1 in chosen or _rank() in chosen
+    return -1 in chosen or current_rank() in chosen
