@@ -23,6 +23,7 @@ from ds_hf.engine.dist import peers as peer_memory
 from ds_hf.engine.dist.comms_logger import comms_logger
 from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
 from ds_hf.engine.dist.messages import set_log_level_from_string
+from ds_hf.engine.dist.mpu import check_mesh_param
 from ds_hf.engine.dist.peer_sums import PeerSums
 from ds_hf.engine.dist.peers import Peers, open_peers
 from ds_hf.engine.dist.process_group import init_distributed
@@ -95,7 +96,8 @@ def initialize(
         model_parameters: parameters or parameter groups for the configuration's optimizer; default all that train.
         training_data: a dataset; the returned loader gives this rank its micro-batches.
         lr_scheduler: a scheduler built on ``optimizer``, or a function from the optimizer to one; the engine steps it.
-        mpu: Megatron-style object with ``get_data_parallel_group()``.
+        mpu: Megatron-style object with ``get_data_parallel_group()``, whose other sizes are 1.
+        mesh_param: (data-parallel size, sequence-parallel size); the latter is 1.
         dist_init_required: ``False``: the process group must already exist.
         collate_fn: for ``training_data``.
         config: path, dict, JSON text, base64 or preset name; ``config_params`` is the same, older name.
@@ -111,13 +113,13 @@ def initialize(
     compiled = type(model).__name__ == "OptimizedModule"
     if compiled:  # torch.compile(model): its graphs would have the hooks inside
         model = cast(nn.Module, model._orig_mod)
-    if mesh_param is not None:
-        raise ConfigError("initialize(mesh_param=...) is for sequence parallelism, which ds_hf does not have yet")
     source = _config_source(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if (stand_in := rehearsal()) is not None:
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     axis = data_parallel_axis(mpu)
+    if mesh_param:
+        check_mesh_param(mesh_param, axis.world_size)
     settings = load_config(source, world_size=axis.world_size)
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)

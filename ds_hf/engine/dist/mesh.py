@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_hf.engine.dist.board import open_board
 from ds_hf.engine.dist.log import CollectiveLog
+from ds_hf.engine.dist.mpu import check_mpu
 from ds_hf.engine.dist.watch import Watch
 
 __all__ = ["Axis", "compute_device", "data_parallel_axis", "watch_for_hangs"]
@@ -58,9 +59,14 @@ class Axis:
 
 
 def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) -> Axis:
-    """The data-parallel axis: ``group``, or that of a Megatron-style ``mpu``, or all processes."""
-    if group is None and mpu is not None:
-        group = mpu.get_data_parallel_group()
+    """The data-parallel axis: ``group``, or that of a Megatron-style ``mpu``, or all processes.
+
+    Raises:
+        ConfigError: ``mpu`` says that the model is parallel, too.
+    """
+    if mpu is not None:
+        check_mpu(mpu)
+        group = mpu.get_data_parallel_group() if group is None else group
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     key = dist.group.WORLD if group is None else group
     assert key is not None

@@ -9,6 +9,7 @@ they were. An ``OpaqueBuffer`` is ``[nbytes]`` in uint8, and the parts are views
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,11 +74,14 @@ def check_opaque(model: nn.Module, *, sharded: bool) -> None:
     """Refuse what cannot be trained.
 
     Raises:
-        ConfigError: a quantized weight trains, or cannot be taken apart to be sharded; it names the parameter.
+        ConfigError: a quantized weight trains, or cannot be taken apart to be sharded, or a weight is distributed
+            already; it names the parameter.
     """
     for name, param in model.named_parameters():
         if not is_opaque(param):
             continue
+        if hasattr(param, "device_mesh") and hasattr(param, "placements"):
+            _refuse_distributed(name, param)
         kind = f"{name} is a {type(param).__name__}" if type(param) is not nn.Parameter else f"{name} is {param.dtype}"
         if param.requires_grad:
             raise ConfigError(
@@ -89,6 +93,20 @@ def check_opaque(model: nn.Module, *, sharded: bool) -> None:
                 f"{kind}, a quantized weight that ds_hf cannot take apart to shard it: use ZeRO stage 2 "
                 '("zero_optimization": {"stage": 2}), where each process keeps the frozen weights whole'
             )
+
+
+def _refuse_distributed(name: str, param: Any) -> None:
+    """A DTensor: torch has divided it over a mesh of its own, so this process holds a part that the engine would take
+    for the whole."""
+    mesh = param.device_mesh
+    sizes = " x ".join(str(size) for size in mesh.shape)
+    axes = f", {', '.join(mesh.mesh_dim_names)}" if mesh.mesh_dim_names else ""
+    placements = ", ".join(str(placement) for placement in param.placements)
+    raise ConfigError(
+        f"{name} is a DTensor, which torch has laid out over a mesh of its own ({sizes} processes{axes}; placements "
+        f"{placements}): tensor parallelism and FSDP beside ZeRO are not supported yet. Load the model without "
+        "tp_plan=, parallelize_module() and fully_shard(); ZeRO stage 3 divides its weights by itself"
+    )
 
 
 class OpaqueBuffer(FlatBuffer):
