@@ -1,0 +1,153 @@
+"""The skeleton of the reports: one file that opens without a network, in light and dark, in wide and narrow windows.
+
+``page`` puts sections into it; the helpers make what stands in them. All text is escaped here, so callers pass plain
+text; only what is called ``html`` is taken as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+__all__ = ["code", "facts", "notice", "page", "section", "side_by_side", "table"]
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1f2933; --dim: #5b6773; --paper: #fff; --soft: #f2f4f7; --line: #d8dee4;
+  --good: #1a7f37; --good-soft: #e6f4ea; --warn: #9a6700; --warn-soft: #fff6d6; --old: #fdeaea; --new: #e6f4ea; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --dim: #9aa7b4; --paper: #14191f; --soft: #1f262e;
+  --line: #36404a; --good: #56d364; --good-soft: #17301f; --warn: #e3b341; --warn-soft: #332a10; --old: #3d1f21;
+  --new: #17301f; } .chart { filter: brightness(1.15); } }
+* { box-sizing: border-box; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem;
+  color: var(--ink); background: var(--paper); }
+h1 { font-size: 1.15rem; font-weight: 600; color: var(--dim); margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
+.headline { font-size: 1.7rem; line-height: 1.25; font-weight: 650; margin: .3rem 0 .4rem; overflow-wrap: anywhere; }
+.dim { color: var(--dim); } .good { color: var(--good); } .warn { color: var(--warn); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .3rem .6rem; vertical-align: top;
+  border-bottom: 1px solid var(--line); } th { font-weight: 600; color: var(--dim); }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } th.n { text-align: right; }
+tr.best td { background: var(--good-soft); }
+code { background: var(--soft); padding: .1rem .3rem; border-radius: 3px; overflow-wrap: anywhere; }
+pre { background: var(--soft); padding: .7rem; border-radius: 5px; white-space: pre-wrap; overflow-wrap: anywhere;
+  margin: 0; font-size: .87rem; }
+.copied { position: relative; margin: .4rem 0; } .copied pre { padding-right: 4.6rem; }
+button { position: absolute; top: .4rem; right: .4rem; font: inherit; font-size: .8rem; padding: .1rem .6rem;
+  border: 1px solid var(--line); border-radius: 4px; background: var(--paper); color: var(--ink); cursor: pointer; }
+.facts { display: flex; gap: 1rem 2.5rem; flex-wrap: wrap; margin: 1.1rem 0; } .facts div { min-width: 7rem; }
+.facts span { display: block; color: var(--dim); font-size: .87rem; } .facts b { font-size: 1.2rem; font-weight: 600; }
+.notice { border-left: 4px solid var(--warn); background: var(--warn-soft); padding: .5rem .8rem; margin: .8rem 0; }
+.chart { display: block; width: 100%; min-width: 620px; height: auto; font: 12.5px system-ui, sans-serif; }
+.chart text:not([fill]) { fill: var(--ink); } .chart text.inside { fill: #fff; } .chart text.mark { font-weight: 600; }
+.chart .grid { stroke: var(--line); fill: none; }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 0; font: .85rem/1.45 ui-monospace, monospace;
+  background: var(--soft); border-radius: 5px; overflow-x: auto; }
+.pair > div { padding: 0 .7rem; white-space: pre-wrap; overflow-wrap: anywhere; min-height: 1.45em; }
+.pair > div.head { font: 600 .87rem system-ui, sans-serif; color: var(--dim); padding: .4rem .7rem; }
+.pair .old { background: var(--old); } .pair .new { background: var(--new); }
+details > summary { cursor: pointer; color: var(--dim); margin: .6rem 0; }
+@media (max-width: 640px) { body { margin: 1rem auto; } .headline { font-size: 1.35rem; }
+  th, td { padding: .3rem .4rem; } }
+@media print { button { display: none; } }
+"""
+SCRIPT = """
+document.querySelectorAll('.copied').forEach(box => {
+  const button = document.createElement('button');
+  button.textContent = 'Copy';
+  button.onclick = async () => {
+    const text = box.querySelector('pre').textContent;
+    try { await navigator.clipboard.writeText(text); }
+    catch {  // a file that was opened from the disk may not have the clipboard
+      const area = document.createElement('textarea');
+      area.value = text; document.body.append(area); area.select(); document.execCommand('copy'); area.remove();
+    }
+    button.textContent = 'Copied';
+    setTimeout(() => button.textContent = 'Copy', 1500);
+  };
+  box.append(button);
+});
+"""
+
+
+def page(title: str, headline: str, body: Sequence[str], *, about: str = "", tone: str = "") -> str:
+    """The whole file.
+
+    Args:
+        title: names the page. headline: the result in one line. about: small print below it.
+        body: HTML of sections. tone: "good" or "warn" colours the headline.
+    """
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title>"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body>'
+        f'<h1>{escape(title)}</h1><p class="headline {tone}">{escape(headline)}</p>'
+        f'<p class="dim">{escape(about)}</p>{"".join(body)}<script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def section(title: str, *html: str, text: str = "") -> str:
+    """A heading with what follows it; ``text`` explains it in a sentence. Charts and tables scroll by themselves."""
+    explained = f'<p class="dim">{escape(text)}</p>' if text else ""
+    parts = "".join(f'<div class="wide">{each}</div>' if each.startswith("<svg") else each for each in html)
+    return f"<h2>{escape(title)}</h2>{explained}{parts}"
+
+
+def facts(values: Mapping[str, str]) -> str:
+    """A few figures beside each other, each with its name."""
+    shown = "".join(f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in values.items())
+    return f'<div class="facts">{shown}</div>'
+
+
+def notice(text: str) -> str:
+    """Something that a reader must not overlook."""
+    return f'<p class="notice">{escape(text)}</p>'
+
+
+def code(text: str) -> str:
+    """Text with a button that copies it."""
+    return f'<div class="copied"><pre>{escape(text)}</pre></div>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), best: int = -1) -> str:
+    """Cells of plain text; one between backquotes is shown as code.
+
+    Args:
+        numbers: columns that are aligned to the right. best: row that is marked.
+    """
+    mark = [' class="n"' if index in numbers else "" for index in range(len(head))]
+    top = "".join(f"<th{mark[index]}>{escape(name)}</th>" for index, name in enumerate(head))
+    body = "".join(
+        f"<tr{' class=best' if index == best else ''}>"
+        + "".join(f"<td{mark[column]}>{_cell(cell)}</td>" for column, cell in enumerate(row))
+        + "</tr>"
+        for index, row in enumerate(rows)
+    )
+    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+
+
+def _cell(text: str) -> str:
+    if len(text) > 2 and text[0] == text[-1] == "`":
+        return f"<code>{escape(text[1:-1])}</code>"
+    return escape(text)
+
+
+def side_by_side(old: Mapping[str, Any], new: Mapping[str, Any], names: tuple[str, str] = ("yours", "tuned")) -> str:
+    """Two JSON objects line by line, with what differs marked."""
+    before, after = (json.dumps(each, indent=2).splitlines() for each in (old, new))
+    cells = [f'<div class="head">{escape(name)}</div>' for name in names]
+    for tag, a, b, c, d in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        left, right = before[a:b], after[c:d]
+        for index in range(max(len(left), len(right))):
+            cells.append(_line(left, index, "" if tag == "equal" else "old"))
+            cells.append(_line(right, index, "" if tag == "equal" else "new"))
+    return f'<div class="pair">{"".join(cells)}</div>'
+
+
+def _line(lines: Sequence[str], index: int, mark: str) -> str:
+    if index >= len(lines):
+        return "<div></div>"
+    return f'<div class="{mark}">{escape(lines[index])}</div>'
