@@ -221,10 +221,17 @@ def _alike(live: Any, saved: Any) -> bool:
 
 
 def restore_groups(optimizer: ShardedOptimizer, saved: list[dict[str, Any]]) -> None:
-    """Options of the saved groups into the live dictionaries, which schedulers hold on to."""
-    for group, options in zip(optimizer.param_groups, saved, strict=True):
+    """Options of the saved groups into the live dictionaries, which schedulers hold on to.
+
+    Options that the live groups lack are added, as torch does, and go with the next load: a stray one does not stay.
+    """
+    for index, key in optimizer.brought:
+        optimizer.param_groups[index].pop(key, None)
+    optimizer.brought.clear()
+    for index, (group, options) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         for key in _COUNTED:
             group.pop(key, None)
+        optimizer.brought.update((index, key) for key in options.keys() - group.keys() - {"params", *_COUNTED})
         for key, value in options.items():
             if key == "params" or (key in _IMPLEMENTATION and key in group):
                 continue

@@ -51,6 +51,8 @@ def check_extra(manifest: Manifest) -> None:
     _require(path, "irregular", extra.get("irregular"), lambda v: v is None or _are_stretches(v))
     for parameter in manifest.parameters.values():
         _require(path, f"scalars of {parameter.name}", parameter.scalars, lambda v: _is_dict_of(v, _is_scalar))
+        if "step" in parameter.scalars:
+            _require(path, f"step of {parameter.name}", parameter.scalars["step"], _is_step)
 
 
 def check_common(source: Source) -> None:
@@ -171,3 +173,9 @@ def _is_scalar(value: Any) -> bool:
     if isinstance(value, list):
         return len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], bool | int | float)
     return isinstance(value, _SCALARS)
+
+
+def _is_step(value: Any) -> bool:
+    """What an optimizer counts: a number, or ``[dtype, number]``."""
+    number = value[1] if isinstance(value, list) else value
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number < 2**63

@@ -91,6 +91,8 @@ def decode_scalar(optimizer: ShardedOptimizer, segment: Segment, key: str, value
     Raises:
         CheckpointError: it is no such thing.
     """
+    if key == "step" and not isinstance(value, list) and type(optimizer.optimizer).__module__.startswith("torch.optim"):
+        value = ["float32", value]  # torch counts in tensors, and would fail at the next step
     if not isinstance(value, list):
         return value
     dtype = getattr(torch, str(value[0]), None) if len(value) == 2 else None

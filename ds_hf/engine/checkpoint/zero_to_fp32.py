@@ -187,8 +187,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST
     try:
         text = _read_text(path, _MANIFEST_NBYTES + _nbytes_in(path.parent))
-        _check_seal(text)
         content = json.loads(text, object_pairs_hook=_without_doubles)
+        _check_seal(text, content)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: the folder is no complete ds_hf checkpoint (one whose saving was interrupted, or one "
@@ -209,10 +209,16 @@ def _seal(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _check_seal(text: str) -> None:
+def _check_seal(text: str, content: Any) -> None:
     """Damage to numbers would go unnoticed; whoever edits a manifest can leave the entry out."""
-    found = re.match(r'\{"checksum": "([0-9a-f]{32})", ', text)
-    if found is not None and found[1] != _seal(text[found.end() :]):
+    if not isinstance(content, dict) or "checksum" not in content:
+        return
+    first = re.match(r'\{"checksum": "[0-9a-f]{32}", ', text)
+    if first is not None:
+        rest = text[first.end() :]
+    else:  # the entry was moved, or its value is none: what is there besides is written as ``sealed`` does
+        rest = json.dumps({key: value for key, value in content.items() if key != "checksum"})[1:]
+    if content["checksum"] != _seal(rest):
         raise ValueError("it is not what was written, but damaged or edited; without the entry 'checksum' it is read")
 
 

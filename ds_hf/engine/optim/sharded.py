@@ -75,6 +75,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         self.lows = lows or {}
         self.store = store
         self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
+        self.brought: set[tuple[int, str]] = set()  # options of a group that a checkpoint added, until the next load
         self._groups = groups
         self.segments: dict[GradientBuffer, list[Segment]] = {
             gradient: list(

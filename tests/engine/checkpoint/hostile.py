@@ -182,7 +182,6 @@ def _serve(original: Path) -> None:
     logging.disable(logging.CRITICAL)
     out, sys.stdout = sys.stdout, sys.stderr
     engine = build(config(3, "bf16"), seed=1)
-    options = set(engine.optimizer.param_groups[0])
 
     def load(folder: Path) -> dict[str, Any]:
         _, client_state = engine.load_checkpoint(folder)
@@ -190,9 +189,6 @@ def _serve(original: Path) -> None:
             found = states(engine)
         except KeyError as error:  # a moment has another name now
             return {"states": str(error)}
-        for group in found["groups"]:  # a lie may have brought more, which stay
-            for key in group.keys() - options:
-                del group[key]
         return {**found, "client state": client_state, "rng": torch.get_rng_state()}
 
     def convert(folder: Path) -> dict[str, Any]:

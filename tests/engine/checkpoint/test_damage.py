@@ -15,7 +15,7 @@ import torch
 
 from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
 from ds_hf.errors import CheckpointError
-from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
+from tests.engine.checkpoint.workload import Model, build, config, differences, engine_of, states, train
 
 TENSORS = "rank_00000.safetensors"
 
@@ -133,6 +133,72 @@ def test_pickles_are_not_trusted(engine: Any, folder: Path, tmp_path: Path) -> N
 def test_lying_manifest(engine: Any, folder: Path, change: Callable[[dict[str, Any]], Any], match: str) -> None:
     _edit(folder, change)
     _refused(engine, folder, match)
+
+
+@pytest.mark.parametrize("moved", ["to the end", "behind a space", "value"])
+def test_the_checksum_of_a_manifest_counts_wherever_it_stands(engine: Any, folder: Path, moved: str) -> None:
+    path = folder / "tag/manifest.json"
+    original = path.read_text()
+
+    def written(content: dict[str, Any]) -> None:
+        if moved == "to the end":
+            content["checksum"] = content.pop("checksum")
+        elif moved == "value":
+            content["checksum"] = [content["checksum"]]
+        path.write_text((" " if moved == "behind a space" else "") + json.dumps(content))
+
+    content = json.loads(original)
+    written(content)
+    if moved != "value":
+        engine.load_checkpoint(folder)
+        content["counters"]["global_steps"] += 1
+        written(content)
+    _refused(engine, folder, r"manifest\.json cannot be read: it is not what was written")
+
+
+@pytest.mark.parametrize(
+    "step", ["x", None, True, -1, ["float32", "x"], ["float32", float("nan")], ["bool", True], {"a": 1}, 2**63]
+)
+def test_a_step_that_is_none(engine: Any, folder: Path, step: Any) -> None:
+    _edit(folder, lambda m: m["parameters"]["scale"]["scalars"].update(step=step))
+    before = states(engine)
+    with pytest.raises(CheckpointError, match=r"manifest\.json: (step|scalars) of scale is not what was saved"):
+        engine.load_checkpoint(folder)
+    assert differences(before, states(engine)) == []
+
+
+def test_a_step_that_is_a_plain_number(tmp_path: Path) -> None:
+    """torch's optimizers count in tensors, and an integer would fail them at the next step."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest.pop("digest")
+        for parameter in manifest["parameters"].values():
+            if "step" in parameter.get("scalars", {}):
+                parameter["scalars"]["step"] = 3
+
+    content, model = config(2), Model()
+    del content["optimizer"]
+    with engine_of(content, model, optimizer=torch.optim.NAdam(model.parameters())) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="tag")
+        _edit(tmp_path, change)
+        engine.load_checkpoint(tmp_path)
+        train(engine, 1)
+        assert {float(state["step"]) for state in engine.optimizer.state.values()} == {4.0}
+
+
+def test_a_stray_option_goes_with_the_next_load(engine: Any, folder: Path, original: Path) -> None:
+    path = folder / "tag/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = torch.load(path, weights_only=True)
+    content["param_groups"][0]["stray"] = 7
+    torch.save(content, path)
+    _edit(folder, lambda m: (m["files"].update({path.name: path.stat().st_size}), m["checksums"].pop(path.name)))
+    engine.load_checkpoint(original)
+    options = [set(group) for group in engine.optimizer.param_groups]
+    engine.load_checkpoint(folder)
+    assert engine.optimizer.param_groups[0]["stray"] == 7
+    engine.load_checkpoint(original)
+    assert [set(group) for group in engine.optimizer.param_groups] == options
 
 
 def _mutations(content: Any, source: random.Random) -> Any:
