@@ -303,7 +303,9 @@ class Engine(EngineFacade, nn.Module):
     ) -> bool:
         """Write everything that training needs to go on, into ``save_dir/tag``. All ranks call it.
 
-        With ``ds_hf.checkpoint.async`` it returns when everything is copied, see ``wait_for_checkpoint``.
+        When it returns the checkpoint is on disk. With ``ds_hf.checkpoint.async`` it returns when everything is copied
+        to host memory: training may go on, but a crash still loses this checkpoint, and the one before it is the last
+        that loads. Remove no older checkpoint before ``wait_for_checkpoint`` has returned.
 
         Args:
             tag: name of the checkpoint; default ``global_step`` and the number of steps.
@@ -327,6 +329,9 @@ class Engine(EngineFacade, nn.Module):
 
     def wait_for_checkpoint(self) -> None:
         """Return when the checkpoint that is being written in the background is on disk. All ranks call it.
+
+        ``save_checkpoint``, ``load_checkpoint``, ``destroy``, the end of ``Trainer.train()`` and the end of Python wait
+        too. ``engine.checkpoint_writer.busy`` tells without waiting.
 
         Raises:
             CheckpointError: it could not be written.

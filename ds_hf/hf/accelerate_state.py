@@ -1,4 +1,5 @@
-"""Hooks on accelerate: the backend of a machine without an accelerator, and what a DeepSpeed config may be.
+"""Hooks on accelerate: the backend of a machine without an accelerator, what a DeepSpeed config may be, and checkpoints
+that are written in the background.
 
 accelerate asks for a backend only where it finds a device it knows. On a CPU machine it finds none, lets DeepSpeed make
 the process group all the same, and then believes on every rank that it is alone: no data are divided. Naming gloo
@@ -17,7 +18,7 @@ import wrapt
 
 from ds_hf.hf.source import plain_config
 
-__all__ = ["has_accelerator", "wrap_config", "wrap_state"]
+__all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_state"]
 
 
 def wrap_state(module: ModuleType) -> None:
@@ -42,6 +43,24 @@ def wrap_config(module: ModuleType) -> None:
         return wrapped(**{**kwargs, "config_file_or_dict": plain_config(kwargs["config_file_or_dict"])})
 
     wrapt.wrap_function_wrapper(module, "HfDeepSpeedConfig.__init__", read_first)
+
+
+def wrap_accelerator(module: ModuleType) -> None:
+    """Hook of ``accelerate.accelerator``: what is being written in the background is on disk before ``save_state()``
+    removes older checkpoints (``total_limit``), and when ``end_training()`` returns."""
+
+    def written(end: str) -> Callable[..., Any]:
+        def wait_first(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+            for model in accelerator._models:
+                writer = getattr(model, "checkpoint_writer", None)
+                if writer is not None:
+                    getattr(writer, end)()
+            return wrapped(*args, **kwargs)
+
+        return wait_first
+
+    wrapt.wrap_function_wrapper(module, "Accelerator.save_state", written("wait"))
+    wrapt.wrap_function_wrapper(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
 
 
 def has_accelerator() -> bool:

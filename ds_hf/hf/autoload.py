@@ -29,11 +29,13 @@ Hook = Callable[[ModuleType], None]
 # module of the client -> our module and function that wrap something in it
 HOOKS = {
     "accelerate.state": ("ds_hf.hf.accelerate_state", "wrap_state"),
+    "accelerate.accelerator": ("ds_hf.hf.accelerate_state", "wrap_accelerator"),
     "accelerate.utils.deepspeed": ("ds_hf.hf.accelerate_state", "wrap_config"),
     "transformers.training_args": ("ds_hf.hf.training_args", "wrap_training_args"),
     "transformers.integrations.deepspeed": ("ds_hf.hf.integration", "wrap_integration"),
     "transformers.generation.utils": ("ds_hf.hf.generation", "wrap_generation"),
     "transformers.modeling_utils": ("ds_hf.hf.modeling", "wrap_modeling"),
+    "transformers.trainer_utils": ("ds_hf.hf.trainer", "wrap_trainer_utils"),
     "transformers.trainer": ("ds_hf.hf.trainer", "wrap_trainer"),
 }
 

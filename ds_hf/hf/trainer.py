@@ -3,8 +3,9 @@
 - ``auto_find_batch_size`` at every stage: the configuration follows the batch size that is being tried, and a process
   that runs out of memory does not leave the others waiting.
 - ``save_only_model`` with ``load_best_model_at_end``: the weights alone are loaded.
-- checkpoints that are written in the background: ``save_total_limit`` never counts one that is not on disk yet.
-- ``resume_from_checkpoint=True`` passes over a checkpoint whose saving was interrupted.
+- checkpoints that are written in the background: ``save_total_limit`` removes none before a later one is on disk,
+  ``train()`` returns when the last one is, and none is uploaded before it is.
+- ``get_last_checkpoint`` and ``resume_from_checkpoint=True`` pass over a checkpoint whose saving was interrupted.
 - ``save_model()`` before there is an engine; ``get_num_trainable_parameters()`` of parameters at rest.
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
 - training that was started again after a failure (``--max_restarts``) resumes: see ``hf.restart``.
@@ -29,7 +30,7 @@ from ds_hf.log import logger
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
 
-__all__ = ["wrap_trainer"]
+__all__ = ["wrap_trainer", "wrap_trainer_utils"]
 
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -45,20 +46,21 @@ def wrap_trainer(module: ModuleType) -> None:
         "_prepare_for_training": _forget_destroyed_engine,
         "training_step": _fail_together,
         "_load_best_model": _load_weights_alone,
-        "_save_checkpoint": _keep_one_more,
+        "_save_checkpoint": _prune_later,
+        "_push_from_checkpoint": _push_when_written,
         "log": _log_skipped_steps,
         "save_model": _save_without_engine,
         "get_num_trainable_parameters": _count_trainable,
     }
     for name, hook in hooks.items():
         wrapt.wrap_function_wrapper(module, f"Trainer.{name}", hook)
-    prune = module.rotate_checkpoints
+    wrapt.wrap_function_wrapper(module, "Trainer._finalize_training", _finish_saving)
+    if not isinstance(module.get_last_checkpoint, wrapt.FunctionWrapper):  # it was imported before the hook below
+        wrap_trainer_utils(module)
 
-    def finish_saving(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-        _finish_saving(trainer, prune, args[0] if args else kwargs["trial"])
-        return wrapped(*args, **kwargs)
 
-    wrapt.wrap_function_wrapper(module, "Trainer._finalize_training", finish_saving)
+def wrap_trainer_utils(module: ModuleType) -> None:
+    """Hook of ``transformers.trainer_utils``, from which scripts take what looks for the last checkpoint."""
     wrapt.wrap_function_wrapper(module, "get_last_checkpoint", _pass_over_unfinished)
 
 
@@ -135,33 +137,52 @@ def _load_weights_alone(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwar
         return wrapped(*args, **kwargs)
 
 
-def _writes_in_background(trainer: Any) -> bool:
+def _writing_engine(trainer: Any) -> Engine | None:
+    """The engine, if it writes the Trainer's checkpoints in the background."""
     engine = _engine(trainer)
-    return engine is not None and not engine.destroyed and engine.settings.ds_hf.checkpoint.async_
+    if engine is None or engine.destroyed or trainer.args.save_only_model:
+        return None
+    return engine if engine.settings.ds_hf.checkpoint.async_ else None
 
 
-def _keep_one_more(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The Trainer prunes as soon as saving returns: the checkpoint that is being written must not count yet."""
-    limit = trainer.args.save_total_limit
-    if not limit or limit < 0 or not _writes_in_background(trainer):
+def _prune_later(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The Trainer prunes when saving returns, before the checkpoint is on disk: here before the next one instead."""
+    engine = _writing_engine(trainer)
+    if engine is None:
         return wrapped(*args, **kwargs)
-    with _with(trainer.args, save_total_limit=limit + 1):
+    _prune_when_written(engine, trainer, args[1] if len(args) > 1 else kwargs["trial"])
+    with _with(trainer.args, save_total_limit=None):
         return wrapped(*args, **kwargs)
 
 
-def _finish_saving(trainer: Any, prune: Callable[..., None], trial: Any) -> None:
-    """Training ends: the last checkpoint is on disk, and the one kept meanwhile goes."""
-    engine = _engine(trainer)
-    if engine is None or not _writes_in_background(trainer):
-        return
+def _finish_saving(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Training ends: the last checkpoint is on disk before anything that follows."""
+    engine = _writing_engine(trainer)
+    if engine is not None:
+        _prune_when_written(engine, trainer, args[0] if args else kwargs["trial"])
+    return wrapped(*args, **kwargs)
+
+
+def _prune_when_written(engine: Engine, trainer: Any, trial: Any) -> None:
+    """Wait for the checkpoint that is being written; it is whole and the newest, so older ones may go."""
     engine.wait_for_checkpoint()
-    if trainer.args.should_save:
-        prune(
+    if engine.checkpoint_writer.completed and trainer.args.should_save:
+        from transformers.trainer_utils import rotate_checkpoints
+
+        rotate_checkpoints(
             output_dir=trainer._get_output_dir(trial=trial),
             save_total_limit=trainer.args.save_total_limit,
             best_model_checkpoint=trainer.state.best_model_checkpoint,
             use_mtime=True,
         )
+
+
+def _push_when_written(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """What goes to the Hub is whole."""
+    engine = _writing_engine(trainer)
+    if engine is not None:
+        engine.wait_for_checkpoint()
+    return wrapped(*args, **kwargs)
 
 
 def _pass_over_unfinished(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:

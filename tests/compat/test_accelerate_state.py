@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin, skip_first_batches
 from accelerate.utils import DummyOptim, DummyScheduler, ProjectConfiguration, load_checkpoint_in_model
 
+import ds_hf.engine.checkpoint.background as background
 from tests.compat.accelerate_user import (
     DEVICE,
     LR,
@@ -105,23 +108,43 @@ def test_a_loaded_state_goes_on_exactly(tmp_path: Path) -> None:
 def automatic_names(folder: str) -> dict[str, Any]:
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator, model, optimizer, scheduler, batches = start(3, project_config=project)
+    object.__setattr__(model.settings.ds_hf.checkpoint, "async_", True)
+    write, remove = background.write_part, shutil.rmtree
+    places = Path(folder) / "checkpoints"
+    removed = []
+
+    def slowly(place: Path, part: Any) -> Any:
+        time.sleep(0.3)
+        return write(place, part)
+
+    def look(path: str | Path, *args: Any, **kwargs: Any) -> None:
+        remove(path, *args, **kwargs)
+        if Path(path).parent == places:
+            removed.append(sorted(place.parent.parent.name for place in places.glob("*/pytorch_model/manifest.json")))
+
+    background.write_part = slowly
     rows = []
     for batch in list(batches)[:4]:
         rows += train(accelerator, model, optimizer, scheduler, [batch])
+        shutil.rmtree = look
         accelerator.save_state()
+        shutil.rmtree = remove
+    model.wait_for_checkpoint()
+    background.write_part = write
     accelerator.wait_for_everyone()
-    names = sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+    names = sorted(path.name for path in places.iterdir())
     straight = train(accelerator, model, optimizer, scheduler, list(batches)[4:])
     accelerator.load_state()  # the last one
     again = train(accelerator, model, optimizer, scheduler, list(batches)[4:])
     fresh_start()
-    return {"names": names, "straight": straight, "again": again}
+    return {"names": names, "removed": removed, "straight": straight, "again": again}
 
 
 @pytest.mark.feature("accelerate", "automatic checkpoint naming with total_limit")
 def test_automatic_checkpoint_naming(tmp_path: Path) -> None:
     found = run_user_code(automatic_names, str(tmp_path))[0]
     assert found["names"] == ["checkpoint_2", "checkpoint_3"]
+    assert found["removed"] == [["checkpoint_1"], ["checkpoint_2"]]  # whole while the next one is begun
     assert len(found["straight"]) == 4
     assert found["again"] == found["straight"]
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, trainer_utils
 from transformers.trainer import get_last_checkpoint
 
 import ds_hf.engine.checkpoint.background as background
+from ds_hf.hf.trainer import _unfinished
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config, history, make_trainer, tiny_llama
 
@@ -78,45 +79,62 @@ def test_stopped_and_resumed_is_straight_at_length(tmp_path: Path, stage: int) -
 # -- pruning --------------------------------------------------------------------------------------------------------
 
 
-def limited(folder: Path, limit: int) -> tuple[list[list[str]], list[str]]:
-    """Whole checkpoints on disk each time that pruning is over, with a writer that takes its time; and at the end."""
-    write = background.write_part
+def limited(folder: Path, limit: int) -> tuple[list[list[str]], list[str], list[str]]:
+    """With a writer that takes its time: checkpoints that load when one is removed, each time; and those at the end."""
+    write, remove = background.write_part, shutil.rmtree
 
     def slowly(place: Path, part: Any) -> Any:
         time.sleep(0.3)
         return write(place, part)
 
-    background.write_part = slowly
+    def loadable() -> list[str]:
+        return sorted(path.name for path in folder.glob("checkpoint-*") if not _unfinished(path))
+
+    removed: list[list[str]] = []
+
+    def look(path: str | Path, *args: Any, **kwargs: Any) -> None:
+        remove(path, *args, **kwargs)
+        if Path(path).name.startswith("checkpoint-"):
+            removed.append(loadable())
+
+    background.write_part, shutil.rmtree = slowly, look
     trainer = make_trainer(
         folder, config(2, **BACKGROUND), max_steps=8, save_strategy="steps", save_steps=2, save_total_limit=limit
     )
-    pruned: list[list[str]] = []
-    original = trainer._save_checkpoint
+    trainer.train(resume_from_checkpoint=True if any(folder.glob("checkpoint-*")) else None)
+    at_once = loadable()
+    background.write_part, shutil.rmtree = write, remove
+    return removed, at_once, sorted(path.name for path in folder.glob("checkpoint-*"))
 
-    def look(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        pruned.append(
-            sorted(path.parent.parent.name for path in folder.glob("checkpoint-*/global_step*/manifest.json"))
-        )
 
-    trainer._save_checkpoint = look
-    trainer.train()
-    background.write_part = write
-    return pruned, sorted(path.name for path in folder.glob("checkpoint-*"))
+def limited_twice(folder: Path) -> list[Any]:
+    """Again after a run that was killed while it saved: the newest checkpoint is not the last whole one."""
+    found = [limited(folder, 1)]
+    if torch.distributed.get_rank() == 0:
+        state = json.loads((folder / "checkpoint-8/trainer_state.json").read_text())
+        (folder / "checkpoint-8/trainer_state.json").write_text(json.dumps({**state, "global_step": 5}))
+        (folder / "checkpoint-8").rename(folder / "checkpoint-5")
+        (folder / "checkpoint-7").mkdir()
+    torch.distributed.barrier()
+    assert trainer_utils.get_last_checkpoint(str(folder)) == str(folder / "checkpoint-5")
+    return [*found, limited(folder, 1)]
 
 
 @pytest.mark.feature("Trainer", "`save_total_limit` with checkpoints written in the background")
 def test_pruning_never_takes_the_only_whole_checkpoint(tmp_path: Path) -> None:
-    pruned, left = run_user_code(limited, tmp_path, 1)[0]
-    assert pruned == [[], ["checkpoint-2"], ["checkpoint-4"], ["checkpoint-6"]]  # the newest is still being written
-    assert left == ["checkpoint-8"]
+    first, second = run_user_code(limited_twice, tmp_path)[0]
+    for removed, at_once, left in (first, second):
+        assert len(removed) == 3
+        assert [] not in removed
+        assert at_once == left == ["checkpoint-8"]
+    assert first[0] == [["checkpoint-4"], ["checkpoint-6"], ["checkpoint-8"]]
 
 
 @pytest.mark.slow
 def test_pruning_to_two(tmp_path: Path) -> None:
-    pruned, left = run_user_code(limited, tmp_path, 2)[0]
-    assert pruned[-1] == ["checkpoint-4", "checkpoint-6"]
-    assert left == ["checkpoint-6", "checkpoint-8"]
+    removed, at_once, left = run_user_code(limited, tmp_path, 2)[0]
+    assert removed == [["checkpoint-4", "checkpoint-6"], ["checkpoint-6", "checkpoint-8"]]
+    assert at_once == left == ["checkpoint-6", "checkpoint-8"]
 
 
 def saved(folder: Path) -> None:

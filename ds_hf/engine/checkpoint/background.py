@@ -105,12 +105,20 @@ def _host_memory(nbytes: int) -> Tensor:
 
 
 class BackgroundWriter:
-    """The writer of one engine; costs nothing until the first asynchronous save."""
+    """The writer of one engine; costs nothing until the first asynchronous save.
+
+    Attributes:
+        busy: a checkpoint is being written; until ``wait`` has returned it may be lost, and the one before it is the
+            last that is whole.
+        completed: checkpoints that this writer wrote and that are known to be on disk.
+        times: of the latest save that is complete, synchronous ones too; of those in the background on rank 0 alone.
+    """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.busy = False
-        self.times: SaveTimes | None = None  # of the latest save that is complete, synchronous ones too
+        self.completed = 0
+        self.times: SaveTimes | None = None
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
@@ -165,10 +173,12 @@ class BackgroundWriter:
             self._asked = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True), flags
 
     def wait(self) -> None:
-        """Wait for the write under way. All ranks call it.
+        """Return when what is being written is whole on disk and has its name, synced. All ranks call it.
+
+        Without a write under way it returns at once.
 
         Raises:
-            CheckpointError: it failed, on whatever rank.
+            CheckpointError: it failed, on whatever rank; the checkpoint before it is untouched.
         """
         if not self.busy:
             return
@@ -211,6 +221,7 @@ class BackgroundWriter:
         failure, self._failure = self._failure or elsewhere, None
         if failure is not None:
             raise CheckpointError(f"a checkpoint that was written in the background is lost: {failure}")
+        self.completed += 1
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
