@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all their own set-up: they need Python, pip and nothing else.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint format clean
+.PHONY: help setup demo test test-slow test-gpu lint docs format clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -33,7 +33,7 @@ $(STAMP):
 	@$(PYTHON) -m venv $(VENV) || { echo "python venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev,docs]'
 	@touch $@
 
 $(LIBRARY): csrc/CMakeLists.txt $(wildcard csrc/cpu/* csrc/aio/*) | $(STAMP)
@@ -44,7 +44,7 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for two minutes, train a small
 	@rm -rf $(DEMO_OUT)
 	@$(BIN)/python examples/demo.py
 
-test: lint $(LIBRARY) ## lint, types, layers, and all tests but the slow ones and those for a GPU
+test: lint docs $(LIBRARY) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
 	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 
@@ -64,6 +64,9 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+
+docs: $(STAMP) ## the site, in build/site; a broken link or anchor fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP) ## let ruff fix and format
 	@$(BIN)/ruff check --fix .

@@ -75,6 +75,7 @@ World = Annotated[int | None, typer.Option("--world-size", "-w", min=1, help="Pr
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the file.")]
+PresetUse = Enum("PresetUse", {"trainer": "trainer", "loop": "loop"}, type=str)
 PresetName = Enum("PresetName", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
 
 
@@ -128,6 +129,10 @@ def explain_command(
 @config_app.command("new")
 def new_command(
     name: Annotated[PresetName | None, typer.Option("--preset", "-p", help="Which preset.", show_default=False)] = None,
+    use: Annotated[
+        PresetUse,
+        typer.Option("--for", help='The Trainer and accelerate fill in "auto"; your own loop needs values.'),
+    ] = PresetUse.trainer,
     output: Output = None,
     force: Force = False,
 ) -> None:
@@ -136,9 +141,10 @@ def new_command(
         width = max(map(len, PRESETS))
         for key, (text, _) in PRESETS.items():
             print(f"{key:<{width}}  {text}")
-        print("\nds-hf config new --preset zero2 -o ds_config.json")
+        print("\nds-hf config new --preset zero2 -o ds_config.json               # for the Trainer and accelerate")
+        print("ds-hf config new --preset zero2 --for loop -o ds_config.json    # for a loop of your own")
         return
-    _write(json.dumps(preset(str(name.value)), indent=2) + "\n", output, force)
+    _write(json.dumps(preset(str(name.value), loop=use is PresetUse.loop), indent=2) + "\n", output, force)
 
 
 @config_app.command("schema")

@@ -272,6 +272,56 @@ def test_uninstalling_the_name_keeps_ds_hf(environment: Environment, install: In
     assert not (compat.parent).exists()
 
 
+def make_real_wheel(folder: Path) -> Path:
+    """The least that pip installs as DeepSpeed 0.19.8."""
+    path = folder / "deepspeed-0.19.8-py3-none-any.whl"
+    info = "deepspeed-0.19.8.dist-info"
+    files = {
+        "deepspeed/__init__.py": "__version__ = '0.19.8'\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+def test_to_the_real_deepspeed_and_back_as_the_readme_says(
+    environment: Environment, install: Install, wheel: Path, tmp_path: Path
+) -> None:
+    """`pip uninstall deepspeed && pip install deepspeed`; pip by itself would leave the stand-in where it is."""
+    readme = (ROOT / "README.md").read_text()
+    assert "\npip uninstall deepspeed && pip install deepspeed " in readme
+    assert "\npip install --force-reinstall --no-deps . " in readme
+    make_real_wheel(tmp_path)
+    get = ("install", "--no-compile", "--no-index", "--find-links", tmp_path, "deepspeed")
+    compat = install("wheel")
+    assert "already satisfied" in environment.pip(*get)
+    environment.pip("uninstall", "-y", "deepspeed")
+    environment.pip(*get)
+    found = environment.probe()
+    assert (found["version"], found["ds-hf"]) == ("0.19.8", "0.1.0")
+    assert found["origin"] == str(environment.site_packages / "deepspeed" / "__init__.py")
+    environment.pip("uninstall", "-y", "deepspeed")
+    assert environment.probe()["version"] is None
+    environment.pip("install", "--no-compile", "--force-reinstall", "--no-deps", wheel)
+    assert environment.probe()["origin"] == str(compat / "deepspeed" / "__init__.py")
+
+
+def test_to_the_real_deepspeed_and_back_in_an_editable_install(
+    environment: Environment, install: Install, tmp_path: Path
+) -> None:
+    """pip does not uninstall what lies outside the environment, so there --force-reinstall --no-deps comes first."""
+    compat = install("editable")
+    real = make_real_wheel(tmp_path)
+    environment.pip("install", "--no-compile", "--no-index", "--force-reinstall", "--no-deps", real)
+    assert environment.probe()["version"] == "0.19.8"
+    environment.pip("uninstall", "-y", "deepspeed")
+    assert environment.probe()["origin"] == str(compat / "deepspeed" / "__init__.py")
+
+
 def test_uninstalling_the_name_never_deletes_sources(environment: Environment, install: Install) -> None:
     compat = install("editable")
     before = sorted(compat.rglob("*.py"))

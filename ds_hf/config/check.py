@@ -17,6 +17,7 @@ from jsonschema.exceptions import ValidationError
 
 from ds_hf.config.draft import Draft
 from ds_hf.config.parse import escape
+from ds_hf.config.presets import preset_like
 from ds_hf.config.schema import Node, Path, dotted, load_schema, nearest, pointer_of, types_of, walk_for
 
 __all__ = ["check", "show"]
@@ -52,6 +53,7 @@ def _validator() -> Draft202012Validator:
 
 def _check_auto(draft: Draft) -> None:
     nodes = {pointer_of(path): node for path, node in walk_for(draft.tree)}
+    offered = ""
     for pointer in _autos(draft.tree, ""):
         node = nodes.get(pointer, {})
         fills = node.get("x-auto")
@@ -70,6 +72,11 @@ def _check_auto(draft: Draft) -> None:
             message = '"auto" was not filled in: the Trainer and accelerate do that, a plain initialize() does not'
             by_accelerate = fills["source"] == "accelerate"
             who = "accelerate" if by_accelerate else f"the Trainer (it takes {fills['source']})"
+            if not offered:  # once a file, however many there are
+                offered = (
+                    f"\n           for your own loop: ds-hf config new --for loop --preset {preset_like(draft.tree)}"
+                )
+                who += offered
             draft.fault(pointer, message, f"give a value, or run under {who}")
 
 

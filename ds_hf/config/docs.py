@@ -22,10 +22,11 @@ An unknown key, a wrong type or an impossible combination is an error that names
 come at once:
 
 ```
-ds-hf config check ds_config.json           # check a file; --world-size 8 checks the batch keys as well
-ds-hf config explain ds_config.json         # every effective value and where it comes from
-ds-hf config new --preset zero2 -o ds.json  # start from a preset
-ds-hf config schema                         # the JSON Schema, for editors
+ds-hf config new --preset zero2 -o ds.json              # a preset for the Trainer and accelerate, which fill it in
+ds-hf config new --preset zero2 --for loop -o ds.json   # the same for a loop of your own, complete
+ds-hf config check ds.json                              # check a file; --world-size 8 checks the batch keys as well
+ds-hf config explain ds.json                            # every effective value and where it comes from
+ds-hf config schema                                     # the JSON Schema, for editors
 ```
 
 An editor that knows JSON Schema completes and checks while you type, once the file says where the schema is:
@@ -37,7 +38,8 @@ What ds_hf does with a key:
 - **no effect**: it is accepted; setting it to anything but its default gives a warning with the reason.
 - **refused**: it would change the training and is not implemented; switching it on is an error.
 
-"auto" is allowed on the keys marked *auto*: the Trainer and accelerate fill them in. Anywhere else it is an error.
+"auto" is allowed on the keys marked *auto*: the Trainer and accelerate fill them in. Anywhere else it is an error, and
+so is an "auto" that reaches a plain `initialize()`.
 """
 
 _STATUS = {"implemented": "yes", "no-effect": "no effect", "unsupported": "refused"}

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from ds_hf.config import load_config
 from ds_hf.config.docs import configuration_page
 from ds_hf.config.presets import PRESETS, preset
 from ds_hf.config.schema import load_schema
+from ds_hf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 run = CliRunner().invoke
@@ -56,6 +58,36 @@ def test_presets_pass_their_own_check(name: str) -> None:
     assert result.exit_code == 0
     assert f"stage {name[4]}" in result.output
     assert json.loads(run(app, ["config", "new", "-p", name]).output) == preset(name)
+    assert json.loads(run(app, ["config", "new", "-p", name, "--for", "trainer"]).output) == preset(name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_presets_for_a_loop_leave_nothing_open(name: str, world_size: int) -> None:
+    tree = json.loads(run(app, ["config", "new", "--preset", name, "--for", "loop"]).output)
+    assert tree == preset(name, loop=True)
+    config = load_config(tree, world_size=world_size)  # without allow_auto
+    assert config.warnings == ()
+    assert tree["zero_optimization"] == preset(name)["zero_optimization"]
+    assert (config.train_batch_size, config.gradient_clipping, config.bf16.enabled) == (world_size, 1.0, True)
+    assert config.optimizer is not None
+    assert config.optimizer.type == "AdamW"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_unfilled_auto_offers_the_preset_for_a_loop_once(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(preset(name), world_size=2)
+    offers = [line for line in str(error.value).splitlines() if "--for loop" in line]
+    assert [line.strip() for line in offers] == [f"for your own loop: ds-hf config new --for loop --preset {name}"]
+    assert len(error.value.faults) == 6
+
+
+@pytest.mark.parametrize("stage", [True, "auto", 7, [], None])
+def test_the_offer_of_a_file_with_an_impossible_stage(stage: Any) -> None:
+    tree = {"train_batch_size": "auto", "zero_optimization": {"stage": stage}}
+    with pytest.raises(ConfigError, match=r"(?m)--for loop --preset zero2$"):
+        load_config(tree, world_size=2)
 
 
 def test_check_of_a_good_file(good: str) -> None:
@@ -140,6 +172,8 @@ def test_explain_of_a_bad_file(bad: str) -> None:
 def test_new_lists_writes_and_does_not_overwrite(tmp_path: Path) -> None:
     listing = run(app, ["config", "new"]).output
     assert all(name in listing for name in PRESETS)
+    assert "--for loop" in listing
+    assert run(app, ["config", "new", "-p", "zero2", "--for", "others"]).exit_code == 2
     path = tmp_path / "ds.json"
     assert run(app, ["config", "new", "-p", "zero2", "-o", str(path)]).exit_code == 0
     assert json.loads(path.read_text())["zero_optimization"]["stage"] == 2
