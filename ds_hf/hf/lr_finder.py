@@ -68,7 +68,8 @@ class LrFinderCallback(TrainerCallback):
             scale_rates(engine, kwargs.get("lr_scheduler"), self.result.lr)
             args.learning_rate = self.result.lr
         if self.trainer.is_world_process_zero():
-            logger.warning("learning rate %.3g: %s", self.result.lr, self.result.reason)
+            said = "; ".join((self.result.reason, *self.result.notes))
+            logger.warning("learning rate %.3g: %s", self.result.lr, said)
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RESULT).write_text(json.dumps(self.result.to_dict(), indent=1) + "\n", "utf-8")

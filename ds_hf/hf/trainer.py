@@ -9,6 +9,7 @@
 - ``save_model()`` before there is an engine; ``get_num_trainable_parameters()`` of parameters at rest.
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
 - training that was started again after a failure (``--max_restarts``) resumes: see ``hf.restart``.
+- a Trainer that is only measured (``ds-hf lr-find``, ``ds-hf autotune``) writes no checkpoints on its way.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
 
 Without DeepSpeed every hook only calls what it wraps, and the engine is never imported.
@@ -26,6 +27,7 @@ import wrapt
 
 from ds_hf.hf.restart import go_on_after_restart
 from ds_hf.log import logger
+from ds_hf.measure.saving import being_measured
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
@@ -147,6 +149,8 @@ def _writing_engine(trainer: Any) -> Engine | None:
 
 def _prune_later(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     """The Trainer prunes when saving returns, before the checkpoint is on disk: here before the next one instead."""
+    if being_measured():
+        return None
     engine = _writing_engine(trainer)
     if engine is None:
         return wrapped(*args, **kwargs)

@@ -22,6 +22,7 @@ from ds_hf.hf.mismatch import find_mismatches
 from ds_hf.hf.optimizers import find_unfit_optimizers
 from ds_hf.hf.source import AUTO, checked_config, plain_config
 from ds_hf.log import logger, warn_once
+from ds_hf.measure.saving import being_measured
 
 __all__ = ["wrap_training_args"]
 
@@ -37,6 +38,8 @@ def wrap_training_args(module: ModuleType) -> None:
 def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not _wants_deepspeed(arguments):
         return wrapped(*args, **kwargs)
+    if being_measured():  # neither logs nor a repository of a training that does not happen
+        arguments.report_to, arguments.push_to_hub = "none", False
     given = arguments.deepspeed
     if not given:  # accelerate launch named the configuration: its plugin reads it
         _refuse(find_unfit_optimizers(None, arguments), "the training arguments")

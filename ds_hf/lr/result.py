@@ -26,6 +26,7 @@ class LrResult:
     optimizer: class name. cycles_momentum: whether it has Adam's betas, which 1Cycle moves.
     total_steps: updates of the training to come, when known; shapes the schedules.
     updates: optimizer updates that the search took. seconds: its wall time.
+    notes: what else to know, such as that there were too few batches for the search that was asked for.
     """
 
     lr: float
@@ -40,6 +41,7 @@ class LrResult:
     total_steps: int | None
     updates: int
     seconds: float
+    notes: tuple[str, ...] = ()
 
     def advice(self) -> list[Advice]:
         """The suggestion as DeepSpeed's schedules and as arguments of HuggingFace's Trainer."""
@@ -59,6 +61,7 @@ class LrResult:
             "total_steps": self.total_steps,
             "updates": self.updates,
             "seconds": round(self.seconds, 2),
+            "notes": list(self.notes),
             "sweeps": [sweep.to_dict() for sweep in self.sweeps],
             "runs": [run.to_dict() for run in self.runs],
         }
@@ -81,6 +84,7 @@ class LrResult:
             marks=Landmarks(**values["marks"]),
             sweeps=tuple(map(Sweep.from_dict, values["sweeps"])),
             runs=tuple(runs),
+            notes=tuple(values.get("notes", ())),
             **{key: values[key] for key in plain},
         )
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ds_hf
+from ds_hf.engine.lr_probe import script as script_module
 from ds_hf.engine.lr_probe.script import ENVIRONMENT
 from ds_hf.engine.lr_probe.snapshot import Snapshot
 from ds_hf.errors import ConfigError, DsHfError
@@ -215,6 +218,8 @@ def job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     content = {"options": SMALL, "result": str(folder / "result.json"), "progress": str(folder / "progress.jsonl")}
     (folder / "job.json").write_text(json.dumps(content))
     monkeypatch.setenv(ENVIRONMENT, str(folder / "job.json"))
+    monkeypatch.setattr(script_module, "leave", sys.exit)  # the process is pytest's
+    monkeypatch.setattr(script_module, "SaveGuard", mock.MagicMock())
     return folder / "result.json"
 
 

@@ -1,4 +1,4 @@
-"""How long a learning-rate search may be: options that fit the seconds that are left."""
+"""How long a learning-rate search may be: options that fit the seconds, or the batches, that there are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from ds_hf.lr import LrOptions
 
-__all__ = ["fitting", "updates_of"]
+__all__ = ["fitting", "for_batches", "for_fed_batches", "updates_of"]
 
 RUNGS, RATES = 6, 5  # runs of the ladder, and rates around its best, as a rule (``ds_hf.lr.confirm``)
 SHORTER = (1.0, 0.75, 0.5, 0.35, 0.25)  # of the default numbers of updates
@@ -34,3 +34,31 @@ def fitting(options: LrOptions, seconds: float, step_seconds: float) -> LrOption
             if updates_of(shorter) * step_seconds <= seconds:
                 return shorter
     return dataclasses.replace(LEAST, total_steps=options.total_steps, seed=options.seed)
+
+
+def for_batches(options: LrOptions, batches: int) -> LrOptions | None:
+    """The same search with no more than ``batches`` batches, divided as before; ``None`` if they are too few."""
+    held_out = max(1, min(batches - 1, round(batches * options.held_out_batches / options.batches)))
+    if batches < 2:
+        return None
+    return dataclasses.replace(options, train_batches=batches - held_out, held_out_batches=held_out)
+
+
+def fed_batches_of(options: LrOptions) -> int:
+    """Batches that a search takes, as a rule, where each is used once, also for a look at those set aside."""
+    sweep = options.num_steps + options.moment_steps
+    sweep += -(-options.num_steps // options.held_out_every) * -(-options.held_out_batches // 4)
+    runs = RUNGS * (options.confirm_steps + options.held_out_batches)
+    runs += RATES * options.seeds * (2 * options.confirm_steps + options.held_out_batches)
+    return options.seeds * sweep + (runs if options.confirm_steps else 0)
+
+
+def for_fed_batches(options: LrOptions, batches: int) -> LrOptions | None:
+    """The longest search that takes ``batches`` batches, each once: at last a range test alone; ``None`` for none."""
+    few = dataclasses.replace(options, seeds=1, held_out_batches=min(4, options.held_out_batches))
+    candidates = [fitting(options, batches, share) for share in (1.0, 1.5, 2.0, 3.0)]
+    candidates += [
+        dataclasses.replace(few, num_steps=min(steps, options.num_steps), confirm_steps=min(runs, few.confirm_steps))
+        for steps, runs in ((50, 20), (25, 10), (25, 0), (10, 0))
+    ]
+    return next((chosen for chosen in candidates if fed_batches_of(chosen) <= batches), None)

@@ -1,12 +1,14 @@
 """Runs a user's unchanged script under torchrun and has its engine search a learning rate: ``find``.
 
 The script is told by one environment variable that names a job file (``ds_hf.engine.lr_probe.script`` answers it), and
-ends by itself. Everything that it printed is in ``log.txt``; nothing of it outlives the call.
+ends by itself, before it saves anything. If it trains on fewer batches than the search wants, it is started again for a
+search that they suffice for. Everything that it printed is in ``log.txt``; nothing of it outlives the call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -20,16 +22,19 @@ from typing import Any
 
 import psutil
 
+from ds_hf.autotune.lr.budget import for_batches, for_fed_batches
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrOptions, LrResult
+from ds_hf.measure.saving import LR_ENV
 
 __all__ = ["FindOptions", "LrSearchError", "find", "launch_command", "total_steps_in"]
 
-ENVIRONMENT = "DS_HF_LR_PROBE"
 RESULT = "lr_result.json"
 TAIL_LINES = 25
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "ds-hf")
 GRACE_S = 10.0  # between being asked to end and being killed
+STARTS = 3  # of the script, each for a shorter search
+SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}  # no runs there of a training that does not happen
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -68,28 +73,69 @@ def find(command: Sequence[str], options: FindOptions | None = None, on_event: O
     """
     options = options or FindOptions()
     full = launch_command(command, options.processes)
+    deadline = time.monotonic() + options.timeout_s
+    search, notes = options.search, []
+    for start in range(1, STARTS + 1):
+        found = _launch(full, options, search, on_event, deadline - time.monotonic())
+        if isinstance(found, LrResult):
+            return _noted(found, notes, options.output / RESULT)
+        shorter = _shorter(search, found, start)
+        if shorter is None or start == STARTS:
+            break
+        search, notes = shorter, [f"a shorter search: {_why_short(found)}"]
+        if on_event is not None:
+            on_event({"phase": "short", "why": _why_short(found)})
+    raise LrSearchError(
+        f"{_why_short(found)}, too few for a search; let it train longer (--max_steps, --num_train_epochs)\n"
+        f"{_tail(options.output / 'log.txt')}"
+    )
+
+
+def _launch(
+    full: list[str], options: FindOptions, search: LrOptions, on_event: OnEvent | None, timeout_s: float
+) -> LrResult | dict[str, Any]:
+    """One run of the script: the result, or how many batches it had where these did not suffice."""
     folder = options.output.absolute()
     job, progress, result, log = (folder / name for name in ("job.json", "progress.jsonl", RESULT, "log.txt"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in (progress, result):
             stale.unlink(missing_ok=True)
-        content = {"options": options.search.to_dict(), "result": str(result), "progress": str(progress)}
+        content = {"options": search.to_dict(), "result": str(result), "progress": str(progress)}
         job.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
         output = log.open("w", encoding="utf-8")
     except OSError as error:
         raise LrSearchError(
             f"cannot write into {folder}: {error.strerror}; choose another folder (--output)"
         ) from error
+    env = {**os.environ, **SILENT, **options.env, LR_ENV: str(job)}
+    tail = _Tail(progress, on_event)
+
+    def over() -> bool:
+        tail()
+        return result.exists()
+
     with output:
-        code = _run(
-            full,
-            {**os.environ, **options.env, ENVIRONMENT: str(job)},
-            output,
-            options.timeout_s,
-            _Tail(progress, on_event),
-        )
+        code = _run(full, env, output, timeout_s, over)
     return _read(result, log, code, options.timeout_s)
+
+
+def _shorter(search: LrOptions, short: dict[str, Any], start: int) -> LrOptions | None:
+    """What the batches of the run before suffice for."""
+    updates = short["micro_batches"] // short["accumulation"]
+    return for_fed_batches(search, updates // start) if short["feeding"] else for_batches(search, updates)
+
+
+def _why_short(short: dict[str, Any]) -> str:
+    updates, before = short["micro_batches"] // short["accumulation"], short["before"]
+    came = "it ended" if before is None else f"it came to {before}, before which it was stopped"
+    return f"the script trained on {updates} batch{'' if updates == 1 else 'es'} until {came}"
+
+
+def _noted(found: LrResult, notes: list[str], result: Path) -> LrResult:
+    noted = dataclasses.replace(found, notes=(*found.notes, *notes))
+    result.write_text(json.dumps(noted.to_dict(), indent=1) + "\n", "utf-8")
+    return noted
 
 
 def launch_command(command: Sequence[str], processes: int | None = None) -> list[str]:
@@ -152,9 +198,12 @@ class _Tail:
 
 
 def _run(
-    command: list[str], env: dict[str, str], output: Any, timeout_s: float, look: Callable[[], None]
+    command: list[str], env: dict[str, str], output: Any, timeout_s: float, over: Callable[[], bool]
 ) -> int | None:
-    """Exit code of the command; ``None`` when its time was over. It is gone afterwards, also after Ctrl-C."""
+    """Exit code of the command; ``None`` when its time was over. It is gone afterwards, also after Ctrl-C.
+
+    Once ``over`` says so it has a short time to end: a process that stopped before saving leaves others that wait.
+    """
     try:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     except OSError as error:
@@ -164,7 +213,9 @@ def _run(
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
-            look()
+            if over():
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        over()
         return process.poll()
     finally:
         _end(process)
@@ -188,14 +239,16 @@ def _end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResult:
+def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResult | dict[str, Any]:
     content: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(result.read_text("utf-8"))
     if "result" in content:
-        found = LrResult.from_dict(content["result"])
-        result.write_text(json.dumps(content["result"], indent=1) + "\n", "utf-8")
-        return found
+        return LrResult.from_dict(content["result"])
+    short = content.get("short", {})
+    if short and (code == 0 or short["before"] is not None):
+        result.unlink()
+        return dict(short)
     if "error" in content:
         why = str(content["error"])
     elif code is None:

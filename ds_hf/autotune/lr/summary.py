@@ -23,6 +23,7 @@ def summary(result: LrResult) -> str:
         f"nearly as good {result.near[0]:.3g} to {result.near[1]:.3g}",
         f"range test     steepest {_rate(marks.steepest)}, valley {_rate(marks.valley)}, limit {limit}",
         f"took           {result.updates} updates, {result.seconds:.1f} s; {result.optimizer}",
+        *(f"note           {note}" for note in result.notes),
     ]
     if result.runs:
         lines += ["", "confirming runs (held-out loss at the end)", *_table(result.runs)]
@@ -64,6 +65,8 @@ def event_line(event: dict[str, Any]) -> str:
         return f"reading batches from the script: {event['step']} of {event['of']}"
     if phase == "feed":
         return f"the script goes on feeding batches: {event['why']}"
+    if phase == "short":
+        return f"starting again for a shorter search: {event['why']}"
     if phase == "sweep":
         return f"range test, order {event['seed']}: {event['step']} of {event['of']}, lr {event['lr']:.2e}"
     loss = "diverged" if event.get("loss") is None else f"held-out loss {event['loss']:.4f}"

@@ -44,6 +44,7 @@ def range_test(
             f"a learning-rate test needs batches for at least two updates ({steps} micro-batches each), one to train "
             f"on and one set aside; a process has {counts[0]} and {counts[1]}"
         )
+    few = counts[0] < options.train_batches or counts[1] < options.held_out_batches
     options = replace(options, train_batches=counts[0], held_out_batches=counts[1])
     compute = loss_of or _loss_of
 
@@ -55,7 +56,8 @@ def range_test(
             raise ValueError("the loss of a batch is one number: give loss_of=, a function of (engine, batch)")
         return Fed(loss, share=1 / steps, evaluated=want.held_out)
 
-    return drive(search(engine, options, tell), feed)
+    result = drive(search(engine, options, tell), feed)
+    return replace(result, notes=(f"only {sum(counts)} batches were given",)) if few else result
 
 
 def _set_aside(train: list[Any], wanted: int, steps: int) -> list[Any]:

@@ -5,6 +5,10 @@ branch and no cost. At first the calls are only written down, and nothing is tra
 to ``backward`` is what the model returned (or a fixed part of it), the search computes losses from these batches again,
 the same for every rate. Otherwise the script's own loop goes on and feeds the search with ever new batches. The process
 ends when the search has ended: exit code 0 and the result in the file that the job names, or the error in its place.
+
+The script never comes to save anything. Where its training is over before the search, or it begins to write a model,
+the process ends as well and tells how many batches there were: whoever launched it asks for a shorter search. To search
+with them at once was considered: often one process alone saves, while the others wait for it or have ended.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import json
 import math
 import os
 import statistics
+import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +34,16 @@ from ds_hf.engine.dist.mesh import compute_device
 from ds_hf.engine.lr_probe.feeding import drive, loss_in
 from ds_hf.engine.lr_probe.probe import Fed, Search, Want, search
 from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.log import logger
 from ds_hf.lr import LrOptions, LrResult
+from ds_hf.measure.saving import LR_ENV, SaveGuard, leave
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
 
 __all__ = ["ENVIRONMENT", "attach"]
 
-ENVIRONMENT = "DS_HF_LR_PROBE"
+ENVIRONMENT = LR_ENV
 ALIKE = 1e-3  # how far losses of script and model may differ in ratio
 
 
@@ -98,7 +106,8 @@ class _Script:
         self.feeding: Search | None = None
         self.ended = False
         self.micro_batches = 0
-        atexit.register(self._script_ended)
+        self.guard = SaveGuard(self._before_saving)
+        atexit.register(self._ended_early, None)
 
     # -- in place of the engine's methods -----------------------------------------------------------------------------
 
@@ -118,6 +127,8 @@ class _Script:
             share = 1 / self.steps if scale_wrt_gas else 1.0
             further = {"retain_graph": retain_graph, "scale_wrt_gas": scale_wrt_gas, **kwargs}
             self.micro_batches += 1
+            if self.micro_batches == 1:
+                self.guard.watch_files()
             if self.feeding is not None:
                 self._feed(Fed(loss, further, share))
                 return loss
@@ -184,31 +195,42 @@ class _Script:
     def _finish(self, result: LrResult) -> NoReturn:
         self._write({"result": result.to_dict()})
         barrier(self.engine.axis)
-        raise SystemExit(0)
+        leave(0)
 
     def _reported(self) -> _Reported:
         return _Reported(self._write)
 
-    def _script_ended(self) -> None:
-        """Without this the caller would only see a script that ended well."""
+    def _before_saving(self, what: str) -> None:
+        """Nothing is saved: before the first batch the script goes on without it, afterwards it ends."""
         if self.ended:
+            leave(1)
+        if not self.micro_batches:
+            logger.warning("%s is left out: ds-hf lr-find saves nothing", what)
             return
-        if self.feeding is not None:
-            need = "and computes its loss outside the model, so that the search goes on with its loop"
-        else:
-            need = f"of the {self.options.batches * self.steps} that the search needs"
-        self._write({"error": f"the script ended after {self.micro_batches} micro-batches {need}; let it train longer "
-                              "(--max_steps, --num_train_epochs), or give smaller --train-batches"})  # fmt: skip
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, StopIteration | OSError):
+            traceback.print_exception(error)  # what saves here is a `finally` or an `except` of the script
+            leave(1)
+        self._ended_early(what)
+        leave(0)
+
+    def _ended_early(self, before: str | None) -> None:
+        """There were fewer batches than the search needs, before what the script did next or (``None``) ended."""
+        short = {"micro_batches": self.micro_batches, "accumulation": self.steps, "before": before,
+                 "feeding": self.feeding is not None}  # fmt: skip
+        self._write({"short": short})
 
     def _write(self, content: dict[str, Any]) -> None:
         if self.ended:
             return
         self.ended = True
-        if self.engine.axis.rank == 0 or "error" in content:
+        if self.engine.axis.rank == 0 or "result" not in content:
             made = self.result.with_suffix(f".{os.getpid()}.part")
             made.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-            if "error" not in content or not self.result.exists():
+            if "result" in content or not self.result.exists():
                 os.replace(made, self.result)
+            else:
+                made.unlink()
 
     def _tell(self, event: dict[str, Any]) -> None:
         if self.engine.axis.rank == 0:

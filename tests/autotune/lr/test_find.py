@@ -70,10 +70,92 @@ def test_a_script_is_launched_and_the_result_shown(script: str, tmp_path: Path) 
     assert "the script's own end" not in (tmp_path / "lr" / "log.txt").read_text()
 
 
+SAVES = """
+import os
+import torch
+
+torch.save(engine.module.state_dict(), "model.pt")
+open("metrics.json", "w").write("{}")
+engine.save_checkpoint("checkpoints")
+"""
+
+
+def test_fewer_batches_make_a_shorter_search_and_nothing_is_saved(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script is over after 5 batches of the 10 that are wanted: it would write what training has left now."""
+    monkeypatch.chdir(tmp_path)
+    Path(script).write_text(SCRIPT.replace('print("the script', SAVES + 'print("the script'))
+    Path("model.pt").write_text("the user's model")
+    code, out, err = lr_find(tmp_path / "lr", *OPTIONS, "python", script, "--max_steps", "5")
+    assert code == 0, out + err
+    assert Path("model.pt").read_text() == "the user's model"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lr", "model.pt", "train.py"]
+    said = "the script trained on 5 batches until it came to save(), before which it was stopped"
+    assert f"a shorter search: {said}" in " ".join(out.split())
+    assert f"starting again for a shorter search: {said}" in " ".join(err.split())
+    result = json.loads((tmp_path / "lr" / "lr_result.json").read_text())
+    assert 1e-4 < result["lr"] < 1
+    assert result["notes"] == [f"a shorter search: {said}"]
+
+
+@pytest.mark.slow
+def test_a_loop_that_feeds_the_search_and_ends(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is the script's own, so each batch counts once: 40 of them suffice for a range test alone."""
+    monkeypatch.chdir(tmp_path)
+    own = SCRIPT.replace('return {"loss": (self.net(x) - y).square().mean()}', "return self.net(x)")
+    own = own.replace('loss = engine(x=x, y=x.sum(1, keepdim=True))["loss"]',
+                      "loss = (engine(x=x, y=None) - x.sum(1, keepdim=True)).square().mean()")  # fmt: skip
+    Path(script).write_text(own + SAVES)
+    code, out, err = lr_find(tmp_path / "lr", *OPTIONS, "python", script, "--max_steps", "60")
+    assert code == 0, out + err
+    assert "without confirming runs" in out
+    assert "a shorter search: the script trained on 60 batches" in " ".join(out.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lr", "train.py"]
+
+
+TRAINER = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                     num_attention_heads=1, num_key_value_heads=1))
+rows = [{"input_ids": (ids := torch.randint(0, 16, (6,))), "labels": ids} for _ in range(12)]
+config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+arguments = TrainingArguments("out", deepspeed=config, per_device_train_batch_size=2, num_train_epochs=2, save_steps=3,
+                              disable_tqdm=True, report_to="tensorboard", save_total_limit=1)
+trainer = Trainer(model, arguments, train_dataset=rows)
+try:
+    trainer.train()
+except SystemExit:
+    pass
+finally:
+    trainer.save_model("final")
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_is_ended_before_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of six steps on two processes, with checkpoints on the way, of which 15 batches are wanted."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAINER)
+    for name in ("out/checkpoint-3", "final"):
+        Path(name).mkdir(parents=True)
+        Path(name, "model.safetensors").write_text("the user's model")
+    words = [*OPTIONS, "--train-batches", "13", "--nproc", "2", "train.py"]
+    result = CliRunner().invoke(app, ["lr-find", "-o", "lr", *words])
+    assert result.exit_code == 0, result.output
+    assert "came to the end of the training" in " ".join(result.stdout.split())
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*") if path.parts[-2] != "lr")
+    assert files == ["final/model.safetensors", "out/checkpoint-3/model.safetensors", "train.py"]
+    assert Path("final/model.safetensors").read_text() == "the user's model"
+
+
 def test_a_script_that_ends_too_early(script: str, tmp_path: Path) -> None:
-    code, _, err = lr_find(tmp_path, *OPTIONS, "python", script, "--max_steps", "4")
+    code, _, err = lr_find(tmp_path, *OPTIONS, "python", script, "--max_steps", "1")
     assert code == 1
-    assert "ended after 4 micro-batches of the 10 that the search needs" in err
+    assert "the script trained on 1 batch until it ended, too few for a search" in err
     assert "the script's own end" in err
 
 
