@@ -32,7 +32,7 @@ from ds_hf.config.schema import schema_text
 from ds_hf.config.triple import WorldSize
 from ds_hf.config.types import Config, OriginKind
 from ds_hf.doctor_cli import doctor_command
-from ds_hf.errors import ConfigError, Fault
+from ds_hf.errors import SHOWN_FAULTS, ConfigError, Fault
 from ds_hf.launch_cli import add_run_command
 from ds_hf.memory_cli import SETTINGS, memory_command
 
@@ -97,7 +97,7 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
     if autos := auto_keys(config):
         _item(console, "auto", "cyan", Text(f"the Trainer or accelerate fills {len(autos)}: {', '.join(autos)}"))
     for message, faults in grouped(config.warnings):
-        names = ", ".join(_key(fault.pointer) + (f" (line {fault.line})" if fault.line else "") for fault in faults)
+        names = ", ".join(_key(fault.place) + (f" (line {fault.line})" if fault.line else "") for fault in faults)
         fix = f" -> {faults[0].fix}" if faults[0].fix and len(faults) == 1 else ""
         _item(console, "note", "yellow", Text.assemble((names, "bold"), f": {message}{fix}"))
 
@@ -211,16 +211,18 @@ def _print_faults(error: ConfigError, as_json: bool) -> None:
     count = len(error.faults)
     head = f": {count} fault{'s' if count != 1 else ''}"
     _item(console, "faulty", "bold red", Text.assemble((error.source, "bold"), head))
-    for fault in error.faults:
+    for fault in error.faults[:SHOWN_FAULTS]:
         line = f" (line {fault.line})" if fault.line else ""
         if not console.is_terminal:
-            print(f"\n{_key(fault.pointer)}{line}: {fault.message}\n    fix: {fault.fix}")
+            print(f"\n{_key(fault.place)}{line}: {fault.message}\n    fix: {fault.fix}")
             continue
         console.print()
-        console.print(Text.assemble((_key(fault.pointer), "bold"), (line, "dim")))
+        console.print(Text.assemble((_key(fault.place), "bold"), (line, "dim")))
         _item(console, "", "", Text(fault.message))
         if fault.fix:
             _item(console, "  fix", "green", Text("\n".join(part.strip() for part in fault.fix.splitlines())))
+    if count > SHOWN_FAULTS:
+        print(f"\n... and {count - SHOWN_FAULTS} more")
 
 
 def _print_rows(config: Config, shown: list[Row]) -> None:

@@ -7,9 +7,10 @@ wrongly, and ``ConfigError`` and ``LossError`` also a ``ValueError``: code that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = [
+    "SHOWN_FAULTS",
     "CheckpointError",
     "ConfigError",
     "DivergenceError",
@@ -19,6 +20,10 @@ __all__ = [
     "LossScaleError",
     "OffloadError",
 ]
+
+
+# Of a configuration with more faults than these, which is some other kind of file, the rest is counted.
+SHOWN_FAULTS = 20
 
 
 class DsHfError(RuntimeError, AssertionError):
@@ -41,8 +46,14 @@ class Fault:
     fix: str = ""
     line: int | None = None
 
+    @property
+    def place(self) -> str:
+        """The pointer for people: long keys in it shortened."""
+        keys = [key if len(key) <= 60 else f"{key[:57]}..." for key in self.pointer.split("/")]
+        return "/".join(keys if len(keys) <= 10 else [*keys[:5], "...", *keys[-4:]])
+
     def __str__(self) -> str:
-        where = self.pointer or "(top level)"
+        where = self.place or "(top level)"
         at = f" (line {self.line})" if self.line is not None else ""
         fix = f"\n      fix: {self.fix}" if self.fix else ""
         return f"{where}{at}: {self.message}{fix}"
@@ -61,7 +72,13 @@ class ConfigError(DsHfError, ValueError):
         self.source = source
         count = len(self.faults)
         head = f"{source}: {count} fault{'s' if count != 1 else ''}"
-        super().__init__("\n".join([head, *(f"  {i}. {fault}" for i, fault in enumerate(self.faults, 1))]))
+        lines, last = [], ""
+        for number, fault in enumerate(self.faults[:SHOWN_FAULTS], 1):
+            again = len(fault.fix) > 40 and fault.fix == last
+            lines.append(f"  {number}. {replace(fault, fix='as above') if again else fault}")
+            last = fault.fix
+        more = [f"  ... and {count - SHOWN_FAULTS} more"] if count > SHOWN_FAULTS else []
+        super().__init__("\n".join([head, *lines, *more]))
 
 
 class CheckpointError(DsHfError):

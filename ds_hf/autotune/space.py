@@ -151,7 +151,9 @@ class Space:
         stage = result.get(STAGE, _get(self.tree, STAGE) or 0)
         offload = result.get(OFFLOAD_OPTIMIZER, _get(self.tree, OFFLOAD_OPTIMIZER))
         for axis in self.axes:
-            if ("stage3_" in axis.name and stage != 3) or (axis.name == RATIO and offload != "cpu"):
+            if ((axis.name == OFFLOAD_PARAM or "stage3_" in axis.name) and stage != 3) or (
+                axis.name == RATIO and offload != "cpu"
+            ):
                 result[axis.name] = axis.values[0]
         return result
 

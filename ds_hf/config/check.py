@@ -146,7 +146,10 @@ def _wrong_value(error: ValidationError) -> tuple[str, str]:
         "exclusiveMinimum": ("is too small", f"give more than {limit}"),
         "maximum": ("is too large", f"give at most {limit}"),
         "exclusiveMaximum": ("is too large", f"give less than {limit}"),
-        "minItems": ("has too few elements", f"give {limit}"),
+        "minItems": (
+            "has too few elements",
+            f"give {limit}" if node.get("maxItems") == limit else f"give {limit} or more",
+        ),
         "maxItems": ("has too many elements", f"give {limit}"),
     }
     what, fix = bounds.get(str(error.validator), ("is not allowed here", error.message))

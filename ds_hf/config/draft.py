@@ -1,22 +1,25 @@
 """A configuration on its way from the source to ``Config``: the tree, and everything found out about it so far.
 
-Each step of ``load.py`` reads and changes the draft. Faults are collected, never raised, until the last step; a
-pointer that has a fault already gets no second one for the same reason.
+Each step of ``load.py`` reads and changes the draft. Faults are collected, and raised by the last step; a pointer that
+has a fault already gets no second one for the same reason. Only with ``MOST_FAULTS`` the check ends before: what has so
+many is not a configuration, and to look for the nearest key takes milliseconds a key.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from ds_hf.config.parse import escape
 from ds_hf.config.schema import Path, pointer_of
 from ds_hf.config.source import Source
 from ds_hf.config.types.root import Origin
-from ds_hf.errors import Fault
+from ds_hf.errors import ConfigError, Fault
 
-__all__ = ["Draft"]
+__all__ = ["Draft", "in_order"]
+
+MOST_FAULTS = 50
 
 
 @dataclass
@@ -33,7 +36,10 @@ class Draft:
 
     @classmethod
     def of(cls, source: Source, allow_auto: bool) -> Draft:
-        return cls(source.name, copy.deepcopy(source.tree), dict(source.lines), allow_auto, list(source.faults))
+        draft = cls(source.name, copy.deepcopy(source.tree), dict(source.lines), allow_auto)
+        for fault in source.faults:
+            draft._add(fault)
+        return draft
 
     def line(self, pointer: str) -> int | None:
         """The line of ``pointer``, or of the nearest object around it."""
@@ -42,7 +48,17 @@ class Draft:
         return self.lines.get(pointer)
 
     def fault(self, pointer: str, message: str, fix: str = "") -> None:
-        self.faults.append(Fault(pointer, message, fix, self.line(pointer)))
+        self._add(Fault(pointer, message, fix, self.line(pointer)))
+
+    def _add(self, fault: Fault) -> None:
+        self.faults.append(fault)
+        if len(self.faults) >= MOST_FAULTS:
+            self.faults.append(Fault("", f"the check ended after {MOST_FAULTS} faults", "is this the right file?"))
+            self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise what was found."""
+        raise ConfigError(in_order(self.faults), self.name)
 
     def warn(self, pointer: str, message: str, fix: str = "") -> None:
         self.warnings.append(Fault(pointer, message, fix, self.line(pointer)))
@@ -97,6 +113,12 @@ class Draft:
         """The tree less every value that has a fault, so that later steps see legal values only."""
         bad = {fault.pointer for fault in self.faults if fault.pointer}
         return _pruned(self.tree, "", bad)
+
+
+def in_order(faults: list[Fault]) -> list[Fault]:
+    """Without repetitions, in file order; a dict has no lines and keeps the order of the checks."""
+    unique = list(dict.fromkeys(faults))
+    return sorted(unique, key=lambda fault: fault.line or 0)
 
 
 def _pruned(tree: dict[str, Any], pointer: str, bad: set[str]) -> dict[str, Any]:

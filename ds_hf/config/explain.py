@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ds_hf.config.plan import plan_states
 from ds_hf.config.schema import Node, Path, dotted, load_schema, pointer_of, walk_for
 from ds_hf.config.types.root import Config, Origin, OriginKind
 
@@ -29,14 +30,27 @@ class Row:
 def rows(config: Config) -> list[Row]:
     """All effective values in the order of the schema."""
     nodes = {pointer_of(path): (path, node) for path, node in walk_for(config.resolved)}
+    warned = _without_effect(config)
     found = []
     for pointer, origin in config.provenance.items():
         path, node = nodes[pointer]
         value = _value(config.resolved, path, node)
         status = _status(path)
         quiet = origin.kind is OriginKind.DEFAULT and (status != "implemented" or _switched_off(config, path))
-        found.append(Row(dotted(path), value, origin, _note(node, value, origin, status), quiet))
+        note = _note(node, value, origin, status) or warned.get(pointer, "")
+        found.append(Row(dotted(path), value, origin, note, quiet))
     return found
+
+
+def _without_effect(config: Config) -> dict[str, str]:
+    """By pointer, why a value that was given has no effect; of a block, at each value in it."""
+    blocks = [warning for warning in config.warnings if warning.message.startswith("no effect: ")]
+    return {
+        pointer: warning.message
+        for warning in blocks
+        for pointer, origin in config.provenance.items()
+        if origin.kind is not OriginKind.DEFAULT and f"{pointer}/".startswith(f"{warning.pointer}/")
+    }
 
 
 def auto_keys(config: Config) -> list[str]:
@@ -59,9 +73,10 @@ def summary(config: Config) -> str:
         parts.append(config.scheduler.type)
     if "gradient_clipping" not in autos:
         parts.append(f"clip {config.gradient_clipping:g}" if config.gradient_clipping else "no clipping")
-    for name, block in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_param)):
-        if block.device != "none":
-            parts.append(f"{name} on {block.device}")
+    plan = plan_states(config)
+    for name, row in (("optimizer", plan.optimizer), ("parameters", plan.parameters)):
+        if row.device != "device":
+            parts.append(f"{name} on {row.device}")
     return ", ".join(parts)
 
 

@@ -11,7 +11,7 @@ import dataclasses
 
 from ds_hf.config.build import build, provenance
 from ds_hf.config.check import check
-from ds_hf.config.draft import Draft
+from ds_hf.config.draft import Draft, in_order
 from ds_hf.config.normalise import normalise
 from ds_hf.config.optimizers import check_optimizer
 from ds_hf.config.rename import rename
@@ -65,16 +65,10 @@ def examine(source: object, *, world: WorldSize | None, allow_auto: bool) -> Con
     if world is not None:
         resolve_batch(draft, legal, world)
     if draft.faults:
-        raise ConfigError(_in_order(draft.faults), draft.name)
+        draft.refuse()
     return dataclasses.replace(
         build(draft.tree, draft.name),
         resolved=copy.deepcopy(draft.tree),
         provenance=provenance(draft),
-        warnings=tuple(_in_order(draft.warnings)),
+        warnings=tuple(in_order(draft.warnings)),
     )
-
-
-def _in_order(faults: list[Fault]) -> list[Fault]:
-    """Without repetitions, in file order; a dict has no lines and keeps the order of the checks."""
-    unique = list(dict.fromkeys(faults))
-    return sorted(unique, key=lambda fault: fault.line or 0)

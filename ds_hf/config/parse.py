@@ -131,7 +131,7 @@ class _Parser:
             here = f"{pointer}/{escape(key)}"
             if key in result:
                 first = self.parsed.lines[here]
-                message = f'the key "{key}" stands here and in line {first} already'
+                message = f'the key "{key[:60]}" stands here and in line {first} already'
                 self.parsed.faults.append(Fault(here, message, "keep one of the two", line))
             self.parsed.lines[here] = line
             result[key] = self.value(here, depth + 1)

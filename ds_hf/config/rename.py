@@ -39,7 +39,9 @@ def _drop_dotted(draft: Draft) -> None:
     for key in [key for key in draft.tree if "." in key and key not in known]:
         section, _, rest = key.partition(".")
         if section in known:
-            draft.warn(pointer_of((key,)), "ignored: a key with a dot is no path", f'write "{rest}" inside "{section}"')
+            draft.warn(
+                pointer_of((key,)), "ignored: a key with a dot is no path", f'write "{rest[:60]}" inside "{section}"'
+            )
             draft.drop((key,))
 
 

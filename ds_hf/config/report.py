@@ -44,7 +44,7 @@ def _log(config: Config, warnings: tuple[Fault, ...], level: int) -> None:
         return
     lines = []
     for message, faults in grouped(warnings):
-        names = ", ".join(fault.pointer[1:].replace("/", ".") for fault in faults)
+        names = ", ".join(fault.place[1:].replace("/", ".") for fault in faults)
         fix = f" ({faults[0].fix})" if faults[0].fix and len(faults) == 1 else ""
         lines.append(f"  {names}: {message}{fix}")
     log_once(f"{config.source}: {len(warnings)} setting(s) to look at\n" + "\n".join(lines), level)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ds_hf.config.draft import Draft
 from ds_hf.config.types.root import Config
+from ds_hf.config.types.zero import OffloadOptimizerSection, OffloadParamSection
 
 __all__ = ["check_rules"]
 
@@ -31,10 +32,13 @@ def _precision(config: Config, draft: Draft) -> None:
         draft.fault("/bf16/enabled", "fp16 and bf16 are both enabled", "disable one; bf16 needs no loss scaling")
     if config.amp.enabled and (fp16.enabled or bf16.enabled or config.zero_optimization.stage > 0):
         draft.fault("/amp/enabled", "amp excludes fp16, bf16 and ZeRO", "remove amp")
-    if fp16.enabled and fp16.loss_scale == 0:
-        for key, value in (("loss_scale_window", fp16.loss_scale_window), ("min_loss_scale", fp16.min_loss_scale)):
-            if value <= 0:
-                draft.fault(f"/fp16/{key}", f"{key} {value} is too small for dynamic loss scaling", "give more than 0")
+    dynamic = fp16.enabled and fp16.loss_scale == 0
+    for key, value in (("loss_scale_window", fp16.loss_scale_window), ("min_loss_scale", fp16.min_loss_scale)):
+        if value <= 0 and dynamic:
+            draft.fault(f"/fp16/{key}", f"{key} {value} is too small for dynamic loss scaling", "give more than 0")
+        elif value < 0:
+            reason = "the loss scale is fixed" if fp16.enabled else "fp16 is not enabled"
+            draft.warn(f"/fp16/{key}", f"no effect: {reason}", "give more than 0, or remove it")
 
 
 def _data_types(config: Config, draft: Draft) -> None:
@@ -86,13 +90,18 @@ def _needs_stage(draft: Draft, pointer: str, name: str) -> None:
 def _offload(config: Config, draft: Draft) -> None:
     zero = config.zero_optimization
     base = "/zero_optimization"
-    if zero.offload_param.device != "none" and zero.stage != 3:
-        fix = 'set "stage": 3, or offload only the optimizer with offload_optimizer'
-        draft.fault(f"{base}/offload_param", f"offload_param needs stage 3, and the stage is {zero.stage}", fix)
+    blocks: list[tuple[str, OffloadOptimizerSection | OffloadParamSection]] = [
+        ("offload_optimizer", zero.offload_optimizer)
+    ]
+    if zero.stage == 3:
+        blocks.append(("offload_param", zero.offload_param))
+    elif zero.offload_param.device != "none" and draft.get(("zero_optimization", "stage")) != "auto":
+        message = f"no effect: parameters are offloaded at stage 3 alone, and the stage is {zero.stage}"
+        draft.warn(f"{base}/offload_param", message, 'set "stage": 3, or remove it')
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         fix = 'set "stage": 2, or remove offload_optimizer'
         draft.fault(f"{base}/offload_optimizer", "offload_optimizer needs stage 1, 2 or 3, and the stage is 0", fix)
-    for name, block in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+    for name, block in blocks:
         if block.device == "nvme" and block.nvme_path in (None, "", "none"):  # "none" is accelerate's
             draft.fault(
                 f"{base}/{name}/nvme_path", f"{name} to nvme needs nvme_path", 'add "nvme_path": "/a/fast/folder"'
@@ -108,13 +117,13 @@ def _offload_details(config: Config, draft: Draft) -> None:
     """Settings of an offload that is not there."""
     base, zero, own = "/zero_optimization", config.zero_optimization, config.ds_hf.offload
     optimizer, param = zero.offload_optimizer, zero.offload_param
-    nvme = [
-        name for name, block in (("offload_optimizer", optimizer), ("offload_param", param)) if block.device == "nvme"
+    blocks: list[tuple[str, OffloadOptimizerSection | OffloadParamSection, tuple[str, ...]]] = [
+        ("offload_optimizer", optimizer, ("nvme_path", "buffer_count"))
     ]
-    for name, block, keys in (
-        ("offload_optimizer", optimizer, ("nvme_path", "buffer_count")),
-        ("offload_param", param, ("nvme_path", "buffer_count", "max_in_cpu")),
-    ):
+    if zero.stage == 3 or param.device == "none":  # else the whole block was warned of
+        blocks.append(("offload_param", param, ("nvme_path", "buffer_count", "max_in_cpu")))
+    nvme = [name for name, block, _ in blocks if block.device == "nvme"]
+    for name, block, keys in blocks:
         for key in keys if name not in nvme else ():
             if getattr(block, key) not in (getattr(type(block)(), key), "none"):
                 draft.warn(f"{base}/{name}/{key}", f'no effect: the device of {name} is "{block.device}", not "nvme"')

@@ -156,7 +156,7 @@ def _plain(value: Any, pointer: str, ancestors: tuple[int, ...], faults: list[Fa
         result: dict[str, Any] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                faults.append(Fault(pointer, f"the key {key!r} is a {type(key).__name__}", "keys are texts"))
+                faults.append(Fault(pointer, f"the key {key!r:.60} is a {type(key).__name__}", "keys are texts"))
                 continue
             result[str(key)] = _plain(item, f"{pointer}/{escape(key)}", inside, faults)
         return result

@@ -115,13 +115,14 @@ def _row(
 def _own(config: dict[str, Any]) -> tuple[int, str]:
     """The row that ``config`` itself is."""
     zero = config.get("zero_optimization") or {}
+    stage = int(zero.get("stage", 0))
     keys = {}
-    for name in ("offload_optimizer", "offload_param"):
+    offloads_all = stage in _OFFLOADS["all to cpu"][1]
+    for name in ("offload_optimizer", "offload_param") if offloads_all else ("offload_optimizer",):
         device = (zero.get(name) or {}).get("device", "none")
         if device in ("cpu", "nvme"):
             keys[name] = device
-    offload = next((label for label, (wanted, _) in _OFFLOADS.items() if wanted == keys), "-")
-    return int(zero.get("stage", 0)), offload
+    return stage, next((label for label, (wanted, _) in _OFFLOADS.items() if wanted == keys), "-")
 
 
 def _variant(config: dict[str, Any], stage: int, keys: dict[str, str]) -> dict[str, Any]:

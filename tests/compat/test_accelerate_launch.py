@@ -19,6 +19,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from ds_hf.config import load_config
+from ds_hf.config.plan import plan_states
 from ds_hf.errors import ConfigError
 from tests.compat.accelerate_user import fresh_start
 from tests.compat.common import SCRIPTS, WORLD, read_json, run_user_code, write_json
@@ -98,7 +99,11 @@ def test_every_answer_of_the_questionnaire_gives_a_legal_configuration(
         assert zero.stage == asked["zero_stage"]
         assert zero.offload_optimizer.device == asked.get("offload_optimizer_device", "none")
         parameters = asked.get("offload_param_device", "none")
-        assert zero.offload_param.device == (parameters if zero.stage == 3 else "none")
+        assert plan_states(config).parameters.device == (
+            "device" if parameters == "none" or zero.stage != 3 else parameters
+        )
+        ignored = [fault.pointer for fault in config.warnings if "offload_param" in fault.pointer]
+        assert bool(ignored) == (parameters != "none" and zero.stage != 3)
         assert zero.stage3_gather_16bit_weights_on_model_save == asked.get("zero3_save_16bit_model", False)
         assert config.gradient_clipping == asked.get("gradient_clipping", 1.0)
         assert config.gradient_accumulation_steps == 2

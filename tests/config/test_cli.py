@@ -199,3 +199,14 @@ def test_it_starts_without_torch_and_before_installation(good: str) -> None:
     command = [sys.executable, "-m", "ds_hf.cli", "config", "check", good]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_file_of_very_many_unknown_keys_is_told_in_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({f"key_{index}" + "x" * 300: 1 for index in range(20000)}))
+    for command in ("check", "explain"):
+        result = run(app, ["config", command, str(path)])
+        assert result.exit_code == 1
+        assert len(result.output) < 12000
+        assert "... and 31 more" in result.output
+        assert "x" * 100 not in result.output

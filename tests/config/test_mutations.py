@@ -130,6 +130,11 @@ MUTATIONS: list[tuple[Any, ...]] = [
     (Z + "/leaf_module", {"classes": [1]}, "text", Z + "/leaf_module/classes/0"),
     ("/steps_per_print", "often", "number"),
     # wrong values
+    (SCHED + "/warmup_max_lr", -7, "at least 0"),
+    (SCHED + "/warmup_max_lr", [], "too few"),
+    (SCHED + "/warmup_max_lr", None, "null"),
+    (SCHED + "/warmup_max_lr", [0.1, -0.1], "at least 0", SCHED + "/warmup_max_lr/1"),
+    (SCHED + "/warmup_min_lr", -1e-9, "at least 0"),
     ("/train_batch_size", 0, "at least 1"),
     ("/train_micro_batch_size_per_gpu", -1, "at least 1"),
     ("/gradient_accumulation_steps", 0, "at least 1"),
@@ -173,7 +178,6 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/fp16/loss_scale", "auto", "auto"),
     # combinations
     ("/fp16/enabled", True, "both", "/bf16/enabled"),
-    (Z + "/stage", 2, "stage 3", OFFP),
     (Z + "/stage", 0, "stage", OFFO),
     ("/gradient_allreduce_op", "sum", "stage 3"),
     (Z + "/compute_grad_norm", False, "stage 1 or 2"),

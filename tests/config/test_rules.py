@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from ds_hf.config import ConfigError, load_config
-from ds_hf.config.explain import summary
+from ds_hf.config import ConfigError, check, load_config
+from ds_hf.config.explain import rows, summary
+from ds_hf.config.plan import plan_states
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
 
@@ -80,3 +82,123 @@ def test_stream_is_nothing_else(stream: Any, message: str, fix: str) -> None:
 def test_only_what_was_asked_for_can_be_without_effect(own: dict[str, Any], device: str, warned: str) -> None:
     config = load_config(offload(own, device), world_size=1)
     assert [fault.pointer for fault in config.warnings] == ([warned] if warned else [])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("block", [{"device": "cpu"}, {"device": "nvme"}, {"device": "nvme", "max_in_cpu": 5}])
+def test_parameters_are_offloaded_at_stage_3_and_elsewhere_it_is_a_warning(stage: int, block: dict[str, Any]) -> None:
+    path = {"nvme_path": "/fast"} if stage == 3 and block["device"] == "nvme" else {}
+    zero = {"stage": stage, "offload_param": {**block, **path}}
+    config = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
+    warned = [(fault.pointer, fault.message, fault.fix) for fault in config.warnings]
+    notes = {row.key: row.note for row in rows(config)}
+    device = notes["zero_optimization.offload_param.device"]
+    if stage == 3:
+        assert (warned, device) == ([], "")
+        assert f"parameters on {block['device']}" in summary(config)
+        return
+    message = f"no effect: parameters are offloaded at stage 3 alone, and the stage is {stage}"
+    assert warned == [("/zero_optimization/offload_param", message, 'set "stage": 3, or remove it')]
+    assert device == message
+    assert "parameters on" not in summary(config)
+    assert plan_states(config).parameters.device == "device"
+
+
+def test_parameter_offload_while_the_stage_is_open() -> None:
+    zero = {"stage": "auto", "offload_param": {"device": "cpu"}}
+    assert load_config({"zero_optimization": zero}, allow_auto=True, check_batch=False).warnings == ()
+
+
+def test_aio_is_of_no_use_where_only_ignored_parameters_go_to_nvme() -> None:
+    zero = {"stage": 1, "offload_param": {"device": "nvme"}}
+    config = load_config(
+        {"train_batch_size": 1, "aio": {"intra_op_parallelism": 3}, "zero_optimization": zero}, world_size=1
+    )
+    assert [fault.pointer for fault in config.warnings] == ["/zero_optimization/offload_param", "/aio"]
+
+
+def test_torch_adam_beside_params_is_a_warning() -> None:
+    optimizer = {"type": "Adam", "params": {"lr": 0.1}, "torch_adam": True}
+    config = load_config({"train_batch_size": 1, "optimizer": optimizer}, world_size=1)
+    (warning,) = config.warnings
+    assert warning.pointer == "/optimizer/torch_adam"
+    assert "beside params" in warning.message
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"lr": 0.1}
+
+
+@pytest.mark.parametrize("key", ["loss_scale_window", "min_loss_scale"])
+@pytest.mark.parametrize(
+    ("fp16", "reason"),
+    [({"enabled": True, "loss_scale": 128}, "fixed"), ({"enabled": False}, "not enabled"), ({}, "not")],
+)
+def test_negative_figures_of_a_scale_that_does_not_move(key: str, fp16: dict[str, Any], reason: str) -> None:
+    config = load_config({"train_batch_size": 1, "fp16": {**fp16, key: -1}}, world_size=1)
+    assert [fault.pointer for fault in config.warnings] == [f"/fp16/{key}"]
+    assert reason in config.warnings[0].message
+    with pytest.raises(ConfigError, match="too small for dynamic"):
+        load_config({"train_batch_size": 1, "fp16": {"enabled": True, key: -1}}, world_size=1)
+
+
+FLOODS: dict[str, Any] = {
+    "top": {f"key_{i}": i for i in range(20000)},
+    "section": {"zero_optimization": {f"stage3_key_{i}": i for i in range(20000)}},
+    "optimizer": {"optimizer": {"type": "AdamW", "params": {f"lr{i}": 1 for i in range(20000)}}},
+    "values": {"zero_optimization": {"leaf_module": {"classes": [1] * 20000}}},
+    "auto": {f"key_{i}": "auto" for i in range(20000)},
+    "not finite": {f"key_{i}": float("nan") for i in range(20000)},
+    "text": json.dumps({f"key_{i}": i for i in range(20000)}),
+    "twice": "{" + ", ".join(f'"key{i // 2}": 1' for i in range(20000)) + "}",
+    "no texts": {i: i for i in range(20000)},
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_twenty_thousand_faults_are_a_page(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def nearest(key: str, *rest: Any) -> str:
+        looked.append(key)
+        return "remove it"
+
+    monkeypatch.setattr(check, "nearest", nearest)
+    with pytest.raises(ConfigError) as caught:
+        load_config(FLOODS[kind], world_size=1)
+    assert len(str(caught.value)) < 4000
+    assert "... and 31 more" in str(caught.value)
+    assert any("the check ended after 50 faults" in fault.message for fault in caught.value.faults)
+    assert len(looked) <= 50  # what takes the time: 7 ms each
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {LONG: 1},
+        {LONG: float("nan")},
+        {LONG: "auto"},
+        {"zero_optimization": {LONG: {LONG: [float("inf")]}}},
+        {"optimizer": {"type": "AdamW", "params": {LONG: 1}}},
+        {"optimizer": {"type": LONG}},
+        {"scheduler": {"type": LONG}},
+        {"scheduler": {"type": "WarmupLR", "params": {LONG: 1}}},
+        {(LONG,): 1},
+        f'{{"{LONG}": 1, "{LONG}": 2}}',
+        f'{{"{LONG}" 1}}',
+        {"fp16": {LONG: object()}},
+    ],
+    ids=lambda tree: f"{len(str(tree))} characters",
+)
+def test_no_long_key_is_repeated(tree: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tree, world_size=1)
+    assert len(str(caught.value)) < 1500
+    assert all(len(fault.message) + len(fault.fix) < 1000 for fault in caught.value.faults)
+
+
+def test_a_long_key_in_a_warning_is_shortened(caplog: pytest.LogCaptureFixture) -> None:
+    load_config({"train_batch_size": 1, f"fp16.{LONG}": 1}, world_size=1)
+    assert "a key with a dot" in caplog.text
+    assert len(caplog.text) < 1000

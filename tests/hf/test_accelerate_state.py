@@ -9,7 +9,9 @@ from accelerate.state import PartialState
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
 
+from ds_hf.config.plan import plan_states
 from ds_hf.errors import ConfigError
+from ds_hf.hf.source import checked_config
 from tests.helpers.distributed import run_distributed
 
 CPU_ONLY = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
@@ -57,13 +59,13 @@ def test_what_accelerate_writes_itself_is_accepted() -> None:
     plugin.set_deepspeed_weakref()
 
 
-def test_parameter_offload_without_effect_is_dropped_from_what_accelerate_asked_and_from_nothing_else() -> None:
+def test_parameter_offload_below_stage_3_stays_in_the_file_without_effect() -> None:
     plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu", offload_param_device="cpu")
     zero = plugin.deepspeed_config["zero_optimization"]
-    assert zero["offload_optimizer"] == {"device": "cpu", "nvme_path": None}
-    assert "offload_param" not in zero
-    with pytest.raises(ConfigError, match="offload_param needs stage 3"):
-        HfDeepSpeedConfig({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
+    assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "nvme_path": None}
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme"}}})
+    assert config.is_zero2()
+    assert plan_states(checked_config(config.config)).parameters.device == "device"
 
 
 def test_keys_with_dots_are_ignored_as_trl_expects() -> None:

@@ -34,6 +34,7 @@ class OptimizerSection:
     type: str
     params: dict[str, Any] = field(default_factory=dict)
     legacy_fusion: bool = False
+    torch_adam: bool = False
 
 
 @dataclass(frozen=True)

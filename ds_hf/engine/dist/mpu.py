@@ -94,5 +94,5 @@ def check_mesh_param(mesh_param: Sequence[int], world_size: int) -> None:
         )
     if sizes[0] != world_size:
         raise ConfigError(
-            f"the mesh has {sizes[0]} processes, and there are {world_size}: leave mesh_param= out", where
+            f"it has {sizes[0]} data-parallel processes, and {world_size} run: leave mesh_param= out", where
         )
