@@ -18,6 +18,7 @@ __all__ = [
     "Fault",
     "LossError",
     "LossScaleError",
+    "NonFiniteError",
     "OffloadError",
 ]
 
@@ -91,6 +92,10 @@ class LossError(DsHfError, ValueError):
 
 class LossScaleError(DsHfError):
     """The fp16 loss scale is at its minimum and gradients still overflow (DeepSpeed key ``fp16.min_loss_scale``)."""
+
+
+class NonFiniteError(DsHfError):
+    """A gradient norm is infinite or NaN, and ``ds_hf.nonfinite`` is "error"; no weight was changed."""
 
 
 class DivergenceError(DsHfError):

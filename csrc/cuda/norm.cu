@@ -33,7 +33,8 @@ __device__ __forceinline__ void write_result(const Table& table, float squares, 
   float clip = 1;
   if (max_norm > 0) {
     clip = max_norm / (norm * unscale + 1e-6f);
-    if (clip > 1) clip = 1;  // not if it is nan
+    if (clip > 1) clip = 1;
+    if (clip != clip) clip = 0;  // no norm: parameters whose gradients are finite stay as they are
   }
   result[0] = clip * unscale;
   result[1] = table.flags & CHECKED && !(norm - norm == 0);

@@ -18,14 +18,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ds_hf.config.types.root import OriginKind
 
 if TYPE_CHECKING:
     from ds_hf.config.types import Config
 
-__all__ = ["SAFE_MODULES", "Placement", "StatePlan", "StateSpec", "is_parameter_sharded", "plan_states"]
+__all__ = [
+    "SAFE_MODULES",
+    "NonFiniteMode",
+    "Placement",
+    "StatePlan",
+    "StateSpec",
+    "is_parameter_sharded",
+    "nonfinite_mode",
+    "plan_states",
+]
+
+NonFiniteMode = Literal["warn", "skip", "error"]
 
 # Classes whose gradients travel in the dtype of torch_autocast unless the configuration names others.
 SAFE_MODULES = tuple(
@@ -159,6 +170,13 @@ def plan_states(config: Config) -> StatePlan:
         and optimizer_device != "nvme",
         joins_blocks=config.ds_hf.join_blocks and parameter_device == "device" and optimizer_device != "nvme",
     )
+
+
+def nonfinite_mode(config: Config) -> NonFiniteMode:
+    """What becomes of a step whose gradient norm is not finite (``ds_hf.nonfinite``): as it says, or else "skip" where
+    a loss scale or ``bf16.check_grad_overflow`` needs that, and "warn" where DeepSpeed checks nothing."""
+    checked = plan_states(config).scales_loss or (config.bf16.enabled and config.bf16.check_grad_overflow)
+    return config.ds_hf.nonfinite or ("skip" if checked else "warn")
 
 
 def is_parameter_sharded(config: Config) -> bool:

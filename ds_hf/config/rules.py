@@ -18,10 +18,12 @@ def check_rules(config: Config, draft: Draft) -> None:
     _data_types(config, draft)
     _autocast(config, draft)
     if not draft.faulty("/zero_optimization/stage"):
+        _hysteresis(config, draft)
         _masters(config, draft)
         _offload(config, draft)
         _offload_details(config, draft)
     _gradients(config, draft)
+    _nonfinite(config, draft)
     _schedule(config, draft)
     _elasticity(config, draft)
 
@@ -39,6 +41,17 @@ def _precision(config: Config, draft: Draft) -> None:
         elif value < 0:
             reason = "the loss scale is fixed" if fp16.enabled else "fp16 is not enabled"
             draft.warn(f"/fp16/{key}", f"no effect: {reason}", "give more than 0, or remove it")
+
+
+def _hysteresis(config: Config, draft: Draft) -> None:
+    fp16 = config.fp16
+    if not fp16.enabled or fp16.loss_scale or config.zero_optimization.stage > 0:
+        return
+    message = "no effect at stage 0, as in DeepSpeed: every overflow halves the loss scale there"
+    if fp16.hysteresis not in (1, type(fp16)().hysteresis):
+        draft.warn("/fp16/hysteresis", message, "remove it, or choose stage 1, 2 or 3")
+    if fp16.consecutive_hysteresis:
+        draft.warn("/fp16/consecutive_hysteresis", message, "remove it, or choose stage 1, 2 or 3")
 
 
 def _data_types(config: Config, draft: Draft) -> None:
@@ -155,6 +168,20 @@ def _gradients(config: Config, draft: Draft) -> None:
     if config.prescale_gradients and config.gradient_predivide_factor != 1:
         message = "no effect: prescale_gradients divides by the whole world size beforehand"
         draft.warn("/gradient_predivide_factor", message, "remove one of the two")
+
+
+def _nonfinite(config: Config, draft: Draft) -> None:
+    """``ds_hf.nonfinite`` against what checks gradients already."""
+    mode, pointer = config.ds_hf.nonfinite, "/ds_hf/nonfinite"
+    section = config.torch_autocast
+    scaled = config.fp16.enabled or (section.enabled and section.dtype == "fp16")
+    if scaled and mode in ("warn", "error"):
+        message = f'"{mode}" does not work with fp16, whose loss scale is found by steps that overflow and are skipped'
+        draft.fault(pointer, message, 'remove it, or give "skip"')
+    checked = draft.get(("bf16", "check_grad_overflow"))
+    if config.bf16.enabled and mode is not None and isinstance(checked, bool) and checked is (mode == "warn"):
+        message = f'"{mode}" contradicts bf16.check_grad_overflow, which is {str(checked).lower()}'
+        draft.fault(pointer, message, "remove one of the two")
 
 
 def _schedule(config: Config, draft: Draft) -> None:

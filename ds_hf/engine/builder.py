@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hf.config import load_config
-from ds_hf.config.plan import StatePlan, plan_states
+from ds_hf.config.plan import StatePlan, nonfinite_mode, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine import progress, trial
+from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.casting import place_buffers, set_buffer_dtypes
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist import peers as peer_memory
@@ -40,6 +41,7 @@ from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
 from ds_hf.engine.optim.muon_groups import mark_matrices
+from ds_hf.engine.optim.nonfinite import NonFinite
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
@@ -295,10 +297,15 @@ def _make_parts(
     waits = device.type == "cpu" and not plan.shards_optimizer
     reducer = Reducer(units, gradients, plan.reduces_every_micro_batch, at_the_end=waits)
     optimizer = None
+    names = _parameter_names(model)
     if inner is not None:
         policy = _policy(settings, plan, axis, offload.store, inner)
-        scaler = build_loss_scaler(settings, ends_at_minimum=plan.shards_optimizer, autocast=plan.autocast)
-        optimizer = ShardedOptimizer(inner, groups, reducer, scaler, axis, policy, masters, offload.store, lows)
+        steps = BatchSizes.of(settings).accumulation_steps
+        nonfinite = NonFinite(nonfinite_mode(settings), axis, whole=policy.whole, names=names, accumulation=steps)
+        scaler = build_loss_scaler(settings, sharded=plan.shards_optimizer, autocast=plan.autocast)
+        optimizer = ShardedOptimizer(
+            inner, groups, reducer, scaler, axis, policy, masters, offload.store, nonfinite, lows
+        )
         if settings.ds_hf.split_masters is True and masters and not optimizer.lows:
             warn_once(
                 "ds_hf.split_masters has no effect: it is for bf16 parameters on the device with fp32 masters that the "
@@ -307,14 +314,19 @@ def _make_parts(
     for unit in units:
         for buffer in unit.buffers:
             buffer.count_users()
+    zero = settings.zero_optimization
+    prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
+    return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer, prefetch), optimizer, names)
+
+
+def _parameter_names(model: nn.Module) -> dict[int, str]:
+    """By ``id``, in the order of the model, those of the parts of quantized parameters too."""
     names: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         for path, part in opaque_parts(param):
             names.setdefault(id(part), f"{name}.{path}" if path else name)
         names.setdefault(id(param), name)
-    zero = settings.zero_optimization
-    prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
-    return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer, prefetch), optimizer, names)
+    return names
 
 
 def _managed(model: nn.Module, plan: StatePlan) -> list[nn.Parameter]:
@@ -417,12 +429,11 @@ def _policy(settings: Config, plan: StatePlan, axis: Axis, store: StateStore, in
             f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: "
             "its result depends on the number of processes; ZeRO stage 0 gives it whole tensors"
         )
-    sixteen = plan.scales_loss or (settings.bf16.enabled and settings.bf16.check_grad_overflow)
     return OptimizerPolicy(
         whole=not plan.shards_optimizer,
         device=store.device,
         max_norm=float(settings.gradient_clipping or 0.0),
-        check_overflow=sixteen,
+        check_overflow=nonfinite_mode(settings) == "skip",
         elementwise=elementwise,
         moments=getattr(torch, plan.moments),
         stochastic=settings.ds_hf.stochastic_rounding,

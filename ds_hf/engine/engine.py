@@ -32,7 +32,7 @@ from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.python_gc import switch_off_for
 from ds_hf.engine.zero.offload_view import ParameterOffload
-from ds_hf.errors import DsHfError, LossError
+from ds_hf.errors import DsHfError, LossError, NonFiniteError
 from ds_hf.log import logger
 
 __all__ = ["Engine"]
@@ -162,6 +162,7 @@ class Engine(EngineFacade, nn.Module):
     def _scaled(self, loss: Tensor) -> Tensor:
         if self.optimizer is None:
             raise DsHfError(_NO_OPTIMIZER)
+        self.optimizer.nonfinite.remember(loss)
         scale = self.optimizer.loss_scaler.scale
         return loss.float() * scale if scale != 1.0 else loss  # fp32: an fp16 loss times 2**16 would overflow
 
@@ -182,8 +183,12 @@ class Engine(EngineFacade, nn.Module):
         if boundary:
             self.step_samples = self.accumulation.samples(self.batch, self.reducer.backwards)
             self.accumulation.stepping = True
+            self.optimizer.nonfinite.begin(self.global_steps + 1)
             try:
                 self.optimizer.step()
+            except NonFiniteError:
+                self.accumulation.micro_steps += 1  # its gradients are gone: the next accumulation begins
+                raise
             finally:
                 self.accumulation.stepping = False
             self.global_steps += 1
@@ -209,7 +214,10 @@ class Engine(EngineFacade, nn.Module):
     def _settle(self) -> None:
         """Find out whether the last step was applied, if that is still open, and take note of it."""
         undo, self._undo = self._undo, None
-        if undo is None or self.optimizer is None:
+        if self.optimizer is None:
+            return
+        self.optimizer.look_back()
+        if undo is None:
             return
         self._applied = not self.optimizer.skipped
         if not self._applied:
@@ -320,6 +328,8 @@ class Engine(EngineFacade, nn.Module):
         """
         self._require_states()
         self._settle()
+        if self.optimizer is not None:
+            self.optimizer.look_back(wait=True)
         if client_state is not None and client_sd is not None:
             raise ValueError("client_state and client_sd are the same argument: give one")
         self._finish_update()

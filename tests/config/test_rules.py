@@ -33,6 +33,22 @@ def test_autocast_beside_other_formats(section: dict[str, Any], beside: dict[str
     assert said in summary(config)
 
 
+@pytest.mark.parametrize(
+    ("stage", "fp16", "warned"),
+    [
+        (0, {"hysteresis": 4}, "/fp16/hysteresis"),
+        (0, {"consecutive_hysteresis": True}, "/fp16/consecutive_hysteresis"),
+        (0, {"hysteresis": 2}, ""),
+        (0, {"hysteresis": 4, "loss_scale": 8}, ""),
+        (1, {"hysteresis": 4, "consecutive_hysteresis": True}, ""),
+    ],
+)
+def test_hysteresis_has_no_effect_at_stage_0(stage: int, fp16: dict[str, Any], warned: str) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    config = load_config({"train_batch_size": 1, "fp16": {"enabled": True, **fp16}, **zero}, world_size=1)
+    assert [fault.pointer for fault in config.warnings] == [warned] * bool(warned)
+
+
 def offload(own: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
     zero = {"stage": 2, "offload_optimizer": {"device": device}}
     return {"train_batch_size": 1, "zero_optimization": zero, "ds_hf": {"offload": own}}

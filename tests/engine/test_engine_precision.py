@@ -85,8 +85,10 @@ def every_stage(function: Any) -> list[Any]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_overflow_skips_everything(world: int) -> None:
     for traces in run_distributed(every_stage, world, dynamic, timeout=60):
-        for trace in traces:
-            assert [scale for scale, *_ in trace] == [256.0, 256.0, 128.0, 128.0, 128.0, 256.0]
+        for stage, trace in enumerate(traces):
+            without_zero = [256.0, 128.0, 64.0, 64.0, 64.0, 128.0]  # DeepSpeed's FP16_Optimizer has no hysteresis
+            expected = [256.0, 256.0, 128.0, 128.0, 128.0, 256.0] if stage else without_zero
+            assert [scale for scale, *_ in trace] == expected
             assert [skipped for _, skipped, *_ in trace] == [0, 1, 2, 2, 2, 2]
             lrs = [lr for *_, lr in trace]
             assert lrs[0] == lrs[1] == lrs[2] < lrs[3] < lrs[4] < lrs[5]

@@ -169,6 +169,7 @@ class DsHfSection:
     checkpoint: DsHfCheckpointSection = field(default_factory=DsHfCheckpointSection)
     compile: Literal["blocks"] | Literal[False] = False
     hang_timeout: float | None = None
+    nonfinite: Literal["warn", "skip", "error"] | None = None
     offload: DsHfOffloadSection = field(default_factory=DsHfOffloadSection)
     join_blocks: bool = True
     peer_copies: bool = True

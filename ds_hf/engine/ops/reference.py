@@ -309,7 +309,8 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 def clip_control(squares: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
     """What the rules take as ``control``, and the norm, from its square.
 
-    Clips as ``torch.nn.utils.clip_grad_norm_``: by ``max_norm / (norm + 1e-6)`` where that is below 1.
+    Clips as ``torch.nn.utils.clip_grad_norm_``: by ``max_norm / (norm + 1e-6)`` where that is below 1. By 0 where the
+    norm is nan, as where it is infinite: one bad gradient does not make all parameters nan.
 
     Args:
         squares: 0-dim fp32, to be added up, of gradients that carry ``scale``.
@@ -322,7 +323,7 @@ def clip_control(squares: Sequence[Tensor], *, scale: float, max_norm: float, ch
     """
     norm, unscale = torch.stack([square.reshape(()) for square in squares]).sum().sqrt(), 1.0 / scale
     if max_norm > 0:
-        factor = (max_norm / (norm * unscale + 1e-6)).clamp(max=1.0) * unscale
+        factor = (max_norm / (norm * unscale + 1e-6)).clamp(max=1.0).nan_to_num(0.0) * unscale
     else:
         factor = torch.full_like(norm, unscale)
     forbidden = torch.isfinite(norm).logical_not_().to(norm.dtype) if checked else torch.zeros_like(norm)

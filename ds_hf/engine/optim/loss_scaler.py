@@ -304,10 +304,12 @@ def create_loss_scaler(
     )
 
 
-def build_loss_scaler(config: Any, *, ends_at_minimum: bool = True, autocast: str | None = None) -> LossScaler:
+def build_loss_scaler(config: Any, *, sharded: bool = True, autocast: str | None = None) -> LossScaler:
     """The scaler that ``config.fp16`` asks for (``loss_scale`` 0 is dynamic), or none for bf16 and fp32.
 
     Args:
+        sharded: the optimizer's states are. Where they are not, DeepSpeed has another rule (its ``FP16_Optimizer``):
+            every overflow halves the scale, and one at the minimum does not end the run.
         autocast: name of the dtype of ``torch.autocast``: with float16 and no ``fp16`` the numbers are those of
             ``torch.amp.GradScaler``, which knows no smallest scale; the scale grows a step later than there.
     """
@@ -325,8 +327,8 @@ def build_loss_scaler(config: Any, *, ends_at_minimum: bool = True, autocast: st
     return DynamicLossScaler(
         initial,
         fp16.loss_scale_window,
-        fp16.hysteresis,
+        fp16.hysteresis if sharded else 1,
         fp16.consecutive_hysteresis,
         fp16.min_loss_scale,
-        ends_at_minimum,
+        sharded,
     )

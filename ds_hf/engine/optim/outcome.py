@@ -54,6 +54,16 @@ class Outcome:
         return float(self._norm)
 
     @property
+    def on_host(self) -> bool:
+        """The norm never was anywhere else."""
+        return self._event is None
+
+    @property
+    def value(self) -> float:
+        """The norm with the loss scale, as it is; waits for it."""
+        return self._value()
+
+    @property
     def norm(self) -> float:
         """Without the loss scale; infinite also where a gradient was nan: accelerate's users compare with numbers."""
         value = self._value()

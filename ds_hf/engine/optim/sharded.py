@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from ds_hf.engine.optim.deepspeed_names import OptimizerNames
 from ds_hf.engine.optim.grad_norm import global_control
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
+from ds_hf.engine.optim.nonfinite import NonFinite
 from ds_hf.engine.optim.outcome import Outcome
 from ds_hf.engine.optim.segments import Segment, cut_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
@@ -35,7 +37,7 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.publish import publish
 from ds_hf.engine.zero.reduction import Reducer
-from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.errors import ConfigError, DsHfError, NonFiniteError
 from ds_hf.log import warn_once
 
 __all__ = ["OptimizerPolicy", "Segment", "ShardedOptimizer"]
@@ -49,6 +51,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         groups: for each gradient buffer, the parameter group of each of its parameters.
         reducer: owner of the gradient buffers.
         scaler: loss scaler.
+        nonfinite: told of gradient norms.
         lows: low halves of the masters that are kept in halves; ``masters`` has the parameters for them.
     """
 
@@ -62,6 +65,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         policy: OptimizerPolicy,
         masters: dict[FlatBuffer, Tensor],
         store: StateStore,
+        nonfinite: NonFinite,
         lows: dict[FlatBuffer, Tensor] | None = None,
     ) -> None:
         self.parameter_offload: Any  # where parameters are sharded, for other libraries
@@ -74,6 +78,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         self.masters = masters
         self.lows = lows or {}
         self.store = store
+        self.nonfinite = nonfinite
         self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
         self.brought: set[tuple[int, str]] = set()  # options of a group that a checkpoint added, until the next load
         self._groups = groups
@@ -114,6 +119,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
             )
         self._outcome = Outcome()
         self._stepped = False
+        self._looked = True  # at the norm of the last step, whether it is finite
         self._gradients = {gradient.buffer: gradient for gradient in groups}
         self._axis_device = next((buffer.device for buffer in masters), policy.device)
         self._apply = Stepping(
@@ -280,6 +286,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         )
         self._outcome.take(control[2], scale, checked)
         self._stepped = True
+        self._look_ahead()
         if later or not self._outcome.overflow:
             if self.lows and not self._apply.by_unit:
                 self.join_masters()
@@ -288,6 +295,45 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         self.reducer.clear()
         if not self._decides_later:
             self.loss_scaler.update(self._outcome.overflow)
+
+    def _look_ahead(self) -> None:
+        """Before the update: if the host has the norm, or has to wait for it, see whether it is finite.
+
+        Raises:
+            NonFiniteError: it is not, and that ends training.
+        """
+        self._looked = self.loss_scaler.dynamic  # where infinite norms are no news
+        if self._looked or not (self._outcome.on_host or self.nonfinite.waits):
+            return
+        together = self._outcome.on_host or self.nonfinite.mode == "error"
+        self._looked = True
+        norm = self._outcome.value
+        if math.isfinite(norm):
+            self.nonfinite.fine()
+            return
+        values = ((g.buffer, owned) for g in self.segments if (owned := g.settled()) is not None)
+        try:
+            self.nonfinite.tell(norm, values, together=together, device=self._axis_device)
+        except NonFiniteError:
+            self.reducer.clear()
+            raise
+
+    def look_back(self, *, wait: bool = False) -> None:
+        """After the update: see whether the last step's norm was finite, if that is known by now.
+
+        Args:
+            wait: until it is.
+        """
+        if self._looked or not (wait or self._outcome.known):
+            return
+        self._looked = True
+        norm = self._outcome.value
+        if math.isfinite(norm):
+            self.nonfinite.fine()
+            return
+        became = not (self._outcome.checked or self.store.splits)
+        masters = ((buffer, master) for buffer in self.masters if (master := self.master(buffer)) is not None)
+        self.nonfinite.tell(norm, masters if became else (), together=False, device=self._axis_device)
 
     @property
     def _decides_later(self) -> bool:
@@ -324,7 +370,9 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
 
         Infinite when a gradient was inf or nan: accelerate's users compare it with numbers.
         """
-        return self._outcome.norm if self._stepped else None
+        norm = self._outcome.norm if self._stepped else None
+        self.look_back()
+        return norm
 
     def free(self) -> None:
         """Drop masters, moments and gradients (``engine.destroy``); the inner optimizer has the model's own again."""

@@ -19,7 +19,8 @@ from ds_hf.engine.optim.loss_scaler import (
 )
 from ds_hf.errors import LossScaleError
 
-CASES = json.loads((Path(__file__).parents[2] / "data" / "loss_scale_traces.json").read_text())["cases"]
+TRACES = json.loads((Path(__file__).parents[2] / "data" / "loss_scale_traces.json").read_text())
+CASES = TRACES["cases"]
 
 
 def config(**fp16: Any) -> SimpleNamespace:
@@ -35,9 +36,9 @@ def config(**fp16: Any) -> SimpleNamespace:
     return SimpleNamespace(fp16=SimpleNamespace(**{**defaults, **fp16}))
 
 
-def from_case(case: dict[str, Any]) -> LossScaler:
+def from_case(case: dict[str, Any], **more: Any) -> LossScaler:
     keys = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
-    return build_loss_scaler(config(**{key: case[key] for key in keys}))
+    return build_loss_scaler(config(**{key: case[key] for key in keys}), **more)
 
 
 def test_dynamic_scales_equal_deepspeeds() -> None:
@@ -53,6 +54,16 @@ def test_dynamic_scales_equal_deepspeeds() -> None:
                 scaler.update(True)
     assert len(CASES) > 100
     assert raised > 10
+
+
+def test_without_zero_every_overflow_halves_the_scale() -> None:
+    for case in TRACES["stage0"]:
+        scaler = from_case(case, sharded=False)
+        for boundary, expected in enumerate(case["scales"]):
+            scaler.update(case["overflows"][boundary] == "1")
+            assert scaler.scale == expected, (case, boundary)
+    assert {case["hysteresis"] for case in TRACES["stage0"]} == {1, 2, 3}
+    assert {case["consecutive_hysteresis"] for case in TRACES["stage0"]} == {True, False}
 
 
 def test_autocast_to_fp16_scales_as_torch() -> None:
