@@ -68,6 +68,7 @@ class CollectiveLog:
         self.entries: deque[Entry] = deque(maxlen=KEPT)
         self.marks: deque[tuple[int, int]] = deque(maxlen=64)
         self.digest = 0
+        self.inside = False  # of the call that issues one, which on the CPU lasts as long as the collective
         self.thread = threading.get_ident()
         self.watch: Watch | None = None
         self.before: Callable[[], None] | None = None
@@ -101,6 +102,7 @@ class CollectiveLog:
         return self
 
     def __enter__(self) -> None:
+        self.inside = True
         if comms_logger.enabled:
             operation, what, numel, dtype = self.entries[-1]
             itemsize = getattr(torch, dtype).itemsize if dtype else 0
@@ -111,6 +113,7 @@ class CollectiveLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.inside = False
         if self._stop is not None:
             stop, self._stop = self._stop, None
             if error is None:

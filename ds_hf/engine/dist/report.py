@@ -30,7 +30,8 @@ def describe(reason: str, answers: Mapping[int, Mapping[str, Any]], world_size: 
     lines = [reason]
     silent = [rank for rank in range(world_size) if rank not in answers]
     if silent:
-        lines.append(f"No answer from {ranks_text(silent)}: ended, or not able to run Python.")
+        verb = "does" if len(silent) == 1 else "do"
+        lines.append(f"{ranks_text(silent).capitalize()} {verb} not answer: ended, stopped, or not able to run Python.")
     index = first_difference(answers)
     if index is None:
         last = max(answer["count"] for answer in answers.values()) - 1

@@ -6,10 +6,13 @@ is, and compares. It raises the alarm when
 - another rank of the host notes a different collective (``board``; found at once, in the thread that issues it),
 - the digests of two ranks differ (also where nothing hangs, because the sizes happened to be the same),
 - a collective fails, or a rank ended that others wait for,
-- a rank has issued nothing for ``timeout`` seconds, and neither has another that is behind it.
+- a rank has issued nothing for ``timeout`` seconds, and neither has another that is behind it,
+- a rank has issued nothing for ``timeout`` seconds, and one that it waits for has not been heard of for as long: a process
+  that is stopped, or in a call that keeps Python's lock, cannot say how long it has been idle.
 
-After an alarm every rank leaves its log and its stack in the store. The rank that raised it tells; all end.
-Ranks that are equally far are left alone, however long they compute: nothing says that they diverged.
+After an alarm every rank that can leaves its log and its stack in the store. The rank that raised it tells; all end.
+Ranks that are equally far are left alone, however long they compute: nothing says that they diverged. The store itself
+may be kept by a process that is stopped; a second thread ends the wait for it.
 """
 
 from __future__ import annotations
@@ -66,12 +69,17 @@ class Watch:
         self._pid = os.getpid()
         self._wake = threading.Event()
         self._speaks = False  # this rank raised the alarm, outside the thread
+        self._alarmed = False
         self._seen, self._since = -1, time.monotonic()
+        self._beat = 0  # of this rank; of the others, and for how many seconds it has stood still
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._now = self._passed = 0.0
         if not faulthandler.is_enabled():
             faulthandler.enable()  # gloo aborts where somebody else's collective meets one of ours: show who that was
         atexit.register(self._leave)
         self._thread = threading.Thread(target=self._run, name="ds_hf watch", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="ds_hf watch of the store", daemon=True).start()
 
     @property
     def interval(self) -> float:
@@ -107,17 +115,43 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            while not self._wake.wait(self.interval) and dist.group.WORLD is self._group:
+            while not self._wake.wait(self.interval):
+                if dist.group.WORLD is not self._group:
+                    break
                 self._tick()
+            if dist.group.WORLD is not self._group:
+                self._publish(self._farewell(""))  # not heard of any more, and not missed
         except RuntimeError:  # the store is gone, and with it the rank that kept it: nobody to compare with
-            return
+            pass
+        finally:
+            self._wake.set()
+
+    def _guard(self) -> None:
+        """End the process where the thread waits for a store that does not answer, and nothing else happens either."""
+        seen, seconds, before = (-1, -1), 0.0, time.monotonic()
+        while not self._wake.wait(self.interval):
+            now, state = time.monotonic(), (self._beat, self.log.count)
+            seconds = seconds + min(now - before, 2 * self.interval) if state == seen else 0.0
+            seen, before = state, now
+            alarmed = 3 * (self.interval + ANSWER_S) if self._alarmed else 0.0
+            if seconds >= self.timeout + alarmed:
+                reason = (
+                    f"rank {self.rank} has issued nothing for {seconds:.0f} s, and the store of the process group has not "
+                    "answered for as long: the process that keeps it (rank 0, unless the launcher does) is stopped"
+                )
+                _tell(describe(reason, {self.rank: self._state_in_full()}, self.world_size))
+                _exit()
 
     def _tick(self) -> None:
         count, now = self.log.count, time.monotonic()
         if count != self._seen:
             self._seen, self._since = count, now
         idle = now - self._since
-        self._publish({"count": count, "idle": idle, "marks": list(self.log.marks), "digest": self.log.digest})
+        # No more than a little of it counts: this process may have been stopped itself.
+        self._passed, self._now = min(now - self._now, 2 * self.interval), now
+        state = {"count": count, "idle": idle, "marks": list(self.log.marks), "digest": self.log.digest}
+        self._publish(state | {"beat": self._beat})
+        self._beat += 1
         if self._speaks:
             return
         if self.store.check(["alarm"]):
@@ -139,23 +173,37 @@ class Watch:
     def _look_round(self, count: int, idle: float) -> None:
         """This rank stands still: whom does it wait for?"""
         for rank in range(self.world_size):
-            state = self._state(rank) if rank != self.rank else None
-            if state is None or state["count"] >= count:
+            if rank == self.rank:
                 continue
+            state = self._state(rank) or {"count": 0, "idle": 0.0, "beat": -1}
+            silent = self._silent(rank, state)
+            inside = self.log.inside and "ended" not in state  # a blocking one, which the other may be in as well
+            if state["count"] > count or (state["count"] == count and not inside):
+                continue
+            waits = f"rank {self.rank} waits for rank {rank}, which"
             if "ended" in state:
-                self._end(f"rank {self.rank} waits for rank {rank}, which has ended")
-            if min(idle, state["idle"]) >= self.timeout:
-                self._end(f"rank {self.rank} waits for rank {rank}, which has issued nothing for {state['idle']:.0f} s")
+                self._end(f"{waits} has ended")
+            if min(idle, silent) >= self.timeout:
+                why = "it is stopped, or in a call that keeps Python from running"
+                self._end(f"{waits} does not answer: nothing was heard of it for {silent:.0f} s ({why})")
+            if state["count"] < count and min(idle, state["idle"]) >= self.timeout:
+                self._end(f"{waits} has issued nothing for {state['idle']:.0f} s")
+
+    def _silent(self, rank: int, state: Mapping[str, Any]) -> float:
+        """Seconds for which ``rank`` has published nothing, as far as this rank has looked."""
+        beat, seconds = self._heard.get(rank, (None, 0.0))
+        seconds = seconds + self._passed if state.get("beat") == beat else 0.0
+        self._heard[rank] = state.get("beat", -1), seconds
+        return seconds
 
     # -- the alarm ------------------------------------------------------------------------------------------------
 
     def _end(self, reason: str | None) -> None:
         """End this process; with a ``reason``, and if nobody raised the alarm before, tell all about it first."""
+        self._alarmed = True
         first = reason is not None and self.store.compare_set("alarm", "", str(self.rank)) == str(self.rank).encode()
         if first and reason is not None:
-            text = self._confer(reason)
-            sys.stderr.write(f"\nDivergenceError: {text}\n")
-            _record_for_torchrun(text)
+            _tell(self._confer(reason))
         else:
             self._answer()
             deadline = time.monotonic() + 2 * (self.interval + ANSWER_S)
@@ -163,13 +211,11 @@ class Watch:
                 while not self.store.check(["told"]) and time.monotonic() < deadline:
                     time.sleep(0.1)
                 time.sleep(LEAD_S)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)  # the main thread is inside a collective that will not end
+        _exit()
 
     def _confer(self, reason: str, *, only_if_apart: bool = False) -> str:
         """Ask all ranks; the report, ``""`` if they turn out to be equally far and that was asked for."""
+        self._alarmed = True
         self.store.compare_set("alarm", "", str(self.rank))
         self._answer()
         deadline = time.monotonic() + self.interval + ANSWER_S
@@ -184,15 +230,24 @@ class Watch:
         together = len(answers) == self.world_size and len({answer["count"] for answer in answers.values()}) == 1
         return "" if only_if_apart and together else describe(reason, answers, self.world_size)
 
-    def _answer(self, ended: str | None = None) -> None:
+    def _state_in_full(self) -> dict[str, Any]:
+        """What a report tells of this rank."""
         entries = list(self.log.entries)
-        answer = {
+        return {
             "count": self.log.count,
             "first": self.log.count - len(entries),
             "entries": entries,
             "idle": time.monotonic() - self._since,
             "stack": _stack(self.log.thread),
         }
+
+    def _farewell(self, ended: str) -> dict[str, Any]:
+        """The last state that this rank publishes."""
+        idle = time.monotonic() - self._since
+        return {"count": self.log.count, "idle": idle, "marks": [], "digest": 0, "ended": ended}
+
+    def _answer(self, ended: str | None = None) -> None:
+        answer = self._state_in_full()
         if ended is not None:
             answer |= {"ended": ended, "stack": ""}
         self.store.set(f"answer/{self.rank}", json.dumps(answer))
@@ -215,9 +270,21 @@ class Watch:
         error = getattr(sys, "last_value", None)
         ended = "" if error is None else "".join(traceback.format_exception_only(error)).strip()
         with contextlib.suppress(RuntimeError):
-            idle = time.monotonic() - self._since
-            self._publish({"count": self.log.count, "idle": idle, "marks": [], "digest": 0, "ended": ended})
+            self._publish(self._farewell(ended))
             self._answer(ended)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"\nDivergenceError: {text}\n")
+    _record_for_torchrun(text)
+
+
+def _exit() -> None:
+    """The main thread is inside a collective that will not end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
 
 
 def _stack(thread: int) -> str:
