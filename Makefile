@@ -66,7 +66,8 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/lint-imports --no-logo
 
 docs: $(STAMP) ## the site, in build/site; a broken link or anchor fails
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@# not --quiet: with it, mkdocs does not count warnings
+	@said=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict 2>&1) || { echo "$$said" | grep -v ^INFO; exit 1; }
 
 format: $(STAMP) ## let ruff fix and format
 	@$(BIN)/ruff check --fix .

@@ -39,7 +39,8 @@ class FusedLamb(TensorwiseOptimizer):
         eps_inside_sqrt: ``sqrt(v + eps)`` instead of ``sqrt(v) + eps``.
         max_grad_norm: ``step()`` first clips the gradients of a parameter group to this norm; 0 for none. Under an
             engine the configuration's ``gradient_clipping`` does that.
-        max_coeff, min_coeff: bounds of the trust ratio.
+        max_coeff: upper bound of the trust ratio.
+        min_coeff: lower bound of the trust ratio.
     """
 
     def __init__(
