@@ -6,7 +6,6 @@ faults, 2 wrong usage. Torch is imported when a command runs, so that ``--help``
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from ds_hf.errors import CheckpointError
+from ds_hf.printable import printable, printable_json
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,18 @@ class Format(str, Enum):
     fp32 = "fp32"
 
 
-Folder = Annotated[Path, typer.Argument(help="Folder of a checkpoint, or one that holds 'latest'.", show_default=False)]
+def _path(text: str) -> Path:
+    if not text:  # pathlib takes it for the current folder
+        raise typer.BadParameter("it is empty; '.' is the current folder")
+    return Path(text)
+
+
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of a checkpoint, or one that holds 'latest'.", show_default=False, parser=_path, metavar="PATH"
+    ),
+]
 Tag = Annotated[str | None, typer.Option("--tag", "-t", help="Which checkpoint; default what 'latest' names.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Dtype = Annotated[
@@ -103,7 +114,12 @@ def verify_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> No
 @checkpoint_app.command("convert")
 def convert_command(
     path: Folder,
-    output: Annotated[Path, typer.Argument(help="Folder (or, for fp32, file) to write.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder (or, for fp32, file) to write.", show_default=False, parser=_path, metavar="OUTPUT"
+        ),
+    ],
     to: Annotated[Format, typer.Option("--to", help="What to write.")] = Format.ds_hf,
     source: Annotated[Format | None, typer.Option("--from", help="What it is; default found out.")] = None,
     tag: Tag = None,
@@ -134,7 +150,7 @@ def convert_command(
 
     with _faults(as_json):
         opened = open_source(path, tag, None if source is None else Kind(source.value))
-        with _progress(f"writing {output}") as report:
+        with _progress(printable(f"writing {output}")) as report:
             where = _convert(
                 opened, output, to, out_tag, kind, max_shard_size, model, (stage, world_size, sub_group_size), report
             )
@@ -174,7 +190,12 @@ def _convert(
 @checkpoint_app.command("consolidate")
 def consolidate_command(
     path: Folder,
-    output: Annotated[Path, typer.Argument(help="Folder, or one .safetensors, .bin or .pt file.", show_default=False)],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder, or one .safetensors, .bin or .pt file.", show_default=False, parser=_path, metavar="OUTPUT"
+        ),
+    ],
     tag: Tag = None,
     dtype: Dtype = "fp32",
     max_shard_size: ShardSize = "5GB",
@@ -188,7 +209,7 @@ def consolidate_command(
 
     with _faults(as_json):
         opened = open_source(path, tag)
-        with _progress(f"writing {output}") as report:
+        with _progress(printable(f"writing {output}")) as report:
             where = _weights(opened, output, kind, max_shard_size, model, report)
     _tell(where, as_json)
 
@@ -233,7 +254,7 @@ def _dtype(text: str | None) -> torch.dtype | None:
 
 
 def _usage(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
     raise typer.Exit(2)
 
 
@@ -249,7 +270,7 @@ def _faults(as_json: bool) -> Iterator[None]:
         if as_json:
             _print_json({"ok": False, "faults": [str(error)]})
         else:
-            print(error, file=sys.stderr)
+            print(printable(error), file=sys.stderr)
         raise typer.Exit(1) from None
 
 
@@ -259,8 +280,8 @@ def _progress(doing: str) -> Iterator[Report]:
     console = Console(stderr=True)
     begun = time.monotonic()
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=console,
-        transient=True, disable=not console.is_terminal,
+        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
     task = bar.add_task(doing)
     shown = False
@@ -287,11 +308,11 @@ def _tell(where: Path, as_json: bool) -> None:
 
 
 def _say(text: str) -> None:
-    Console(highlight=False, markup=False).print(text, soft_wrap=True)
+    Console(highlight=False, markup=False).print(printable(text), soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(printable_json(value))
 
 
 def _print_content(content: Content) -> None:
@@ -324,6 +345,7 @@ def _print_content(content: Content) -> None:
 def _print_rows(rows: list[tuple[str, ...]]) -> None:
     """Columns: a table that wraps on a terminal, aligned lines elsewhere."""
     console = Console(highlight=False, markup=False)
+    rows = [tuple(printable(cell).replace("\n", "\\n") for cell in row) for row in rows]
     if not console.is_terminal:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
         for row in rows:

@@ -35,6 +35,7 @@ from ds_hf.doctor_cli import doctor_command
 from ds_hf.errors import SHOWN_FAULTS, ConfigError, Fault
 from ds_hf.launch_cli import add_run_command
 from ds_hf.memory_cli import SETTINGS, memory_command
+from ds_hf.printable import printable, printable_json
 
 __all__ = ["app", "main"]
 
@@ -93,7 +94,7 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
         )
         return
     console = Console(highlight=False)
-    _item(console, "ok", "bold green", Text.assemble((config.source, "bold"), f": {summary(config)}"))
+    _item(console, "ok", "bold green", Text.assemble((printable(config.source), "bold"), f": {summary(config)}"))
     if autos := auto_keys(config):
         _item(console, "auto", "cyan", Text(f"the Trainer or accelerate fills {len(autos)}: {', '.join(autos)}"))
     for message, faults in grouped(config.warnings):
@@ -179,16 +180,16 @@ def _write(text: str, output: Path | None, force: bool) -> None:
         output.write_text(text, "utf-8")
     except OSError as error:
         _usage(f"cannot write {output}: {error.strerror}")
-    print(f"wrote {output}", file=sys.stderr)
+    print(printable(f"wrote {output}"), file=sys.stderr)
 
 
 def _usage(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
     raise typer.Exit(2)
 
 
 def _key(pointer: str) -> str:
-    return pointer[1:].replace("/", ".").replace("~1", "/").replace("~0", "~") or "(file)"
+    return printable(pointer[1:].replace("/", ".").replace("~1", "/").replace("~0", "~")) or "(file)"
 
 
 def _item(console: Console, label: str, style: str, text: Text) -> None:
@@ -210,7 +211,7 @@ def _print_faults(error: ConfigError, as_json: bool) -> None:
     console = Console(highlight=False)
     count = len(error.faults)
     head = f": {count} fault{'s' if count != 1 else ''}"
-    _item(console, "faulty", "bold red", Text.assemble((error.source, "bold"), head))
+    _item(console, "faulty", "bold red", Text.assemble((printable(error.source), "bold"), head))
     for fault in error.faults[:SHOWN_FAULTS]:
         line = f" (line {fault.line})" if fault.line else ""
         if not console.is_terminal:
@@ -228,13 +229,13 @@ def _print_faults(error: ConfigError, as_json: bool) -> None:
 def _print_rows(config: Config, shown: list[Row]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
-        cells = [(row.key, _short(_value(row.value)), str(row.origin), row.note) for row in shown]
+        cells = [(printable(row.key), _short(_value(row.value)), printable(row.origin), row.note) for row in shown]
         widths = [max(len(cell[column]) for cell in cells) for column in range(3)]
-        print(f"{config.source}: {summary(config)}")
+        print(f"{printable(config.source)}: {summary(config)}")
         for key, value, origin, note in cells:
             print(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin:<{widths[2]}}  {note}".rstrip())
         return
-    console.print(Text.assemble((config.source, "bold"), f": {summary(config)}"))
+    console.print(Text.assemble((printable(config.source), "bold"), f": {summary(config)}"))
     table = Table.grid(padding=(0, 2))
     table.add_column(overflow="fold")
     table.add_column(overflow="fold", max_width=26)
@@ -255,9 +256,9 @@ def _cells(row: Row, inner: str) -> tuple[Text, Text, Text]:
     note = f"; {row.note}" if row.note else ""
     value = Text(_short(_value(row.value), 26), style or "cyan")
     return (
-        Text(f"  {inner}" if inner else row.key, style),
+        Text(printable(f"  {inner}" if inner else row.key), style),
         value,
-        Text(f"{row.origin}{note}", "dim" if not row.note else ""),
+        Text(printable(f"{row.origin}{note}"), "dim" if not row.note else ""),
     )
 
 
@@ -270,6 +271,7 @@ def _value(value: Any) -> str:
 
 
 def _short(text: str, limit: int = 40) -> str:
+    text = printable(text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -283,7 +285,7 @@ def _fault_json(fault: Fault) -> dict[str, Any]:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(printable_json(value))
 
 
 def main() -> None:

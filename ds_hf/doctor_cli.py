@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_hf.launcher.handover import call_real, real_deepspeed
+from ds_hf.printable import printable, printable_json
 
 __all__ = ["doctor_command", "report_main"]
 
@@ -30,7 +30,7 @@ def doctor_command(
     with _busy():
         report = examine(None if no_disk else disk.resolve())
     if as_json:
-        print(json.dumps(report.as_json(), indent=2, ensure_ascii=False))
+        print(printable_json(report.as_json()))
         return
     console = Console(highlight=False)
     width = max(len(fact.name) for fact in report.facts)
@@ -49,6 +49,7 @@ def doctor_command(
 
 def _line(console: Console, name: str, width: int, value: str) -> None:
     """A name and a text beside it, which wraps under itself on a terminal."""
+    value = printable(value)
     if not console.is_terminal:
         print(f"{name:<{width}}  {value}".rstrip())
         return

@@ -1,7 +1,8 @@
 """Errors that ds_hf raises for its users.
 
 Everything derives from ``DsHfError``. That is also an ``AssertionError``, because DeepSpeed asserts where it is used
-wrongly, and ``ConfigError`` and ``LossError`` also a ``ValueError``: code that catches those keeps working.
+wrongly, and ``ConfigError``, ``CheckpointPlaceError`` and ``LossError`` also a ``ValueError``: code that catches those
+keeps working.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ds_hf.printable import printable
+
 __all__ = [
     "SHOWN_FAULTS",
     "CheckpointError",
+    "CheckpointPlaceError",
     "ConfigError",
     "DivergenceError",
     "DsHfError",
@@ -28,7 +32,10 @@ SHOWN_FAULTS = 20
 
 
 class DsHfError(RuntimeError, AssertionError):
-    """Base of all errors raised on purpose by ds_hf."""
+    """Base of all errors raised on purpose by ds_hf; what they quote of files cannot steer a terminal."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,10 @@ class Fault:
     fix: str = ""
     line: int | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
+        object.__setattr__(self, "fix", printable(self.fix))
+
     @property
     def place(self) -> str:
         """The pointer for people: long keys in it shortened."""
@@ -54,7 +65,7 @@ class Fault:
         return "/".join(keys if len(keys) <= 10 else [*keys[:5], "...", *keys[-4:]])
 
     def __str__(self) -> str:
-        where = self.place or "(top level)"
+        where = printable(self.place) or "(top level)"
         at = f" (line {self.line})" if self.line is not None else ""
         fix = f"\n      fix: {self.fix}" if self.fix else ""
         return f"{where}{at}: {self.message}{fix}"
@@ -84,6 +95,10 @@ class ConfigError(DsHfError, ValueError):
 
 class CheckpointError(DsHfError):
     """A checkpoint is missing, incomplete, damaged or does not fit the model."""
+
+
+class CheckpointPlaceError(CheckpointError, ValueError):
+    """What was given as the folder or the tag of a checkpoint cannot be one."""
 
 
 class LossError(DsHfError, ValueError):

@@ -5,10 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
+
+from ds_hf.printable import printable
 
 __all__ = ["log_once", "logger", "say", "warn_once"]
 
+
+class _Arguments(logging.Filter):
+    """What is put into a message (names, contents of files) cannot steer a terminal; its own text is the caller's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                printable(value) if isinstance(value, str | Path | BaseException) else value for value in record.args
+            )
+        return True
+
+
 logger = logging.getLogger("ds_hf")
+logger.addFilter(_Arguments())
 _seen: set[str] = set()
 
 
@@ -21,7 +37,7 @@ def log_once(message: str, level: int = logging.INFO) -> None:
     if message not in _seen:
         _seen.add(message)
         if _rank() == 0:
-            logger.log(level, message)
+            logger.log(level, "%s", message)
 
 
 def warn_once(message: str) -> None:
@@ -31,5 +47,5 @@ def warn_once(message: str) -> None:
 
 def say(text: str) -> None:
     """What the user asked for, on standard output."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(text) + "\n")
     sys.stdout.flush()

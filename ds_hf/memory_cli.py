@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_hf.errors import ConfigError
+from ds_hf.printable import printable
 
 if TYPE_CHECKING:
     from ds_hf.memory.prediction import Prediction
@@ -137,7 +138,7 @@ def _print(subject: Subject, machine: Machine, table: list[Row]) -> None:
     console = Console(highlight=False)
     console.print(_title(subject, machine, table), soft_wrap=True)
     for note in subject.notes:
-        console.print(Text(f"note: {note}", "dim"), soft_wrap=True)
+        console.print(Text(printable(f"note: {note}"), "dim"), soft_wrap=True)
     console.print()
     grid = Table(box=None, pad_edge=False, header_style="bold")
     grid.add_column("stage")
@@ -153,7 +154,7 @@ def _print(subject: Subject, machine: Machine, table: list[Row]) -> None:
     where = f"GPU of each process, host and disk of the {per_host} on one host"
     console.print(Text(f"GiB: {where}; micro-batch: the largest that fits", "dim"), soft_wrap=True)
     for reason in dict.fromkeys(row.refused for row in table if row.refused):
-        console.print(Text(f"refused: {reason}", "dim"), soft_wrap=True)
+        console.print(Text(printable(f"refused: {reason}"), "dim"), soft_wrap=True)
     if shown is not None and shown.prediction is not None:
         console.print()
         _print_parts(console, shown, shown.prediction)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -165,6 +166,13 @@ def test_weights(own: Path, tmp_path: Path) -> None:
         (["convert", "OWN", "out", "--from", "dcp"], 1, "is a checkpoint of kind ds_hf, not dcp"),
         (["convert", "OWN", "OWN"], 1, "exists: give another tag or folder"),
         (["verify", "."], 1, "holds no checkpoint"),
+        (["convert", "OWN", "out", "--out-tag", "../evil"], 1, "'../evil' cannot be the tag of a checkpoint"),
+        (["convert", "OWN", "out", "--out-tag", "/tmp/evil"], 1, "it leads out of the folder"),
+        (["convert", "OWN", "out", "--to", "deepspeed", "--out-tag", "../evil"], 1, "it leads out of the folder"),
+        (["convert", "OWN", "out", "--out-tag", "latest"], 1, "'latest' is the name of a file"),
+        (["convert", "OWN", "", "--to", "hf"], 2, "is empty"),
+        (["verify", ""], 2, "is empty"),
+        (["inspect", "OWN", "--tag", "../evil"], 1, "it leads out of the folder"),
     ],
 )
 def test_what_is_wrong_is_told(
@@ -174,6 +182,25 @@ def test_what_is_wrong_is_told(
     found = _run(*(str(own) if argument == "OWN" else argument for argument in arguments))
     assert found[0] == code, found
     assert message in " ".join(found[1].split())
+    assert not (tmp_path.parent / "evil").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_names_in_files_do_not_steer_the_terminal(own: Path, tmp_path: Path, as_json: list[str]) -> None:
+    folder = tmp_path / "\x1b]0;title\x07"
+    shutil.copytree(own, folder)
+    (folder / "latest").write_text("\x1b[2J\u202e")
+    commands = [
+        ["verify", folder], ["inspect", folder], ["inspect", folder, "--tag", "global_step3"],
+        ["convert", folder, tmp_path / "\x9b2J", "--tag", "global_step3"], ["consolidate", folder, tmp_path / "out"],
+        ["verify", folder, "--tag", "nowhere\x1b"],
+    ]  # fmt: skip
+    for command in commands:
+        code, text = _run(*command, *as_json)
+        assert code in (0, 1)
+        assert text.replace("\n", "").isprintable()
+        assert ("title" in text) == (r"u001b]0;title" in text or r"x1b]0;title" in text)
 
 
 @pytest.mark.parametrize(("quiet", "shown"), [("0", True), pytest.param("100", False, marks=pytest.mark.slow)])

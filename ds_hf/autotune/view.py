@@ -18,6 +18,7 @@ from ds_hf.autotune.options import Metric, Options, gib
 from ds_hf.autotune.records import Record, value_of
 from ds_hf.autotune.space import Setting, label_of
 from ds_hf.autotune.trial import Point
+from ds_hf.printable import printable
 
 __all__ = ["View", "gib", "show_value"]
 
@@ -102,7 +103,7 @@ class View:
     def say(self, text: str) -> None:
         """A line that stays."""
         if not self.quiet:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def _say(self, text: str) -> None:
         """A line where there is no live table."""

@@ -29,6 +29,7 @@ from ds_hf.launcher.preflight import Meeting, end_far_sides, preflight
 from ds_hf.launcher.remote import Start, check_tools, start_commands
 from ds_hf.launcher.resources import Resources, find_resources
 from ds_hf.launcher.spec import NodeSpec
+from ds_hf.printable import printable
 
 __all__ = ["launch"]
 
@@ -249,5 +250,5 @@ def _print_plan(spec: NodeSpec, options: Options, starts: list[Start]) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"ds_hf: {text}\n")
+    sys.stderr.write(printable(f"ds_hf: {text}\n"))
     sys.stderr.flush()

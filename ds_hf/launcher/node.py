@@ -25,6 +25,7 @@ from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.failure import Failure, describe, exit_code, first_of
 from ds_hf.launcher.ports import free_port
 from ds_hf.launcher.spec import NodeSpec, decode
+from ds_hf.printable import printable
 
 if TYPE_CHECKING:
     from ds_hf.launcher.agent import Attempt
@@ -270,7 +271,7 @@ def _pid_file(spec: NodeSpec) -> Iterator[None]:
 def _say(text: str) -> None:
     """To standard error, in one write."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"ds_hf: {text}\n")
+        sys.stderr.write(printable(f"ds_hf: {text}\n"))
         sys.stderr.flush()
 
 

@@ -2,7 +2,8 @@
 
 Files are written into ``.TAG.saving-HOST-PID-ID`` beside the target. The target appears by one rename; a former one of
 the same tag is renamed to ``.TAG.old-HOST-PID-ID`` before and removed after, so at every moment one of the two is
-whole, and ``recover`` finds it. ``latest`` is written last. Only rank 0 calls what is here.
+whole, and ``recover`` finds it. What else lay in its folder, a user's notes or a checkpoint of a tag below, moves to
+the new one. ``latest`` is written last. Only rank 0 calls what is here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import psutil
 from ds_hf.engine.checkpoint import zero_to_fp32
 from ds_hf.engine.checkpoint.files import replace_text, sync_folder, write_text
 from ds_hf.engine.checkpoint.manifest import RankReport, complete
+from ds_hf.engine.checkpoint.tags import is_checkpoint_file
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
@@ -99,7 +101,16 @@ def commit(staged: Path, target: Path, description: dict[str, Any], reports: Seq
         raise
     sync_folder(target.parent)
     if replaced:
-        _remove(former)
+        _replace(former, target)
+
+
+def _replace(former: Path, target: Path) -> None:
+    """Remove a checkpoint that another took the place of, without what is no part of it."""
+    if former.is_dir() and not former.is_symlink():
+        for path in former.iterdir():
+            if not is_checkpoint_file(path.name) and not os.path.lexists(target / path.name):
+                os.rename(path, target / path.name)
+    _remove(former)
 
 
 def announce(save_dir: Path, tag: str, save_latest: bool) -> None:
@@ -123,8 +134,10 @@ def remove_leftovers(save_dir: Path, target: Path) -> None:
         if match is None or not _is_dead(path, match["host"], match["pid"], match["tag"] == target.name):
             continue
         home = path.with_name(match["tag"])
-        if match["kind"] == "saving" or os.path.lexists(home):
+        if match["kind"] == "saving":
             _remove(path)
+        elif os.path.lexists(home):
+            _replace(path, home)
         elif zero_to_fp32.recover(home) == path:
             logger.warning("%s: a save that was killed left it as %s; it has its name again", home, path.name)
             os.rename(path, home)

@@ -28,6 +28,7 @@ from ds_hf.engine.checkpoint.interface import (
 from ds_hf.engine.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
+    folder_of,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
@@ -116,6 +117,9 @@ def save_16bit_model(
 
     Returns:
         ``False``, with a warning, when the weights are sharded and may not be gathered.
+
+    Raises:
+        CheckpointPlaceError: ``save_dir`` or ``save_filename`` is empty or not a path.
     """
     gathers = engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
     if engine.plan.shards_parameters and not gathers:
@@ -124,7 +128,8 @@ def save_16bit_model(
             "save_checkpoint() and zero_to_fp32.py", save_filename,
         )  # fmt: skip
         return False
-    path = Path(save_dir) / save_filename
+    with together(engine.axis, "writing whole weights"):
+        path = folder_of(save_dir, "save_dir") / folder_of(save_filename, "save_filename")
     state = consolidated_state_dict(engine, exclude_frozen_parameters)
     with together(engine.axis, f"writing {path}"):
         if state is not None:

@@ -29,11 +29,12 @@ from ds_hf.engine.checkpoint.files import (
 from ds_hf.engine.checkpoint.interface import dtype_name
 from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.checkpoint.source import Report, Source, Weight
-from ds_hf.engine.checkpoint.zero_to_fp32 import FORMAT, MANIFEST, SavedParameter
+from ds_hf.engine.checkpoint.tags import checked_tag
+from ds_hf.engine.checkpoint.zero_to_fp32 import FORMAT, MANIFEST, SavedParameter, folder_of
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["default_tag", "publish_folder", "stage", "state_bytes", "write_own"]
+__all__ = ["default_tag", "place", "publish_folder", "stage", "state_bytes", "write_own"]
 
 SCRIPT = "zero_to_fp32.py"
 
@@ -44,6 +45,16 @@ def default_tag(source: Source) -> str:
     return f"global_step{int(counters.get('global_steps', 0))}"
 
 
+def place(source: Source, save_dir: str | Path, tag: str | None) -> tuple[Path, Path]:
+    """``save_dir`` and the folder inside it that is going to be written.
+
+    Raises:
+        CheckpointPlaceError: one of them cannot be one.
+    """
+    root = folder_of(save_dir, "the output folder")
+    return root, root / checked_tag(default_tag(source) if tag is None else tag)
+
+
 def write_own(source: Source, save_dir: str | Path, tag: str | None = None, report: Report | None = None) -> Path:
     """Write ``save_dir/tag`` and let ``latest`` name it; returns the folder.
 
@@ -51,8 +62,7 @@ def write_own(source: Source, save_dir: str | Path, tag: str | None = None, repo
         CheckpointError: the source is damaged, or the tag exists.
     """
     source.check()
-    root = Path(save_dir)
-    target = root / (default_tag(source) if tag is None else tag)
+    root, target = place(source, save_dir, tag)
     staged = stage(target, state_bytes(source))
     try:
         common = {key: value for key, value in source.common.items() if key not in _identity(source)}

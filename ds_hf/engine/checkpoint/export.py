@@ -27,6 +27,7 @@ from ds_hf.engine.checkpoint.interface import (
 )
 from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.checkpoint.source import Report, Source
+from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.errors import CheckpointError
 
@@ -63,6 +64,8 @@ def export_source(
     Raises:
         CheckpointError: the checkpoint is damaged; what was in ``folder`` is as it was.
     """
+    if model_folder is not None:
+        _require_config(Path(model_folder))
     source.check()
     weights = list(source.weights())
     specs = [Spec(w.name, w.shape, _floating(dtype, w.dtype)) for w in weights]
@@ -121,11 +124,11 @@ def export_engine(
         CheckpointError: on every rank, when writing failed on rank 0.
     """
     first = engine.axis.rank == 0
-    target = Path(folder)
     specs = _engine_specs(engine, dtype)
     writer: ShardedWriter | None = None
     problem: list[BaseException] = []
-    with together(engine.axis, f"preparing {target}"):
+    with together(engine.axis, f"preparing {folder}"):
+        target = folder_of(folder, "save_dir")
         writer = ShardedWriter(target, specs, max_shard_size) if first else None
 
     def put(name: str, value: Tensor) -> None:
@@ -184,12 +187,16 @@ def copy_model_files(model: Path, folder: Path, dtype: str) -> None:
     Raises:
         CheckpointError: ``model`` is no model's folder.
     """
-    if not (model / "config.json").is_file():
-        raise CheckpointError(f"{model} has no config.json: give the folder of the model that was trained")
+    _require_config(model)
     for name in _MODEL_FILES:
         if (model / name).is_file() and (model / name).resolve() != (folder / name).resolve():
             shutil.copyfile(model / name, folder / name)
     _set_dtype(folder / "config.json", dtype)
+
+
+def _require_config(model: Path) -> None:
+    if not (model / "config.json").is_file():
+        raise CheckpointError(f"{model} has no config.json: give the folder of the model that was trained")
 
 
 def _set_dtype(path: Path, dtype: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.convert import default_tag, publish_folder, stage, state_bytes
+from ds_hf.engine.checkpoint.convert import place, publish_folder, stage, state_bytes
 from ds_hf.engine.checkpoint.deepspeed_layout import even_parts, in_order
 from ds_hf.engine.checkpoint.deepspeed_pickle import (
     DynamicScaler,
@@ -79,8 +79,7 @@ def write_deepspeed(
     if target.stage not in (1, 2, 3) or target.world_size < 1:
         raise CheckpointError("DeepSpeed's files are written for stage 1, 2 or 3 and at least one rank")
     flats = _flats(source, target)
-    root = Path(save_dir)
-    folder = root / (default_tag(source) if tag is None else tag)
+    root, folder = place(source, save_dir, tag)
     staged = stage(folder, state_bytes(source))
     bf16 = any(weight.dtype is torch.bfloat16 for weight in source.weights())
     try:

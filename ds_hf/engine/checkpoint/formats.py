@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,14 @@ from ds_hf.engine.checkpoint.import_deepspeed import is_deepspeed, read_deepspee
 from ds_hf.engine.checkpoint.pickled import read_pickled
 from ds_hf.engine.checkpoint.pretrained import is_pretrained, read_pretrained
 from ds_hf.engine.checkpoint.source import Kind, Source
-from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder, read_manifest
+from ds_hf.engine.checkpoint.zero_to_fp32 import (
+    MANIFEST,
+    Manifest,
+    TensorFiles,
+    find_folder,
+    folder_of,
+    read_manifest,
+)
 from ds_hf.errors import CheckpointError
 
 __all__ = ["kind_of", "locate", "open_folder", "open_source"]
@@ -23,17 +31,18 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Kind, Path]:
     Raises:
         CheckpointError: there is none.
     """
-    root = Path(path)
+    root = folder_of(path, "the folder of the checkpoint")
     kind = kind_of(root) if tag is None else None
     if kind is not None:
         return kind, root
-    if tag is not None or (root / "latest").is_file():
+    latest = root / "latest"
+    if tag is not None or (os.path.lexists(latest) and not latest.is_dir()):
         folder = find_folder(root, tag)
         kind = kind_of(folder)
         if kind is not None:
             return kind, folder
         if folder.is_dir():
-            raise CheckpointError(f"{folder} is no complete checkpoint of ds_hf, DeepSpeed or torch.distributed")
+            raise CheckpointError(f"{folder} is not a complete checkpoint of ds_hf, DeepSpeed or torch.distributed")
         raise CheckpointError(f"{folder} does not exist")
     if is_pretrained(root):  # after 'latest': the Trainer puts the weights beside the checkpoint
         return Kind.HF, root

@@ -42,7 +42,7 @@ from ds_hf.engine.checkpoint.resume import (
 )
 from ds_hf.engine.checkpoint.rng import restore_random_states
 from ds_hf.engine.checkpoint.source import Kind, Source
-from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder
+from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder, folder_of
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer, unshard
 from ds_hf.engine.zero.publish import publish
@@ -87,6 +87,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: it is incomplete, damaged or does not fit the model.
+        CheckpointPlaceError: ``load_dir`` or ``tag`` cannot be one.
     """
     axis = engine.axis
     wanted = _Wanted(
@@ -97,12 +98,13 @@ def load_checkpoint(
     )
     folder: Path | None = None
     with together(axis, f"finding a checkpoint in {load_dir}"):
-        folder = _find(Path(load_dir), tag) if axis.rank == 0 else None
+        root = folder_of(load_dir, "load_dir")
+        folder = _find(root, tag) if axis.rank == 0 else None
     folder = share(axis, folder)
     if folder is None:
         return None, {}
     if engine.settings.ds_hf.checkpoint.verify == "full" and (folder / MANIFEST).is_file():
-        folder = undamaged(axis, Path(load_dir), folder, named=tag is not None or folder == Path(load_dir))
+        folder = undamaged(axis, root, folder, named=tag is not None or folder == root)
     with together(axis, f"checking {folder}"):
         identity = identity_of(folder)
         source, fit, ranks = _open(engine, folder, wanted, custom_load_fn is not None)

@@ -123,8 +123,8 @@ class ShardedWriter:
         self.folder, self._report, self._single = folder, report, single
         self._specs = {spec.name: spec for spec in specs}
         self._total, self._done = sum(spec.nbytes for spec in specs), 0
-        folder.mkdir(parents=True, exist_ok=True)
         parts = list(_cut(specs, _nbytes(None if single else max_shard_size)))
+        folder.mkdir(parents=True, exist_ok=True)
         metadata = {"format": "pt", **(metadata or {})}
         self._home: dict[str, _Shard] = {}
         self._shards: list[_Shard] = []

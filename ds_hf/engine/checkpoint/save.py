@@ -30,7 +30,9 @@ from ds_hf.engine.checkpoint.contents import gather_part, write_part
 from ds_hf.engine.checkpoint.files import model_states_name
 from ds_hf.engine.checkpoint.interface import Checkpointable
 from ds_hf.engine.checkpoint.manifest import RankReport, describe
-from ds_hf.errors import CheckpointError
+from ds_hf.engine.checkpoint.tags import checked_tag
+from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
+from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
 
 __all__ = ["consolidated_state_dict", "save_16bit_model", "save_checkpoint"]
@@ -57,11 +59,12 @@ def save_checkpoint(
     Raises:
         CheckpointError: it could not be written whole, or the one before, in the background, could not; what was there
             before is as it was.
+        CheckpointPlaceError: ``save_dir`` or ``tag`` cannot be one, on every rank; nothing was touched.
     """
     began = time.perf_counter()
     engine.checkpoint_writer.wait()
     axis = engine.axis
-    tag, writer = _agree(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    tag, writer = _agree(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
     root, target = Path(save_dir), Path(save_dir) / tag
     staged = hidden_beside(target, "saving", writer)
     in_background = engine.settings.ds_hf.checkpoint.async_
@@ -94,21 +97,29 @@ def save_checkpoint(
     return True
 
 
-def _agree(engine: Checkpointable, tag: str) -> tuple[str, str]:
-    """Rank 0's tag, compared as ``checkpoint.tag_validation`` says and found to stay inside, and name of the writer."""
+def _agree(engine: Checkpointable, save_dir: str | Path, tag: str) -> tuple[str, str]:
+    """Rank 0's tag, compared as ``checkpoint.tag_validation`` says and fit to be one, and name of the writer."""
     mode = str(engine.settings.checkpoint.tag_validation).lower()
-    answers = collect(engine.axis, (tag, this_writer()))
+    answers = collect(engine.axis, (tag, this_writer(), _place_fault(save_dir)))
     tags = [answer[0] for answer in answers]
+    for fault in [answer[2] for answer in answers]:
+        if fault:
+            raise CheckpointPlaceError(fault)
     if len(set(tags)) > 1 and mode != "ignore":
         message = f"ranks want to save under different tags: {sorted(set(tags))}; give every rank the same tag"
         if mode == "fail":
             raise CheckpointError(message + ' (checkpoint.tag_validation is "Fail")')
         if engine.axis.rank == 0:
             logger.warning("%s; %r of rank 0 is used", message, tags[0])
-    path = PurePosixPath(tags[0])
-    if not path.parts or path.is_absolute() or ".." in path.parts or any(c in tags[0] for c in "\0\n\\"):
-        raise CheckpointError(f"{tags[0]!r} cannot be a checkpoint's tag: use the name of a folder inside save_dir")
-    return answers[0]
+    return checked_tag(tags[0]), answers[0][1]
+
+
+def _place_fault(save_dir: Any) -> str:
+    try:
+        folder_of(save_dir, "save_dir")
+    except CheckpointPlaceError as error:
+        return str(error)
+    return ""
 
 
 def _describe(engine: Checkpointable, tag: str, exclude_frozen: bool) -> dict[str, Any]:
@@ -121,6 +132,8 @@ def _describe(engine: Checkpointable, tag: str, exclude_frozen: bool) -> dict[st
 
 def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> None:
     """Rank 0: an empty folder to write to, on a disk with room for all ranks' parts."""
+    if target.is_file():
+        raise CheckpointPlaceError(f"{target} is a file: give another tag, or move it away")
     remove_leftovers(root, target)
     check_space(target.parent, nbytes + _OVERHEAD)
     make_folder(staged)

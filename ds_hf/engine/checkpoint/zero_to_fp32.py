@@ -35,11 +35,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 try:
-    from ds_hf.errors import CheckpointError
+    from ds_hf.errors import CheckpointError, CheckpointPlaceError
+    from ds_hf.printable import printable
 except ImportError:  # alone in a checkpoint, on a machine without ds_hf
 
     class CheckpointError(RuntimeError):  # type: ignore[no-redef]
         """A checkpoint is missing, incomplete, damaged or does not fit the model."""
+
+    class CheckpointPlaceError(CheckpointError, ValueError):  # type: ignore[no-redef]
+        """What was given as the folder or the tag of a checkpoint cannot be one."""
+
+    def printable(text: object) -> str:
+        """``str(text)`` without what steers a terminal."""
+        return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in str(text))
 
 
 __all__ = [
@@ -52,11 +60,13 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
     "find_folder",
+    "folder_of",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
     "read_manifest",
     "recover",
     "sealed",
+    "tag_fault",
     "to_torch_tensor",
 ]
 
@@ -495,30 +505,76 @@ def recover(folder: Path) -> Path:
     return max(former, key=lambda path: path.stat().st_mtime) if former else folder
 
 
+def folder_of(given: Any, what: str) -> Path:
+    """``given`` as a path.
+
+    Raises:
+        CheckpointPlaceError: it is empty or of another type; ``what`` names it.
+    """
+    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
+        raise CheckpointPlaceError(f"{what} should be the path of a folder, not of type {type(given).__name__}")
+    if not os.fspath(given):
+        raise CheckpointPlaceError(f"{what} is empty: give the path of a folder ('.' is the current one)")
+    return Path(given)
+
+
+def tag_fault(tag: str) -> str:
+    """Why a tag, perhaps a stranger's, names no folder inside another; empty when it does."""
+    if not tag:
+        return "it is empty"
+    if not tag.isprintable():
+        return "it has a tab, line break, direction mark or another character that cannot be printed"
+    path = Path(tag)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        return "it leads out of the folder" if path.parts else "it is the folder itself"
+    if len(os.fsencode(tag)) > 1024 or any(len(os.fsencode(part)) > 255 for part in path.parts):
+        return "it is too long for the name of a folder"
+    return ""
+
+
 def find_folder(checkpoint_dir: str | Path, tag: str | None = None) -> Path:
     """The folder that holds the manifest: ``checkpoint_dir`` itself, its ``tag``, or what its ``latest`` names.
 
     Raises:
         CheckpointError: there is none.
+        CheckpointPlaceError: ``checkpoint_dir`` or ``tag`` cannot be one.
     """
-    root = Path(checkpoint_dir)
+    root = folder_of(checkpoint_dir, "the folder of checkpoints")
     try:
         if root.exists() and not root.is_dir():
             raise CheckpointError(f"{root} is a file and not the folder of checkpoints")
         if tag is None and (root / MANIFEST).is_file():
             return root
-        if tag is None:
-            tag = _read_text(root / "latest", _LATEST_NBYTES).strip()
-        if not tag or not tag.isprintable() or Path(tag).is_absolute() or ".." in Path(tag).parts:
-            raise CheckpointError(f"{tag!r} is not the name of a checkpoint in {root}")
-        folder = recover(root / tag)
+        fault = "" if tag is None else tag_fault(str(tag))
+        if fault:
+            raise CheckpointPlaceError(f"{str(tag)!r} cannot be the tag of a checkpoint: {fault}")
+        folder = _latest(root) if tag is None else recover(root / str(tag))
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(f"{folder} is a file and not the folder of a checkpoint")
         return folder
     except FileNotFoundError as error:
         raise CheckpointError(f"{root} holds no checkpoint: neither {MANIFEST} nor a file 'latest'") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{root if tag else root / 'latest'} cannot be read: {error}") from error
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{root if tag is not None else root / 'latest'} cannot be read: {error}") from error
+
+
+def _latest(root: Path) -> Path:
+    """The folder that ``latest`` names. A stranger's may be a link to any file, so little of what it holds is told."""
+    path = root / "latest"
+    tag = _read_text(path, _LATEST_NBYTES).strip()
+    fault = tag_fault(tag)
+    folder = root if fault else recover(root / tag)
+    if not fault and folder.is_dir():
+        return folder
+    status = path.lstat()
+    told = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and len(tag) <= 255 and "\n" not in tag
+    if fault or not told:
+        fault = fault or "there is no such folder"
+        named = f"names {tag!r}" if tag and told else "does not name a checkpoint"
+        raise CheckpointError(f"{path} {named}: {fault}. Give the tag of a checkpoint, or write its name there")
+    return folder
 
 
 # -- whole fp32 weights ---------------------------------------------------------------------------------------------
@@ -585,7 +641,7 @@ def _whole_state(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Give ``model`` the checkpoint's fp32 weights, on the CPU, and return it.
+    """Give ``model`` the checkpoint's weights, on the CPU, each in the dtype that it has there, and return it.
 
     A model that an engine holds becomes an ordinary one; destroy that engine before using the model.
 
@@ -605,7 +661,7 @@ def load_state_dict_from_zero_checkpoint(
         for attribute in ("_ds_home", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
             if hasattr(param, attribute):
                 delattr(param, attribute)
-        param.data = value.clone()
+        param.data = value.to(param.dtype, copy=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in state:
             buffer.copy_(state[name])
@@ -668,8 +724,8 @@ def convert_zero_checkpoint_to_state_dict(
     Raises:
         ValueError: ``dtype`` or ``max_shard_size`` is neither of these.
     """
+    out = folder_of(output_dir, "the output")
     state = _whole_state(checkpoint_dir, tag, exclude_frozen_parameters, True, _dtype(dtype))
-    out = Path(output_dir)
     _refuse_links(out, Path(checkpoint_dir))
     if out.suffix in (".bin", ".pt", ".pth", ".safetensors"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -797,9 +853,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (CheckpointError, OSError, ValueError) as error:
         if args.debug:
             raise
-        sys.stderr.write(f"zero_to_fp32: {error}\n")
+        sys.stderr.write(printable(f"zero_to_fp32: {error}\n"))
         return 1
-    sys.stdout.write(f"wrote {args.output}\n")
+    sys.stdout.write(printable(f"wrote {args.output}\n"))
     return 0
 
 

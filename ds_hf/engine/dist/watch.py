@@ -37,6 +37,7 @@ from torch._C._distributed_c10d import Store
 from ds_hf.engine.dist.log import CollectiveLog
 from ds_hf.engine.dist.report import describe
 from ds_hf.errors import DivergenceError
+from ds_hf.printable import printable
 
 __all__ = ["Watch"]
 
@@ -275,7 +276,7 @@ class Watch:
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"\nDivergenceError: {text}\n")
+    sys.stderr.write(printable(f"\nDivergenceError: {text}\n"))
     _record_for_torchrun(text)
 
 

@@ -16,7 +16,11 @@ from unittest import mock
 import pytest
 
 from ds_hf.engine.checkpoint import load as loading
-from ds_hf.engine.checkpoint.zero_to_fp32 import find_folder, get_fp32_state_dict_from_zero_checkpoint
+from ds_hf.engine.checkpoint.zero_to_fp32 import (
+    convert_zero_checkpoint_to_state_dict,
+    find_folder,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
 
@@ -54,16 +58,20 @@ def refused(engine: Any, folder: Path, match: str, tag: str | None = None) -> No
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        (b"", "'' is not the name of a checkpoint"),
-        (b"\n", "'' is not the name of a checkpoint"),
-        (b"..", "'..' is not the name"),
-        (b"tag/../../x", "is not the name"),
-        (b"/etc", "is not the name"),
-        (b"a\0b", "is not the name"),
-        (b"\x1b[2J", r"'\\x1b\[2J' is not the name"),
+        (b"", "latest does not name a checkpoint: it is empty"),
+        (b"\n", "latest does not name a checkpoint: it is empty"),
+        (b".", "latest names '.': it is the folder itself"),
+        (b"..", r"latest names '\.\.': it leads out of the folder"),
+        (b"tag/../../x", "latest names .*: it leads out of the folder"),
+        (b"/etc", "latest names '/etc': it leads out of the folder"),
+        (b"a\0b", r"latest names 'a\\x00b': it has a tab"),
+        (b"\x1b[2J", r"latest names '\\x1b\[2J': it has a tab, line break, direction mark"),
+        ("\u202egat".encode(), r"latest names '\\u202egat': it has a tab"),
+        (b"secret\nlines", "latest does not name a checkpoint: it has a tab, line break"),
         (b"\xff\xfe", "latest cannot be read"),
         (b"x" * 5000, "latest cannot be read: it has 5000 bytes, too many"),
-        (b"x" * 1000, "cannot be read: .*File name too long"),
+        (b"x" * 1000, "latest does not name a checkpoint: it is too long"),
+        (b"x/" * 1000, "latest does not name a checkpoint: it is too long"),
     ],
 )
 def test_latest_that_is_no_name(engine: Any, folder: Path, content: bytes, match: str) -> None:
@@ -90,6 +98,45 @@ def test_latest_that_is_no_file(engine: Any, folder: Path, kind: str) -> None:
     refused(engine, folder, "latest cannot be read|neither manifest.json nor a file 'latest'")
 
 
+@pytest.mark.parametrize("kind", ["link", "second name"])
+@pytest.mark.parametrize("content", ["my-secret", "my-secret\nand more", "my-secret" * 200, "my-secret\t"])
+def test_latest_that_is_another_file_is_not_told(engine: Any, folder: Path, kind: str, content: str) -> None:
+    """A stranger's folder may have a link to any file of the user's."""
+    secret = folder.parent / "secret"
+    secret.write_text(content)
+    path = folder / "latest"
+    path.unlink()
+    if kind == "link":
+        path.symlink_to(secret)
+    else:
+        path.hardlink_to(secret)
+    with pytest.raises(CheckpointError, match="latest does not name a checkpoint: ") as caught:
+        engine.load_checkpoint(folder)
+    assert "my-secret" not in str(caught.value)
+    secret.write_text("tag")  # as in a cache, where every file is a link
+    assert engine.load_checkpoint(folder)[0] == str(folder / "tag")
+
+
+@pytest.mark.parametrize("given", ["", None, 5, b"x"])
+def test_what_is_not_the_path_of_a_folder(engine: Any, given: Any, tmp_path: Path) -> None:
+    message = "is empty" if given == "" else "should be the path of a folder, not of type"
+    calls = [
+        lambda: engine.save_checkpoint(given),
+        lambda: engine.load_checkpoint(given),
+        lambda: engine.load_checkpoint(given, tag="tag"),
+        lambda: engine.save_16bit_model(given),
+        lambda: engine.save_16bit_model(tmp_path, given),
+        lambda: engine.export_pretrained(given),
+        lambda: get_fp32_state_dict_from_zero_checkpoint(given),
+        lambda: convert_zero_checkpoint_to_state_dict(tmp_path, given),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert isinstance(caught.value, CheckpointError)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_file_instead_of_the_folder(engine: Any, tmp_path: Path) -> None:
     path = tmp_path / "checkpoints"
     path.write_text("x")
@@ -102,7 +149,7 @@ def test_file_instead_of_the_tag(engine: Any, folder: Path) -> None:
 
 
 def test_tag_that_leads_elsewhere(engine: Any, folder: Path) -> None:
-    refused(engine, folder / "tag", "'../tag' is not the name of a checkpoint", "../tag")
+    refused(engine, folder / "tag", r"'\.\./tag' cannot be the tag of a checkpoint: it leads out", "../tag")
 
 
 PROBE = """

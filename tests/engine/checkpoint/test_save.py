@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_hf.engine.checkpoint import commit, contents
-from ds_hf.errors import CheckpointError
+from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from tests.engine.checkpoint.workload import Model, build, config, differences, engine_of, states, train
 from tests.helpers.distributed import run_distributed
 
@@ -125,18 +125,95 @@ def test_save_latest_can_be_left_to_the_caller(engine: Any, tmp_path: Path) -> N
     assert (tmp_path / "latest").read_text() == "a"
 
 
-@pytest.mark.parametrize("tag", ["../elsewhere", "/tmp/elsewhere", "a/../../b", "", ".", "a\\b", "a\nb"])
-def test_tags_stay_inside_the_folder(engine: Any, tmp_path: Path, tag: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot be a checkpoint's tag"):
-        engine.save_checkpoint(tmp_path / "inner", tag=tag)
-    assert _visible(tmp_path) == []
+WRONG_TAGS = {
+    "it leads out": ["../elsewhere", "/tmp/elsewhere", "a/../../b"],
+    "it is empty": [""],
+    "it is the folder itself": ["."],
+    "it has a backslash": ["a\\b"],
+    "it has a tab, line break, direction mark": ["a\nb", "a\tb", "\ta", "a\0b", "a\u202eb", "\x1b[2J", "a\u00a0b"],
+    "it has spaces at an end": [" a", "a ", "a /b", " "],
+    "is the name of a file": [
+        "latest", "Latest", "run/latest", "manifest.json", "a/manifest.json", "zero_to_fp32.py",
+        "rank_00000.safetensors", "mp_rank_00_model_states.pt", "model.safetensors",
+        "model.safetensors.index.json", ".metadata",
+    ],
+    "is what an unfinished save is called": [".a.saving-0123456789ab", "a/.b.old-host-12-01234ab", ".latest.12.new"],
+    "it is too long": ["x" * 300],
+}  # fmt: skip
 
 
-def test_tags_may_be_numbers_or_have_folders(engine: Any, tmp_path: Path) -> None:
-    engine.save_checkpoint(tmp_path, tag=5)
-    engine.save_checkpoint(tmp_path, tag="epoch1/step2")
+@pytest.mark.parametrize(("reason", "tags"), WRONG_TAGS.items())
+def test_tags_that_would_be_lost_or_do_harm(engine: Any, tmp_path: Path, reason: str, tags: list[str]) -> None:
+    for tag in tags:
+        with pytest.raises(CheckpointPlaceError, match=f"cannot be the tag of a checkpoint: .*{reason}") as caught:
+            engine.save_checkpoint(tmp_path / "inner", tag=tag)
+        assert str(caught.value).isprintable()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tags_that_deepspeed_takes(engine: Any, tmp_path: Path) -> None:
+    tags = [
+        5,
+        0.25,
+        True,
+        "epoch1/step2",
+        "epoch=1-step=10.5",
+        "a b",
+        "x//y/",
+        ".hidden",
+        "..a",
+        "größe",
+        "final.pt",
+        "v1.0",
+    ]
+    for tag in tags:
+        engine.save_checkpoint(tmp_path, tag=tag)
+        folder = engine.load_checkpoint(tmp_path)[0]
+        assert folder == str(tmp_path / str(tag))
+        assert engine.load_checkpoint(tmp_path, tag=tag)[0] == folder
     assert (tmp_path / "5/manifest.json").is_file()
-    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "epoch1/step2")
+    for tag in tags:  # none took another's place
+        assert engine.load_checkpoint(tmp_path, tag=tag)[0] is not None
+
+
+def test_what_is_not_of_the_checkpoint_stays(engine: Any, tmp_path: Path) -> None:
+    """DeepSpeed writes into a folder that is there; here it is replaced, but not what it held besides."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/notes.txt").write_text("mine")
+    engine.save_checkpoint(tmp_path, tag="run/best", client_state={"which": 1})
+    engine.save_checkpoint(tmp_path, tag="run", client_state={"which": 2})
+    engine.save_checkpoint(tmp_path, tag="run", client_state={"which": 3})
+    assert (tmp_path / "run/notes.txt").read_text() == "mine"
+    assert engine.load_checkpoint(tmp_path, tag="run/best")[1] == {"which": 1}
+    assert engine.load_checkpoint(tmp_path)[1] == {"which": 3}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointPlaceError, match="file is a file: give another tag"):
+        engine.save_checkpoint(tmp_path, tag="file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def _one_rank_is_wrong(folder: Path) -> list[str]:
+    found = []
+    with engine_of(config(2)) as engine:
+        first = engine.axis.rank == 0
+        for place, tag in ((folder if first else "", "good"), (folder, "latest" if first else "good")):
+            with pytest.raises(CheckpointPlaceError) as caught:
+                engine.save_checkpoint(place, tag=tag)
+            found.append(str(caught.value))
+        with pytest.raises(CheckpointError, match="load_dir is empty"):
+            engine.load_checkpoint("" if first else folder)
+        with pytest.raises(CheckpointError, match="save_dir is empty"):
+            engine.save_16bit_model(folder if first else "")
+    return found
+
+
+def test_every_rank_refuses_the_same(tmp_path: Path) -> None:
+    first, second = run_distributed(_one_rank_is_wrong, 2, tmp_path)
+    assert first == second
+    assert "save_dir is empty" in first[0]
+    assert "'latest' is the name of a file" in first[1]
+    assert list(tmp_path.iterdir()) == []
 
 
 class _Anything:
@@ -160,10 +237,12 @@ def test_client_state_that_would_not_load_is_refused(engine: Any, tmp_path: Path
 
 def test_overwriting_replaces_all_of_it(engine: Any, tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 1})
-    (tmp_path / "same/stray.txt").write_text("left by somebody")
+    (tmp_path / "same/stray.txt").write_text("a user's")
+    (tmp_path / "same/rank_00005.safetensors").write_text("of another run")
     train(engine, 1, 20)
     engine.save_checkpoint(tmp_path, tag="same", client_state={"which": 2})
-    assert not (tmp_path / "same/stray.txt").exists()
+    assert (tmp_path / "same/stray.txt").exists()
+    assert not (tmp_path / "same/rank_00005.safetensors").exists()
     assert engine.load_checkpoint(tmp_path)[1] == {"which": 2}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 

@@ -80,7 +80,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_load_into_an_engine_s_model(tmp_path: Path, stage: int) -> None:
-    """HF's tests give it the model that the Trainer trained, sharded or not, and expect fp32 on the CPU."""
+    """HF's tests give it the model that the Trainer trained, sharded or not; it keeps its dtypes, as with DeepSpeed."""
     with engine_of(config(stage, "bf16")) as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path)
@@ -89,11 +89,17 @@ def test_load_into_an_engine_s_model(tmp_path: Path, stage: int) -> None:
     assert load_state_dict_from_zero_checkpoint(model, tmp_path) is model
     assert model.head.weight is model.embedding.weight
     for name, param in model.named_parameters():
-        assert param.dtype is torch.float32
-        assert torch.equal(param, expected.get(f"{name}/master", expected[name]))
-    other = load_state_dict_from_zero_checkpoint(Model(), tmp_path)
-    tokens = torch.arange(10).view(2, 5)
-    assert other.eval()(tokens).item() == model.eval()(tokens).item()
+        assert param.dtype is torch.bfloat16
+        assert torch.equal(param.float(), expected[name].float())
+    mixed = Model()
+    mixed.head.weight = mixed.embedding.weight = torch.nn.Parameter(mixed.embedding.weight.half())
+    other = load_state_dict_from_zero_checkpoint(mixed, tmp_path)
+    dtypes = {name: param.dtype for name, param in other.named_parameters()}
+    assert {name for name, dtype in dtypes.items() if dtype is not torch.float32} == {"embedding.weight"}
+    for name, param in other.named_parameters():
+        master = expected.get(f"{name}/master", expected[name])
+        assert torch.equal(param, master.to(param.dtype))
+    assert other.head.weight is other.embedding.weight
 
 
 def test_load_into_another_shape(checkpoints: Any) -> None:

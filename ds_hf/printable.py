@@ -1,0 +1,26 @@
+"""Text from files, for terminals: names and contents that strangers chose must not steer one.
+
+Everything that quotes a file's name or content comes through here: ``DsHfError`` and the logger's arguments by
+themselves, commands by their own call. Rejected: ``repr``, which spells every quote and accent of honest names anew.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+__all__ = ["printable", "printable_json"]
+
+
+def printable(text: object) -> str:
+    """``str(text)``, with what is neither printable nor a line break as an escape: ``\\x1b``, ``\\t``, ``\\u202e``."""
+    plain = str(text)
+    if plain.replace("\n", "").isprintable():
+        return plain
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in plain)
+
+
+def printable_json(value: Any) -> str:
+    """Indented JSON that is readable and has no such characters either; still the same value to who parses it."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
