@@ -74,7 +74,11 @@ Dtype = Annotated[
 ]
 ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Of hf: largest file.")]
 Model = Annotated[
-    Path | None, typer.Option("--model", help="Of hf: folder whose config.json and tokenizer are copied.")
+    Path | None,
+    typer.Option(
+        "--model",
+        help="Of hf: folder with config.json, tokenizer, code; default beside the checkpoint.",
+    ),
 ]
 
 
@@ -151,10 +155,10 @@ def convert_command(
     with _faults(as_json):
         opened = open_source(path, tag, None if source is None else Kind(source.value))
         with _progress(printable(f"writing {output}")) as report:
-            where = _convert(
+            where, copied = _convert(
                 opened, output, to, out_tag, kind, max_shard_size, model, (stage, world_size, sub_group_size), report
             )
-    _tell(where, as_json)
+    _tell(where, as_json, copied)
 
 
 def _convert(
@@ -167,21 +171,21 @@ def _convert(
     model: Path | None,
     target: tuple[int, int, int],
     report: Report,
-) -> Path:
-    """Write, and tell where."""
+) -> tuple[Path, list[str] | None]:
+    """Write; where, and what was copied beside weights (``None`` where there is nothing to copy)."""
     if to is Format.ds_hf:
         from ds_hf.engine.checkpoint.convert import write_own
 
-        return write_own(source, output, tag, report)
+        return write_own(source, output, tag, report), None
     if to is Format.deepspeed:
         from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
 
-        return write_deepspeed(source, output, Target(*target), tag, report)
+        return write_deepspeed(source, output, Target(*target), tag, report), None
     if to is Format.dcp:
         from ds_hf.engine.checkpoint.dcp import write_dcp
 
         write_dcp(source, output, dtype=dtype, report=report)
-        return output
+        return output, None
     import torch
 
     return _weights(source, output, torch.float32 if to is Format.fp32 else dtype, max_shard_size, model, report)
@@ -210,28 +214,30 @@ def consolidate_command(
     with _faults(as_json):
         opened = open_source(path, tag)
         with _progress(printable(f"writing {output}")) as report:
-            where = _weights(opened, output, kind, max_shard_size, model, report)
-    _tell(where, as_json)
+            where, copied = _weights(opened, output, kind, max_shard_size, model, report)
+    _tell(where, as_json, copied)
 
 
 def _weights(
     source: Source, output: Path, dtype: torch.dtype | None, max_shard_size: str, model: Path | None, report: Report
-) -> Path:
-    """Weights into a folder, or into one file if ``output`` has the name of one."""
+) -> tuple[Path, list[str] | None]:
+    """Weights into a folder, or into one file if ``output`` has the name of one; see ``_convert``."""
     from ds_hf.engine.checkpoint.export import export_source, write_single
 
     if output.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         if model is not None:
             _usage("--model goes with a folder, not with one file")
         write_single(source, output, dtype=dtype, report=report)
-        return output
+        return output, None
     try:
-        export_source(
+        copied = export_source(
             source, output, dtype=dtype, max_shard_size=max_shard_size, model_folder=model, report=report
         )  # fmt: skip
+    except CheckpointError:
+        raise
     except ValueError as error:  # of the size
         _usage(f"--max-shard-size: {error}")
-    return output
+    return output, copied
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------
@@ -300,11 +306,21 @@ def _progress(doing: str) -> Iterator[Report]:
             bar.stop()
 
 
-def _tell(where: Path, as_json: bool) -> None:
+def _tell(where: Path, as_json: bool, copied: list[str] | None = None) -> None:
     if as_json:
-        _print_json({"ok": True, "written": str(where)})
+        _print_json({"ok": True, "written": str(where), **({} if copied is None else {"copied": copied})})
     else:
         _say(f"wrote {where}")
+        if copied:
+            _say(f"with {', '.join(copied)}")
+    if copied is not None and not (where / "config.json").is_file():
+        print(
+            printable(
+                f"{where} has no config.json, which from_pretrained needs: none lies beside the checkpoint. Convert "
+                "with --model FOLDER, the folder of the model that was trained"
+            ),
+            file=sys.stderr,
+        )
 
 
 def _say(text: str) -> None:

@@ -6,8 +6,6 @@ Further names of tied weights are left out, as ``save_pretrained`` does: ``from_
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.checkpoint.agreement import together
-from ds_hf.engine.checkpoint.files import replace_text
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     dtype_name,
@@ -25,6 +22,7 @@ from ds_hf.engine.checkpoint.interface import (
     module_buffers,
     names_of,
 )
+from ds_hf.engine.checkpoint.model_files import copy_model_files, find_model_folder, require_config, set_dtype
 from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.checkpoint.source import Report, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
@@ -32,14 +30,6 @@ from ds_hf.engine.zero.buffer import unshard
 from ds_hf.errors import CheckpointError
 
 __all__ = ["export_engine", "export_source", "write_single"]
-
-# What makes a folder loadable besides weights; never code, which from_pretrained would run.
-_MODEL_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-    "processor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
 
 
 def _floating(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
@@ -54,18 +44,22 @@ def export_source(
     max_shard_size: str | int | None = "5GB",
     model_folder: str | Path | None = None,
     report: Report | None = None,
-) -> None:
+) -> list[str]:
     """Write the weights of a checkpoint as ``model*.safetensors``; one tensor is in memory at a time.
 
     Args:
         dtype: of floating-point weights; default what each had in the model.
-        model_folder: where ``config.json``, the generation configuration and the tokenizer are copied from.
+        model_folder: where ``config.json``, the generation configuration, the tokenizer and a model's own code are
+            copied from; default a folder beside the checkpoint that has them, see ``find_model_folder``.
+
+    Returns:
+        what was copied.
 
     Raises:
         CheckpointError: the checkpoint is damaged; what was in ``folder`` is as it was.
     """
     if model_folder is not None:
-        _require_config(Path(model_folder))
+        require_config(Path(model_folder))
     source.check()
     weights = list(source.weights())
     specs = [Spec(w.name, w.shape, _floating(dtype, w.dtype)) for w in weights]
@@ -73,7 +67,9 @@ def export_source(
         for weight in weights:
             writer.put(weight.name, weight.read())
     if model_folder is not None:
-        copy_model_files(Path(model_folder), Path(folder), _main_dtype(specs))
+        return copy_model_files(Path(model_folder), Path(folder), _main_dtype(specs))
+    found = find_model_folder(source.folder)
+    return [] if found is None else copy_model_files(found, Path(folder), _main_dtype(specs), links=False)
 
 
 def write_single(
@@ -173,39 +169,12 @@ def _write_configuration(engine: Checkpointable, folder: Path, model: str | Path
         if callable(getattr(config, "save_pretrained", None)) and (name == "config" or not _is_bare(config)):
             config.save_pretrained(folder)
     if (folder / "config.json").is_file():
-        _set_dtype(folder / "config.json", dtype)
+        set_dtype(folder / "config.json", dtype)
 
 
 def _is_bare(config: Any) -> bool:
     """Whether it is the generation configuration that every model has, derived from the model's."""
     return bool(getattr(config, "_from_model_config", False))
-
-
-def copy_model_files(model: Path, folder: Path, dtype: str) -> None:
-    """Copy what a model's folder has besides weights; ``config.json`` says the dtype that was written.
-
-    Raises:
-        CheckpointError: ``model`` is no model's folder.
-    """
-    _require_config(model)
-    for name in _MODEL_FILES:
-        if (model / name).is_file() and (model / name).resolve() != (folder / name).resolve():
-            shutil.copyfile(model / name, folder / name)
-    _set_dtype(folder / "config.json", dtype)
-
-
-def _require_config(model: Path) -> None:
-    if not (model / "config.json").is_file():
-        raise CheckpointError(f"{model} has no config.json: give the folder of the model that was trained")
-
-
-def _set_dtype(path: Path, dtype: str) -> None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    key = "torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"
-    replace_text(path, json.dumps({**content, key: dtype}, indent=2, sort_keys=True) + "\n")
 
 
 def _main_dtype(specs: Sequence[Spec]) -> str:
