@@ -1,10 +1,15 @@
-"""How a search starts the user's script: folder, configuration, request and command of each launch."""
+"""How a search starts the user's script: folder, configuration, request and command of each launch.
+
+What a launch measured is given as seconds of the machine as it was in the first one (``measure.machine``).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ from ds_hf.autotune.options import Options
 from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of
 from ds_hf.autotune.trial import Launch, Outcome, Point, Watch, launch_words
 from ds_hf.config.types import Config
+from ds_hf.measure.machine import NORMAL, Level, Slowdown, compared, error_of, levels_of
 from ds_hf.measure.protocol import TrialRequest
 from ds_hf.measure.statistics import summarise
 
@@ -46,6 +52,23 @@ class Launches:
         self.problem, self.options, self.command, self.run = problem, problem.options, problem.command, run
         self.tree = problem.config.resolved
         self.started = time.monotonic()
+        self._machine: dict[str, Level] = {}  # of the first launch
+        self._natural: dict[str, Level] = {}  # the same beside the script's own steps
+        self._weights: dict[str, float] = {}
+
+    def refer(self, events: Mapping[str, Any]) -> None:
+        """Compare with the launch that said this."""
+        self._machine = levels_of(events.get("machine"))
+        self._natural = levels_of(events.get("machine natural")) or self._machine
+        split = events.get("split") or {}
+        if "compute" in split:
+            half, others = float(split["compute"]) / 2, (float(split["communication"]), float(split["idle"]))
+            self._weights = dict(zip(("compute", "copy", "communication", "host"), (half, half, *others), strict=True))
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.options.budget - (time.monotonic() - self.started)
 
     def own(self, watch: Watch) -> Outcome:
         """The user's command with the user's values; the engine alone knows yet which batch that is."""
@@ -58,7 +81,10 @@ class Launches:
         if facts and facts["micro"] in outcome.too_large:  # its own steps may have crossed a limit that nothing keeps
             outcome.natural, outcome.waits = [], []
             outcome.kind, outcome.reason = "oom", f"out of memory at micro-batch {facts['micro']}"
-        return outcome if outcome.points or not facts else _from_natural(outcome, facts["micro"], facts["accumulation"])
+        if not outcome.points and facts:
+            _from_natural(outcome, facts["micro"], facts["accumulation"])
+        self.refer(outcome.events)
+        return self._compare(outcome)
 
     def replayed(
         self,
@@ -76,17 +102,26 @@ class Launches:
             best: seconds a sample so far. longest: look for the longest samples, which takes time.
         """
         request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best,
+                                machine={kind: level.seconds for kind, level in self._machine.items()},
                                 longest=longest)  # fmt: skip
         config = self._write_config(name, config_of(self.tree, setting))
-        return self._launch(name, self.command.words(config), request, watch)
+        return self._compare(self._launch(name, self.command.words(config), request, watch))
 
     def natural(
-        self, name: str, setting: Setting, size: tuple[int, int], world_size: int, workers: int | None = None
+        self,
+        name: str,
+        setting: Setting,
+        size: tuple[int, int],
+        world_size: int,
+        *,
+        workers: int | None = None,
+        replay: bool = False,
     ) -> Outcome:
         """The script as the user would start it with the result; its own steps become the point.
 
         Args:
             workers: of the script's DataLoader; ``None``: as the script has it.
+            replay: the engine replays the size first, which becomes the point.
         """
         values: dict[str, object] = {"train_micro_batch_size_per_gpu": size[0], "gradient_accumulation_steps": size[1]}
         if CHECKPOINTING in setting:
@@ -94,8 +129,10 @@ class Launches:
         if workers is not None:
             values[WORKERS] = workers
         config = self._write_config(name, self.final_config(setting, size, world_size))
-        request = self._request(name, natural_steps=NATURAL_STEPS)
-        return _from_natural(self._launch(name, self.command.words(config, values), request, None), *size)
+        points = (size,) if replay else ()
+        request = self._request(name, natural_steps=NATURAL_STEPS, points=points, longest=False)
+        outcome = self._launch(name, self.command.words(config, values), request, None)
+        return self._compare(_from_natural(outcome, *size))
 
     def each_natural(self, name: str, setting: Setting, sizes: list[tuple[int, int]], world_size: int) -> Outcome:
         """One launch a size, where the engine cannot resize the script's batch."""
@@ -115,6 +152,23 @@ class Launches:
         batch = dict(zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), size, strict=True))
         return {**config_of(self.tree, setting), **batch, "train_batch_size": size[0] * size[1] * world_size}
 
+    def _compare(self, outcome: Outcome) -> Outcome:
+        """Its times at the speed that the machine had in the first launch."""
+        events = outcome.events
+        replayed, natural = levels_of(events.get("machine")), levels_of(events.get("machine natural"))
+        change = self._slowdown(replayed, self._machine) if replayed else self._slowdown(natural, self._natural)
+        beside = self._slowdown(natural, self._natural) if natural else change
+        outcome.points = [_at(point, change) for point in outcome.points]
+        if outcome.natural:
+            found = summarise(outcome.natural)
+            outcome.natural_error = math.hypot(beside.error, error_of(found.median, found.low, found.high))
+            outcome.natural = [seconds / beside.factor for seconds in outcome.natural]
+            outcome.waits = [seconds / beside.factor for seconds in outcome.waits]
+        return outcome
+
+    def _slowdown(self, here: dict[str, Level], reference: dict[str, Level]) -> Slowdown:
+        return Slowdown() if here == reference else compared(here, reference, self._weights)
+
     def _request(self, name: str, **asked: Any) -> TrialRequest:
         options = self.options
         return TrialRequest(
@@ -128,8 +182,7 @@ class Launches:
     def _launch(self, name: str, words: list[str], request: TrialRequest, watch: Watch | None) -> Outcome:
         options = self.options
         whole = launch_words(options.launcher, self.problem.processes, words)
-        left = options.budget - (time.monotonic() - self.started)
-        timeout = min(options.trial_timeout, max(LEAST_SECONDS, left))
+        timeout = min(options.trial_timeout, max(LEAST_SECONDS, self.left))
         return self.run(Launch(whole, self._folder(name), request, timeout, options.stall_timeout), watch)
 
     def _folder(self, name: str) -> Path:
@@ -141,6 +194,21 @@ class Launches:
         path = (folder / "ds_config.json").resolve()
         path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
         return path
+
+
+def _at(point: Point, change: Slowdown) -> Point:
+    """A point at the reference's speed; its interval holds what the comparison leaves open."""
+    error = math.hypot(change.error, error_of(point.seconds, point.low, point.high))
+    seconds, reach = point.seconds / change.factor, math.exp(NORMAL * error)
+    return dataclasses.replace(
+        point,
+        seconds=seconds,
+        low=seconds / reach,
+        high=seconds * reach,
+        optimizer_seconds=point.optimizer_seconds / change.factor,
+        slowdown=change.factor,
+        error=error,
+    )
 
 
 def _from_natural(outcome: Outcome, micro: int, accumulation: int) -> Outcome:

@@ -43,6 +43,8 @@ button { position: absolute; top: .4rem; right: .4rem; font: inherit; font-size:
 .notice { border-left: 4px solid var(--warn); background: var(--warn-soft); padding: .5rem .8rem; margin: .8rem 0; }
 .chart { display: block; width: 100%; min-width: 620px; height: auto; font: 12.5px system-ui, sans-serif; }
 .chart text:not([fill]) { fill: var(--ink); } .chart text.inside { fill: #fff; } .chart text.mark { font-weight: 600; }
+.beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 1rem; }
+.beside .chart { min-width: 0; }
 .chart .grid { stroke: var(--line); fill: none; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 0; font: .85rem/1.45 ui-monospace, monospace;
   background: var(--soft); border-radius: 5px; overflow-x: auto; }

@@ -1,25 +1,27 @@
-"""``report.html``: one file, with plotly inside, that opens without a network.
+"""``report.html``: one small file that opens without a network.
 
-Plots: throughput over micro-batch by setting, predicted against measured memory and time, the timeline of launches, the
-importances of the keys, and where the time of a step goes. Tables: the result with its reasons, and all trials.
+The result in a line, its figures, the command, what changed and why, both files side by side, and charts: throughput
+over micro-batch by setting, predicted against measured, the importance of the keys, where the time of a step goes, and
+the launches. Then all trials, and the keys that were kept with what frees them.
 """
 
 from __future__ import annotations
 
-import html
+import json
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import optuna
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
+from ds_hf.autotune.charts import COLOURS, Axis, Bar, Series, bars, xy
 from ds_hf.autotune.options import Metric, gib
+from ds_hf.autotune.page import code, facts, notice, page, section, side_by_side, table
 from ds_hf.autotune.records import Record, records_of, value_of
-from ds_hf.autotune.result import Result, summary_lines
+from ds_hf.autotune.result import Result, headline, summary_lines, warnings_of
+from ds_hf.autotune.space import config_of, freed_by
 from ds_hf.autotune.view import show_value
 
 if TYPE_CHECKING:
@@ -28,245 +30,206 @@ if TYPE_CHECKING:
 __all__ = ["report_html", "write_report"]
 
 FEWEST = 3  # measured settings that say something about their keys
-COLOURS = {
-    "ok": "#2a9d5c",
-    "oom": "#e0a030",
-    "pruned": "#9aa5b1",
+KINDS = {
+    "ok": "#1a7f37",
+    "oom": "#bf8700",
+    "pruned": "#7a8794",
     "hang": "#b03060",
     "timeout": "#b03060",
     "crash": "#c0392b",
 }
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; color: #1f2933; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .3rem .6rem; vertical-align: top;
-border-bottom: 1px solid #d8dee4; } td.n { text-align: right; font-variant-numeric: tabular-nums; }
-code, pre { background: #f2f4f7; padding: .1rem .3rem; border-radius: 3px; }
-pre { padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-.figure { display: flex; gap: 2.5rem; flex-wrap: wrap; margin: 1rem 0; } .figure div { min-width: 9rem; }
-.figure b { display: block; font-size: 1.5rem; } .dim { color: #66717d; } tr.best td { background: #eaf6ef; }
-"""
+HALF = 430  # width of one of two charts beside each other
 
 
-def write_report(search: Search, result: Result, figures: Sequence[tuple[str, go.Figure]] = ()) -> Path:
+def write_report(search: Search, result: Result, more: Sequence[str] = ()) -> Path:
     """Write the report beside the other results.
 
     Args:
-        figures: more plots with their titles (the learning rate's).
+        more: further sections, as HTML (the learning rate's).
     """
     path = search.options.results_dir / "report.html"
-    path.write_text(report_html(search, result, figures), "utf-8")
+    path.write_text(report_html(search, result, more), "utf-8")
     return path
 
 
-def report_html(search: Search, result: Result, figures: Sequence[tuple[str, go.Figure]] = ()) -> str:
+def report_html(search: Search, result: Result, more: Sequence[str] = ()) -> str:
     """The whole page."""
     records = records_of(search.study)
-    sections = [
-        ("Throughput over micro-batch", _throughput(search, records)),
-        ("Predicted and measured", _predictions(records)),
-        ("Where the time of a step goes", _shares(result)),
-        ("Timeline of launches", _timeline(records)),
-        ("Importance of the keys", _importances(search)),
-        *figures,
+    old = config_of(search.problem.config.resolved, {})
+    body = [
+        _figures(search, result),
+        *(notice(text) for text in warnings_of(search)),
+        section("Start it with", code(shlex.join(result.words))),
+        _changes(result),
+        section("Both files", side_by_side(old, result.config)) if not result.kept else "",
+        section("The tuned file", code(json.dumps(result.config, indent=2))) if not result.kept else "",
+        *more,
+        section("Throughput over micro-batch", _throughput(search, records)),
+        _predictions(records),
+        _importances(search),
+        section("Where the time of a step goes", _shares(result)),
+        section("The launches", _timeline(records), text="Each bar is one start of the script."),
+        _trials(search, result, records),
+        _kept(search),
+        section("In words", code("\n".join(summary_lines(search, result)))),
     ]
-    body = [_head(search, result), _changes(result)]
-    for title, figure in sections:
-        if figure is not None:
-            body.append(f"<h2>{html.escape(title)}</h2>{_div(figure)}")
-    body.append(_trials(search, result, records))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ds-hf autotune</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
-        f"<script>{get_plotlyjs()}</script></head><body>{''.join(body)}</body></html>"
-    )
-
-
-def _div(figure: go.Figure) -> str:
-    figure.update_layout(template="plotly_white", margin={"l": 60, "r": 20, "t": 20, "b": 50}, font={"size": 13})
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False}))
-
-
-def _head(search: Search, result: Result) -> str:
-    metric = search.options.metric
-    facts = search.own.events["facts"]
-    value = show_value(value_of(result.best[1], metric, search.world_size, search.flops), metric)
-    own = (
-        "does not fit"
-        if result.own is None
-        else show_value(value_of(result.own, metric, search.world_size, search.flops), metric)
-    )
-    gain = "no significant gain" if result.kept else f"{result.gain:.2f} x"
-    figures = [("your file", own), ("tuned", value), ("gain", gain), ("limited by", result.limit)]
-    shown = "".join(f"<div><span class=dim>{html.escape(n)}</span><b>{html.escape(v)}</b></div>" for n, v in figures)
-    lines = html.escape("\n".join(summary_lines(search, result)))
+    known = search.own.events["facts"]
     about = (
-        f"{facts['total'] / 1e6:,.1f} M parameters ({facts['trainable'] / 1e6:,.1f} M train), {facts['module_dtype']}, "
-        f"{facts['world_size']} x {facts['device']}, torch {facts['torch']}"
+        f"{known['total'] / 1e6:,.1f} M parameters ({known['trainable'] / 1e6:,.1f} M train), {known['module_dtype']}, "
+        f"{known['world_size']} x {known['device']}, torch {known['torch']}"
     )
-    return (
-        f"<h1>ds-hf autotune: {html.escape(' '.join(search.command.script))}</h1><p class=dim>{html.escape(about)}</p>"
-        f"<div class=figure>{shown}</div><pre>{lines}</pre>"
-        f"<h2>Command</h2><pre>{html.escape(shlex.join(result.words))}</pre>"
-    )
+    tone = "" if result.kept else "good" if result.trusted else "warn"
+    title = f"ds-hf autotune: {' '.join(search.command.script)}"
+    return page(title, headline(search, result), body, about=about, tone=tone)
+
+
+def _figures(search: Search, result: Result) -> str:
+    metric = search.options.metric
+
+    def shown(point: object) -> str:
+        return show_value(value_of(point, metric, search.world_size, search.flops), metric)  # type: ignore[arg-type]
+
+    found = {
+        "your file": "does not fit" if result.own is None else shown(result.own),
+        "tuned": "your file is kept" if result.kept else shown(result.best[1]),
+    }
+    if not result.kept and result.own is not None:
+        found["gain"] = f"{result.gain:.2f} x" if result.trusted else "not confirmed"
+    found["limited by"] = result.limit
+    found["launches"] = str(len(search.launched()))
+    return facts(found)
 
 
 def _changes(result: Result) -> str:
     if not result.changes:
-        return "<h2>Changes</h2><p>None: your file stays as it is.</p>"
-    rows = "".join(
-        f"<tr><td><code>{html.escape(c.key)}</code></td><td>{html.escape(str(c.before))}</td>"
-        f"<td><b>{html.escape(str(c.after))}</b></td><td>{html.escape(c.reason)}</td></tr>"
-        for c in result.changes
-    )
-    return f"<h2>Changes</h2><table><tr><th>key</th><th>yours</th><th>tuned</th><th>why</th></tr>{rows}</table>"
+        why = f" ({result.rejected})" if result.rejected else ""
+        return section("Changes", text=f"None: your file stays as it is{why}.")
+    rows = [(f"`{each.key}`", str(each.before), str(each.after), each.reason) for each in result.changes]
+    return section("Changes", table(("key", "yours", "tuned", "why"), rows))
 
 
-def _throughput(search: Search, records: list[Record]) -> go.Figure:
-    figure = go.Figure()
-    metric = search.options.metric
-    shown = metric if metric is not Metric.MEMORY else Metric.THROUGHPUT
-    for record in records:
+def _throughput(search: Search, records: list[Record]) -> str:
+    metric = search.options.metric if search.options.metric is not Metric.MEMORY else Metric.THROUGHPUT
+    series = []
+    for index, record in enumerate(record for record in records if record.points):
         points = sorted(record.points, key=lambda point: point.micro)
-        if not points:
-            continue
-        values = [value_of(p, shown, search.world_size, search.flops) for p in points]
-        ends = [sorted(v * p.seconds / s for s in (p.low, p.high)) for v, p in zip(values, points, strict=True)]
-        if not shown.maximize:
-            ends = [[p.low, p.high] for p in points]
-        figure.add_trace(
-            go.Scatter(
-                x=[p.micro for p in points],
-                y=values,
-                mode="lines+markers",
-                name=record.label + (" (yours)" if record.own else ""),
-                line={"width": 3 if record.own else 1.5},
-                error_y={
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [e[1] - v for e, v in zip(ends, values, strict=True)],
-                    "arrayminus": [v - e[0] for e, v in zip(ends, values, strict=True)],
-                    "thickness": 1,
-                },
+        values = [value_of(p, metric, search.world_size, search.flops) for p in points]
+        ends = [sorted(v * (s / p.seconds if metric is Metric.LATENCY else p.seconds / s) for s in (p.low, p.high))
+                for v, p in zip(values, points, strict=True)]  # fmt: skip
+        series.append(
+            Series(
+                [p.micro for p in points],
+                values,
+                record.label + (" (yours)" if record.own else ""),
+                COLOURS[index % len(COLOURS)],
+                marks=True,
+                width=3 if record.own else 1.5,
+                low=[each[0] for each in ends],
+                high=[each[1] for each in ends],
+                notes=[f"{record.label}, micro-batch {p.micro}: {v:,.3g} {metric.unit}, {p.seconds * 1e3:,.1f} ms"
+                       for p, v in zip(points, values, strict=True)],
             )
-        )
-    figure.update_xaxes(title="micro-batch", type="log", tickvals=sorted({p.micro for r in records for p in r.points}))
-    figure.update_yaxes(title=shown.unit, rangemode="tozero")
-    figure.update_layout(height=460)
-    return figure
+        )  # fmt: skip
+    micros = sorted({point.micro for record in records for point in record.points})
+    return xy(series, Axis("micro-batch", log=True, ticks=micros), Axis(metric.unit, low=0))
 
 
-def _predictions(records: list[Record]) -> go.Figure | None:
-    from plotly.subplots import make_subplots
-
+def _predictions(records: list[Record]) -> str:
+    """Predicted against measured, of time and memory, each with how far off it was."""
     pairs = [(r, p, r.predicted[p.micro]) for r in records for p in r.points if p.micro in r.predicted]
     if not pairs:
-        return None
-    figure = make_subplots(rows=1, cols=2, subplot_titles=("seconds of a step", "peak memory, GiB"))
-    for column, index, scale in ((1, 0, 1.0), (2, 1, 2.0**30)):
+        return ""
+    charts, said = [], []
+    for index, name, unit, scale in ((0, "seconds of a step", "s", 1.0), (1, "peak memory", "MiB", 2.0**20)):
         expected = [pair[2][index] / scale for pair in pairs]
         measured = [(pair[1].seconds if index == 0 else pair[1].peak) / scale for pair in pairs]
-        texts = [f"{record.label}, micro-batch {point.micro}" for record, point, _ in pairs]
-        figure.add_trace(
-            go.Scatter(
-                x=expected,
-                y=measured,
-                mode="markers",
-                text=texts,
-                showlegend=False,
-                marker={"size": 9, "color": "#2f6db5"},
-            ),
-            row=1,
-            col=column,
-        )
+        notes = [f"{r.label}, micro-batch {p.micro}: predicted {a:,.3g} {unit}, measured {b:,.3g}"
+                 for (r, p, _), a, b in zip(pairs, expected, measured, strict=True)]  # fmt: skip
         top = 1.05 * max(*expected, *measured)
-        figure.add_trace(
-            go.Scatter(
-                x=[0, top],
-                y=[0, top],
-                mode="lines",
-                showlegend=False,
-                hoverinfo="skip",
-                line={"dash": "dot", "color": "#9aa5b1"},
-            ),
-            row=1,
-            col=column,
-        )
-    figure.update_xaxes(title="predicted before the launch")
-    figure.update_yaxes(title="measured")
-    figure.update_layout(height=400)
-    return figure
+        line = Series([0, top], [0, top], dash=True, colour="#7a8794")
+        dots = Series(expected, measured, line=False, size=5, notes=notes)
+        x, y = (Axis(f"{word} {name}, {unit}", low=0, high=top) for word in ("predicted", "measured"))
+        charts.append(xy([line, dots], x, y, height=340, width=HALF))
+        off = sorted(abs(b / a - 1) for a, b in zip(expected, measured, strict=True) if a)
+        if off:
+            said.append(f"{name}: {off[len(off) // 2]:.1%} off as a rule, {off[-1]:.0%} at most")
+    both = '<div class="beside">' + "".join(f"<div>{each}</div>" for each in charts) + "</div>"
+    text = f"What the cost model expected before each launch. {'; '.join(said)}."
+    return section("Predicted and measured", both, text=text)
 
 
-def _shares(result: Result) -> go.Figure:
-    figure = go.Figure()
-    for kind, share in sorted(result.limits.items(), key=lambda item: -item[1]):
-        figure.add_trace(go.Bar(y=["best setting"], x=[share], name=f"{kind} {share:.0%}", orientation="h"))
-    figure.update_layout(barmode="stack", height=190, xaxis={"tickformat": ".0%", "range": [0, 1]})
-    return figure
+def _shares(result: Result) -> str:
+    parts, start = [], 0.0
+    for index, (kind, share) in enumerate(sorted(result.limits.items(), key=lambda item: -item[1])):
+        text = f"{kind} {share:.0%}"
+        parts.append(Bar("a step", start, start + share, COLOURS[index % len(COLOURS)], text, text))
+        start += share
+    words = ", ".join(bar.text for bar in parts)
+    return bars(parts, Axis(words, low=0, high=1, percent=True))
 
 
-def _timeline(records: list[Record]) -> go.Figure:
+def _timeline(records: list[Record]) -> str:
     launched = [record for record in records if record.seconds]
     start = min((record.started for record in launched), default=0.0)
-    figure = go.Figure(
-        go.Bar(
-            y=[f"{r.number}: {r.label}" for r in launched],
-            x=[r.seconds for r in launched],
-            base=[r.started - start for r in launched],
-            orientation="h",
-            marker={"color": [COLOURS.get(r.kind, "#c0392b") for r in launched]},
-            text=[r.kind for r in launched],
-            hovertext=[r.reason or r.kind for r in launched],
-        )
-    )
-    figure.update_yaxes(autorange="reversed")
-    figure.update_xaxes(title="seconds since the start")
-    figure.update_layout(height=120 + 28 * len(launched))
-    return figure
+    rows = [Bar(f"{r.number}: {r.label}", r.started - start, r.started - start + r.seconds,
+                KINDS.get(r.kind, "#c0392b"), r.kind, r.reason or f"{r.kind}, {r.seconds:.0f} s")
+            for r in launched]  # fmt: skip
+    return bars(rows, Axis("seconds since the start", low=0))
 
 
-def _importances(search: Search) -> go.Figure | None:
-    """Optuna's PED-ANOVA of the keys that were varied; nothing where too few trials differ."""
+def _importances(search: Search) -> str:
+    found = importances(search)
+    if not found:
+        return ""
+    rows = [Bar(name, 0, share, text=f"{share:.0%}") for name, share in found.items()]
+    count = len([record for record in search.launched() if record.points])
+    text = f"How much of the difference between {count} measured settings each key explains (Optuna's PED-ANOVA)."
+    return section("Importance of the keys", bars(rows, Axis(low=0, high=1, percent=True)), text=text)
+
+
+def importances(search: Search) -> Mapping[str, float]:
+    """Of the keys that were varied, in shares; nothing where too few trials differ."""
     settings = [record.setting for record in search.launched() if record.points]
     varied = {name for setting in settings for name, value in setting.items() if value != settings[0].get(name)}
     if len(settings) < FEWEST:
-        return None
+        return {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = optuna.importance.get_param_importances(
-                search.study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
-            )
+            evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+            found = optuna.importance.get_param_importances(search.study, evaluator=evaluator)
     except (ValueError, RuntimeError):
-        return None
-    found = {name: value for name, value in found.items() if name in varied}
-    if not any(found.values()):
-        return None
-    figure = go.Figure(go.Bar(x=list(found.values()), y=list(found), orientation="h", marker={"color": "#2f6db5"}))
-    figure.update_yaxes(autorange="reversed")
-    figure.update_layout(height=120 + 32 * len(found))
-    return figure
+        return {}
+    kept = {name: value for name, value in found.items() if name in varied and value > 0}
+    total = sum(kept.values())
+    return {name: value / total for name, value in sorted(kept.items(), key=lambda item: -item[1])}
 
 
 def _trials(search: Search, result: Result, records: list[Record]) -> str:
     rows = []
+    metric = search.options.metric
     for record in records:
-        best = record.best(search.options.metric, search.world_size)
-        mark = " class=best" if record is result.best[0] or record.number == result.best[0].number else ""
-        cells: list[str] = [str(record.number), html.escape(record.label + (" (yours)" if record.own else ""))]
-        if best is None:
-            cells += ["", "", ""]
-        else:
-            value = value_of(best, search.options.metric, search.world_size, search.flops)
-            cells += [f"{best.micro} x {best.accumulation}", show_value(value, search.options.metric), gib(best.peak)]
-        cells += [record.kind, html.escape(record.reason)]
-        rows.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("#", "setting", "micro x acc.", search.options.metric.value, "memory", "outcome", "reason")
-    )
-    kept = "".join(f"<li><code>{html.escape(k)}</code>: {html.escape(v)}</li>" for k, v in search.space.kept.items())
-    return (
-        f"<h2>All trials</h2><table><tr>{head}</tr>{''.join(rows)}</table><h2>Keys that were kept</h2><ul>{kept}</ul>"
-    )
+        best = record.best(metric, search.world_size)
+        cells = ["", "", "", ""]
+        if best is not None:
+            value = value_of(best, metric, search.world_size, search.flops)
+            reach = f" ±{(best.high - best.low) / 2 / best.seconds:.0%}" if metric is not Metric.MEMORY else ""
+            machine = "" if best.slowdown == 1 else f"{1 / best.slowdown:.2f} x"
+            cells = [f"{best.micro} x {best.accumulation}", show_value(value, metric) + reach, machine, gib(best.peak)]
+        label = record.label + (" (yours)" if record.own else "")
+        rows.append((str(record.number), label, *cells, record.kind, record.reason))
+    head = ("#", "setting", "micro x acc.", metric.value, "machine", "memory", "outcome", "reason")
+    best_row = next((index for index, r in enumerate(records) if r.number == result.best[0].number), -1)
+    text = "Values are at the speed that the machine had in the first launch; where its own was another, it is given."
+    return section("All trials", table(head, rows, numbers=(2, 3, 4, 5), best=best_row), text=text)
+
+
+def _kept(search: Search) -> str:
+    if not search.space.kept:
+        return ""
+    rows = []
+    for name, why in search.space.kept.items():
+        way = freed_by(name, why)
+        rows.append((f"`{name}`", why, f"`{way}`" if way else ""))
+    text = "What the search did not touch, and the option that lets it."
+    return section("Keys that were kept", table(("key", "why", "to free it"), rows), text=text)

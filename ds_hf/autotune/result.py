@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ds_hf.autotune.confirm import LEAST_GAIN, Contest, Contestant
+from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.space import (
@@ -20,6 +22,7 @@ from ds_hf.autotune.space import (
     STAGE,
     WORKERS,
     Setting,
+    freed_by,
 )
 from ds_hf.autotune.study import Search
 from ds_hf.autotune.trial import Outcome, Point, launch_words
@@ -28,11 +31,22 @@ from ds_hf.config.load import examine
 from ds_hf.config.triple import WorldSize
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrResult
-from ds_hf.measure.statistics import summarise
+from ds_hf.measure.machine import Estimate, gain_of
 
-__all__ = ["Change", "NothingFits", "Result", "final_words", "limits_of", "make_result", "write_result"]
+__all__ = [
+    "Change",
+    "NothingFits",
+    "Result",
+    "final_words",
+    "headline",
+    "limits_of",
+    "make_result",
+    "summary_lines",
+    "warnings_of",
+    "write_result",
+]
 
-LEAST_GAIN = 1.01
+DRIFT = 1.15  # of the machine: more is told
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 TUNED = "ds_config.tuned.json"
 
@@ -58,8 +72,11 @@ class Result:
     Attributes:
         best: record and point that won; ``own``: the user's, ``None`` when that did not fit.
         kept: the user's file stays, as nothing was better by more than the noise.
-        gain: how many times better the best is in the engine (1 when kept).
-        confirmed: the script's own steps with the result; ``None`` when that was not tried.
+        gain: how many times better the best is in the engine (1 when kept); ``interval``: 95 % of it.
+        trusted: it was started again beside the user's file, and the intervals separated; ``why_not`` where not.
+        launches: of the best and of the user's file, on which ``gain`` rests.
+        confirmed: the last launch of the result as a user starts it; ``None`` when there was none.
+        script: seconds of the script's own step, with the user's file and with the result.
         rejected: what looked better and was not when the script itself ran with it.
         workers: of the script's DataLoader, where more than it has pay.
         limits: shares of a step's time, and what limits it.
@@ -70,6 +87,11 @@ class Result:
     kept: bool
     gain: float
     config: dict[str, Any]
+    interval: tuple[float, float] = (1.0, 1.0)
+    trusted: bool = False
+    why_not: str = ""
+    launches: tuple[int, int] = (1, 1)
+    script: tuple[float | None, float | None] = (None, None)
     changes: list[Change] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     confirmed: Outcome | None = None
@@ -81,40 +103,98 @@ class Result:
     learning_rate: LrResult | None = None
 
 
-def make_result(search: Search) -> Result:
+def make_result(contest: Contest) -> Result:
     """Choose among what was measured.
 
     Raises:
         NothingFits: nothing was.
     """
-    measured = [(record, point) for record in search.launched() for point in record.points]
-    if not measured:
+    search, ranked, own = contest.search, contest.ranked(), contest.own()
+    if not ranked:
         raise NothingFits(_why_nothing_fits(search))
-    best = min(measured, key=lambda pair: search.cost(pair[1]))
-    facts = search.own.events["facts"]
-    own = next((point for point in search.own.points if point.micro == facts["micro"]), None)
-    gain, kept = 1.0, False
-    if own is not None:
-        gain = search.cost(own) / max(search.cost(best[1]), 1e-12)
-        kept = best[1] is own or gain < LEAST_GAIN or not _separated(best[1], own, search.options.metric)
-    if kept and own is not None:
-        best, gain = (search.own, own), 1.0
-    size = (best[1].micro, best[1].accumulation)
+    top = ranked[0]
+    gain, low, high = (1.0, 1.0, 1.0) if own is None else gain_of(own.estimate, top.estimate)
+    kept = own is not None and (bool(contest.denied) or top.key == own.key or gain < LEAST_GAIN or low <= 1)
+    chosen = own if kept and own is not None else top
+    best, size = (chosen.record, chosen.point), (chosen.point.micro, chosen.point.accumulation)
     config = search.launches.final_config(best[0].setting, size, search.world_size)
-    result = Result(best, own, kept, gain, config, why_stopped=search.why_stopped)
-    result.changes = [] if kept else changes_of(search, best)
+    measured = None if own is None else _shown(search, own)
+    result = Result(best, measured, kept, 1.0 if kept else gain, config, why_stopped=search.why_stopped)
+    result.best = (best[0], _shown(search, chosen))
+    result.interval = (low, high) if not kept or top is not chosen else (1.0, 1.0)
+    result.trusted = bool(chosen.again and (own is None or own.again or search.options.metric is Metric.MEMORY))
+    result.why_not = "" if result.trusted else contest.why_ended or "it was not started again"
+    result.launches = (chosen.estimate.launches, 0 if own is None else own.estimate.launches)
+    result.script = (_script(contest, own), _script(contest, chosen))
+    result.confirmed = chosen.again[-1] if chosen.again and not kept else None
+    result.rejected = _rejected(contest, top, own) if kept else ""
+    result.changes = [] if kept else changes_of(search, result.best)
     result.words = final_words(search, best[0].setting, size)
-    result.limits, result.limit = limits_of(search, best)
+    result.limits, result.limit = limits_of(search, result.best)
     examine(config, world=WorldSize(search.world_size, "the search"), allow_auto=True)  # never write a bad file
     return result
 
 
-def _separated(best: Point, own: Point, metric: Metric) -> bool:
-    """Whether the intervals do not overlap."""
-    if metric is Metric.MEMORY:
-        return best.peak < own.peak
-    each = (best.micro * best.accumulation, own.micro * own.accumulation) if metric is not Metric.LATENCY else (1, 1)
-    return best.high / each[0] < own.low / each[1]
+def _shown(search: Search, chosen: Contestant) -> Point:
+    """The point with what all its launches say together."""
+    if search.options.metric is Metric.MEMORY:
+        return chosen.point
+    found, unit = chosen.estimate, search.cost(chosen.point) / chosen.point.seconds
+    low, high = found.low / unit, found.high / unit
+    return replace(chosen.point, seconds=found.seconds / unit, low=low, high=high, error=found.error)
+
+
+def _script(contest: Contest, chosen: Contestant | None) -> float | None:
+    found: Estimate | None = None if chosen is None else contest.natural(chosen)
+    return None if found is None or chosen is None else found.seconds * chosen.point.micro * chosen.point.accumulation
+
+
+def _rejected(contest: Contest, top: Contestant, own: Contestant | None) -> str:
+    """What looked better than the user's file and is not."""
+    labels = {(r.key, p.micro, p.accumulation): r.label for r in contest.search.launched() for p in r.points}
+    said = [f"{labels[key]} was fast in the engine, but {reason}" for key, reason in contest.failed.items()]
+    said += [contest.denied] if contest.denied else []
+    if own is not None and top.key != own.key and not said:
+        gain, low, high = gain_of(own.estimate, top.estimate)
+        each = _several(min(top.estimate.launches, own.estimate.launches), "launch", "launches")
+        said.append(f"the best other setting ({top.record.label}) is {gain:.2f} x as fast, {low:.2f} to {high:.2f}, "
+                    f"by {each} of each")  # fmt: skip
+    return "; ".join(said)
+
+
+def headline(search: Search, result: Result) -> str:
+    """The result in one line, with a figure only where it was confirmed."""
+    if result.kept:
+        return "No significant gain: your file stays as it is"
+    what = {Metric.MEMORY: "less memory", Metric.LATENCY: "faster steps"}.get(search.options.metric, "faster")
+    if not result.trusted:
+        verb = "may run" if result.own is None else f"may bring {what}" if " " in what else f"may be {what}"
+        return f"Not confirmed: another file {verb} ({result.why_not})"
+    if result.own is None:
+        return "Your file does not fit into memory; the tuned one does, confirmed"
+    low, high = result.interval
+    if search.options.metric is Metric.MEMORY:
+        return f"{1 - 1 / result.gain:.0%} less memory than with your file, confirmed"
+    return f"{result.gain:.2f} x as fast as your file ({low:.2f} to {high:.2f}), confirmed"
+
+
+def warnings_of(search: Search) -> list[str]:
+    """What a reader should know of the machine: others' load, and how much its speed changed."""
+    records = search.launched()
+    loads = [record.events.get("load") or {} for record in records]
+    said = [text for text in map(warning_of, loads) if text]
+    found = []
+    if said:
+        worst = max(loads, key=lambda load: (load.get("gpu") or 0.0, load.get("cpu") or 0.0))
+        found.append(f"The machine was not idle: beside {len(said)} of {_several(len(records), 'launch', 'launches')} "
+                     f"{warning_of(worst) or said[0]}.")  # fmt: skip
+    speeds = [point.slowdown for record in records for point in record.points]
+    drift = max((float((r.events.get("machine") or {}).get("drift", 1.0)) for r in records), default=1.0)
+    change = max(drift, max(speeds, default=1.0) / min(speeds, default=1.0))
+    if change > DRIFT:
+        found.append(f"Its speed changed by {change:.1f} x during the search; launches are compared through probes "
+                     "of it, which widens the intervals.")  # fmt: skip
+    return found
 
 
 def _why_nothing_fits(search: Search) -> str:
@@ -287,9 +367,15 @@ def reasons_of(search: Search, result: Result) -> dict[str, Any]:
         if result.own is None
         else value_of(result.own, search.options.metric, search.world_size, search.flops),
         "gain": result.gain,
+        "gain_interval": list(result.interval),
+        "confirmed": result.trusted,
+        "why_not_confirmed": result.why_not,
+        "launches": dict(zip(("tuned", "yours"), result.launches, strict=True)),
+        "warnings": warnings_of(search),
         "kept_yours": result.kept,
         "changes": [change.__dict__ for change in result.changes],
         "kept": search.space.kept,
+        "how_to_free": {name: way for name, why in search.space.kept.items() if (way := freed_by(name, why))},
         "limits": result.limits,
         "limited_by": result.limit,
         "why_stopped": result.why_stopped,
@@ -297,8 +383,8 @@ def reasons_of(search: Search, result: Result) -> dict[str, Any]:
         "learning_rate": _rate(result.learning_rate),
         "notes": search.own.events.get("notes", []),
         "setting": record.setting,
-        "confirmed_seconds": None if result.confirmed is None else _median(result.confirmed.natural),
-        "own_seconds": _median(list(search.own.natural)),
+        "confirmed_seconds": None if result.confirmed is None else result.script[1],
+        "own_seconds": result.script[0],
     }
 
 
@@ -311,7 +397,6 @@ def _rate(found: LrResult | None) -> dict[str, Any] | None:
 
 def summary_lines(search: Search, result: Result) -> list[str]:
     """The result in a few lines of plain text."""
-    metric = search.options.metric
     record, point = result.best
     lines = []
     if result.own is not None:
@@ -321,19 +406,20 @@ def summary_lines(search: Search, result: Result) -> list[str]:
     if result.kept:
         lines.append("no significant gain, kept yours" + (f": {result.rejected}" if result.rejected else ""))
     else:
-        value = show_value(value_of(point, metric, search.world_size, search.flops), metric)
-        times = f", {result.gain:.2f} x" if result.own is not None else ""
+        low, high = result.interval
+        figure = f"{result.gain:.2f} x, " if result.trusted else "not confirmed, "
+        times = f", {figure}{low:.2f} to {high:.2f}" if result.own is not None else ""
         lines.append(f"tuned:     {_line(search, point)}{times}   [{record.label}]")
         lines += [
             f"  {change.key}: {_show(change.before)} -> {_show(change.after)}: {change.reason}"
             for change in result.changes
         ]
-        if result.confirmed is not None:
-            lines.append(_confirmation(search, result, value))
+        lines.append(_confirmation(result))
     shares = ", ".join(
         f"{kind} {share:.0%}" for kind, share in sorted(result.limits.items(), key=lambda i: -i[1]) if share > 0.005
     )
     lines.append(f"limited by {result.limit} ({shares})")
+    lines += warnings_of(search)
     launched = len(search.launched())
     ruled = len(records_of(search.study)) - launched
     lines.append(
@@ -355,18 +441,17 @@ def _line(search: Search, point: Point) -> str:
     return f"{value} ({point.seconds * 1e3:,.1f} ms/step, {noise}), {gib(point.peak)}, {batch}"
 
 
-def _confirmation(search: Search, result: Result, value: str) -> str:
-    assert result.confirmed is not None
-    after, before = _median(result.confirmed.natural), _median(list(search.own.natural))
-    if after is None:
-        return f"  NOT confirmed: started as a user would, the result failed: {result.confirmed.reason}"
-    text = f"  confirmed: the script itself takes {after * 1e3:,.1f} ms/step with it"
-    return text + (f", and {before * 1e3:,.1f} ms/step with your file" if before is not None else "")
-
-
-def _median(values: list[float]) -> float | None:
-    """Without the warm-up, as everywhere."""
-    return summarise(values).median if values else None
+def _confirmation(result: Result) -> str:
+    before, after = result.script
+    if not result.trusted:
+        return f"  NOT confirmed: {result.why_not}"
+    tuned, yours = result.launches
+    text = f"  confirmed by {_several(tuned, 'launch', 'launches')} of it"
+    text += f" and {yours} of your file" if yours else ""
+    if after is not None:
+        text += f": the script itself takes {after * 1e3:,.1f} ms/step with it"
+        text += f", and {before * 1e3:,.1f} ms/step with your file" if before is not None else ""
+    return text
 
 
 def _write_trials(search: Search, path: Path) -> None:

@@ -14,22 +14,23 @@ from typing import Any
 from rich.console import Console
 
 from ds_hf.autotune.command import Command
+from ds_hf.autotune.confirm import Contest, confirm
 from ds_hf.autotune.launches import Problem, Run
 from ds_hf.autotune.lr import (
     FindOptions,
     LrOptions,
     LrSearchError,
     event_line,
-    figure,
     find,
     fitting,
     summary,
     total_steps_in,
     updates_of,
 )
-from ds_hf.autotune.options import Metric, Options
+from ds_hf.autotune.options import Options
+from ds_hf.autotune.page import code, section
 from ds_hf.autotune.report import write_report
-from ds_hf.autotune.result import Result, final_words, limits_of, make_result, summary_lines, write_result
+from ds_hf.autotune.result import Result, headline, make_result, summary_lines, write_result
 from ds_hf.autotune.space import check_names
 from ds_hf.autotune.study import JOURNAL, Search
 from ds_hf.autotune.trial import kill_leftovers, run_launch
@@ -45,7 +46,6 @@ __all__ = ["tune"]
 SIGNATURE = "search.json"
 LOCK = "own.lock"
 LR_OVERTIME = 1.5
-TRUSTED = 1.02  # a result this much slower than the user's file when started as a user would is no gain
 
 
 def tune(words: Sequence[str], options: Options, console: Console | None = None, run: Run = run_launch) -> Result:
@@ -72,6 +72,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     search = Search(problem, view, run)
     interrupted = False
     try:
+        view.begin()
         with view.shown():
             with _only_one_measures(search):
                 search.begin()
@@ -85,11 +86,17 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
 
 
 def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
-    result = make_result(search)
+    contest = Contest(search)
+    contest.why_ended = "interrupted" if interrupted else "" if search.options.confirm else "--no-confirm"
+    result = make_result(contest)
     paths = write_result(search, result)
-    if search.options.confirm and not interrupted and not result.kept:
-        with suppress(KeyboardInterrupt), view.shown():
-            _confirm(search, result, view)
+    if search.options.confirm and not interrupted:
+        try:
+            with view.shown():
+                confirm(contest)
+        except KeyboardInterrupt:
+            contest.why_ended = "interrupted"
+        result = make_result(contest)
     if search.options.confirm and not interrupted:
         with suppress(KeyboardInterrupt), view.shown():
             try_workers(search, result)
@@ -99,8 +106,11 @@ def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
             _find_learning_rate(search, result, view)
         paths = write_result(search, result)
     found = result.learning_rate
-    paths["report"] = write_report(search, result, [] if found is None else [("Learning rate", figure(found))])
+    paths["report"] = write_report(
+        search, result, [] if found is None else [section("Learning rate", code(summary(found)))]
+    )
     view.say("")
+    view.say(headline(search, result))
     for line in summary_lines(search, result):
         view.say(line)
     for name, path in paths.items():
@@ -116,7 +126,7 @@ def _find_learning_rate(search: Search, result: Result, view: View) -> None:
     _, point = result.best
     script = search.own.natural if result.confirmed is None else result.confirmed.natural
     step = max(point.seconds, summarise(list(script)).median if script else 0.0)
-    left = search.options.budget - (time.monotonic() - search.launches.started)
+    left = search.launches.left
     start = min(record.seconds for record in search.launched()) / 2  # of the script, until it trains
     longest = LrOptions(total_steps=total_steps_in(result.words))
     options = fitting(longest, max(0.0, left - start), step)
@@ -132,35 +142,6 @@ def _find_learning_rate(search: Search, result: Result, view: View) -> None:
         result.learning_rate = find(result.words, asked, lambda event: view.detailed(event_line(event)))
     except LrSearchError as error:
         view.say(str(error))
-
-
-def _confirm(search: Search, result: Result, view: View) -> None:
-    """Start the result as a user would. What is not better there is no gain."""
-    record, point = result.best
-    view.started(len(search.launched()), f"confirming: {record.label}", None)
-    size = (point.micro, point.accumulation)
-    outcome = search.launches.natural("confirm", record.setting, size, search.world_size)
-    result.confirmed = outcome
-    if not search.own.natural or not outcome.natural or search.options.metric is Metric.MEMORY:
-        return
-    facts = search.own.events["facts"]
-    was, now = summarise(search.own.natural), summarise(outcome.natural)
-    numel_was, numel_now = facts["micro"] * facts["accumulation"], point.micro * point.accumulation
-    ratio = now.median / numel_now / (was.median / numel_was)
-    if ratio > TRUSTED and now.low / numel_now > was.high / numel_was:
-        keep_own(search, result, f"started as you would, the script takes {ratio:.2f} x the time of your file")
-
-
-def keep_own(search: Search, result: Result, reason: str) -> None:
-    """The result becomes the user's own file."""
-    if result.own is None:
-        return
-    size = (result.own.micro, result.own.accumulation)
-    result.rejected = f"{result.best[0].label} was {result.gain:.2f} x better in the engine, but {reason}"
-    result.best, result.kept, result.gain, result.changes = (search.own, result.own), True, 1.0, []
-    result.config = search.launches.final_config(search.own.setting, size, search.world_size)
-    result.words = final_words(search, search.own.setting, size)
-    result.limits, result.limit = limits_of(search, result.best)
 
 
 def _config(command: Command) -> Config:

@@ -23,7 +23,7 @@ from ds_hf.config.schema import load_schema
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
 
-__all__ = ["Axis", "Setting", "Space", "check_names", "config_of", "key_of", "label_of", "points"]
+__all__ = ["Axis", "Setting", "Space", "check_names", "config_of", "freed_by", "key_of", "label_of", "points"]
 
 Setting = dict[str, Any]  # axis name -> value
 
@@ -164,6 +164,14 @@ class Space:
         except ConfigError:
             return False
         return True
+
+
+def freed_by(name: str, reason: str) -> str:
+    """The option that frees a kept key; empty where none does."""
+    if reason == "--fix":
+        return f"leave out --fix {name}"
+    by_name = ("given in the file", "given on the command line", "of no use without", "free only when", "autotuning.f")
+    return f"--tune {name}" if reason.startswith(by_name) else ""
 
 
 def check_names(options: Options) -> None:

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,7 +54,7 @@ BLAME = 0.9  # of a failure is the setting's; the rest is chance
 LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
-STARTUP = 4  # launches before Optuna's sampler and pruner have an opinion
+STARTUP = 4  # launches before Optuna's sampler has an opinion
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
 
 
@@ -98,7 +98,6 @@ class Search:
                 study_name=STUDY,
                 storage=storage,
                 sampler=_sampler(self.options),
-                pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=1),
                 direction="maximize" if self.options.metric.maximize else "minimize",
                 load_if_exists=True,
             )
@@ -118,6 +117,7 @@ class Search:
         if own is None:
             own = self._measure_own()
         self.own = own
+        self.launches.refer(own.events)
         facts = own.events["facts"]
         self.world_size = int(facts["world_size"])
         self.space = self._make_space(facts)
@@ -190,16 +190,17 @@ class Search:
 
     def _choose(self) -> Setting | None:
         """The next setting; ``None``, with the reason, when there is none."""
+        ranked = self._ranked()
+        self.view.expect(min(self.left, self.typical() * (len(self._hopeful(ranked)) + self._after())))
         self.why_stopped = self._reason_to_stop()
         if self.why_stopped:
             return None
-        ranked = self._ranked()
         if not ranked:
             self.why_stopped = "every setting that can fit was measured"
             return None
         if self.options.sampler == "exhaustive":
             return ranked[0][1]
-        hopeful = [setting for gain, setting in ranked if gain >= WORTH]
+        hopeful = [setting for _, setting in self._hopeful(ranked)]
         if not hopeful:
             self.why_stopped = f"no launch that is left can be expected to gain {WORTH:.1%}, by the corrected model"
             return None
@@ -214,14 +215,9 @@ class Search:
         launched = self.launched()
         if len(launched) >= self.options.trials:
             return f"{self.options.trials} launches were asked for"
-        spent = time.monotonic() - self.launches.started
-        budget = self.options.budget * (1 - LR_SHARE * self.options.lr)
-        others = sorted(record.seconds for record in launched if not record.own) or [FIRST_SHARE * self.own.seconds]
-        typical = others[len(others) // 2]
-        after = self.options.confirm * (1 + self.own.waits_for_data)  # the result once more, and with more workers
-        if spent + typical * (1 + after) > budget:
+        if self.typical() * (1 + self._after()) > self.left:
             kept = ", with the rest kept for the learning rate" if self.options.lr else ""
-            return f"the budget of {budget:g} s is spent{kept}"
+            return f"the budget of {self.options.budget * (1 - LR_SHARE * self.options.lr):g} s is spent{kept}"
         since = self._launches_since_gain(launched)
         if since >= self.options.patience:
             return f"{since} launches in a row brought no gain"
@@ -229,6 +225,22 @@ class Search:
         if failed >= FAILURES * self.options.patience:
             return f"{failed} launches failed"
         return ""
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are the search's."""
+        return self.launches.left - LR_SHARE * self.options.lr * self.options.budget
+
+    def typical(self) -> float:
+        """Seconds of a launch."""
+        others = sorted(record.seconds for record in self.launched() if not record.own)
+        return others[len(others) // 2] if others else FIRST_SHARE * self.own.seconds
+
+    def _after(self) -> int:
+        """Launches for which time is kept: the two best and the user's file in a turn, and one with more workers."""
+        own_is_best = self._best_cost() >= min(map(self.cost, self.own.points), default=math.inf)
+        turn = 2 if own_is_best else 3
+        return self.options.confirm * (turn + self.own.waits_for_data)
 
     def _launches_since_gain(self, launched: list[Record]) -> int:
         best, since = math.inf, 0
@@ -262,6 +274,10 @@ class Search:
                 found.append((works * expected_gain(best / expected, doubt), expected / works, setting))
         found.sort(key=lambda item: (-item[0], item[1]))
         return [(gain, setting) for gain, _, setting in found]
+
+    def _hopeful(self, ranked: list[tuple[float, Setting]]) -> list[tuple[float, Setting]]:
+        """Those of which enough gain is expected."""
+        return ranked if self.options.sampler == "exhaustive" else [each for each in ranked if each[0] >= WORTH]
 
     def _suggested(self, open_keys: set[str]) -> Setting | None:
         """Optuna's choice, if it is one that nobody has taken."""
@@ -346,13 +362,13 @@ class Search:
             trial.set_user_attr(key, value)
         started = time.time()
         try:
-            outcome = self._launch_sizes(name, setting, sizes, trial)
+            outcome = self._launch_sizes(name, setting, sizes)
         except BaseException:
             self.study.tell(trial.number, state=TrialState.FAIL)
             raise
         self._learn(self._tell(setting, outcome, predicted, started, trial=trial))
 
-    def _launch_sizes(self, name: str, setting: Setting, sizes: list[tuple[int, int]], trial: optuna.Trial) -> Outcome:
+    def _launch_sizes(self, name: str, setting: Setting, sizes: list[tuple[int, int]]) -> Outcome:
         """One launch for all sizes, or one a size where the engine cannot change them."""
         if "not resizable" in self.own.events:
             return self.launches.each_natural(name, setting, sizes, self.world_size)
@@ -363,31 +379,11 @@ class Search:
             else best.seconds / best.micro / best.accumulation
         )
         longest = self.own.events.get("longest", {}).get("known", True)
-        return self.launches.replayed(name, setting, sizes, each, self._pruner(trial), longest=longest)
+        return self.launches.replayed(name, setting, sizes, each, self.view.event, longest=longest)
 
-    def _progress(self, event: dict[str, Any]) -> bool:
+    def _progress(self, event: dict[str, Any]) -> None:
         self.view.event(event)
         self._ahead.on_event(event)
-        return False
-
-    def _pruner(self, trial: optuna.Trial) -> Callable[[dict[str, Any]], bool]:
-        """Reports each point to Optuna; True when its pruner gives the trial up."""
-        values: list[float] = []
-
-        def watch(event: dict[str, Any]) -> bool:
-            self.view.event(event)
-            if event["event"] != "point" or event["outcome"] != "ok":
-                return False
-            point = Point(
-                event["micro"], event["accumulation"], event["seconds"], event["low"], event["high"], event["peak"]
-            )
-            values.append(self._value(point))
-            if self.options.sampler == "exhaustive":
-                return False
-            trial.report(max(values) if self.options.metric.maximize else min(values), len(values))
-            return bool(trial.should_prune())
-
-        return watch
 
     # -- what is known --------------------------------------------------------------------------------------------
 
@@ -429,7 +425,7 @@ class Search:
 
     def _learn(self, record: Record) -> None:
         if record.points:
-            errors = [(p.high - p.low) / (4 * p.seconds) for p in record.points]  # 95 % are four standard errors
+            errors = [p.error or (p.high - p.low) / (4 * p.seconds) for p in record.points]  # 95 % are four errors
             sizes = [(p.micro, p.accumulation, p.seconds) for p in record.points]
             self.model.observe(record.setting, [(*size, error) for size, error in zip(sizes, errors, strict=True)])
 

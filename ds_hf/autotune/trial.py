@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from ds_hf.autotune.load import LoadMeter, gpu_share
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, read_events
 
 __all__ = ["Launch", "Outcome", "Point", "kill_leftovers", "launch_words", "run_launch"]
@@ -28,12 +29,18 @@ POLL_SECONDS = 0.1
 TAIL_LINES = 40
 LIBRARIES_THAT_UPLOAD = {"WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "disabled"}
 
-Watch = Callable[[dict[str, Any]], bool]
+Watch = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured for one micro-batch: median seconds of a step with its interval, peak bytes."""
+    """What was measured for one micro-batch: median seconds of a step with its interval, peak bytes.
+
+    Once compared (``Launches``), seconds are those of the machine as it was in the first launch.
+
+    Attributes:
+        slowdown: how many times as long the same work took here. error: of ``seconds`` altogether, in its logarithm.
+    """
 
     micro: int
     accumulation: int
@@ -43,6 +50,8 @@ class Point:
     peak: int
     optimizer_seconds: float = 0.0
     steps: int = 0
+    slowdown: float = 1.0
+    error: float = 0.0
 
 
 @dataclass
@@ -50,11 +59,12 @@ class Outcome:
     """How a launch ended.
 
     Attributes:
-        kind: "ok", "oom", "crash", "hang", "timeout", "pruned", "no engine" or "no steps".
+        kind: "ok", "oom", "crash", "hang", "timeout", "no engine" or "no steps"; "pruned" in older journals.
         reason: in words, for people.
         points: what was measured, whatever happened afterwards.
         too_large: micro-batches that ran out of memory.
         natural: seconds of the script's own steps; waits: how many of them for the DataLoader.
+        natural_error: of their median against the first launch's, in its logarithm.
         events: everything else that the engine said, by event.
         tail: the end of the output.
     """
@@ -65,6 +75,7 @@ class Outcome:
     too_large: list[int] = field(default_factory=list)
     natural: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
+    natural_error: float = 0.0
     events: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tail: str = ""
@@ -75,12 +86,18 @@ class Outcome:
         kind = event["event"]
         if kind == "point" and event["outcome"] == "ok":
             names = ("micro", "accumulation", "seconds", "low", "high", "peak", "optimizer_seconds", "steps")
-            self.points.append(Point(*(event[name] for name in names)))
+            point = Point(*(event[name] for name in names))
+            kept = [
+                each for each in self.points if (each.micro, each.accumulation) != (point.micro, point.accumulation)
+            ]
+            self.points = [*kept, point]
         elif kind == "point" and event["outcome"] == "oom":
             self.too_large.append(event["micro"])
         elif kind == "step" and event["kind"] == "natural":
             self.natural.append(event["seconds"])
             self.waits.append(event.get("wait", 0.0))
+        elif kind == "machine" and event.get("phase"):
+            self.events[f"machine {event['phase']}"] = event
         elif kind == "note":
             self.notes.append(event["text"])
             if event.get("resizable") is False:
@@ -117,14 +134,14 @@ def run_launch(launch: Launch, watch: Watch | None = None) -> Outcome:
     """Run to its end.
 
     Args:
-        watch: is told every event; when it answers True the launch is stopped ("pruned").
+        watch: is told every event.
     """
     folder = launch.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     launch.request.write(folder / "request.json")
     (folder / "command.txt").write_text(shlex.join(launch.words) + "\n", "utf-8")
     Path(launch.request.events).unlink(missing_ok=True)
-    outcome = Outcome("ok")
+    outcome = Outcome("ok", events={"load": {"gpu": gpu_share()}})
     start = time.monotonic()
     with (folder / "output.log").open("wb") as output:
         process = subprocess.Popen(
@@ -160,14 +177,17 @@ def _watch(process: subprocess.Popen[bytes], launch: Launch, outcome: Outcome, w
     events, log = Path(launch.request.events), launch.folder / "output.log"
     start = life = time.monotonic()
     offset = written = 0
+    load = LoadMeter(process.pid)
     while True:
         running = process.poll() is None
+        load.sample()
+        outcome.events["load"] = {**outcome.events.get("load", {}), **load.result()}
         for event, behind in list(read_events(events, offset)):
             offset = behind
             outcome.take(event)
             life = time.monotonic()
-            if watch is not None and watch(event):
-                return "pruned"
+            if watch is not None:
+                watch(event)
         outcome.events["offset"] = {"offset": offset}
         if not running:
             return "ended"
@@ -191,8 +211,6 @@ def _judge(outcome: Outcome, ended: str, code: int, launch: Launch) -> None:
         limit = launch.timeout if ended == "timeout" else launch.stall
         did = "took longer than" if ended == "timeout" else "gave no sign of life for"
         outcome.kind, outcome.reason = ended, f"{did} {limit:g} s; its stacks are in {launch.folder / 'output.log'}"
-    elif ended == "pruned":
-        outcome.kind, outcome.reason = "pruned", "slower than the others so far"
     elif "facts" not in outcome.events:
         _judge_without_engine(outcome, code)
     elif "done" in outcome.events and (outcome.points or outcome.natural):

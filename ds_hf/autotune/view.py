@@ -10,10 +10,12 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, Options, gib
 from ds_hf.autotune.records import Record, value_of
 from ds_hf.autotune.space import Setting, label_of
@@ -35,6 +37,13 @@ def show_value(value: float, metric: Metric) -> str:
     return f"{value * 1e3:,.1f} ms/step" if metric is Metric.LATENCY else f"{value:,.2f} samples/s"
 
 
+def duration(seconds: float) -> str:
+    """ "1:05" or "2:03:00"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 class View:
     """Told by the search what happens.
 
@@ -51,6 +60,7 @@ class View:
         self.now = ""
         self.detail = ""
         self.since = time.monotonic()
+        self._left: tuple[float, float] | None = None  # seconds that were expected, and when
         self._live: Live | None = None
         self._spinner = Spinner("dots")
 
@@ -66,6 +76,32 @@ class View:
             yield
         self._live = None
 
+    def begin(self) -> None:
+        """The search begins."""
+        budget = self.options.budget
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + budget))
+        self._say(f"a search of at most {duration(budget)}, until {until}: your file first, then other settings, and "
+                  "the best of them again beside your file")  # fmt: skip
+
+    def expect(self, seconds: float) -> None:
+        """So much is left, as far as is known."""
+        self._left = (seconds, time.monotonic())
+
+    def note_load(self, events: dict[str, Any]) -> None:
+        """Warn of what else ran beside a launch."""
+        text = warning_of(events.get("load") or {})
+        if text:
+            self._say(f"  warning: {text}; times are compared with what a fixed probe took, and are less certain")
+
+    def eta(self) -> str:
+        """What has passed and what is left, from the first second on: at first the budget is all that is known."""
+        now = time.monotonic()
+        spent, least = now - self.since, max(0.0, self.options.budget - (now - self.since))
+        if self._left is None:
+            return f"{duration(spent)} passed, at most {duration(least)} left"
+        seconds, then = self._left
+        return f"{duration(spent)} passed, about {duration(max(0.0, min(least, seconds - (now - then))))} left"
+
     def started(self, number: int, setting: Setting | str, predicted: dict[int, tuple[float, int]] | None) -> None:
         """A launch begins."""
         self.now = setting if isinstance(setting, str) else label_of(setting)
@@ -73,7 +109,7 @@ class View:
         if predicted:
             micro, (seconds, nbytes) = next(iter(predicted.items()))
             self.detail = f"expected {seconds * 1e3:,.0f} ms/step, {gib(nbytes)} at micro-batch {micro}"
-        self._say(f"launch {number}: {self.now}" + (f" ({self.detail})" if self.detail else ""))
+        self._say(f"[{self.eta()}] launch {number}: {self.now}" + (f" ({self.detail})" if self.detail else ""))
 
     def event(self, event: dict[str, Any]) -> None:
         """The engine said something."""
@@ -94,6 +130,7 @@ class View:
         self.records.append(record)
         self.now = self.detail = ""
         self._say("  " + "  ".join(part for part in (*self._cells(record)[1:], f"{record.seconds:.0f} s") if part))
+        self.note_load(record.events)
 
     def ruled_out(self, setting: Setting, reason: str) -> None:
         """A setting was ruled out by its prediction."""
@@ -142,10 +179,12 @@ class View:
             if record is ordered[0] and record.points:
                 cells[3].stylize("bold")
             table.add_row(*cells)
+        head = f"{self.eta()}; {len(self.records)} launches, {self.ruled} ruled out"
         spent = time.monotonic() - self.since
-        head = f"{spent:,.0f} of {self.options.budget:,.0f} s, {len(self.records)} launches, {self.ruled} ruled out"
+        left = self.options.budget - spent if self._left is None else self._left[0] - (time.monotonic() - self._left[1])
+        bar = ProgressBar(total=max(1.0, spent + max(0.0, left)), completed=spent, width=60)
         self._spinner.update(text=Text(f" {self.now}  {self.detail}" if self.now else " choosing"))
-        return Group(Text(head, "bold"), table, self._spinner)
+        return Group(Text(head, "bold"), bar, table, self._spinner)
 
     def _order(self, record: Record) -> tuple[bool, float]:
         best: Point | None = record.best(self.options.metric, self.world_size)

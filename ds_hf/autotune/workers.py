@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 
+from ds_hf.autotune.confirm import LEAST_GAIN
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.records import LEAST_WAIT, wait_share
 from ds_hf.autotune.result import Change, Result, final_words
@@ -19,8 +19,6 @@ from ds_hf.autotune.study import Search
 from ds_hf.measure.statistics import summarise
 
 __all__ = ["try_workers"]
-
-LEAST_GAIN = 1.01
 
 
 def try_workers(search: Search, result: Result) -> None:
@@ -72,11 +70,11 @@ def _not_measured(search: Search, result: Result) -> str:
     """Why there is nothing to gain, or no way to find out; empty where there is."""
     steps, waits = _base(search, result)
     if not steps:
-        return "the script's own steps were not measured"
+        spent = search.launches.left < search.typical()
+        return f"the script's own steps were not measured{': the budget is spent' if spent else ''}"
     if wait_share(steps, waits) < LEAST_WAIT:
         return _waited(steps, waits)
-    left = search.options.budget - (time.monotonic() - search.launches.started)
-    if left < min(record.seconds for record in search.launched()):
+    if search.launches.left < min(record.seconds for record in search.launched()):
         return f"{_waited(steps, waits)}, but the budget is spent"
     return ""
 

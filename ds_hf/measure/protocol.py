@@ -10,9 +10,12 @@ facts     of the engine when it is made: parameter counts, dtype, batch, world s
 survey    bytes and operations of one sample, bandwidth of the collectives (``request.survey``)
 step      one measured step: ``micro``, ``accumulation``, ``seconds``; ``kind`` "replay", or "natural": the script's
           own, of which ``wait`` seconds were for the DataLoader
-point     all steps of a (micro, accumulation): median, interval, peak, ``optimizer_seconds``; ``outcome``: "ok", "oom"
+point     all steps of a (micro, accumulation): median, interval, peak, ``optimizer_seconds``; ``outcome``: "ok", "oom";
+          once after its first visit, and again when all are known
 longest   ``known``: whether memory is checked with the longest samples of the data set
 peak      bytes, when only the script's own steps were measured
+machine   how fast it was: ``levels`` of the probes (kind -> mean seconds of a beat, standard error of its logarithm),
+          ``drift`` (slowest over fastest turn); ``phase`` "natural" where the script's own steps were beside it
 split     where the time of one step goes, by kind of work
 note      something that could not be measured, and why
 done      everything asked for was measured
@@ -24,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,8 @@ class TrialRequest:
         steps: most replayed steps a point; ``point_seconds``: most time a point.
         precision: half width of the interval, relative to the median, at which a point is measured well enough.
         longest: check memory with the longest samples of the data set.
-        best: seconds a sample of the best point known; much slower ones get few steps.
+        best: seconds a sample of the best point known; much slower ones get few steps. machine: how fast the machine
+            was at that (kind of probe -> seconds of a beat); empty where it is not known.
         finish: end the process when everything is measured; otherwise restore the state and let the script go on.
     """
 
@@ -67,6 +71,7 @@ class TrialRequest:
     precision: float = 0.02
     longest: bool = True
     best: float | None = None
+    machine: dict[str, float] = field(default_factory=dict)
     finish: bool = True
 
     def write(self, path: Path) -> None:

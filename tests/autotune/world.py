@@ -24,7 +24,8 @@ class World:
     """A model of 40 M fp32 parameters on four devices.
 
     Attributes:
-        memory: bytes of a device. launched: settings in the order of their launches. points: how many were measured.
+        memory: bytes of a device. launched: settings in the order of their launches; again: of those that confirm.
+        points: how many were measured.
         spent: seconds of all launches.
         fail: stage -> kind of an outcome that takes the place of measuring.
         numel, dtype: of the parameters. processes, micro, steps: of the user's command.
@@ -38,6 +39,7 @@ class World:
     steps: int = GLOBAL_STEPS
     spent: float = 0.0
     launched: list[dict[str, Any]] = field(default_factory=list)
+    again: list[dict[str, Any]] = field(default_factory=list)
     points: int = 0
     fail: dict[int, str] = field(default_factory=dict)
     before: Callable[[int], None] = lambda number: None
@@ -73,7 +75,8 @@ class World:
         words = list(launch.words)
         checkpointing = bool(request.gradient_checkpointing) or "True" in words
         compiled = bool(tree.get("ds_hf", {}).get("compile"))
-        self.launched.append({"stage": stage, "checkpointing": checkpointing, "compiled": compiled})
+        kind = self.again if Path(request.events).parent.name.startswith("again") else self.launched
+        kind.append({"stage": stage, "checkpointing": checkpointing, "compiled": compiled})
         outcome = Outcome("ok", seconds=self.launch_seconds(compiled, len(request.points) or 1))
         self.spent += outcome.seconds
         events: list[dict[str, Any]] = [self.facts()]
@@ -103,9 +106,8 @@ class World:
             ] * 6
         for event in events:
             outcome.take(event)
-            if watch is not None and watch(event):
-                outcome.kind = "pruned"
-                break
+            if watch is not None:
+                watch(event)
         if not outcome.points and not outcome.natural:
             outcome.kind, outcome.reason = "oom", "out of memory"
         return outcome

@@ -8,6 +8,7 @@ Only the engine's ``forward`` is replaced, on this one object; the rest is a ste
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from ds_hf.engine.dist import collectives
 from ds_hf.engine.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch, resized
 from ds_hf.engine.trial.clock import Clock
 from ds_hf.engine.trial.memory import memory_meter
+from ds_hf.engine.trial.probe import Probe
 from ds_hf.engine.trial.replay import NoLoss, Replay
 from ds_hf.engine.trial.snapshot import Snapshot, room_for_snapshot
 from ds_hf.engine.trial.split import split_of
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "attach"]
 
+NATURAL_BEATS = 12  # of the probes before and after the script's own steps
+NATURAL_ERROR = 0.02  # of such a pair of readings at least, in its logarithm
 LONGEST_NUMEL = 32  # samples looked up for the memory check; more are repeated
 
 
@@ -68,6 +72,7 @@ class Driver:
         self._clock = Clock(engine.device)
         self._waits: list[float] = []  # for data, since the step before
         self._waited = 0.0
+        self._machine: dict[str, float] = {}  # before the script's own steps
         self.emit("facts", **facts(engine, self.meter.total))
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -83,6 +88,8 @@ class Driver:
             self._measure(args, kwargs)
             if self.request.natural_steps == 0:
                 self._finish()
+            else:
+                self._machine = Probe(self.engine).read(least=NATURAL_BEATS)
             self._clock.mark()
             self._waited = self.loaders.waited
         return self._forward(*args, **kwargs)
@@ -165,7 +172,17 @@ class Driver:
             micro, accumulation = engine.batch.micro, engine.batch.accumulation_steps
             for seconds, wait in zip(self._clock.read()[1:], self._waits[1:], strict=True):
                 self.emit("step", micro=micro, accumulation=accumulation, seconds=seconds, wait=wait, kind="natural")
+            self._report_machine(Probe(engine).read(least=NATURAL_BEATS))
             self._finish()
+
+    def _report_machine(self, after: dict[str, float]) -> None:
+        """How fast it was beside the script's own steps, from readings before and after them."""
+        levels, changes = {}, [0.0]
+        for kind in self._machine.keys() & after.keys():
+            change = math.log(after[kind] / self._machine[kind])
+            changes.append(change)
+            levels[kind] = (math.sqrt(after[kind] * self._machine[kind]), max(abs(change) / 2, NATURAL_ERROR))
+        self.emit("machine", phase="natural", levels=levels, drift=math.exp(max(map(abs, changes))))
 
     def _finish(self) -> None:
         """Say so, and end the process or leave the engine alone."""

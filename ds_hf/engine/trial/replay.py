@@ -1,15 +1,17 @@
 """Whole optimizer steps at other batch sizes, on the script's own batch, inside the engine.
 
-Invariants: learning rates are 0 while replaying, and neither schedules nor step hooks run; out of memory on one rank is
-out of memory on all, at the same collective; afterwards the engine has its batch sizes back.
+Sizes are timed in turns, with readings of the machine between them (``measure.turns``, ``probe``). Invariants: learning
+rates are 0 while replaying, and neither schedules nor step hooks run; out of memory on one rank is out of memory on
+all, at the same collective; afterwards the engine has its batch sizes back.
 """
 
 from __future__ import annotations
 
 import gc
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,20 +23,23 @@ from ds_hf.engine.dist.memory import shared_out_of_memory
 from ds_hf.engine.trial.batches import Batch, resized
 from ds_hf.engine.trial.clock import Clock
 from ds_hf.engine.trial.memory import MemoryMeter, agree_max, is_out_of_memory
+from ds_hf.engine.trial.probe import Probe
 from ds_hf.measure.protocol import TrialRequest
-from ds_hf.measure.statistics import summarise
+from ds_hf.measure.statistics import Summary
+from ds_hf.measure.turns import Rules, Timing, settle, take_turns
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
 
 __all__ = ["NoLoss", "Replay", "loss_in"]
 
-ROUND = 4  # steps between two looks at the clock
+ROUND = 4  # steps of a visit
 SKIPPED_AT_MOST = 40  # steps that a loss scale may take to come down
 SLOWER, GIVE_UP = 1.1, 2  # two points in a row this much slower than the best: the rest is left out
 LOST = 1.6  # times slower than the best point of the trial: not worth more steps
 
 Emit = Callable[..., None]
+Size = tuple[int, int]  # micro-batch, accumulation
 
 
 class NoLoss(ValueError):
@@ -59,6 +64,15 @@ def loss_in(output: Any) -> Tensor:
     raise NoLoss("the model returns no loss (the script computes it outside), so only the script's own steps are timed")
 
 
+@dataclass
+class _Point:
+    """A size that fits: its batch, the peak bytes, and seconds of the update in each step."""
+
+    batch: Batch
+    peak: int
+    updates: list[float] = field(default_factory=list)
+
+
 class Replay:
     """Steps of one engine.
 
@@ -70,8 +84,14 @@ class Replay:
     def __init__(self, engine: Engine, batch: Batch, request: TrialRequest, meter: MemoryMeter, emit: Emit) -> None:
         self.engine, self.batch, self.request, self.meter, self.emit = engine, batch, request, meter, emit
         self.worst: Batch | None = None  # the longest samples of the data set
-        self.best = float("inf") if request.best is None else request.best  # seconds a sample
-        self.fastest: tuple[int, int] | None = None
+        self.best = math.inf if request.best is None else request.best  # seconds a sample
+        self.fastest: Size | None = None
+        self.probe = Probe(engine)
+        self._points: dict[Size, _Point] = {}
+        self._compared = False  # with the machine on which ``best`` was measured
+        self._limit = math.inf  # the smallest micro-batch that did not fit
+        self._before: int | None = None
+        self._upwards, self._slower, self._skipped = True, 0, 0
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -146,83 +166,102 @@ class Replay:
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def measure_all(self, points: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-        """Every (micro-batch, accumulation); after one that did not fit, no larger one. Returns the fastest."""
-        limit, slower = float("inf"), 0
-        before = points[0][0] if points else 0
-        upwards = True
-        for micro, accumulation in points:
-            if (micro > before) != upwards and micro != before:
-                upwards, slower = micro > before, 0
-            before = micro
-            if micro >= limit:
-                reason = "a smaller one did not fit"
-                self.emit("point", micro=micro, accumulation=accumulation, outcome="oom", reason=reason)
-            elif slower == GIVE_UP:
-                self.emit(
-                    "point", micro=micro, accumulation=accumulation, outcome="slower", reason="the last ones were"
-                )
-            else:
-                seconds = self.measure(micro, accumulation)
-                limit = micro if seconds is None else limit
-                slower = slower + 1 if seconds is not None and seconds > SLOWER * self.best else 0
+    def measure_all(self, points: Sequence[Size]) -> Size | None:
+        """Every size, in turns; after one that did not fit, no larger one. Returns the fastest."""
+        asked = self.request
+        rules = Rules(asked.steps, asked.point_seconds, asked.precision, alone=bool(self.engine.compiler.compiled))
+        visits = take_turns(
+            points, self._prepare, self._visit, self._read, rules, agree=self._agreed, lost=self._looked_at
+        )
+        if visits:
+            found = settle(visits)
+            for point, summary in found.points.items():
+                self._report(point, summary)
+            self._report_machine(found)
+            each = {
+                (micro, steps): self._of_rank_0(s.median / micro / steps) for (micro, steps), s in found.points.items()
+            }
+            self.fastest = min(each, key=lambda point: each[point])
         return self.fastest
 
-    def measure(self, micro: int, accumulation: int) -> float | None:
-        """One point: seconds a sample, ``None`` when it does not fit."""
+    def _prepare(self, point: Size) -> bool:
+        """Whether the point is worth timing and fits; then it is ready."""
+        micro, accumulation = point
+        if self._before is not None and micro != self._before and (micro > self._before) != self._upwards:
+            self._upwards, self._slower = micro > self._before, 0
+        self._before = micro
+        left_out = {"outcome": "slower", "reason": "the last ones were"} if self._slower == GIVE_UP else {}
+        if micro >= self._limit:
+            left_out = {"outcome": "oom", "reason": "a smaller one did not fit"}
+        if left_out:
+            self.emit("point", micro=micro, accumulation=accumulation, **left_out)
+            return False
         self._forget_shapes()
         fine, peak = self.fits(self.batch if self.worst is None else self.worst, micro, accumulation)
         if self.worst is not None:
             self._forget_shapes()
         if not fine:
+            self._limit, self._slower = micro, 0
             self.emit("point", micro=micro, accumulation=accumulation, outcome="oom", peak=peak, reason="out of memory")
-            return None
-        totals, updates = self._timed(resized(self.batch, micro), accumulation)
-        found = summarise(totals)
+            return False
+        self._points[point] = _Point(resized(self.batch, micro), peak)
+        return True
+
+    def _looked_at(self, found: Summary, point: Size) -> bool:
+        """After a first visit: note the best, and whether this one is out of the question."""
+        micro, accumulation = point
         each = self._of_rank_0(found.median / micro / accumulation)
-        if each < self.best:
-            self.best, self.fastest = each, (micro, accumulation)
-        kept = updates[found.warm_up :]
+        self.best = min(self.best, each)
+        self._slower = self._slower + 1 if each > SLOWER * self.best else 0
+        self._report(point, found)  # what is known should the launch be ended
+        return found.low / micro / accumulation > LOST * self.best
+
+    def _report(self, point: Size, found: Summary) -> None:
+        (micro, accumulation), kept = point, self._points[point]
+        updates = sorted(kept.updates[found.warm_up :])
         self.emit(
-            "point", micro=micro, accumulation=accumulation, outcome="ok", peak=peak, seconds=found.median,
+            "point", micro=micro, accumulation=accumulation, outcome="ok", peak=kept.peak, seconds=found.median,
             low=found.low, high=found.high, steps=found.steps, warm_up=found.warm_up,
-            optimizer_seconds=sorted(kept)[len(kept) // 2], longest=self.worst is not None,
+            optimizer_seconds=updates[len(updates) // 2], longest=self.worst is not None,
         )  # fmt: skip
-        return each
+
+    def _report_machine(self, found: Timing[Size]) -> None:
+        levels = {kind: (level.seconds, level.error) for kind, level in found.machine.items()}
+        self.emit("machine", levels=levels, drift=found.drift, probe_seconds=self.probe.spent)
 
     def _forget_shapes(self) -> None:
         """Compiled blocks see each size as if it were the first: a second shape would be compiled for all shapes."""
         if self.engine.compiler.compiled:
             torch.compiler.reset()
 
-    def _timed(self, batch: Batch, accumulation: int) -> tuple[list[float], list[float]]:
-        """Seconds of each step, and of the update in each."""
+    def _visit(self, point: Size) -> list[float]:
+        """Seconds of the next steps of a point that were applied: a loss scale may have to come down first."""
+        kept, accumulation = self._points[point], point[1]
         totals: list[float] = []
-        updates: list[float] = []
-        end = time.monotonic() + self.request.point_seconds
-        skipped = 0
-        while True:
+        while not totals:
             clock = Clock(self.engine.device)
             applied = []
             clock.mark()
             for _ in range(min(ROUND, self.request.steps)):
-                self.step(batch, accumulation, clock)
+                self.step(kept.batch, accumulation, clock)
                 applied.append(self.engine.was_step_applied())
             times = clock.read()
-            skipped += applied.count(False)
+            self._skipped += applied.count(False)
             for index, good in enumerate(applied):
-                if good or skipped > SKIPPED_AT_MOST:
-                    updates.append(times[2 * index + 1])
+                if good or self._skipped > SKIPPED_AT_MOST:
+                    kept.updates.append(times[2 * index + 1])
                     totals.append(times[2 * index] + times[2 * index + 1])
-                    self.emit("step", micro=batch.numel, accumulation=accumulation, seconds=totals[-1], kind="replay")
-            if self._agreed(totals and self._enough(totals, batch.numel * accumulation, end)):
-                return totals, updates
+                    self.emit("step", micro=point[0], accumulation=accumulation, seconds=totals[-1], kind="replay")
+        return totals
 
-    def _enough(self, totals: list[float], numel: int, end: float) -> bool:
-        found = summarise(totals)
-        if len(totals) >= self.request.steps or time.monotonic() > end or found.low / numel > LOST * self.best:
-            return True
-        return len(totals) >= 2 * ROUND and found.precision <= self.request.precision
+    def _read(self, measured: float) -> dict[str, float]:
+        reading = self.probe.read(self._of_rank_0(measured))
+        if not self._compared:
+            self._compared = True
+            kinds = reading.keys() & self.request.machine.keys()  # the best so far, at this machine's speed of now
+            change = [math.log(reading[kind] / self.request.machine[kind]) for kind in kinds]
+            self.best *= math.exp(sum(change) / len(change)) if change else 1.0
+        return reading
 
     def _agreed(self, done: Any) -> bool:
         """Rank 0's answer, on all ranks."""

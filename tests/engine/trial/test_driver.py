@@ -161,22 +161,38 @@ def test_peaks_are_the_same_every_time(tmp_path: Path) -> None:
 def test_own_axis_is_measured_outwards(tmp_path: Path) -> None:
     run_distributed(measure, 1, str(tmp_path), None, own_axis=True, natural_steps=2)
     events = events_of(tmp_path)
-    assert [(e["micro"], e["accumulation"]) for e in events if e["event"] == "point"] == [
-        (4, 2),
-        (8, 1),
-        (2, 4),
-        (1, 8),
-    ]
+    sizes = [(e["micro"], e["accumulation"]) for e in events if e["event"] == "point"]
+    assert sizes == 2 * [(4, 2), (8, 1), (2, 4), (1, 8)]  # after a first visit, and at the end
+    machine, beside = (e for e in events if e["event"] == "machine")
+    assert machine["levels"].keys() == beside["levels"].keys() == {"compute", "copy"}
+    assert all(seconds > 0 and error >= 0 for seconds, error in machine["levels"].values())
+    assert machine["drift"] >= 1
+    assert beside["phase"] == "natural"
     assert len([e for e in events if e["event"] == "step" and e["kind"] == "natural"]) == 2
     assert events[0]["event"] == "facts"
     assert events[-1]["event"] == "done"
     assert events[0]["total"] == sum(p.numel() for p in Net().parameters())
 
 
+def test_sizes_are_timed_in_turns(tmp_path: Path) -> None:
+    """Visits of four steps; sizes that are not far slower than the best again, and the first of them at the end."""
+    run_distributed(measure, 1, str(tmp_path), None, points=((4, 2), (8, 1), (1, 64)), steps=8, precision=0.0)
+    steps = [e["micro"] for e in events_of(tmp_path) if e["event"] == "step"]
+    visits = steps[::4]
+    assert steps == [micro for micro in visits for _ in range(4)]
+    assert visits[:3] == [4, 8, 1]
+    again = visits[3:]
+    several = len(set(again)) > 1
+    assert len(again) == len(set(again)) + several  # 8 steps are two visits
+    assert again[-1] == again[0]
+
+
 def test_survey_measures_activations_and_operations(tmp_path: Path) -> None:
     run_distributed(measure, 2, str(tmp_path), None, survey=True, points=((4, 2),))
     found = next(e for e in events_of(tmp_path) if e["event"] == "survey")
     assert found["plain"]["3"] > found["plain"]["1"]
+    machine = next(e for e in events_of(tmp_path) if e["event"] == "machine")
+    assert machine["levels"].keys() == {"compute", "copy", "communication"}
     # forward of each linear layer, and in backward the gradients of its weight and of its input (the first block's
     # input needs none)
     blocks, head = TOKENS * DEPTH * HIDDEN * HIDDEN, HIDDEN * 4

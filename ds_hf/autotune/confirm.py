@@ -1,0 +1,165 @@
+"""The end of a search: the two best settings and the user's own file are started again, in turns, as a user would.
+
+On a machine that does other things too, single launches that were minutes apart say little: what is said to be faster
+has been started again beside the other. Turns go on until the intervals separate, until what is left could not matter,
+or until the budget is spent; a result that did not come so far is called not confirmed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_hf.autotune.options import Metric
+from ds_hf.autotune.records import Record
+from ds_hf.autotune.trial import Outcome, Point
+from ds_hf.measure.machine import Estimate, error_of, gain_of, pool
+from ds_hf.measure.statistics import summarise
+
+if TYPE_CHECKING:
+    from ds_hf.autotune.study import Search
+
+__all__ = ["LEAST_GAIN", "Contest", "Contestant", "confirm"]
+
+LEAST_GAIN = 1.01
+ALIKE = 1.03  # what could be at most this much faster is not worth another turn
+TURNS = 4
+TRUSTED = 1.02  # a result this much slower than the user's file when started as a user would is no gain
+
+Key = tuple[str, int, int]  # of the setting, micro-batch, accumulation
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A measured setting and size, with all launches of it.
+
+    Attributes:
+        estimate: what is minimized (seconds of a sample, or of a step, or bytes).
+        again: launches after the search.
+    """
+
+    record: Record
+    point: Point
+    estimate: Estimate
+    again: tuple[Outcome, ...]
+
+    @property
+    def key(self) -> Key:
+        return self.record.key, self.point.micro, self.point.accumulation
+
+
+class Contest:
+    """What is known of the best settings, from all launches.
+
+    Attributes:
+        turns: made so far. failed: why a setting cannot win though it was fast in the engine.
+        denied: why no setting can: what the engine gains does not show in the script.
+        why_ended: in words.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.turns = 0
+        self.why_ended = self.denied = ""
+        self.failed: dict[Key, str] = {}
+        self._again: dict[Key, list[Outcome]] = {}
+
+    def ranked(self) -> list[Contestant]:
+        """All that was measured and did not fail since, the best first."""
+        records = self.search.launched()
+        found = [self._contestant(record, point) for record in records for point in record.points]
+        return sorted((c for c in found if c.key not in self.failed), key=lambda c: c.estimate.seconds)
+
+    def own(self) -> Contestant | None:
+        """The user's file; ``None`` when that could not be measured."""
+        own = self.search.own
+        micro = own.events["facts"]["micro"]
+        point = next((point for point in own.points if point.micro == micro), None)
+        return None if point is None else self._contestant(own, point)
+
+    def _contestant(self, record: Record, point: Point) -> Contestant:
+        again = tuple(self._again.get((record.key, point.micro, point.accumulation), ()))
+        unit = self.search.cost(point) / point.seconds
+        if self.search.options.metric is Metric.MEMORY:
+            return Contestant(record, point, Estimate(self.search.cost(point), 0.0), again)
+        points = [point, *(each for outcome in again for each in outcome.points)]
+        found = pool([(each.seconds, each.error or error_of(each.seconds, each.low, each.high)) for each in points])
+        return Contestant(record, point, Estimate(found.seconds * unit, found.error, found.launches), again)
+
+    def rivals(self) -> list[Contestant]:
+        """Who is to be started again, the best first; empty when everything is settled."""
+        ranked, own = self.ranked(), self.own()
+        if not ranked or self.denied:
+            return []
+        top, memory = ranked[0], self.search.options.metric is Metric.MEMORY
+        mine = own is not None and own.key == top.key
+        others = [each for each in ranked[1:] if own is None or each.key != own.key][:1]
+        others = [each for each in others if not memory and not self._settled(top, each)]
+        if own is not None and not mine and not memory and not (own.again and top.again and self._settled(top, own)):
+            others.append(own)
+        return [top, *others] if others or not (mine or top.again) else []
+
+    def _settled(self, top: Contestant, other: Contestant) -> bool:
+        """Whether more launches of both could not change anything."""
+        own = other.record.own and not top.record.own
+        _, low, high = gain_of(other.estimate, top.estimate)
+        return low > 1 or (high < LEAST_GAIN if own else low >= 1 / ALIKE)
+
+    def turn(self, contestants: list[Contestant]) -> None:
+        """Start each once, in the other order than the last time."""
+        order = contestants if self.turns % 2 else contestants[::-1]
+        for each in order:
+            search, size = self.search, (each.point.micro, each.point.accumulation)
+            label = "your file" if each.record.own else each.record.label
+            search.view.started(len(search.launched()), f"again, turn {self.turns + 1}: {label}", None)
+            replay = "not resizable" not in search.own.events
+            name = f"again-{self.turns + 1}-{each.record.number}-{size[0]}"
+            outcome = search.launches.natural(name, each.record.setting, size, search.world_size, replay=replay)
+            if outcome.points or outcome.natural:
+                self._again.setdefault(each.key, []).append(outcome)
+            elif not each.record.own:
+                self.failed[each.key] = f"started as you would, it failed: {outcome.reason or outcome.kind}"
+            search.view.note_load(outcome.events)
+        self.turns += 1
+        self._look_at_the_script()
+
+    def _look_at_the_script(self) -> None:
+        """The engine's steps may be faster, and the script's own slower: its data, or what it does besides."""
+        own = self.own()
+        if own is None or self.search.options.metric is Metric.MEMORY:
+            return
+        for top in self.ranked()[:1]:
+            was, now = self.natural(own), self.natural(top)
+            if top.key != own.key and was is not None and now is not None:
+                ratio, low, _ = gain_of(now, was)  # times the time of the user's file
+                if low > 1 and ratio > TRUSTED:
+                    said = f"started as you would, the script takes {ratio:.2f} x the time of your file"
+                    self.denied = f"{top.record.label} was fast in the engine, but {said}"
+
+    def natural(self, each: Contestant) -> Estimate | None:
+        """Seconds of a sample of the script's own steps; ``None`` where they were not timed."""
+        numel = each.point.micro * each.point.accumulation
+        launches = [(list(o.natural), o.natural_error) for o in each.again if o.natural]
+        if each.record.own and each.record.natural:
+            launches.append((list(each.record.natural), 0.0))
+        found = []
+        for natural, error in launches:
+            summary = summarise(natural)
+            found.append((summary.median / numel, error or error_of(summary.median, summary.low, summary.high)))
+        return pool(found) if found else None
+
+
+def confirm(contest: Contest) -> None:
+    """Turns until all is settled, or the budget ends. Ctrl-C ends them too; what is known by then stays."""
+    search = contest.search
+    usual = search.typical()
+    while rivals := contest.rivals():
+        if contest.turns == TURNS:
+            contest.why_ended = f"after {TURNS} turns their intervals still overlap"
+            return
+        cost = usual * len(rivals)
+        if cost > search.left:
+            contest.why_ended = f"the budget of {search.options.budget:g} s ended before the next turn"
+            return
+        search.view.expect(cost)
+        contest.turn(rivals)
