@@ -158,6 +158,8 @@ def run_command(
             raise typer.Exit(tune(str(mode.value), command))
         code = launch(options)
     except LaunchError as error:
+        if context.obj is LaunchError:
+            raise
         print(f"ds_hf: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     raise typer.Exit(code)
@@ -169,9 +171,13 @@ def add_run_command(app: typer.Typer) -> None:
 
 
 def deepspeed_main(args: list[str] | None = None) -> None:
-    """Entry point of the scripts ``deepspeed`` and ``ds``; with ``args`` in place of the command line's."""
+    """Entry point of the scripts ``deepspeed`` and ``ds``; with ``args`` in place of the command line's.
+
+    Raises:
+        LaunchError: a ``ValueError``: the run cannot be started as ``args`` ask. On the command line it is a message.
+    """
     if real_deepspeed() is not None:
         sys.exit(call_real("deepspeed.launcher.runner", "main"))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings=CONTEXT, epilog=EXAMPLES)(run_command)
-    app(args, prog_name="deepspeed")
+    app(args, prog_name="deepspeed", obj=None if args is None else LaunchError)

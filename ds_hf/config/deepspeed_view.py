@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum, IntEnum
 from typing import Any
 
 from ds_hf.config.load import load_config
 from ds_hf.config.monitor_view import DeepSpeedMonitorConfig
+from ds_hf.config.types.precision import BF16Section, FP16Section
 from ds_hf.config.types.root import Config
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedZeroConfig", "OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum"]
+__all__ = [
+    "DeepSpeedBF16Config",
+    "DeepSpeedConfig",
+    "DeepSpeedFP16Config",
+    "DeepSpeedZeroConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+    "ZeroStageEnum",
+    "get_bfloat16_config",
+    "get_float16_config",
+]
 
 
 class ZeroStageEnum(IntEnum):
@@ -54,6 +65,8 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         world_size = int(os.environ.get("WORLD_SIZE") or 1) if mpu is None else mpu.get_data_parallel_world_size()
+        if mesh_device is not None:
+            world_size = mesh_device["data_parallel"].size()
         self.world_size: int = world_size
         self.settings: Config = load_config(config, world_size=world_size)
 
@@ -189,6 +202,58 @@ class DeepSpeedZeroConfig:
     def _section(self, name: str) -> Any:
         there = name in self.settings.resolved.get("zero_optimization", {})
         return getattr(self.settings.zero_optimization, name) if there else None
+
+
+class DeepSpeedFP16Config(FP16Section):
+    """The section ``fp16`` alone, checked.
+
+    Raises:
+        ConfigError: a setting is wrong; it is a ``ValueError``.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**asdict(_checked("fp16", values).fp16))
+
+    def initial_dynamic_scale(self) -> float:
+        """The scale that dynamic scaling starts with."""
+        return 2.0**self.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """The arguments of DeepSpeed's dynamic scaler."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
+
+class DeepSpeedBF16Config(BF16Section):
+    """The section ``bf16`` alone, checked.
+
+    Raises:
+        ConfigError: a setting is wrong; it is a ``ValueError``.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**asdict(_checked("bf16", values).bf16))
+
+
+def get_float16_config(param_dict: dict[str, Any]) -> DeepSpeedFP16Config:
+    """The section ``fp16`` of a whole configuration; defaults where there is none."""
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+
+
+def get_bfloat16_config(param_dict: dict[str, Any]) -> DeepSpeedBF16Config:
+    """The section ``bf16`` (or ``bfloat16``, its older name); defaults where there is none."""
+    section = param_dict.get("bf16")
+    return DeepSpeedBF16Config(**(param_dict.get("bfloat16", {}) if section is None else section))
+
+
+def _checked(name: str, values: dict[str, Any]) -> Config:
+    whole = {"zero_optimization": {"stage": 2}, name: values}  # a stage that may have anything
+    return load_config(whole, allow_auto=True, check_batch=False)
 
 
 def _fields(settings: Any) -> str:

@@ -90,13 +90,17 @@ class ActivationCheckpointing:
         in_host_memory: keep the inputs of checkpointed functions in host memory until backward.
         synchronize: wait for the device before and after each checkpointed function.
         profile: log how long each takes.
+        partitions, contiguous, num_layers: what was asked for; nothing depends on it.
+        mpu: what ``configure`` was given. configured: whether it was called.
     """
 
     def __init__(self) -> None:
         self.tracker = RngTracker()
         self.in_host_memory = self.synchronize = self.profile = False
-        self._mpu: Any = None
-        self._configured = False
+        self.partitions = self.contiguous = False
+        self.num_layers: int | None = None
+        self.mpu: Any = None
+        self.configured = False
 
     def configure(
         self,
@@ -115,20 +119,21 @@ class ActivationCheckpointing:
             ConfigError: activations should be partitioned over model-parallel processes, which ds_hf does not do.
         """
         section = _section(deepspeed_config)
-        self._mpu = mpu_
+        self.mpu = mpu_
         self.in_host_memory = _first(checkpoint_in_cpu, section and section.cpu_checkpointing)
         self.synchronize = _first(synchronize, section and section.synchronize_checkpoint_boundary)
         self.profile = _first(profile, section and section.profile)
         self.partition_activations_in_checkpoint(
             _first(partition_activations, section and section.partition_activations)
         )
-        if _first(contiguous_checkpointing, section and section.contiguous_memory_optimization):
+        self.contiguous = _first(contiguous_checkpointing, section and section.contiguous_memory_optimization)
+        if self.contiguous:
             warn_once("contiguous_checkpointing has no effect: torch's allocator keeps what is checkpointed")
-        self._configured = True
+        self.configured = True
 
     def is_configured(self) -> bool:
         """Whether ``configure`` was called."""
-        return self._configured
+        return self.configured
 
     def reset(self) -> None:
         """Between two iterations DeepSpeed empties its buffers here; torch's checkpoint keeps none."""
@@ -146,18 +151,20 @@ class ActivationCheckpointing:
         Raises:
             ConfigError: there are several.
         """
-        size = 1 if self._mpu is None else int(self._mpu.get_model_parallel_world_size())
+        size = 1 if self.mpu is None else int(self.mpu.get_model_parallel_world_size())
         if partition_activation and size > 1:
             raise ConfigError(
                 f"partition_activations over {size} model-parallel processes is not implemented: use checkpoint_in_cpu"
             )
+        self.partitions = partition_activation
 
     def set_num_layers(self, nlayers: int) -> None:
-        """Only contiguous checkpointing wants to know; nothing to do."""
+        """Only contiguous checkpointing wants to know."""
+        self.num_layers = nlayers
 
     def model_parallel_cuda_manual_seed(self, seed: int) -> None:
         """Seed the device alike on all data-parallel ranks, and the tracker's state apart by model-parallel rank."""
-        rank = 0 if self._mpu is None else int(self._mpu.get_model_parallel_rank())
+        rank = 0 if self.mpu is None else int(self.mpu.get_model_parallel_rank())
         get_accelerator().manual_seed(seed)
         self.model_parallel_reconfigure_tp_seed(seed + TENSOR_PARALLEL_SEED_OFFSET + rank)
 

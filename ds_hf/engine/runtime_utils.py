@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import gc
 import itertools
 import math
@@ -49,6 +48,7 @@ __all__ = [
     "required_torch_version",
     "see_memory_usage",
     "set_random_seed",
+    "torch_info",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -227,38 +227,68 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     return [part * length + min(part, longer) for part in range(num_parts + 1)]
 
 
-def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
-    """Bounds of ``num_parts`` stretches of ``weights`` whose heaviest is as light as can be."""
-    if len(weights) <= num_parts:
-        return [min(part, len(weights)) for part in range(num_parts + 1)]
-    low, high = max(weights), sum(weights)
-    while low < high:
-        limit = (low + high) // 2
-        if _bounds(weights, num_parts, limit) is None:
-            low = limit + 1
-        else:
-            high = limit
-    bounds = _bounds(weights, num_parts, low)
-    assert bounds is not None
-    return bounds
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Bounds of ``num_parts`` stretches of ``weights``, cut where DeepSpeed cuts them.
 
-
-def _bounds(weights: Sequence[int], num_parts: int, limit: int) -> list[int] | None:
-    """Greedy stretches of at most ``limit`` each, none of them empty; None if they do not reach the end."""
+    Part by part, for each possible end, the cut before it is taken that leaves the heaviest and the lightest stretch so
+    far nearest to each other; of equal ones the last. That decides greedily and need not be the best of all partitions.
+    """
+    count = len(weights)
+    if count <= num_parts:
+        return partition_uniform(count, num_parts)
     sums = [0, *prefix_sum_inc(weights)]
-    bounds = [0]
+    spreads = [(0.0, math.inf), *[(math.inf, math.inf)] * count]  # (heaviest, lightest) of what ends at each place
+    cuts: list[list[int]] = []
     for part in range(1, num_parts + 1):
-        reach = bisect.bisect_right(sums, sums[bounds[-1]] + limit) - 1
-        bounds.append(min(reach, len(weights) - (num_parts - part)))
-    return bounds if bounds[-1] == len(weights) else None
+        chosen, before = [(math.inf, math.inf)] * part, [0] * part
+        for end in range(part, count + 1):
+            cut, spread = _nearest_cut(sums, spreads, end)
+            chosen.append(spread)
+            before.append(cut)
+        spreads = chosen
+        cuts.append(before)
+    bounds = [count]
+    for before in reversed(cuts):
+        bounds.append(before[bounds[-1]])
+    return bounds[::-1]
 
 
-def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
+def _nearest_cut(
+    sums: Sequence[float], spreads: Sequence[tuple[float, float]], end: int
+) -> tuple[int, tuple[float, float]]:
+    """Where the stretch that ends at ``end`` begins, and the spread of weights up to there."""
+    best, found = math.inf, (0, (math.inf, math.inf))
+    for cut in range(end):
+        weight = sums[end] - sums[cut]
+        heaviest, lightest = max(spreads[cut][0], weight), min(spreads[cut][1], weight)
+        if heaviest - lightest <= best:
+            best, found = heaviest - lightest, (cut, (heaviest, lightest))
+    return found
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
     """Running sums, each with its own element."""
     return list(itertools.accumulate(weights))
 
 
 # -- odds and ends ----------------------------------------------------------------------------------------------------
+
+
+def torch_info() -> dict[str, Any]:
+    """Versions (major.minor) of torch, CUDA, NCCL and HIP that torch was built with, "0.0" for what it has not."""
+    cuda, hip = torch.version.cuda, torch.version.hip
+    nccl = torch.cuda.nccl.version() if cuda and dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+
+    def short(version: str | None) -> str:
+        return ".".join(version.split(".")[:2]) if version else "0.0"
+
+    return {
+        "version": short(torch.__version__),
+        "bf16_support": bool(cuda or hip),
+        "cuda_version": short(cuda),
+        "nccl_version": short(".".join(map(str, nccl))),
+        "hip_version": short(hip),
+    }
 
 
 def set_random_seed(seed: int) -> None:

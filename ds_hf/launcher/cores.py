@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_hf.launcher.errors import LaunchError, mistake
 
-__all__ = ["cores_by_rank", "parse_core_list", "physical_cores"]
+__all__ = ["cores_by_rank", "numa_cores", "parse_core_list", "physical_cores"]
 
 MAX_CORE = 1 << 16
 
@@ -65,3 +65,13 @@ def cores_by_rank(processes: int, core_list: str = "") -> list[list[int]]:
             f"--bind_cores_to_rank: {len(cores)} cores for {processes} processes\n  fix: fewer processes, or no binding"
         )
     return [cores[rank * each : (rank + 1) * each] for rank in range(processes)]
+
+
+def numa_cores() -> list[list[int]]:
+    """The logical processors of each NUMA node, nodes without any (memory alone) included; [] where none is known."""
+    nodes = Path("/sys/devices/system/node").glob("node[0-9]*")
+    found = []
+    for node in sorted(nodes, key=lambda path: int(path.name.removeprefix("node"))):
+        text = (node / "cpulist").read_text().strip()
+        found.append(parse_core_list(text, str(node / "cpulist")) if text else [])
+    return found

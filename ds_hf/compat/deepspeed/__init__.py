@@ -17,7 +17,8 @@ from ds_hf.engine.optim.kinds import DeepSpeedOptimizer
 from ds_hf.engine.zero.on_device import OnDevice
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
-from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, monitor, ops, profiling
+from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, moe, monitor, ops
+from . import profiling
 from . import runtime, utils
 from .git_version_info import git_branch as __git_branch__
 from .git_version_info import git_hash as __git_hash__
@@ -56,6 +57,7 @@ __all__ = [
     "launcher",
     "log_dist",
     "logger",
+    "moe",
     "monitor",
     "ops",
     "profiling",

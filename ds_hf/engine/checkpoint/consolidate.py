@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_hf.engine.checkpoint.agreement import together
+from ds_hf.engine.checkpoint.files import (
+    get_checkpoint_files,
+    get_model_state_file,
+    get_model_state_files,
+    get_optim_files,
+)
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     adapter_names,
@@ -41,7 +47,11 @@ __all__ = [
     "consolidated_state_dict",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
+    "get_checkpoint_files",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "save_16bit_model",
     "to_torch_tensor",

@@ -88,7 +88,9 @@ def gather_part(engine: Checkpointable, client_state: dict[str, Any] | None, exc
     sharded = engine.plan.shards_parameters
     if rank == 0 or sharded:
         name = model_states_name(rank, sharded=sharded)
-        part.pickled[name] = pickled({**_identity(engine), **(common if rank == 0 else {})})
+        # What the caller gave stands beside our own keys too, where readers of DeepSpeed's files (Lightning) look.
+        client = client_state if rank == 0 and client_state else {}
+        part.pickled[name] = pickled({**client, **_identity(engine), **(common if rank == 0 else {})})
     return part
 
 
@@ -274,6 +276,8 @@ def _identity(engine: Checkpointable) -> dict[str, Any]:
 def _rank_state(engine: Checkpointable, irregular: list[dict[str, Any]]) -> dict[str, Any]:
     """What each rank keeps for itself."""
     state: dict[str, Any] = {**_identity(engine), "rng": random_states(), "irregular": irregular}
+    stage = engine.settings.zero_optimization.stage  # for readers of DeepSpeed's files
+    state["optimizer_state_dict"] = {"zero_stage": stage, "partition_count": engine.axis.world_size}
     if engine.optimizer is not None:  # with counters of each rank's own, such as those of stochastic rounding
         state["param_groups"] = [_options(group) for group in engine.optimizer.param_groups]
     return state

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ __all__ = [
     "WrittenFile",
     "check_loadable",
     "drop_unloadable",
+    "get_checkpoint_files",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "in_file_order",
     "model_states_name",
     "optimizer_states_name",
@@ -73,6 +78,41 @@ def tensors_name(rank: int) -> str:
 def model_states_name(rank: int, *, sharded: bool) -> str:
     """DeepSpeed's name of the file that rank 0 writes, or every rank when parameters are sharded."""
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if sharded else "mp_rank_00_model_states.pt"
+
+
+def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
+    """The files of a checkpoint's own folder that fit the pattern, numbers in their names in order.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = [os.fspath(path) for path in Path(checkpoint_dir).glob(glob_pattern)]
+    if not found:
+        raise FileNotFoundError(f"{checkpoint_dir} has no file {glob_pattern}: name the folder of one tag")
+    parts = re.compile(r"([0-9]+)").split
+    return sorted(found, key=lambda name: [(len(part), part) if part.isdigit() else (0, part) for part in parts(name)])
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """The ranks' optimizer files."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
+    """The ranks' model files."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """Rank 0's model file, whose name depends on whether parameters are sharded.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file.
+    """
+    path = Path(checkpoint_dir) / model_states_name(0, sharded=zero_stage > 2)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    return os.fspath(path)
 
 
 def optimizer_states_name(rank: int, *, bf16: bool) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import platform
 import resource
 import time
@@ -21,7 +22,7 @@ from typing_extensions import Self
 
 from ds_hf.engine.dist.native_ops import BUILDERS
 
-__all__ = ["Accelerator", "CpuAccelerator", "CudaAccelerator", "get_accelerator"]
+__all__ = ["Accelerator", "CpuAccelerator", "CudaAccelerator", "get_accelerator", "is_current_accelerator_supported"]
 
 
 class NullStream:
@@ -120,9 +121,21 @@ class Accelerator:
             found.append(torch.bfloat16)
         return found
 
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A page-locked copy where that means something."""
-        return tensor.pin_memory() if self.kind != "cpu" else tensor
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """A page-locked copy where that means something; the tensor itself on the CPU.
+
+        Args:
+            make_copy: ``False``: page-locked memory of the same size, without the values.
+            match_shape: ``False``, with ``make_copy`` ``False``: in one dimension.
+        """
+        if self.kind == "cpu":
+            return tensor
+        if make_copy:
+            return tensor.pin_memory()
+        return self.pin_empty(tensor.shape if match_shape else tensor.numel(), dtype=tensor.dtype)
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: torch gives page-locked memory back with its last tensor."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is page-locked."""
@@ -405,8 +418,15 @@ class CpuAccelerator(Accelerator):
         return True
 
     def device_count(self) -> int:
-        """One: processes share the processor."""
-        return 1
+        """The processes of this host (``LOCAL_SIZE``, which launchers set), each of which counts as a device; else 1.
+
+        Raises:
+            ValueError: ``LOCAL_SIZE`` is not a number.
+        """
+        text = os.environ.get("LOCAL_SIZE") or "1"
+        if not text.strip().lstrip("-").isdecimal():
+            raise ValueError(f"the environment variable LOCAL_SIZE is {text[:60]!r}: give a number of processes")
+        return max(1, int(text))
 
     def device_name(self, device_index: int | None = None) -> str:
         """``"cpu"``, whatever the index."""
@@ -515,3 +535,8 @@ class CpuAccelerator(Accelerator):
 def get_accelerator() -> CudaAccelerator | CpuAccelerator:
     """The accelerator of this machine: CUDA when there is a device, the processor otherwise."""
     return CudaAccelerator() if torch.cuda.is_available() else CpuAccelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether training runs on this machine's device; both kinds that there are do."""
+    return get_accelerator().device_name() in (CudaAccelerator.kind, CpuAccelerator.kind)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf.engine.dist.accelerator import get_accelerator, is_current_accelerator_supported
 from ds_hf.engine.dist.accelerator import Accelerator as DeepSpeedAccelerator
 
 from .._missing import missing
 from . import abstract_accelerator, real_accelerator
 
-__all__ = ["DeepSpeedAccelerator", "abstract_accelerator", "get_accelerator", "real_accelerator"]
+__all__ = [
+    "DeepSpeedAccelerator",
+    "abstract_accelerator",
+    "get_accelerator",
+    "is_current_accelerator_supported",
+    "real_accelerator",
+]
 __getattr__ = missing(__name__)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf.engine.dist.accelerator import get_accelerator, is_current_accelerator_supported
 
 from .._missing import missing
 
-__all__ = ["get_accelerator"]
+__all__ = ["get_accelerator", "is_current_accelerator_supported"]
 __getattr__ = missing(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.config.deepspeed_view import DeepSpeedConfig
+from ds_hf.config.deepspeed_view import DeepSpeedConfig, get_bfloat16_config, get_float16_config
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
 from .._missing import missing
@@ -14,10 +14,15 @@ __all__ = [
     "ADAM_W_MODE",
     "LAMB_OPTIMIZER",
     "LION_OPTIMIZER",
+    "MUADAMW_OPTIMIZER",
+    "MUADAM_OPTIMIZER",
     "MUON_OPTIMIZER",
+    "MUSGD_OPTIMIZER",
     "TORCH_ADAM_PARAM",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
+    "get_bfloat16_config",
+    "get_float16_config",
 ]
 
 # Values of optimizer.type, and two keys of its params.
@@ -26,7 +31,10 @@ ADAM_OPTIMIZER = "adam"
 ADAMW_OPTIMIZER = "adamw"
 LAMB_OPTIMIZER = "lamb"
 LION_OPTIMIZER = "lion"
+MUADAM_OPTIMIZER = "muadam"
+MUADAMW_OPTIMIZER = "muadamw"
 MUON_OPTIMIZER = "muon"
+MUSGD_OPTIMIZER = "musgd"
 TORCH_ADAM_PARAM = "torch_adam"
 ADAM_W_MODE = "adam_w_mode"
 

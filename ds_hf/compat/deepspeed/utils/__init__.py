@@ -35,7 +35,7 @@ from ds_hf.engine.zero.on_device import OnDevice
 from ds_hf.log import logger
 
 from .._missing import missing
-from . import groups, init_on_device, logging, nvtx, tensor_fragment, timer, torch, zero_to_fp32, zero_to_torch
+from . import groups, init_on_device, logging, numa, nvtx, tensor_fragment, timer, torch, zero_to_fp32, zero_to_torch
 
 __all__ = [
     "OnDevice",
@@ -48,6 +48,7 @@ __all__ = [
     "log_dist",
     "logger",
     "logging",
+    "numa",
     "nvtx",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",

@@ -5,7 +5,11 @@ from __future__ import annotations
 from ds_hf.engine.checkpoint.consolidate import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
+    get_checkpoint_files,
     get_fp32_state_dict_from_zero_checkpoint,
+    get_model_state_file,
+    get_model_state_files,
+    get_optim_files,
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
@@ -15,7 +19,11 @@ from .._missing import missing
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
+    "get_checkpoint_files",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "to_torch_tensor",
 ]

@@ -33,4 +33,19 @@ partition_activations_in_checkpoint = _state.partition_activations_in_checkpoint
 reset = _state.reset
 set_num_layers = _state.set_num_layers
 
-__getattr__ = missing(__name__)
+_absent = missing(__name__)
+_SETTINGS = {
+    "CPU_CHECKPOINT": "in_host_memory",
+    "PARTITION_ACTIVATIONS": "partitions",
+    "CONTIGUOUS_CHECKPOINTING": "contiguous",
+    "SYNCHRONIZE": "synchronize",
+    "PROFILE_TIME": "profile",
+    "mpu": "mpu",
+    "num_layers": "num_layers",
+    "deepspeed_checkpointing_enabled": "configured",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The settings as they are now, under the names of DeepSpeed's module variables."""
+    return getattr(_state, _SETTINGS[name]) if name in _SETTINGS else _absent(name)

@@ -1,0 +1,29 @@
+"""``deepspeed.runtime.precision_config``: the sections ``fp16`` and ``bf16``."""
+
+from __future__ import annotations
+
+from ds_hf.config.deepspeed_view import (
+    DeepSpeedBF16Config,
+    DeepSpeedFP16Config,
+    get_bfloat16_config,
+    get_float16_config,
+)
+
+from .._missing import missing
+
+__all__ = [
+    "BFLOAT16",
+    "BFLOAT16_OLD",
+    "FP16",
+    "DeepSpeedBF16Config",
+    "DeepSpeedFP16Config",
+    "get_bfloat16_config",
+    "get_float16_config",
+]
+
+# Keys of the JSON.
+BFLOAT16 = "bf16"
+BFLOAT16_OLD = "bfloat16"
+FP16 = "fp16"
+
+__getattr__ = missing(__name__)

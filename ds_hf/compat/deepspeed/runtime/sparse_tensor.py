@@ -1,0 +1,10 @@
+"""``deepspeed.runtime.sparse_tensor``."""
+
+from __future__ import annotations
+
+from ds_hf.engine.sparse_tensor import SparseTensor
+
+from .._missing import missing
+
+__all__ = ["SparseTensor"]
+__getattr__ = missing(__name__)
