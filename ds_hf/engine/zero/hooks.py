@@ -6,6 +6,9 @@ reduce when the gradients are complete; release when also the gradients of the i
 computed, at the latest when backward ends. Complete gradients alone do not say that autograd is done with the weights:
 frozen ones have none, and ``weight.detach()`` is needed for inputs only.
 
+A unit whose weight the model's forward reads itself (``reads``) is a *guest* of the model's call: gathered from the
+read until that call is over, and in backward until it comes to what ran before the read.
+
 Hooks sit on the modules, not on the engine, so ``model.generate()`` works at every stage.
 """
 
@@ -27,6 +30,7 @@ from ds_hf.engine.zero.external import external_parameters
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.offload_view import ExternalParameters
 from ds_hf.engine.zero.prefetch import Prefetch
+from ds_hf.engine.zero.reads import unwatch, watch
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
@@ -83,6 +87,10 @@ class UnitHooks:
         self._calls: dict[Unit, _Call] = {}
         self._first: dict[Unit, _Call] = {}  # of the first of joined blocks, in the present forward
         self._begun: set[_Call] = set()  # calls that the present backward has reached
+        self._open = False  # the model is called
+        self._guests: list[Unit] = []  # of the open call
+        self._last: _Call | None = None  # the last call of a unit that ended in it
+        self._watched: list[nn.Module] = []
         self._between: Unit | None = None  # gathered for its next block, which is called as a rule
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
         self._flush_queued = False
@@ -110,6 +118,7 @@ class UnitHooks:
             self._external_modules.append(module)
             for param in external_parameters(module):
                 self._attach_external(module, param)
+        self._watched += [unit.module for unit in self.units if watch(unit, self._on_read)]
         for unit, buffers in self.reducer.by_unit.items():
             for buffer in buffers:
                 for index, param in enumerate(buffer.buffer.params):
@@ -127,6 +136,9 @@ class UnitHooks:
             handle.remove()
         self.handles.clear()
         self._let_root_go()
+        for module in self._watched:
+            unwatch(module)
+        self._watched.clear()
         for module in self._external_modules:
             module.__dict__.pop("_ds_leave", None)
             module.__dict__.pop("_ds_attach_external", None)
@@ -167,6 +179,8 @@ class UnitHooks:
             self.abandon()
         for unit in self.units:
             unit.depth = 0
+        self._open, self._last = False, None
+        self._guests.clear()
         self._between = None
         self.prefetch.drop()
         self._calls.clear()
@@ -204,7 +218,8 @@ class UnitHooks:
             self.reducer.record_use(unit)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._kept and module is self.units[0].module:
+        if not unit.name and module is unit.module:
+            self._open = True
             self._let_root_go()
         unit.gather()
         recomputing = in_backward()
@@ -237,6 +252,8 @@ class UnitHooks:
             unit.depth = max(unit.depth - 1, 0)
             if unit.depth:
                 return
+        if not unit.name and module is unit.module:
+            self._close(output)
         if torch.is_grad_enabled() and (unit.sharded or unit.name == ""):
             call = self._calls.pop(unit, None)
             watched = [t for t in tensors_in(output) if t.requires_grad and not _is_input(t, call)]
@@ -244,6 +261,8 @@ class UnitHooks:
                 _on_gradient(tensor, partial(self._pre_backward, unit, call))
             if watched and call is not None and call.inputs and not recomputing:
                 unit.awaited += 1
+            if watched and call is not None and self._open and not recomputing:
+                self._last = call
             if watched and ((unit.name == "" and module is unit.module) or unit is self.prefetch.last):
                 return  # backward starts with the root and the last unit: keep them
         if recomputing:
@@ -265,6 +284,32 @@ class UnitHooks:
                 self._between.release()
             self._between = None
 
+    def _on_read(self, unit: Unit, param: Tensor | None) -> None:
+        """A parameter of ``unit`` is read outside its calls: gather it if the model is called, or its backward runs.
+
+        Collective; ranks that run the same code read the same. Elsewhere the parameter stays as it is.
+        """
+        if self.unit_of.get(id(param)) is not unit:
+            return
+        if in_backward():
+            if self._open or self.driven or self._flush_queued:
+                unit.gather()
+                self._queue_flush()
+        elif self._open:
+            used = unit in self.reducer.used
+            self._pre_forward(unit, unit.module, (), {})
+            call = self._calls.setdefault(unit, _Call(self, unit))  # there is none yet under no_grad
+            if self._last is not None and not used:
+                call.ends_before(self._last)
+            self._guests.append(unit)
+
+    def _close(self, output: Any) -> None:
+        """The model's call is over, and with it the calls of its guests."""
+        self._open, self._last = False, None
+        guests, self._guests = self._guests, []
+        for guest in guests:
+            self._post_forward(guest, guest.module, (), {}, output)
+
     # -- backward -----------------------------------------------------------------------------------------------
 
     def _pre_backward(self, unit: Unit, call: _Call | None, grad: Tensor) -> None:
@@ -273,6 +318,9 @@ class UnitHooks:
                 self._begun.add(call)
                 self.reducer.reopen(unit)
                 call.begin()
+                for other in call.later:
+                    if other in self._begun:
+                        other._on_input_gradient(0, grad)
             unit.gather()
             self.prefetch.backward(unit)
         self._queue_flush()
@@ -362,6 +410,7 @@ class _Call:
 
     Attributes:
         within: the call of that other one; then nobody need see when this call's backward is over.
+        later: calls of guests that began after this one was over.
     """
 
     def __init__(self, hooks: UnitHooks, unit: Unit, *, partly: bool = False) -> None:
@@ -371,6 +420,12 @@ class _Call:
         self.within: _Call | None = None
         self.inputs = 0
         self.pending: set[int] = set()
+        self.later: list[_Call] = []
+
+    def ends_before(self, former: _Call) -> None:
+        """Everything of this call comes after ``former``; so backward is over with it when it reaches that one."""
+        self.inputs = 1
+        former.later.append(self)
 
     def begin(self) -> None:
         """Backward reached the call."""
