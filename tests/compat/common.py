@@ -29,8 +29,8 @@ AUTO_BATCH = {
 }
 
 
-def save_tiny_model(folder: Path) -> Path:
-    """A Llama of 32 x 2 layers with a vocabulary of 128, the same on every call."""
+def save_tiny_model(folder: Path, vocabulary: int = 128) -> Path:
+    """A Llama of 32 x 2 layers whose head is not tied, the same on every call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -40,7 +40,7 @@ def save_tiny_model(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=128,
+        vocab_size=vocabulary,
         max_position_embeddings=64,
         tie_word_embeddings=False,
     )

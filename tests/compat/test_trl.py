@@ -85,6 +85,30 @@ def test_other_trainers(model: Path, tmp_path: Path, kind: str, more: dict[str, 
     check(logged, tmp_path, lora)
 
 
+@pytest.fixture(scope="module")
+def large_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose head, of 2 ** 21 elements, is a unit of its own; TRL's losses read its weight and never call it."""
+    return prepare(save_tiny_model(tmp_path_factory.mktemp("large_head"), vocabulary=65536))
+
+
+@feature("`SFTTrainer`, `DPOTrainer`, `GRPOTrainer` with a large untied head, which their losses read")
+@pytest.mark.parametrize(
+    ("kind", "lora", "stages", "more"),
+    [
+        pytest.param("sft", False, [3], {}, id="sft"),
+        pytest.param("sft", True, [3], {"gradient_checkpointing": False}, id="sft-lora", marks=SLOW),
+        pytest.param("dpo", False, [2, 3], {}, id="dpo", marks=SLOW),
+        pytest.param("dpo", True, [3], {}, id="dpo-lora", marks=SLOW),
+        pytest.param("grpo", False, [3], {}, id="grpo", marks=SLOW),
+    ],
+)
+def test_large_head(
+    large_head: Path, tmp_path: Path, kind: str, lora: bool, stages: list[int], more: dict[str, Any]
+) -> None:
+    logged = run_user_code(fit_everywhere, kind, str(large_head), str(tmp_path), stages, lora, more)[0]
+    check(logged, tmp_path, lora)
+
+
 def sft_arguments(model: Path, folder: Path, *more: str) -> list[str]:
     """Arguments of the script."""
     arguments = (
