@@ -41,14 +41,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FULL_AND_LORA = pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 
 
-def check(logged: dict[int | None, list[dict[str, float]]], folder: Path, lora: bool) -> None:
+def check(
+    logged: dict[int | None, list[dict[str, float]]], folder: Path, lora: bool, tolerance: float = TOLERANCE
+) -> None:
     """The numbers of every stage are those without DeepSpeed, and the saved tensors too."""
     plain = logged.pop(None)
     assert len(plain) == 2
     file = "adapter_model.safetensors" if lora else "model.safetensors"
     expected = load_file(folder / "None" / file)
     for stage, ours in logged.items():
-        assert largest_difference(ours, plain) <= TOLERANCE, f"stage {stage}: {ours} instead of {plain}"
+        assert largest_difference(ours, plain) <= tolerance, f"stage {stage}: {ours} instead of {plain}"
         saved = load_file(folder / str(stage) / file)
         assert {name: value.shape for name, value in saved.items()} == {n: v.shape for n, v in expected.items()}
         worst = max(float((saved[name] - value).abs().max()) for name, value in expected.items())
@@ -106,7 +108,7 @@ def test_large_head(
     large_head: Path, tmp_path: Path, kind: str, lora: bool, stages: list[int], more: dict[str, Any]
 ) -> None:
     logged = run_user_code(fit_everywhere, kind, str(large_head), str(tmp_path), stages, lora, more)[0]
-    check(logged, tmp_path, lora)
+    check(logged, tmp_path, lora, tolerance=5e-5)  # torch's norm adds two million squares up in fp32
 
 
 def sft_arguments(model: Path, folder: Path, *more: str) -> list[str]:

@@ -51,7 +51,8 @@ def watch(unit: Unit, on_read: Callable[[Unit, Tensor | None], None]) -> bool:
     module = unit.module
     if not unit.name or not unit.sharded or any(True for _ in module.children()):
         return False
-    module.__dict__["_parameters"] = _Watched(module._parameters, unit, torch.compiler.disable(on_read))
+    eagerly: Callable[[Callable[..., None]], Any] = torch.compiler.disable
+    module.__dict__["_parameters"] = _Watched(module._parameters, unit, eagerly(on_read))
     return True
 
 
