@@ -20,6 +20,7 @@ from typing import Any
 from ds_hf.config.parse import MAX_DEPTH, Parsed, escape, parse
 from ds_hf.config.presets import PRESETS, preset
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.regular_files import TEXT_NBYTES, read_regular
 
 __all__ = ["Source", "read_source"]
 
@@ -98,7 +99,7 @@ def _not_found(text: str) -> ConfigError:
 def _from_file(path: str | bytes) -> Source:
     name = os.fsdecode(path)
     try:
-        raw = Path(name).read_bytes()
+        raw = read_regular(name, TEXT_NBYTES)
     except IsADirectoryError:
         raise ConfigError([Fault("", f'"{name}" is a folder', "give the path of the JSON file in it")], name) from None
     except FileNotFoundError:

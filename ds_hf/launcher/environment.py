@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_hf.launcher.errors import LaunchError, mistake
+from ds_hf.regular_files import TEXT_NBYTES, read_regular
 
 __all__ = ["ENVIRONMENT_FILE", "EXPORT_PREFIXES", "exported", "parse_environment_file", "read_environment_files"]
 
@@ -52,8 +53,13 @@ def read_environment_files(folders: Sequence[str | Path] | None = None, name: st
     found: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()) if folders is None else folders:
         path = Path(folder, name or os.environ.get("DS_ENV_FILE", ENVIRONMENT_FILE))
-        if path.is_file():
-            found.update(parse_environment_file(path.read_text("utf-8", errors="surrogateescape"), str(path)))
+        if not path.exists() or path.is_dir():
+            continue
+        try:
+            text = read_regular(path, TEXT_NBYTES).decode("utf-8", errors="surrogateescape")
+        except OSError as error:
+            raise LaunchError(f"{path}: {error.strerror}\n  fix: correct DS_ENV_FILE, or remove the file") from None
+        found.update(parse_environment_file(text, str(path)))
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ds_hf.launcher.errors import LaunchError, mistake
+from ds_hf.regular_files import TEXT_NBYTES, read_regular
 
 __all__ = ["DEFAULT_HOSTFILE", "Pool", "check_host_name", "parse_hostfile", "read_hostfile"]
 
@@ -48,10 +49,10 @@ def read_hostfile(path: str, *, explicit: bool) -> Pool | None:
     if path == "None":
         return None
     file = Path(path)
-    if not explicit and not file.is_file():
+    if not explicit and (not file.exists() or file.is_dir()):
         return None
     try:
-        raw = file.read_bytes()
+        raw = read_regular(file, TEXT_NBYTES)
     except OSError as error:
         raise LaunchError(
             f"hostfile {path}: {error.strerror}\n  fix: correct --hostfile, or leave it out to train on this machine"

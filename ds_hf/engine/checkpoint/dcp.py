@@ -28,13 +28,17 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ds_hf.engine.checkpoint.archive import Window
 from ds_hf.engine.checkpoint.convert import publish_folder, stage, state_bytes
+from ds_hf.engine.checkpoint.deepspeed_layout import count_of
 from ds_hf.engine.checkpoint.interface import dtype_name
-from ds_hf.engine.checkpoint.pickled import FrugalUnpickler
+from ds_hf.engine.checkpoint.pickle_walk import FrugalUnpickler, walk
+from ds_hf.engine.checkpoint.pickled import check_archive, reason_of
 from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source
 from ds_hf.engine.checkpoint.states import encode_scalar
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedFragment, SavedParameter
 from ds_hf.errors import CheckpointError
+from ds_hf.regular_files import TEXT_NBYTES, open_regular, read_regular
 
 __all__ = ["read_dcp", "write_dcp"]
 
@@ -192,9 +196,11 @@ class _Reader(FileSystemReader):
 def _metadata(folder: Path) -> Metadata:
     path = folder / _METADATA
     try:
-        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        content = read_regular(path, TEXT_NBYTES + sum(_sizes(folder).values()))
+        walk(content, "", {}, len(content))
+        metadata = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # damaged pickles make it raise anything
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     storage = getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(storage, dict):
         raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint")
@@ -202,6 +208,8 @@ def _metadata(folder: Path) -> Metadata:
         name = getattr(info, "relative_path", None)
         if not isinstance(name, str) or os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
             raise CheckpointError(f"{path}: {name!r} is not a file inside the folder")
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{path}: its tensors were transformed (compressed) when written; save it without")
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
     return metadata
@@ -223,15 +231,51 @@ def _reason(error: BaseException) -> str:
 
 
 class _Folder:
-    """A folder, read item by item."""
+    """A folder, read item by item; each item is looked at before torch loads it.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        sums: compare the checksums of the items, which are archives of ``torch.save``.
+    """
+
+    def __init__(self, folder: Path, *, sums: bool) -> None:
+        self.folder, self._sums = folder, sums
         self.reader = _Reader(folder)
-        self.items = self.reader.read_metadata().state_dict_metadata
+        metadata = self.reader.read_metadata()
+        self.items = metadata.state_dict_metadata
         self.tensors = {name: entry for name, entry in self.items.items() if isinstance(entry, TensorStorageMetadata)}
+        self._parts: dict[str, list[Any]] = {}
+        for index, info in metadata.storage_data.items():
+            self._parts.setdefault(str(index.fqn), []).append(info)
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """No byte is read for two items, and the parts of a tensor are the whole of it."""
+        wanted = sum(count_of(info.length) for parts in self._parts.values() for info in parts)
+        if wanted > sum(_sizes(self.folder).values()):
+            raise CheckpointError(
+                f"{self.folder}: its items have {wanted} bytes, more than its files: it is incomplete"
+            )
+        for name, entry in self.tensors.items():
+            places = {tuple(chunk.offsets) for chunk in entry.chunks}
+            numel = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if len(places) != len(entry.chunks) or numel != math.prod(entry.size):
+                raise CheckpointError(f"{self.folder}: the parts of {name} are not the whole of it: it is incomplete")
+
+    def _check(self, name: str) -> None:
+        """The item's archives, once."""
+        for info in self._parts.pop(name, ()):
+            path = self.folder / info.relative_path
+            try:
+                with open_regular(path) as file:
+                    window = Window(file, count_of(info.offset), info.length)
+                    check_archive(io.BufferedReader(window), info.length, sums=self._sums)
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+            except Exception as error:  # damaged pickles and archives make Python raise anything
+                raise CheckpointError(f"{path}: {name} cannot be read: {reason_of(error)}") from error
 
     def load(self, name: str) -> Any:
+        self._check(name)
         entry = self.items[name]
         state: dict[str, Any] = {name: None}
         if isinstance(entry, TensorStorageMetadata):
@@ -261,14 +305,17 @@ class _Item:
         return whole[place]
 
 
-def read_dcp(folder: Path) -> Source:
+def read_dcp(folder: Path, *, sums: bool = False) -> Source:
     """Open a folder: one that ``write_dcp`` wrote, or any with the weights under ``model`` or at the top.
+
+    Args:
+        sums: compare the checksum of each item when it is read first.
 
     Raises:
         CheckpointError: it is damaged, or holds what is not admitted.
     """
     try:
-        return _read(_Folder(folder))
+        return _read(_Folder(folder, sums=sums))
     except CheckpointError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
@@ -302,15 +349,19 @@ def _own_part(found: _Folder) -> dict[str, Any]:
     if _OWN not in found.items:
         return {}
     try:
-        rest = torch.load(io.BytesIO(found.load(_OWN).numpy().tobytes()), map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{found.folder}: {_OWN} cannot be read: {error}") from error
+        content = found.load(_OWN).numpy().tobytes()
+        check_archive(io.BytesIO(content), len(content), sums=True)
+        rest = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged pickles and archives make Python raise anything
+        raise CheckpointError(f"{found.folder}: {_OWN} cannot be read: {reason_of(error)}") from error
     return rest if isinstance(rest, dict) else {}
 
 
 def _check_sizes(folder: Path, tensors: dict[str, TensorStorageMetadata]) -> None:
     wanted = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in tensors.values())
-    present = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    present = sum(_sizes(folder).values())
     if wanted > present:
         raise CheckpointError(f"{folder}: its tensors have {wanted} bytes and its files {present}: it is incomplete")
 
@@ -346,8 +397,12 @@ def _manifest(
         "parameters": dtypes,
         "written_by": {"torch.distributed.checkpoint": ""},
     }
-    sizes = {path.name: path.stat().st_size for path in sorted(found.folder.iterdir()) if path.is_file()}
-    return Manifest(found.folder, 1, parameters, buffers, tied, frozenset(), sizes, extra)
+    return Manifest(found.folder, 1, parameters, buffers, tied, frozenset(), _sizes(found.folder), extra)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each regular file."""
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def _states(found: _Folder, places: dict[str, str], shape: tuple[int, ...]) -> tuple[dict[str, str], dict[str, Any]]:

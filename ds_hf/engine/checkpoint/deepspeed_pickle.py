@@ -10,18 +10,20 @@ from __future__ import annotations
 import copyreg
 import os
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ds_hf.engine.checkpoint.pickled import check_pickled
+from ds_hf.engine.checkpoint.pickled import check_pickled, reason_of
 from ds_hf.errors import CheckpointError
 
 __all__ = ["DynamicScaler", "FragmentAddress", "StaticScaler", "ZeroStage", "load_pickled", "save_pickled"]
 
 
+_RANKED = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states")
 _READ_WHOLE = 2**30  # bytes of a file up to which its own checksums are compared, which reads it
 
 
@@ -65,15 +67,20 @@ _NAMES: dict[Any, str] = {
 }
 
 
-def load_pickled(path: Path) -> dict[str, Any]:
+def load_pickled(path: Path, *, sums: bool = False) -> dict[str, Any]:
     """The content of one file, its tensors mapped and not read.
 
+    Args:
+        sums: compare its own checksums though it is large.
+
     Raises:
-        CheckpointError: it is missing or damaged, or holds an object that is not admitted.
+        CheckpointError: it is missing or damaged, holds an object that is not admitted, or is another rank's.
     """
     admitted: list[Any] = list(_NAMES.items())
     try:
-        check_pickled(path, sums=path.stat().st_size < _READ_WHOLE)
+        archive = check_pickled(path, sums=sums or path.stat().st_size < _READ_WHOLE)
+        if archive.folder != path.stem and _RANKED.fullmatch(archive.folder):
+            raise CheckpointError(f"{path} was written as {archive.folder}.pt: give the ranks' files their names back")
         foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_NAMES.values())
         if foreign:
             raise CheckpointError(
@@ -87,8 +94,7 @@ def load_pickled(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except Exception as error:  # damaged files make torch raise anything
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} cannot be read: {text}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
     return content
@@ -114,8 +120,10 @@ def save_pickled(path: Path, content: dict[str, Any]) -> int:
     )
     module.Pickler = _Pickler
     module.__name__ = "pickle"
-    with path.open("xb") as file:
-        torch.save(content, file, pickle_module=module)
-        file.flush()
+    try:
+        torch.save(content, path, pickle_module=module)  # by its path: the archive then says which rank's it is
+    except RuntimeError as error:  # torch's writer: no space, for example
+        raise CheckpointError(f"{path} cannot be written: {reason_of(error)}") from error
+    with path.open("rb") as file:
         os.fsync(file.fileno())
     return path.stat().st_size

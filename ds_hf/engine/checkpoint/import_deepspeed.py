@@ -30,6 +30,7 @@ __all__ = ["is_deepspeed", "read_deepspeed"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_COMPARED = 256  # elements of a tensor that are looked at before all are
 _OWN_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
@@ -43,15 +44,18 @@ def is_deepspeed(folder: Path) -> bool:
     return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
-def read_deepspeed(folder: Path) -> Source:
+def read_deepspeed(folder: Path, *, sums: bool = False) -> Source:
     """Open the folder of one tag.
+
+    Args:
+        sums: compare the checksums of all records, also of files whose tensors would be read when they are wanted.
 
     Raises:
         CheckpointError: it is incomplete, damaged, or of a kind that cannot be read (tensor or pipeline parallel,
             experts, universal checkpoints).
     """
     try:
-        return _Reader(folder).read()
+        return _Reader(folder, sums=sums).read()
     except CheckpointError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
@@ -80,8 +84,8 @@ class _Found:
 class _Reader:
     """Reads one folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, sums: bool) -> None:
+        self.folder, self._sums = folder, sums
         self.models = self._by_rank(_MODEL)
         self.optimizers = self._by_rank(_OPTIMIZER)
         self.found = _Found()
@@ -101,7 +105,7 @@ class _Reader:
         return [by_rank[rank] for rank in range(len(by_rank))]
 
     def read(self) -> Source:
-        model_states = [load_pickled(self.folder / name) for name in self.models]
+        model_states = [load_pickled(self.folder / name, sums=self._sums) for name in self.models]
         if not model_states:
             raise self._fail("there is no file *_model_states.pt: it is no checkpoint of DeepSpeed")
         first = model_states[0]
@@ -132,7 +136,7 @@ class _Reader:
             raise self._fail(f"{world_size} ranks wrote it, but optimizer states of {len(self.optimizers)} are there")
         states = []
         for name in self.optimizers:
-            content = load_pickled(self.folder / name).get("optimizer_state_dict")
+            content = load_pickled(self.folder / name, sums=self._sums).get("optimizer_state_dict")
             states.append(_of(dict, content, self.folder / name, "optimizer_state_dict"))
         return states
 
@@ -144,6 +148,8 @@ class _Reader:
             shapes = [shapes]
         shapes = _of(list, shapes, self.folder / self.models[0], "param_shapes")
         groups = [self._group(optimizers, index, stage) for index in range(len(shapes))]
+        if stage == 3:
+            self._check_that_ranks_differ(groups)
         addresses = [state.get("param_slice_mappings") for state in optimizers]
         for index, (group, names) in enumerate(zip(groups, shapes, strict=True)):
             sized = {str(name): tuple(count_of(n) for n in shape) for name, shape in names.items()}
@@ -178,6 +184,23 @@ class _Reader:
                 if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
                     scalars[str(key)] = value
         return _Group(values, moments, scalars)
+
+    def _check_that_ranks_differ(self, groups: list[_Group]) -> None:
+        """At stage 3 nothing in a file says whose it is: that one was copied over another shows in its values alone.
+
+        Equal constants, such as norms before the first step, are no sign of it.
+        """
+        known: dict[Any, int] = {}
+        for rank, file in enumerate(self.optimizers):
+            held = [[group.values[rank], *group.moments[rank].values()] for group in groups]
+            flat = [tensor for tensors in held for tensor in tensors]
+            first = tuple((tensor.numel(), *tensor[:_COMPARED].tolist()) for tensor in flat)
+            other = known.setdefault(first, rank)
+            if other == rank or not any(value.numel() and bool((value != value[0]).any()) for value in flat):
+                continue
+            others = [[group.values[other], *group.moments[other].values()] for group in groups]
+            if all(torch.equal(a, b) for a, b in zip(flat, (t for ts in others for t in ts), strict=True)):
+                raise self._fail(f"{file} holds the same as {self.optimizers[other]}: one was copied over the other")
 
     def _add_group(
         self, index: int, group: _Group, shapes: dict[str, tuple[int, ...]], placed: dict[str, list[SavedFragment]]

@@ -14,6 +14,7 @@ from typing import Any
 
 from ds_hf.engine.checkpoint.files import replace_text
 from ds_hf.errors import CheckpointError
+from ds_hf.regular_files import TEXT_NBYTES, read_regular
 
 __all__ = ["copy_model_files", "find_model_folder", "require_config", "set_dtype"]
 
@@ -98,7 +99,7 @@ def _read(path: Path) -> dict[str, Any]:
         nbytes = path.stat().st_size
         if nbytes > _CONFIG_NBYTES:
             raise ValueError(f"it has {nbytes} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, TEXT_NBYTES))
         if not isinstance(content, dict):
             raise ValueError("it should be an object in braces")
     except (OSError, ValueError, RecursionError) as error:

@@ -23,14 +23,17 @@ from torch import Tensor
 
 from ds_hf.engine.checkpoint.files import _DTYPE_CODES, sync_folder
 from ds_hf.engine.checkpoint.interface import dtype_name
+from ds_hf.engine.checkpoint.pickled import reason_of
 from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source, TensorPiece
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedFragment, SavedParameter, _nbytes
 from ds_hf.errors import CheckpointError
+from ds_hf.regular_files import check_regular, read_regular
 
 __all__ = ["ShardedWriter", "Spec", "is_pretrained", "read_pretrained"]
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
+_INDEX_NBYTES = 2**28  # that an index may have
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -201,9 +204,9 @@ def _cut(specs: Sequence[Spec], limit: float) -> Iterator[list[Spec]]:
 
 def is_pretrained(path: Path) -> bool:
     """Whether ``path`` is a safetensors file or a folder that holds a model's."""
-    if path.is_file():
-        return path.suffix == ".safetensors"
-    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+    if not path.is_dir():
+        return path.exists() and path.suffix == ".safetensors"
+    return any(place.exists() and not place.is_dir() for place in (path / SINGLE, path / INDEX))
 
 
 def read_pretrained(path: Path) -> Source:
@@ -219,10 +222,13 @@ def read_pretrained(path: Path) -> Source:
     files = _shard_names(folder) if path.is_dir() else [path.name]
     for file in files:
         try:
+            check_regular(folder / file)
             handle: Any = safe_open(folder / file, framework="pt")
             names = list(handle.keys())
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder / file} is missing: the checkpoint is incomplete") from None
         except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
+            raise CheckpointError(f"{folder / file} cannot be read: {reason_of(error)}") from error
         for name in names:
             view = handle.get_slice(name)
             tensors[file, name] = view
@@ -238,12 +244,12 @@ def read_pretrained(path: Path) -> Source:
 
 def _shard_names(folder: Path) -> list[str]:
     index = folder / INDEX
-    if not index.is_file():
+    if not os.path.lexists(index):
         return [SINGLE]
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(read_regular(index, _INDEX_NBYTES))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error}") from error
+        raise CheckpointError(f"{index} cannot be read: {reason_of(error)}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise CheckpointError(f"{index}: {name!r} is not a plain file name")

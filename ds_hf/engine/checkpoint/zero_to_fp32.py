@@ -426,6 +426,7 @@ class TensorFiles:
             path = self.folder / file
             try:
                 if file not in self._handles:
+                    _regular_nbytes(path)
                     path.open("rb").close()  # says what is wrong; safetensors says that there is no such file
                     self._handles[file] = safe_open(path, framework="pt")
                 found = self._pieces[file, key] = _Piece(path, key, self._handles[file].get_slice(key))

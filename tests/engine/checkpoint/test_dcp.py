@@ -223,3 +223,57 @@ def test_a_damaged_file_is_named(saved: Any, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] + bytes(path.stat().st_size // 2))
     with pytest.raises(CheckpointError, match="short"):
         print([weight.read() for weight in read_dcp(folder).weights()])
+
+
+# -- strangers ------------------------------------------------------------------------------------------------------
+
+
+def _nested(levels: int = 60) -> Any:
+    value: Any = (1,)
+    for _ in range(levels):
+        value = (value, value)
+    return value
+
+
+class _Call:
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call[0], self.call[1:]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (_nested(), "objects when its references are followed"),
+        (_Call(bytearray, 2**31), "it asks for memory that it does not fill"),
+        ((torch.zeros(1).expand(10**9),), "which is far larger than the file"),
+    ],
+)
+def test_small_items_that_take_everything(tmp_path: Path, value: Any, message: str) -> None:
+    state = {"model": {"a": torch.ones(3)}, "optimizer": {"state": {}, "param_groups": [{"lr": 1.0, "x": value}]}}
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    with pytest.raises(CheckpointError, match=message):
+        open_source(tmp_path / "x")
+
+
+@pytest.mark.timeout(60)
+def test_metadata_that_takes_everything(tmp_path: Path) -> None:
+    dcp.save({"model": {"a": torch.ones(3)}}, checkpoint_id=tmp_path / "x", no_dist=True)
+    path = tmp_path / "x/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    kept = path.read_bytes()
+    for change, message in (
+        (lambda m: setattr(m, "planner_data", _nested()), "objects when its references are followed"),
+        (lambda m: m.state_dict_metadata["model.a"].chunks.append(m.state_dict_metadata["model.a"].chunks[0]), "parts"),
+        (lambda m: m.state_dict_metadata["model.a"].chunks.clear(), "the parts of model.a are not the whole of it"),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "length", 10**9), "more than its files"),
+        (lambda m: setattr(next(iter(m.storage_data.values())), "transform_descriptors", ["zstd"]), "transformed"),
+    ):
+        metadata = pickle.loads(kept)
+        change(metadata)
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match=message):
+            open_source(tmp_path / "x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
@@ -422,4 +423,49 @@ def test_tensor_parallelism_is_refused(written: Path, tmp_path: Path) -> None:
     folder = _copy(written, tmp_path, "stage1-fp32-world2")
     (folder / "mp_rank_01_model_states.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="tensor or pipeline parallelism"):
+        read_deepspeed(folder)
+
+
+@pytest.mark.parametrize("kind", ["optim_states", "model_states"])
+def test_files_of_two_ranks_that_were_exchanged(written: Path, tmp_path: Path, kind: str) -> None:
+    folder = Path(shutil.copytree(written / "stage3-fp32-world2/global_step3", tmp_path / "x"))
+    first, second = (folder / f"zero_pp_rank_{rank}_mp_rank_00_{kind}.pt" for rank in (0, 1))
+    first.rename(folder / "kept")
+    second.rename(first)
+    (folder / "kept").rename(second)
+    with pytest.raises(CheckpointError, match=rf"zero_pp_rank_0_mp_rank_00_{kind}\.pt was written as zero_pp_rank_1_"):
+        read_deepspeed(folder)
+
+
+@pytest.mark.parametrize("case", ["stage3-fp32-world2", "stage3-fp32-sub-groups-world2", "stage3-bf16-world2"])
+def test_content_of_another_rank_under_a_name_of_its_own(written: Path, tmp_path: Path, case: str) -> None:
+    """Saved again by somebody, so that the archive says nothing."""
+    folder = Path(shutil.copytree(written / case / "global_step3", tmp_path / "x"))
+    first, second = sorted(folder.glob("*optim_states.pt"))
+    (folder / "moved").mkdir()
+    save_pickled(folder / "moved" / second.name, load_pickled(first))
+    os.replace(folder / "moved" / second.name, second)
+    with pytest.raises(CheckpointError, match=f"{second.name} holds the same as {first.name}: one was copied over"):
+        read_deepspeed(folder)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", ["lr_scheduler", "epoch", "module"])
+def test_small_values_that_take_everything(written: Path, tmp_path: Path, what: str) -> None:
+    value: Any = [1]
+    for _ in range(60):
+        value = [value, value]
+    folder = Path(shutil.copytree(written / "stage2-fp32-world2/global_step3", tmp_path / "x"))
+    path = folder / "mp_rank_00_model_states.pt"
+    content = load_pickled(path)
+    if what == "module":
+        content["module"]["more"] = torch.zeros(1).expand(9 * 10**8)
+    else:
+        content[what] = {"base_lrs": value}
+    path.unlink()
+    save_pickled(path, content)
+    assert path.stat().st_size < 50_000
+    with pytest.raises(
+        CheckpointError, match=r"mp_rank_00_model_states\.pt cannot be read: it (holds more|stands for)"
+    ):
         read_deepspeed(folder)
