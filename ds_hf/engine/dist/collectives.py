@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_hf.engine.dist.comms_logger import comms_logger
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.dist.streams import Lane
 
 __all__ = ["all_gather", "all_gather_each", "all_reduce_max", "all_reduce_sum", "broadcast", "reduce_gradient"]
 
@@ -24,24 +25,30 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(full: Tensor, shard: Tensor, axis: Axis, what: str = "") -> None:
-    """Fill ``full`` with every rank's ``shard``; ``shard`` may be this rank's slice of ``full``."""
+def all_gather(full: Tensor, shard: Tensor, axis: Axis, what: str = "", lane: Lane | None = None) -> None:
+    """Fill ``full`` with every rank's ``shard``; ``shard`` may be this rank's slice of ``full``.
+
+    Args:
+        lane: on the CPU the gather may still be under way on it; the caller has it ``arrive`` before reading ``full``.
+    """
     if axis.world_size == 1:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return
-    with axis.log("all-gather", what, shard):
-        _all_gather(full, shard, group=axis.group)
+    _issue(_all_gather, "all-gather", what, shard, axis, lane, full, shard)
 
 
 def all_gather_each(fulls: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis, whats: Sequence[str]) -> None:
-    """``all_gather`` of each, with NCCL in one launch: each costs the host 27 microseconds, or 5 in a group.
+    """``all_gather`` of each: with NCCL in one launch (each costs the host 27 microseconds, or 5 in a group), with gloo
+    all under way at once, so that ranks wait for each other once.
 
     While collectives are measured they are launched one by one.
     """
     if axis.world_size == 1 or len(fulls) <= 1 or comms_logger.enabled or not _is_nccl(fulls[0], axis):
+        under_way = Lane()
         for full, shard, what in zip(fulls, shards, whats, strict=True):
-            all_gather(full, shard, axis, what)
+            all_gather(full, shard, axis, what, under_way)
+        under_way.arrive()
         return
     for shard, what in zip(shards[:-1], whats[:-1], strict=True):
         axis.log("all-gather", what, shard)
@@ -52,11 +59,21 @@ def all_gather_each(fulls: Sequence[Tensor], shards: Sequence[Tensor], axis: Axi
 
 
 def reduce_gradient(
-    full: Tensor, axis: Axis, *, scatter: bool, scale_before: float, scale_after: float, what: str = ""
+    full: Tensor,
+    axis: Axis,
+    *,
+    scatter: bool,
+    scale_before: float,
+    scale_after: float,
+    what: str = "",
+    lane: Lane | None = None,
 ) -> Tensor:
     """Sum ``full`` over the axis and return this rank's shard of it (``scatter``) or all of it.
 
     ``scale_before`` multiplies before the sum: fp16 sums overflow otherwise. ``full`` is consumed.
+
+    Args:
+        lane: on the CPU the sum may still be under way on it; the caller has it ``arrive`` before reading the result.
     """
     op = dist.ReduceOp.SUM
     if scale_before == 1 / axis.world_size and axis.world_size > 1 and _is_nccl(full, axis):
@@ -65,14 +82,26 @@ def reduce_gradient(
         full.mul_(scale_before)
     result = full
     if axis.world_size > 1:
+        beside = lane if scale_after == 1.0 else None
         if scatter:
             result = full.new_empty(full.numel() // axis.world_size)
-            with axis.log("reduce-scatter", what, result):
-                _reduce_scatter(result, full, op=op, group=axis.group)
+            _issue(_reduce_scatter, "reduce-scatter", what, result, axis, beside, result, full, op=op)
         else:
-            with axis.log("all-reduce", what, full):
-                dist.all_reduce(full, op=op, group=axis.group)
+            _issue(dist.all_reduce, "all-reduce", what, full, axis, beside, full, op=op)
     return result.mul_(scale_after) if scale_after != 1.0 else result
+
+
+def _issue(
+    call: Any, operation: str, what: str, noted: Tensor, axis: Axis, lane: Lane | None, *args: Any, **kwargs: Any
+) -> None:
+    """Note a collective and issue it; on the CPU ``lane`` may wait for it, unless collectives are measured."""
+    if lane is None or noted.is_cuda or comms_logger.enabled:
+        with axis.log(operation, what, noted):
+            call(*args, **kwargs, group=axis.group)
+        return
+    with axis.log(operation, what, noted):
+        work = call(*args, **kwargs, group=axis.group, async_op=True)
+    lane.await_later(axis.log.waiting(work.wait), sum(each.nbytes for each in args))
 
 
 def _is_nccl(tensor: Tensor, axis: Axis) -> bool:

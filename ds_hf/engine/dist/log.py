@@ -101,6 +101,18 @@ class CollectiveLog:
             self.watch.diverged()
         return self
 
+    def waiting(self, wait: Callable[[], Any]) -> Callable[[], None]:
+        """``wait`` for a collective that was noted and issued before; a failure of it is one of the log's."""
+
+        def call() -> None:
+            try:
+                wait()
+            except RuntimeError as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
+
+        return call
+
     def __enter__(self) -> None:
         self.inside = True
         if comms_logger.enabled:

@@ -7,12 +7,14 @@ Invariants
 - Nobody reads what a lane wrote before ``join``, or ``wait`` for its event; what a lane reads and others allocated is
   kept until it has been read. Nothing waits on the host, and ``record_stream`` is not needed.
 
-On the CPU a lane is the thread itself: everything is done when it is asked for.
+On the CPU a lane is the thread itself: everything is done when it is asked for, but for small collectives, which gloo's
+threads carry on with until ``arrive``.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -20,6 +22,10 @@ import torch
 from torch import Tensor
 
 __all__ = ["Awaited", "Lane", "wait"]
+
+# What collectives of the CPU may be under way at once: enough for ranks with small models to wait for each other once a
+# step, too little to count as memory.
+_UNDER_WAY_NBYTES = 4 << 20
 
 
 class Awaited(Protocol):
@@ -48,6 +54,8 @@ class Lane:
         self._kept: deque[tuple[torch.cuda.Event, list[Tensor], int]] = deque()
         self._kept_nbytes = 0
         self._idle: list[torch.cuda.Event] = []  # to be recorded again: what waits for them has been told to
+        self._under_way: list[Callable[[], None]] = []  # collectives of the CPU; each call returns when one is over
+        self._under_way_nbytes = 0
 
     def __enter__(self) -> None:
         if self.stream is None:
@@ -94,8 +102,27 @@ class Lane:
             self._idle.append(event)
             self._kept_nbytes -= nbytes
 
+    def await_later(self, over: Callable[[], None], nbytes: int) -> None:
+        """A collective of ``nbytes`` was issued on the CPU; ``over`` returns when it has ended."""
+        self._under_way.append(over)
+        self._under_way_nbytes += nbytes
+        if self._under_way_nbytes > _UNDER_WAY_NBYTES:
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Return when the collectives of the CPU that were issued have ended. On a GPU nothing is waited for.
+
+        Raises:
+            RuntimeError: one of them failed.
+        """
+        under_way, self._under_way, self._under_way_nbytes = self._under_way, [], 0
+        for over in under_way:
+            over()
+
     def join(self) -> None:
         """The current stream goes on when the lane has done all it was given."""
+        if self._under_way:
+            self.arrive()
         if self.stream is not None and self._behind:
             _stream_of(torch._C._cuda_getCurrentStream(self._index)).wait_stream(self.stream)
             self._behind = False

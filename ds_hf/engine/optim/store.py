@@ -197,15 +197,16 @@ class DeviceStore:
             yield batch
 
     def _batches(self, gradients: Sequence[GradientBuffer]) -> Iterator[list[GradientBuffer]]:
-        """What is updated together: on a GPU a quarter, which is gathered during the update of the rest, for a launch
-        costs as much as the update of a million elements; of parameters in files, and on the CPU, one unit."""
-        cuda = self.device.type != "cpu"
-        together = [gradient for gradient in gradients if cuda and gradient.buffer.stays]
+        """What is updated and published together: a quarter, which on a GPU is gathered during the update of the rest,
+        for a launch costs as much as the update of a million elements; ranks of small models on the CPU wait for each
+        other once. Parameters in files, and on the CPU bf16 masters, whose roundings each call draws: one unit."""
+        by_unit = self.device.type == "cpu" and torch.bfloat16 in {master.dtype for master in self._masters.values()}
+        together = [gradient for gradient in gradients if gradient.buffer.stays and not by_unit]
         numels = accumulate(self._masters[gradient.buffer].numel() for gradient in together)
         quarter = max(sum(self._masters[gradient.buffer].numel() for gradient in together) // 4, _LEAST_NUMEL)
         first = sum(numel <= quarter for numel in numels)
         yield from (batch for batch in (together[:first], together[first:]) if batch)
-        yield from ([gradient] for gradient in gradients if not (cuda and gradient.buffer.stays))
+        yield from ([gradient] for gradient in gradients if by_unit or not gradient.buffer.stays)
 
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         """They are always there."""

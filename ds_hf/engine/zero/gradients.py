@@ -257,6 +257,9 @@ class GradientBuffer:
         if taken:
             self._partial = self._together(taken)
             taken.clear()  # before more memory is taken
+        reads_at_once = self._owned is not None or self.hook is not None or not self.home.adds_in_place
+        if reads_at_once:
+            self.lane.arrive()
         reduced = collectives.reduce_gradient(
             self._unreduced(),
             self.buffer.axis,
@@ -264,6 +267,7 @@ class GradientBuffer:
             scale_before=policy.scale_before,
             scale_after=policy.scale_after,
             what=self.buffer.gradients_label,
+            lane=None if reads_at_once else self.lane,
         )
         return self._add(reduced)
 

@@ -155,6 +155,8 @@ class Reducer:
             for buffer in self.buffers:  # what arrived after the buffer's turn
                 if buffer.has_partial:
                     buffer.reduce()
+            for lane in {buffer.lane for buffer in self.buffers}:
+                lane.arrive()
             if self._order and not self._agreed:
                 self._agree()
         self._end_backward()
