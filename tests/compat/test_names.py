@@ -14,6 +14,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
+from deepspeed import _missing
 from packaging.version import Version
 
 NAMES = """
@@ -224,6 +225,32 @@ def test_absent_import_says_so(statement: str, said: str) -> None:
 def test_a_misspelt_import_names_the_nearest(statement: str, said: str) -> None:
     with pytest.raises(ImportError, match=rf"there is no deepspeed\.\S+, neither in DeepSpeed nor in ds_hf.*{said}"):
         exec(statement, {})
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "known", "near"),
+    [
+        ("deepspeed.runtime.config", "TRAIN_BATCH_SIZE", True, ""),  # from constants, by a star
+        ("deepspeed.runtime.constants", "GRADIENT_CLIPPING_DEFAULT", True, ""),
+        ("deepspeed.runtime.zero.config", "ZERO_OPTIMIZATION", True, ""),
+        ("deepspeed.runtime.zero.stage3", "_resolve_grad_dtype", False, ""),
+        ("deepspeed.runtime.zero.partition_parameters", "_init_external_params", True, ""),
+        ("deepspeed.utils.groups", "_get_expert_parallel_group", True, ""),
+        ("deepspeed.utils.groups", "_get_data_parallel_group", True, "deepspeed.utils.groups.get_data_parallel_group"),
+        ("deepspeed.inference.v2.config_v2", "DeepSpeedTPConfig", True, ""),
+        ("deepspeed.ops.op_builder.cpu.builder", "CPUOpBuilder", True, ""),
+        ("deepspeed.zero", "gatheredparameters", False, "GatheredParameters"),
+        ("deepspeed.zero", "GatherdParameters", False, "GatheredParameters"),
+        ("deepspeed.utils", "zero_gradients", False, ""),
+    ],
+)
+def test_the_message_knows_all_names_and_offers_near_ones_alone(module: str, name: str, known: bool, near: str) -> None:
+    text = _missing.explain(module, name)
+    assert ("which DeepSpeed has" in text) == known
+    assert ("neither in DeepSpeed" in text) == (not known)
+    offered = "did you mean" in text or "The nearest thing here" in text
+    assert offered == bool(near)
+    assert near in text
 
 
 def test_arange_wrapper_is_replaced_where_zero_init_looks_for_it() -> None:

@@ -60,8 +60,9 @@ def missing(module: str) -> Callable[[str], NoReturn]:
 def explain(module: str, name: str) -> str:
     """Why there is no ``module.name``, and what there is."""
     full = f"{module}.{name}"
-    here = _nearest(module, name)
-    if not _deepspeed_has(module, name):
+    known = _deepspeed_has(module, name)
+    here = _nearest(module, name, misspelt=not known)
+    if not known:
         near = f"; did you mean {here}?" if here else ""
         return f"there is no {full}, neither in DeepSpeed nor in ds_hf, which serves the name deepspeed here{near}"
     instead = _instead(full)
@@ -77,7 +78,7 @@ def _sentence(module: str, name: str) -> str:
 
 @functools.cache
 def _names() -> dict[str, frozenset[str]]:
-    """DeepSpeed's public names by module."""
+    """DeepSpeed's names by module; ``*module`` stands for the public ones of that module."""
     from ._names import NAMES  # only when something is missing
 
     lines = (line.partition(":") for line in NAMES.strip().splitlines())
@@ -86,8 +87,16 @@ def _names() -> dict[str, frozenset[str]]:
 
 def _deepspeed_has(module: str, name: str) -> bool:
     """Now, or in an earlier version whose scripts are still about (``INSTEAD``)."""
-    full, known = f"{module}.{name}", _names()
-    return full in INSTEAD or full in known or name in known.get(module, ())
+    full = f"{module}.{name}"
+    return full in INSTEAD or full in _names() or _names_in(module, name, frozenset())
+
+
+def _names_in(module: str, name: str, passed: frozenset[str]) -> bool:
+    found = _names().get(module, frozenset())
+    if name in found:
+        return True
+    others = {entry[1:] for entry in found if entry.startswith("*")} - passed
+    return not name.startswith("_") and any(_names_in(other, name, passed | {module}) for other in others)
 
 
 def _instead(full: str) -> str | None:
@@ -98,23 +107,32 @@ def _instead(full: str) -> str | None:
     return None
 
 
-def _nearest(module: str, name: str) -> str | None:
-    """The same name elsewhere, else one much like it: here first, then anywhere."""
+def _nearest(module: str, name: str, *, misspelt: bool) -> str | None:
+    """The same name elsewhere; else one that differs by underscores in front and letter case, or, where there is no
+    such name in DeepSpeed, by a slip: what is only called alike does something else."""
+    wanted = name.strip("_").lower()
     offered = {
         key: [entry for entry in vars(found) if not entry.startswith("_")]
         for key, found in sorted(sys.modules.items())
         if found is not None and (key == "deepspeed" or key.startswith("deepspeed."))
     }
     for key, names in offered.items():
-        if name in names:
-            thing = vars(sys.modules[key])[name]
-            return thing.__name__ if isinstance(thing, ModuleType) else f"{key}.{name}"
-    for keys in ([module] if module in offered else [], list(offered)):
-        homes = {entry: key for key in reversed(keys) for entry in offered[key]}
-        close = difflib.get_close_matches(name, homes, n=1, cutoff=0.75)
-        if close:
-            return f"{homes[close[0]]}.{close[0]}"
+        if name in names and (not _is_module(key, name) or key.split(".")[-1] == module.split(".")[-1]):
+            return vars(sys.modules[key])[name].__name__ if _is_module(key, name) else f"{key}.{name}"
+    for keys, cutoff in (([module] if module in offered else [], 0.8), (list(offered), 0.9)):
+        homes = {
+            entry.lower(): f"{key}.{entry}"
+            for key in reversed(keys)
+            for entry in offered[key]
+            if key == module or not _is_module(key, entry)
+        }
+        if close := difflib.get_close_matches(wanted, homes, n=1, cutoff=cutoff if misspelt else 1.0):
+            return homes[close[0]]
     return None
+
+
+def _is_module(key: str, name: str) -> bool:
+    return isinstance(vars(sys.modules[key])[name], ModuleType)
 
 
 class AbsentModules(MetaPathFinder):
