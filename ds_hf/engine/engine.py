@@ -176,7 +176,9 @@ class Engine(EngineFacade, nn.Module):
         if self.optimizer is None:
             raise DsHfError(_NO_OPTIMIZER)
         if self.reducer.suspended:
-            raise DsHfError("step() inside no_sync(): the gradients of this step were never reduced")
+            raise DsHfError(
+                "step() inside no_sync() or coalesce_grad_reduction(): the gradients of this step were not reduced yet"
+            )
         boundary = self.accumulation.updates
         self._settle()
         self._applied = False
@@ -269,13 +271,36 @@ class Engine(EngineFacade, nn.Module):
                 "no_sync() cannot be used where gradients are sharded (ZeRO stages 2 and 3): they are reduced in every "
                 "backward; use stage 0 or 1, or leave no_sync() out"
             )
-        if self.reducer.suspended:
-            raise DsHfError("no_sync() inside no_sync()")
-        self.reducer.suspended = True
-        try:
+        with self.reducer.suspending("no_sync()"):
             yield
-        finally:
-            self.reducer.suspended = False
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Backwards inside keep their gradients on this rank; the end of the block reduces the sum, at every stage.
+
+        For several backwards that make one step: one reduction instead of one for each, and until then the whole
+        unreduced gradient in memory. ``step`` comes after the block. Where the block ends in an exception nothing is
+        reduced: the gradients of the unfinished step are dropped, and training may go on.
+
+        Raises:
+            DsHfError: inside itself or ``no_sync()``, without an optimizer, or with ``managed_gradient_accumulation:
+                false``, where ``step`` alone reduces.
+        """
+        self._require_alive()
+        if self.optimizer is None:
+            raise DsHfError(_NO_OPTIMIZER)
+        if not self.settings.managed_gradient_accumulation:
+            raise DsHfError(
+                "coalesce_grad_reduction() with managed_gradient_accumulation: false: backwards are added up there, "
+                "and engine.step() reduces the sum; leave the block out, or the key"
+            )
+        with self.reducer.suspending("coalesce_grad_reduction()"):
+            try:
+                yield
+            except BaseException:
+                self.hooks.abandon()
+                raise
+        self.reducer.reduce_held()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear what parameters hold in ``.grad``, what backwards inside ``no_sync`` left for this rank alone, and
@@ -283,6 +308,7 @@ class Engine(EngineFacade, nn.Module):
 
         Sums over several micro-batches stay: ``step`` clears them, or ``engine.optimizer.zero_grad()``.
         """
+        self.reducer.take_back()
         for param in self.module.parameters():
             param.grad = None
         if self.reducer.held or not self.accumulation.keeps_sums:

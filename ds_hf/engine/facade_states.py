@@ -96,6 +96,7 @@ class StatesFacade:
         """
         if self.accumulation.at_boundary or self.plan.reduces_every_micro_batch:
             self.reducer.finish()
+            self.reducer.show()
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None) -> None:
         """Call ``hook`` with each reduced gradient, this rank's part of a block, flat; it may change it in place."""
@@ -128,6 +129,7 @@ class StatesFacade:
         if self.optimizer is None:
             raise ValueError("moving states is for engines that train: this one has no optimizer")
         self._finish_update()
+        self.reducer.take_back()
         for name, tensors in self._states_by_name().items():
             if include is None or name in include:
                 self.parking.names.add(name)
@@ -138,6 +140,7 @@ class StatesFacade:
         self.parking.restore(non_blocking=non_blocking)
         for gradient in self.reducer.buffers:
             gradient.partial = gradient.partial  # in the lane's memory again
+        self.reducer.show()
 
     def state_devices(self, state: str) -> set[torch.device]:
         """Where the states of a name of ``OffloadStateTypeEnum`` are now."""

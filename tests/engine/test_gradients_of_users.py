@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from torch import nn
 
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.engine import Engine
-from ds_hf.engine.zero.access import safe_get_full_grad
+from ds_hf.engine.zero.access import safe_get_full_grad, safe_set_full_grad
+from ds_hf.errors import DsHfError
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config
 
@@ -67,3 +70,208 @@ def two_backwards() -> None:
 
 def test_two_backwards() -> None:
     run_distributed(two_backwards, 2, timeout=60)
+
+
+# -- .grad where every rank has the whole gradient ------------------------------------------------------------------
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batch(index: int, rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * index + rank))
+
+
+def reference_gradients(model: nn.Module, micros: int, ranks: range, scale: float = 1.0) -> list[torch.Tensor]:
+    """Of the mean over micro-batches, and over ``ranks``, with a loss scale."""
+    model.zero_grad()
+    for index in range(micros):
+        for rank in ranks:
+            loss = model(batch(index, rank).to(next(model.parameters()).dtype)).float().square().mean()
+            (loss * scale / micros / len(ranks)).backward()
+    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+
+def seen(precision: str) -> None:
+    """After each backward ``.grad`` is torch's: this rank's sum, at the boundary the mean over the ranks; no copy."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    more: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    scale = 1.0
+    if precision == "fp16":
+        scale = 8.0
+        more["fp16"]["loss_scale"] = scale
+    tolerance = {"fp32": 1e-6, "fp16": 3e-3, "bf16": 3e-2}[precision]
+    for by_hand in (False, True):
+        model = two_layers()
+        plain = copy.deepcopy(model)
+        config = base_config(0, optimizer=SGD, gradient_accumulation_steps=2, **more)
+        engine = initialize(model=model, config=config)[0]
+        plain.to(next(model.parameters()).dtype)
+        for index in range(2):
+            loss = engine(batch(index, rank)).float().square().mean()
+            engine.scale(loss).backward() if by_hand else engine.backward(loss)  # type: ignore[no-untyped-call]
+            whole = index == 1
+            found = [param.grad for param in model.parameters()]
+            ranks = range(world) if whole else range(rank, rank + 1)
+            wanted = reference_gradients(plain, index + 1, ranks, scale * (index + 1) / 2)
+            for param, got, want in zip(model.parameters(), found, wanted, strict=True):
+                assert got is not None
+                assert got.dtype == param.dtype
+                assert got.shape == param.shape
+                torch.testing.assert_close(got.float(), want.float(), rtol=tolerance, atol=tolerance * scale)
+                full = safe_get_full_grad(param) if whole else None
+                if full is not None:
+                    torch.testing.assert_close(full, got.float() / scale, rtol=0, atol=0)
+            (buffer,) = engine.reducer.buffers
+            held = buffer.partial if buffer.has_partial else buffer.owned
+            assert held is not None
+            assert {g.untyped_storage().data_ptr() for g in found if g is not None} == {
+                held.untyped_storage().data_ptr()
+            }
+            engine.step()
+        assert [param.grad for param in model.parameters()] == [None] * 4
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_seen_as_torch_gives_it(precision: str, world: int) -> None:
+    run_distributed(seen, world, precision, timeout=60)
+
+
+def stepped(change: Callable[[list[nn.Parameter]], None], micros: int) -> tuple[nn.Module, nn.Module]:
+    """An engine at stage 0 and plain SGD over the mean, after a step with gradients that ``change`` changed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = two_layers()
+    plain = copy.deepcopy(model)
+    engine = initialize(model=model, config=base_config(0, optimizer=SGD, gradient_accumulation_steps=micros))[0]
+    for index in range(micros):
+        engine.backward(engine(batch(index, rank)).square().mean())
+        if index == micros - 1:
+            change(list(model.parameters()))
+        engine.step()
+    reference_gradients(plain, micros, range(world))
+    change(list(plain.parameters()))
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    return model, plain
+
+
+def halve(params: list[nn.Parameter]) -> None:
+    for param in params:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+
+def replace(params: list[nn.Parameter]) -> None:
+    for param in params:
+        assert param.grad is not None
+        param.grad = param.grad.sign() * 0.1
+
+
+def drop_one(params: list[nn.Parameter]) -> None:
+    params[1].grad = None
+
+
+def drop_all(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def zero(params: list[nn.Parameter]) -> None:
+    for param in params:
+        assert param.grad is not None
+        param.grad.zero_()
+
+
+def clip(params: list[nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_norm_(params, 0.01)
+    torch.nn.utils.clip_grad_value_(params, 0.005)
+
+
+def changed() -> None:
+    for change in (halve, replace, drop_one, drop_all, zero, clip):
+        for micros in (1, 2):
+            model, plain = stepped(change, micros)
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+                assert mine.grad is None
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_changed_between_backward_and_step(world: int) -> None:
+    run_distributed(changed, world, timeout=60)
+
+
+def changed_between_backwards() -> None:
+    """What is left in ``.grad`` is what the next backward adds to; ``engine.zero_grad()`` keeps sums, as ever."""
+    rank = dist.get_rank()
+    for zeroed in (False, True):
+        model = two_layers()
+        plain = copy.deepcopy(model)
+        engine = initialize(model=model, config=base_config(0, optimizer=SGD, gradient_accumulation_steps=2))[0]
+        engine.backward(engine(batch(0, rank)).square().mean())
+        if zeroed:
+            engine.zero_grad()
+            assert all(param.grad is None for param in model.parameters())
+        else:
+            halve(list(model.parameters()))
+        engine.step()
+        with torch.no_grad():
+            engine(batch(5, rank))
+        engine.backward(engine(batch(1, rank)).square().mean())
+        for index, factor in ((0, 1.0 if zeroed else 0.5), (1, 1.0)):
+            for other in range(dist.get_world_size()):
+                (plain(batch(index, other)).square().mean() * factor / 2 / dist.get_world_size()).backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+        engine.destroy()
+        assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_changed_between_backwards(world: int) -> None:
+    run_distributed(changed_between_backwards, world, timeout=60)
+
+
+def set_through_the_name() -> None:
+    model = two_layers()
+    engine = initialize(model=model, config=base_config(0, optimizer=SGD))[0]
+    engine.backward(engine(batch(0, 0)).square().mean())
+    first = model[0].weight  # type: ignore[index]
+    safe_set_full_grad(first, torch.ones(4, 4))
+    assert first.grad.tolist() == [[1.0] * 4] * 4
+    first.grad = torch.full((4, 4), 2.0)
+    found = safe_get_full_grad(first)
+    assert found is not None
+    assert found.tolist() == [[2.0] * 4] * 4
+    before = first.detach().clone()
+    engine.step()
+    assert torch.equal(first, before - 2.0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_names_of_deepspeed_beside_it(world: int) -> None:
+    run_distributed(set_through_the_name, world, timeout=60)
+
+
+def assigned_where_sharded() -> None:
+    """It would be added to what was reduced already: said, with what to do instead."""
+    for stage in (1, 2):
+        engine = initialize(model=two_layers(), config=base_config(stage, optimizer=SGD))[0]
+        engine.backward(engine(batch(0, dist.get_rank())).square().mean())
+        param = next(engine.module.parameters())
+        assert param.grad is None
+        param.grad = torch.ones(4, 4)
+        with pytest.raises(DsHfError, match="safe_set_full_grad"):
+            engine.step()
+    engine = initialize(model=two_layers(), config=base_config(3, optimizer=SGD))[0]
+    engine.backward(engine(batch(0, dist.get_rank())).square().mean())
+    with pytest.raises(RuntimeError, match="size"):  # torch's: the parameter is not there
+        next(engine.module.parameters()).grad = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_assigned_where_it_is_sharded(world: int) -> None:
+    run_distributed(assigned_where_sharded, world, timeout=60)

@@ -131,18 +131,30 @@ class BufferStates:
     def gradient(self, buffer: FlatBuffer) -> Tensor | None:
         """Averaged, unscaled fp32 gradient over what this rank owns; collective while sums are still partial."""
         gradient = self._gradients[buffer]
+        shown = gradient.shown
+        gradient.take_back()
         gradient.collect()
         if gradient.has_partial:
             gradient.reduce()
+        if shown:
+            gradient.show()
         owned = gradient.settled()
         if owned is None:
             return None
         return owned.float() / self.loss_scaler.scale
 
+    def shows_gradient(self, buffer: FlatBuffer) -> bool:
+        """``.grad`` of the buffer's parameters is theirs in the coming step, with the loss scale."""
+        return self._gradients[buffer].shown
+
     def set_gradient(self, buffer: FlatBuffer, value: Tensor) -> None:
         """Replace the averaged, unscaled gradient over what this rank owns."""
         gradient = self._gradients[buffer]
+        shown = gradient.shown
+        gradient.take_back()
         gradient.replace(value * self.loss_scaler.scale)
+        if shown:
+            gradient.show()
 
     def moments(self) -> list[str]:
         """Names of the tensor states that have one value for each element, e.g. ``exp_avg``."""

@@ -143,6 +143,7 @@ class OptimizerNames:
             for segment in segments if owned is not None else ():
                 assert owned is not None
                 squares[segment.group] += owned[segment.start : segment.end].float().square().sum()
+        self.reducer.show()
         if not self.policy.whole:
             collectives.all_reduce_sum(squares, self.axis, "the gradient norms of the groups")
         return list(squares.sqrt())

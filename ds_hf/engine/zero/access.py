@@ -39,6 +39,7 @@ class _States(Protocol):
 
     def master(self, buffer: FlatBuffer) -> Tensor | None: ...
     def gradient(self, buffer: FlatBuffer) -> Tensor | None: ...
+    def shows_gradient(self, buffer: FlatBuffer) -> bool: ...
     def set_gradient(self, buffer: FlatBuffer, value: Tensor) -> None: ...
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None: ...
     def moment_dtype(self, buffer: FlatBuffer) -> torch.dtype: ...
@@ -97,9 +98,9 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The whole averaged gradient, unscaled fp32, between ``backward`` and ``step``; ``None`` before. Collective."""
-    if param.grad is not None:
-        return param.grad
     found = _states(param)
+    if param.grad is not None and (found is None or not found[1].shows_gradient(found[0].buffer)):
+        return param.grad
     return None if found is None else _full(*found, found[1].gradient(found[0].buffer))
 
 

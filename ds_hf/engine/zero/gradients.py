@@ -1,9 +1,10 @@
 """Gradients of one flat buffer: from ``param.grad`` into flat, reduced, and accumulated.
 
-Invariant: between micro-batches no parameter holds a ``.grad``; what was computed is in ``partial`` (this rank's
-unreduced sum, ``[numel]``) or in ``owned`` (reduced: ``[shard_numel]``, or ``[numel]`` where the plan replicates the
-optimizer states). Sums over micro-batches are taken in ``accumulation_dtype``, which a single micro-batch never
-needs: the first gradient stays in the communication dtype.
+Invariant: between micro-batches what was computed is in ``partial`` (this rank's unreduced sum, ``[numel]``) or in
+``owned`` (reduced: ``[shard_numel]``, or ``[numel]`` where the plan replicates the optimizer states). No parameter
+holds a ``.grad``, unless that is *shown*: a view of those, from the end of a backward to the next or the step. Sums
+over micro-batches are taken in ``accumulation_dtype``, which a single micro-batch never needs: the first gradient
+stays in the communication dtype.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ds_hf.engine.dist.streams import Lane
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.comm_dtype import comm_dtype
 from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
+from ds_hf.errors import DsHfError
 
 __all__ = ["GradientBuffer", "GradientPolicy", "summed_by_copies"]
 
@@ -103,6 +105,9 @@ class GradientBuffer:
         self._partial: Tensor | None = None  # the lane's memory
         self._taken: list[Tensor] = []  # of every parameter, to be reduced from where they are
         self._owned: Tensor | None = None
+        self._received: set[int] = set()  # which parameters have gradients from backward
+        self._views: tuple[Tensor, list[Tensor]] | None = None  # of the parameters in that flat gradient
+        self._shown: list[Tensor] | None = None  # those that are in ``.grad``
 
     @property
     def complete(self) -> bool:
@@ -119,7 +124,7 @@ class GradientBuffer:
 
     @partial.setter
     def partial(self, value: Tensor | None) -> None:
-        self._partial = None
+        self._partial = self._views = None
         self._taken = []
         if value is not None:
             with self.lane:
@@ -150,10 +155,73 @@ class GradientBuffer:
     def empty(self) -> bool:
         return not self.has_partial and self._owned is None and not self.ready
 
+    @property
+    def shown(self) -> bool:
+        """``.grad`` of the parameters is what has been computed."""
+        return self._shown is not None
+
+    def show(self) -> None:
+        """Let ``.grad`` of the parameters be what has been computed, until ``take_back``: to be read, changed in place
+        or replaced. Views, where the whole of it lies here in the parameters' dtype; otherwise nothing is shown."""
+        flat = self._owned if self._partial is None else self._partial
+        twofold = self._partial is not None and self._owned is not None
+        if not self.policy.whole or flat is None or twofold or self._taken or flat.dtype is not self.buffer.dtype:
+            self._views = None
+            return
+        self.lane.join()
+        self._shown = self._views_of(flat)
+        for param, view in zip(self.buffer.params, self._shown, strict=True):
+            param.grad = view
+
+    def take_back(self) -> None:
+        """No parameter has a ``.grad`` any more; what users made of those that were shown counts."""
+        shown, self._shown = self._shown, None
+        changed: list[tuple[Tensor, Tensor | None]] = []
+        for param, view in zip(self.buffer.params, shown or (), strict=shown is not None):
+            grad = param.grad
+            param.grad = None
+            if grad is not view:
+                changed.append((view, grad))
+        if changed:
+            self._change(changed)
+
+    @_no_grad
+    def _change(self, changed: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Give what was shown other values; ``None`` is zero, and where it is all of them on the only rank, nothing."""
+        every = len(changed) == len(self.buffer.params) and all(grad is None for _, grad in changed)
+        if every and self.buffer.axis.world_size == 1:
+            self._partial = self._owned = self._views = None
+            return
+        for view, grad in changed:
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """The parameters in ``flat``. Kept where it stays: shards must not keep the whole."""
+        if self._views is not None and self._views[0] is flat:
+            return self._views[1]
+        views = self.buffer.layout.views(flat)
+        if self.policy.whole:
+            self._views = flat, views
+        return views
+
     def pick_up(self) -> None:
-        """Note the gradients that no backward told of: users put them into ``param.grad`` themselves."""
+        """Note the gradients that no backward told of: users put them into ``param.grad`` themselves.
+
+        Raises:
+            DsHfError: a backward gave the parameter a gradient already.
+        """
         for index, (param, slot) in enumerate(zip(self.buffer.params, self.buffer.layout.slots, strict=True)):
             if param.grad is not None and param.grad.numel() == slot.numel:
+                if index in self._received:
+                    raise DsHfError(
+                        f"a parameter of shape {tuple(slot.shape)} in {self.buffer.label} was given a .grad after "
+                        "backward, but its gradient is kept elsewhere by then (sharded, or in another dtype), and the "
+                        "two would be added up. To replace it, call deepspeed.utils.safe_set_full_grad(param, value) "
+                        "between backward() and step()"
+                    )
                 self.ready.add(index)
 
     def collect(self, factor: float = 1.0, *, soon: bool = False) -> None:
@@ -162,8 +230,24 @@ class GradientBuffer:
         Args:
             soon: ``reduce`` comes next, as a rule.
         """
+        if self.ready and self._shown is not None:
+            self._take_in(factor)
         if self.ready:
             self._collect(factor, soon)
+
+    def _take_in(self, factor: float) -> None:
+        """A backward that nothing announced added to what is shown.
+
+        Raises:
+            DsHfError: it should not have.
+        """
+        if factor != 1.0 or (self._owned is not None and self.buffer.axis.world_size > 1):
+            raise DsHfError(
+                f"a backward that the engine did not see reached parameters of {self.buffer.label}, whose gradients "
+                "are complete: call engine.backward(loss), or compute the loss from what the model's forward returns"
+            )
+        self.ready.clear()
+        self.take_back()
 
     @_no_grad
     def _collect(self, factor: float, soon: bool) -> None:
@@ -180,6 +264,8 @@ class GradientBuffer:
         self.ready.clear()
         if not grads:
             return
+        if len(self._received) < len(params):
+            self._received.update(indices)
         self.lane.settle(_KEPT_NBYTES)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
@@ -193,7 +279,7 @@ class GradientBuffer:
                 self._partial = self._together(grads, indices)
             else:
                 self._partial = self._partial.to(self.policy.accumulation_dtype)
-                views = self.buffer.layout.views(self._partial)
+                views = self._views_of(self._partial)
                 torch._foreach_add_([views[index] for index in indices], grads)
                 self.lane.keep(grads)
 
@@ -214,7 +300,7 @@ class GradientBuffer:
         """One flat gradient of those of the parameters ``indices``, by default of all; on the lane."""
         missing = indices is not None and len(indices) < len(self.buffer.params)
         flat = self._empty(missing=missing)
-        views = self.buffer.layout.views(flat)
+        views = self._views_of(flat)
         torch._foreach_copy_([views[index] for index in indices or ()] if missing else views, grads)
         self.lane.keep(grads[:])  # until here, not until they are reduced: that waits for other ranks
         return flat
@@ -249,6 +335,8 @@ class GradientBuffer:
 
     def _unreduced(self) -> Tensor:
         assert self._partial is not None
+        if self._partial.dtype is not self.dtype:
+            self._views = None
         flat, self._partial = self._partial.to(self.dtype), None
         return flat
 
@@ -326,9 +414,14 @@ class GradientBuffer:
         place = self._owned.device
         self.home.clear()
         self._owned = value.to(place)
+        self._views = None
 
     def clear(self) -> None:
         """Drop everything accumulated."""
+        for param in self.buffer.params if self._shown is not None else ():
+            param.grad = None
+        self._shown = self._views = None
+        self._received.clear()
         for index in self.ready:
             self.buffer.params[index].grad = None
         self.ready.clear()

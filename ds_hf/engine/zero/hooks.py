@@ -132,6 +132,7 @@ class UnitHooks:
 
     def remove(self) -> None:
         """Take all hooks away."""
+        self.reducer.take_back()
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -163,6 +164,7 @@ class UnitHooks:
     @contextmanager
     def driving(self) -> Iterator[None]:
         """A whole backward by the engine; what an exception leaves of it is dropped."""
+        self.reducer.take_back()
         self.driven = self.reducer.driven = True
         try:
             yield
@@ -215,6 +217,8 @@ class UnitHooks:
     def _pre_replicated(self, unit: Unit, module: nn.Module, args: Any) -> None:
         unit.gather()
         if torch.is_grad_enabled() and not in_backward():
+            if self.reducer.shown and not self.units[0].depth:  # called by itself: nothing announces its backward
+                self.reducer.take_back()
             self.reducer.record_use(unit)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -313,6 +317,8 @@ class UnitHooks:
     # -- backward -----------------------------------------------------------------------------------------------
 
     def _pre_backward(self, unit: Unit, call: _Call | None, grad: Tensor) -> None:
+        if self.reducer.shown:
+            self.reducer.take_back()
         if call is not None:
             if call not in self._begun:
                 self._begun.add(call)

@@ -12,13 +12,15 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.unit import Unit
+from ds_hf.errors import DsHfError
 
 __all__ = ["Reducer"]
 
@@ -49,8 +51,8 @@ class Reducer:
         self.at_boundary: Callable[[], bool] = lambda: True  # whether the present backward is the last before a step
         self.driven = False  # the engine runs the backward, and has divided the loss by the accumulation steps
         self.raw_factor = 1.0  # that division, for the gradients of other backwards
-        self.suspended = False  # inside no_sync()
-        self.held = False  # backwards inside no_sync() left gradients that nothing has reduced yet
+        self.suspended = False  # inside no_sync() or coalesce_grad_reduction()
+        self.held = False  # backwards inside those left gradients that nothing has reduced yet
         self.backwards = 0  # how many ended since all gradients were cleared
         self.used: dict[Unit, None] = {}
         self._by_call = {buffer for unit, bs in buffers.items() if unit.sharded for buffer in bs}
@@ -60,6 +62,8 @@ class Reducer:
         self._next = 0
         self._complete: set[GradientBuffer] = set()
         self._reduced: set[GradientBuffer] = set()  # by the end of a call
+        self._whole = [buffer for buffer in self.buffers if buffer.policy.whole]
+        self.shown = False  # gradients are in ``.grad``
         self._collected: set[GradientBuffer] = set()  # every gradient of the present backward is in; any call reopens
 
     @property
@@ -70,6 +74,30 @@ class Reducer:
     def reduces(self) -> bool:
         """Whether the present backward reduces."""
         return not self.suspended and (self.every_micro_batch or self.at_boundary())
+
+    @contextmanager
+    def suspending(self, who: str) -> Iterator[None]:
+        """Backwards inside reduce nothing.
+
+        Raises:
+            DsHfError: one such block is inside another.
+        """
+        if self.suspended:
+            raise DsHfError(f"{who} inside no_sync() or coalesce_grad_reduction(): nothing is reduced in there already")
+        self.suspended = True
+        try:
+            yield
+        finally:
+            self.suspended = False
+
+    def reduce_held(self) -> None:
+        """Reduce each buffer once, in an order that is the same on every rank. Collective."""
+        self.take_back()
+        for buffer in self.buffers:
+            buffer.collect(self.factor)
+            buffer.reduce()
+        self.held = False
+        self.show()
 
     @property
     def factor(self) -> float:
@@ -160,6 +188,21 @@ class Reducer:
             if self._order and not self._agreed:
                 self._agree()
         self._end_backward()
+        self.show()
+
+    def show(self) -> None:
+        """Let users see the gradients in ``.grad``, where every rank has the whole of them."""
+        for buffer in self._whole:
+            buffer.show()
+        self.shown = bool(self._whole)
+
+    def take_back(self) -> None:
+        """Before backward, or the step: autograd adds to ``.grad``. What users changed there counts."""
+        self.shown = False
+        for buffer in self._whole:
+            if buffer.shown and buffer.ready:
+                buffer.collect(self.factor)  # a backward that nothing announced
+            buffer.take_back()
 
     def _end_backward(self) -> None:
         for unit in self.units:
@@ -178,17 +221,25 @@ class Reducer:
 
     def finish(self) -> None:
         """Before the optimizer: reduce what backwards before the boundary, or raw ``.backward()`` calls, left, and
-        what users wrote into ``param.grad``."""
+        what users wrote into ``param.grad``.
+
+        Raises:
+            DsHfError: they wrote it where it was sharded by then.
+        """
+        self.shown = False
         for buffer in self.buffers:
-            buffer.collect(self.factor)
-            buffer.pick_up()
-            buffer.collect()
+            if buffer.shown and not buffer.ready:
+                buffer.take_back()
+            else:
+                buffer.collect(self.factor)
+                buffer.pick_up()
+                buffer.collect()
             if buffer.has_partial or (not buffer.has_reduced and buffer.buffer.axis.world_size > 1):
                 buffer.reduce()
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.held, self.backwards = False, 0
+        self.held, self.backwards, self.shown = False, 0, False
         for buffer in self.buffers:
             buffer.clear()
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ds_hf.engine.builder import initialize
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.engine import Engine
+from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.errors import DsHfError
+from ds_hf.errors import DsHfError, LossError
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, sgd, train_both
@@ -155,6 +156,76 @@ def refused() -> list[str]:
 def test_no_sync_is_refused_where_gradients_are_sharded() -> None:
     for message in run_distributed(refused, 1, timeout=60)[0]:
         assert "stage 0 or 1" in message
+
+
+def coalesced(stage: int) -> tuple[dict[str, int], dict[str, int], float]:
+    """Collectives of backwards in the block, and of the whole step; distance from one backward of the sum."""
+    x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    plain, engine = _engine(stage, 1), _engine(stage, 1)
+    with Counting() as inside, engine.coalesce_grad_reduction():
+        for micro in x[:2]:
+            engine.backward(mean_square(engine(micro)))
+        mean_square(engine(x[2])).backward()
+        block = dict(inside)
+    assert inside["reduce_gradient"] == UNITS
+    with Counting() as step:
+        engine.step()
+    sum(mean_square(plain(micro)) for micro in x).backward()  # type: ignore[union-attr]
+    plain.step()
+    with GatheredParameters([*engine.module.parameters(), *plain.module.parameters()]):
+        distance = float((_weights(engine) - _weights(plain)).abs().max())
+    assert (engine.global_steps, engine.skipped_steps) == (1, 0)
+    return block, dict(step), distance
+
+
+def every_coalesced() -> list[tuple[dict[str, int], dict[str, int], float]]:
+    return [coalesced(stage) for stage in range(4)]
+
+
+def test_coalesced_backwards_are_reduced_once() -> None:
+    for found in run_distributed(every_coalesced, 2, timeout=60):
+        for inside, step, distance in found:
+            assert "reduce_gradient" not in inside
+            assert "reduce_gradient" not in step
+            assert distance < 1e-6
+
+
+def coalesced_wrongly() -> None:
+    for stage in (0, 2, 3):
+        engine = _engine(stage, 1)
+        x = torch.randn(2, WIDTH)
+        before = engine.global_steps
+        with engine.coalesce_grad_reduction():
+            engine.backward(mean_square(engine(x)))
+            with pytest.raises(DsHfError, match="inside no_sync"), engine.coalesce_grad_reduction():
+                pass
+            with pytest.raises(DsHfError, match="coalesce_grad_reduction"):
+                engine.step()
+        engine.step()  # the misuse lost nothing
+        assert engine.get_global_grad_norm()
+        with pytest.raises(LossError), engine.coalesce_grad_reduction():
+            engine.backward(mean_square(engine(x)) + engine.backward(mean_square(engine(x))).new_zeros(2))
+        assert all(buffer.empty for buffer in engine.reducer.buffers)
+        engine.backward(mean_square(engine(x)))
+        engine.step()
+        assert engine.global_steps == before + 2
+    engine = _engine(1, 1)
+    with engine.no_sync(), pytest.raises(DsHfError, match="inside no_sync"), engine.coalesce_grad_reduction():
+        pass
+    with engine.coalesce_grad_reduction(), pytest.raises(DsHfError, match="inside"), engine.no_sync():
+        pass
+    content = base_config(1, managed_gradient_accumulation=False)
+    engine = initialize(model=nn.Linear(2, 1), config=content)[0]
+    with pytest.raises(DsHfError, match="managed_gradient_accumulation"), engine.coalesce_grad_reduction():
+        pass
+    engine = initialize(model=nn.Linear(2, 1), config=base_config(1, optimizer=None))[0]
+    with pytest.raises(DsHfError, match="no optimizer"), engine.coalesce_grad_reduction():
+        pass
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_coalesce_used_wrongly(world: int) -> None:
+    run_distributed(coalesced_wrongly, world, timeout=60)
 
 
 # -- ranks that compute different things ---------------------------------------------------------------------------
