@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 DRIFT = 1.15  # of the machine: more is told
+UNSURE = 1.25  # of the upper end of a gain over the gain: more makes no figure
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 TUNED = "ds_config.tuned.json"
 
@@ -175,7 +176,14 @@ def headline(search: Search, result: Result) -> str:
     low, high = result.interval
     if search.options.metric is Metric.MEMORY:
         return f"{1 - 1 / result.gain:.0%} less memory than with your file, confirmed"
-    return f"{result.gain:.2f} x as fast as your file ({low:.2f} to {high:.2f}), confirmed"
+    was, now = (seconds and seconds / point.micro / point.accumulation
+                for seconds, point in zip(result.script, (result.own, result.best[1]), strict=True))  # fmt: skip
+    script = f"the whole script {was / now:.2f} x" if was and now and result.workers is None else ""
+    if high > UNSURE * result.gain:
+        where = f"{low:.1f} to {high:.1f} x in the engine" + (f", {script}" if script else "")
+        return f"Faster than your file, confirmed; by how much is not certain on this machine ({where})"
+    figure = f"{result.gain:.2f} x as fast as your file ({low:.2f} to {high:.2f}), confirmed"
+    return figure + (f"; {script}" if script else "")
 
 
 def warnings_of(search: Search) -> list[str]:
@@ -407,8 +415,9 @@ def summary_lines(search: Search, result: Result) -> list[str]:
         lines.append("no significant gain, kept yours" + (f": {result.rejected}" if result.rejected else ""))
     else:
         low, high = result.interval
-        figure = f"{result.gain:.2f} x, " if result.trusted else "not confirmed, "
-        times = f", {figure}{low:.2f} to {high:.2f}" if result.own is not None else ""
+        sure = result.trusted and high <= UNSURE * result.gain
+        figure = f"{result.gain:.2f} x, " if sure else "" if result.trusted else "not confirmed, "
+        times = f", {figure}{low:.2f} to {high:.2f} x" if result.own is not None else ""
         lines.append(f"tuned:     {_line(search, point)}{times}   [{record.label}]")
         lines += [
             f"  {change.key}: {_show(change.before)} -> {_show(change.after)}: {change.reason}"

@@ -26,6 +26,7 @@ from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, read_events
 __all__ = ["Launch", "Outcome", "Point", "kill_leftovers", "launch_words", "run_launch"]
 
 POLL_SECONDS = 0.1
+GRACE_SECONDS = 10.0  # of processes that go on when the first one has measured everything
 TAIL_LINES = 40
 LIBRARIES_THAT_UPLOAD = {"WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "disabled"}
 
@@ -189,7 +190,7 @@ def _watch(process: subprocess.Popen[bytes], launch: Launch, outcome: Outcome, w
             if watch is not None:
                 watch(event)
         outcome.events["offset"] = {"offset": offset}
-        if not running:
+        if not running or ("done" in outcome.events and time.monotonic() - life > GRACE_SECONDS):
             return "ended"
         if log.stat().st_size != written:
             written, life = log.stat().st_size, time.monotonic()

@@ -70,10 +70,14 @@ class SaveGuard:
 
     Args:
         stop: "model.save_pretrained()", or the path of a file. Nothing can be left out of what ``watch_files`` sees.
+
+    Attributes:
+        active: set to False when the script is over and the process goes on: what is written then is not the script's.
     """
 
     def __init__(self, stop: Callable[[str], None]) -> None:
         self.stop = stop
+        self.active = True
         self._pid = os.getpid()  # workers of a DataLoader inherit the hooks, and do no harm
         self._started = psutil.Process().create_time()
         self._caches = [Path(os.environ[name]).absolute() for name in CACHES if os.environ.get(name)]
@@ -96,7 +100,7 @@ class SaveGuard:
         shown = "the end of the training" if name == TRAINING_IS_OVER else f"{name}()"
 
         def call(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if os.getpid() != self._pid or (name == "save" and not _to_a_file(args, kwargs)):
+            if not self.active or os.getpid() != self._pid or (name == "save" and not _to_a_file(args, kwargs)):
                 return wrapped(*args, **kwargs)
             self.stop(shown)
             return None
@@ -104,7 +108,7 @@ class SaveGuard:
         return call
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in CHANGES or os.getpid() != self._pid:
+        if not self.active or event not in CHANGES or os.getpid() != self._pid:
             return
         if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & os.O_TRUNC):
             return

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_hf.engine.rehearsal import rehearsing
+from ds_hf.log import logger
+from ds_hf.measure.saving import SaveGuard
 from ds_hf.memory.models import META
 from ds_hf.memory.prediction import UnpredictableError
 
@@ -104,8 +106,11 @@ def rehearse(script: Path, arguments: Sequence[str], *, load_weights: bool = Fal
         UnpredictableError: it fails or ends before it calls ``initialize``.
     """
     found: list[Learned] = []
+    guard = SaveGuard(lambda what: logger.warning("%s is left out: ds-hf memory saves nothing", what))
+    guard.active = False  # what a script prepares before it has an engine, it reads again
 
     def stand_in(*, model: nn.Module, optimizer: Any, config: Any, data: Any) -> Any:
+        guard.active = True  # a script that misses the stand-in's first batch must not save an untrained model
         learned = Learned(model, config, _name_of(optimizer), {})
         found.append(learned)
         engine = _Engine(learned)
@@ -114,8 +119,11 @@ def rehearse(script: Path, arguments: Sequence[str], *, load_weights: bool = Fal
             engine.training_dataloader = torch.utils.data.DataLoader(data, batch_size=1)
         return engine, given, engine.training_dataloader, None
 
-    with rehearsing(stand_in), _as_main(script, arguments), _without_weights(not load_weights):
-        reason = _run(script)
+    try:
+        with rehearsing(stand_in), _as_main(script, arguments), _without_weights(not load_weights):
+            reason = _run(script)
+    finally:
+        guard.active = False
     if not found:
         hint = "" if load_weights else "; if it needs the weights, add --load-weights"
         raise UnpredictableError(f"{script} did not come to initialize() or trainer.train(): {reason}{hint}")

@@ -122,3 +122,23 @@ def test_other_lengths(tmp_path: Path) -> None:
 def test_no_such_script() -> None:
     with pytest.raises(UnpredictableError, match=r"nowhere.py does not exist"):
         Subject.of("nowhere.py", [], Request())
+
+
+def test_a_script_that_never_reaches_a_batch_saves_nothing(tmp_path: Path) -> None:
+    """It has an engine, trains something else, and would then write over its user's model."""
+    kept = tmp_path / "model.pt"
+    kept.write_bytes(b"the user's")
+    text = """
+import sys, torch, deepspeed
+model = torch.nn.Linear(2, 2)
+torch.save({"prepared": 1}, sys.argv[2])
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+deepspeed.initialize(model=model, config=config)
+torch.save(model.state_dict(), sys.argv[1])
+"""
+    found = rehearse(script(tmp_path, text), [str(kept), str(tmp_path / "prepared.pt")])
+    assert found.stopped == "it ran to its end"
+    assert kept.read_bytes() == b"the user's"
+    assert torch.load(tmp_path / "prepared.pt") == {"prepared": 1}
+    torch.save(1, tmp_path / "mine.pt")  # the process goes on as it was
+    assert torch.load(tmp_path / "mine.pt") == 1

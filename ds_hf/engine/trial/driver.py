@@ -2,15 +2,17 @@
 
 At the script's first training forward its batch is taken and every point of the request is replayed; then the script
 goes on, ``natural_steps`` of its own steps are timed, and the process ends (or the state comes back, and it trains).
-Only the engine's ``forward`` is replaced, on this one object; the rest is a step hook.
+The script never comes to save anything: where its training is shorter than that, or it writes a checkpoint meanwhile,
+the process ends there with the steps that there were. Only the engine's ``forward`` is replaced, on this one object;
+the rest is a step hook.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +30,9 @@ from ds_hf.engine.trial.replay import NoLoss, Replay
 from ds_hf.engine.trial.snapshot import Snapshot, room_for_snapshot
 from ds_hf.engine.trial.split import split_of
 from ds_hf.engine.trial.survey import facts, set_checkpointing, survey
+from ds_hf.log import logger
 from ds_hf.measure.protocol import TrialRequest
+from ds_hf.measure.saving import SaveGuard, leave
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import Engine
@@ -73,6 +77,9 @@ class Driver:
         self._waits: list[float] = []  # for data, since the step before
         self._waited = 0.0
         self._machine: dict[str, float] = {}  # before the script's own steps
+        if request.finish:
+            self._guard = SaveGuard(self._before_saving)
+            atexit.register(self._ended_early, None)
         self.emit("facts", **facts(engine, self.meter.total))
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -85,6 +92,8 @@ class Driver:
         """In place of the engine's: the first one that trains is where everything is measured."""
         if not self.measured and torch.is_grad_enabled() and self.engine.module.training:
             self.measured = True
+            if self.request.finish:
+                self._guard.watch_files()
             self._measure(args, kwargs)
             if self.request.natural_steps == 0:
                 self._finish()
@@ -169,11 +178,36 @@ class Driver:
         self._waits.append(self.loaders.waited - self._waited)
         self._waited = self.loaders.waited
         if len(self._waits) > self.request.natural_steps:  # the first one is warm-up
-            micro, accumulation = engine.batch.micro, engine.batch.accumulation_steps
-            for seconds, wait in zip(self._clock.read()[1:], self._waits[1:], strict=True):
-                self.emit("step", micro=micro, accumulation=accumulation, seconds=seconds, wait=wait, kind="natural")
+            self._report_natural()
             self._report_machine(Probe(engine).read(least=NATURAL_BEATS))
             self._finish()
+
+    def _report_natural(self) -> None:
+        """The script's own steps so far; the first one is warm-up."""
+        micro, accumulation = self.engine.batch.micro, self.engine.batch.accumulation_steps
+        for seconds, wait in zip(self._clock.read()[1:], self._waits[1:], strict=False):
+            self.emit("step", micro=micro, accumulation=accumulation, seconds=seconds, wait=wait, kind="natural")
+
+    def _before_saving(self, what: str) -> None:
+        """Nothing is saved: before anything is measured the script goes on without it, afterwards it ends."""
+        if not self.measured:
+            logger.warning("%s is left out: ds-hf autotune saves nothing", what)
+            return
+        self._ended_early(what)
+        leave(0)
+
+    def _ended_early(self, before: str | None) -> None:
+        """The script's training is over, or it saves; each process comes here by itself, and no other is waited for."""
+        if self.done:
+            return
+        self.done = True
+        if self.measured:
+            self._report_natural()
+            where = "its end" if before is None else before
+            self.emit(
+                "note", text=f"{max(0, len(self._waits) - 1)} of the script's own steps were timed, before {where}"
+            )
+            self.emit("done")
 
     def _report_machine(self, after: dict[str, float]) -> None:
         """How fast it was beside the script's own steps, from readings before and after them."""
@@ -199,6 +233,4 @@ class Driver:
         collectives.barrier(self.engine.axis)
         with suppress(Exception):
             dist.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # SystemExit would be caught by scripts, and run callbacks that upload or save
+        leave(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -301,3 +303,33 @@ def test_request_survives_its_file(tmp_path: Path) -> None:
     request.write(tmp_path / "request.json")
     assert TrialRequest.read(tmp_path / "request.json") == request
     assert json.loads((tmp_path / "request.json").read_text())["points"] == [[1, 2], [3, 4]]
+
+
+def short_training(folder: str, steps: int, save: bool) -> None:
+    """In a process of its own: the trial ends it."""
+    torch.set_num_threads(1)
+    engine = make_engine(1)
+    attach(engine, TrialRequest(f"{folder}/events.jsonl", natural_steps=6, points=((4, 2),), steps=4))
+    engine.save_checkpoint(f"{folder}/before")
+    train(engine, 2 * steps)
+    if save:
+        torch.save(engine.module.state_dict(), f"{folder}/model.pt")
+    os._exit(3)  # never reached where it saves
+
+
+def test_a_script_that_would_save_ends_before(tmp_path: Path) -> None:
+    """Training is shorter than what was to be timed. What was timed counts, and the user's files stay."""
+    (tmp_path / "model.pt").write_bytes(b"the user's")
+    steps = 4
+    process = multiprocessing.get_context("forkserver").Process(
+        target=short_training, args=(str(tmp_path), steps, True)
+    )
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    assert (tmp_path / "model.pt").read_bytes() == b"the user's"
+    assert not (tmp_path / "before").exists()
+    events = events_of(tmp_path)
+    assert [e["event"] for e in events][-2:] == ["note", "done"]
+    assert len([e for e in events if e["event"] == "step" and e["kind"] == "natural"]) == steps - 1
+    assert f"{steps - 1} of the script's own steps were timed, before save()" in events[-2]["text"]
