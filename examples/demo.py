@@ -83,12 +83,18 @@ def show(found: dict[str, Any]) -> None:
         print(f"  your file       {found['own'] * TOKENS:,.0f} tokens/s; nothing was significantly faster: it was kept")
     else:
         print(f"  your file       {found['own'] * TOKENS:,.0f} tokens/s")
-        tuned = f"{found['value'] * TOKENS:,.0f} tokens/s: {found['gain']:.2f} x"
-        print(f"  tuned file      {tuned}, at the same global batch")
+        low, high = found["gain_interval"]
+        sure = f"{found['gain']:.2f} x" if found["gain_is_certain"] else f"{low:.1f} to {high:.1f} x"
+        gain = (
+            sure if found["confirmed"] else f"faster by single launches, NOT confirmed ({found['why_not_confirmed']})"
+        )
+        print(f"  tuned file      {found['value'] * TOKENS:,.0f} tokens/s: {gain}, at the same global batch")
         seconds = (found["own_seconds"], found["confirmed_seconds"])
         if all(seconds):
             before, after = (f"{batch * TOKENS / each:,.0f}" for each in seconds)
             print(f"                  (in the engine; the whole script, data and logs: {before} and {after} tokens/s)")
+    for warning in found["warnings"]:
+        print(f"                  {warning}")
     log = json.loads((MODEL / f"checkpoint-{MORE_STEPS}" / "trainer_state.json").read_text())["log_history"]
     losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
     print(f"  held-out loss   {losses[0]:.2f} before training, {losses[-1]:.2f} after {MORE_STEPS} steps")

@@ -7,6 +7,7 @@ or until the budget is spent; a result that did not come so far is called not co
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from ds_hf.measure.statistics import summarise
 if TYPE_CHECKING:
     from ds_hf.autotune.study import Search
 
-__all__ = ["LEAST_GAIN", "Contest", "Contestant", "confirm"]
+__all__ = ["LEAST_GAIN", "Again", "Contest", "Contestant", "confirm"]
 
 LEAST_GAIN = 1.01
 ALIKE = 1.03  # what could be at most this much faster is not worth another turn
@@ -48,13 +49,23 @@ class Contestant:
         return self.record.key, self.point.micro, self.point.accumulation
 
 
+@dataclass(frozen=True)
+class Again:
+    """One launch after the search. ``started``: seconds since the epoch; ``seconds``: of the launch."""
+
+    turn: int
+    label: str
+    started: float
+    outcome: Outcome
+
+
 class Contest:
     """What is known of the best settings, from all launches.
 
     Attributes:
         turns: made so far. failed: why a setting cannot win though it was fast in the engine.
         denied: why no setting can: what the engine gains does not show in the script.
-        why_ended: in words.
+        launches: all after the search, in their order. why_ended: in words.
     """
 
     def __init__(self, search: Search) -> None:
@@ -62,6 +73,7 @@ class Contest:
         self.turns = 0
         self.why_ended = self.denied = ""
         self.failed: dict[Key, str] = {}
+        self.launches: list[Again] = []
         self._again: dict[Key, list[Outcome]] = {}
 
     def ranked(self) -> list[Contestant]:
@@ -114,7 +126,9 @@ class Contest:
             search.view.started(len(search.launched()), f"again, turn {self.turns + 1}: {label}", None)
             replay = "not resizable" not in search.own.events
             name = f"again-{self.turns + 1}-{each.record.number}-{size[0]}"
+            started = time.time()
             outcome = search.launches.natural(name, each.record.setting, size, search.world_size, replay=replay)
+            self.launches.append(Again(self.turns + 1, label, started, outcome))
             if outcome.points or outcome.natural:
                 self._again.setdefault(each.key, []).append(outcome)
             elif not each.record.own:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,7 +69,8 @@ def report_html(search: Search, result: Result, more: Sequence[str] = ()) -> str
         _predictions(records),
         _importances(search),
         section("Where the time of a step goes", _shares(result)),
-        section("The launches", _timeline(records), text="Each bar is one start of the script."),
+        section("The launches", _timeline(records, result), text="Each bar is one start of the script."),
+        _again(result),
         _trials(search, result, records),
         _kept(search),
         section("In words", code("\n".join(summary_lines(search, result)))),
@@ -94,9 +96,11 @@ def _figures(search: Search, result: Result) -> str:
         "tuned": "your file is kept" if result.kept else shown(result.best[1]),
     }
     if not result.kept and result.own is not None:
-        found["gain"] = f"{result.gain:.2f} x" if result.trusted else "not confirmed"
+        low, high = result.interval
+        unsure = f"{low:.1f} to {high:.1f} x" if result.trusted else "not confirmed"
+        found["gain"] = f"{result.gain:.2f} x" if result.is_certain else unsure
     found["limited by"] = result.limit
-    found["launches"] = str(len(search.launched()))
+    found["launches"] = str(len(search.launched()) + len(result.again))
     return facts(found)
 
 
@@ -168,12 +172,41 @@ def _shares(result: Result) -> str:
     return bars(parts, Axis(words, low=0, high=1, percent=True))
 
 
-def _timeline(records: list[Record]) -> str:
+def _again(result: Result) -> str:
+    """What the launches after the search measured, each at the speed of the machine in the first one."""
+    if not result.again:
+        return ""
+    rows = []
+    for each in result.again:
+        point = each.outcome.points[0] if each.outcome.points else None
+        steps = each.outcome.natural
+        rows.append(
+            (
+                str(each.turn),
+                each.label,
+                f"{point.micro} x {point.accumulation}" if point else "",
+                f"{point.seconds * 1e3:,.1f} ±{(point.high - point.low) / 2 / point.seconds:.0%}" if point else "",
+                f"{statistics.median(steps) * 1e3:,.1f}" if steps else "",
+                f"{1 / point.slowdown:.2f} x" if point else "",
+                each.outcome.reason,
+            )
+        )
+    head = ("turn", "setting", "micro x acc.", "engine, ms/step", "script, ms/step", "machine", "")
+    text = "The two best and your file once more, in turns: what is said of them rests on all launches together."
+    return section("Started again", table(head, rows, numbers=(0, 2, 3, 4, 5)), text=text)
+
+
+def _timeline(records: list[Record], result: Result) -> str:
     launched = [record for record in records if record.seconds]
     start = min((record.started for record in launched), default=0.0)
     rows = [Bar(f"{r.number}: {r.label}", r.started - start, r.started - start + r.seconds,
                 KINDS.get(r.kind, "#c0392b"), r.kind, r.reason or f"{r.kind}, {r.seconds:.0f} s")
             for r in launched]  # fmt: skip
+    rows += [
+        Bar(f"again {each.turn}: {each.label}", at, at + each.outcome.seconds, COLOURS[0], each.outcome.kind)
+        for each in result.again
+        for at in (each.started - start,)
+    ]
     return bars(rows, Axis("seconds since the start", low=0))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hf.autotune.confirm import LEAST_GAIN, Contest, Contestant
+from ds_hf.autotune.confirm import LEAST_GAIN, Again, Contest, Contestant
 from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record, records_of, value_of
@@ -76,6 +76,7 @@ class Result:
         gain: how many times better the best is in the engine (1 when kept); ``interval``: 95 % of it.
         trusted: it was started again beside the user's file, and the intervals separated; ``why_not`` where not.
         launches: of the best and of the user's file, on which ``gain`` rests.
+        again: launches after the search.
         confirmed: the last launch of the result as a user starts it; ``None`` when there was none.
         script: seconds of the script's own step, with the user's file and with the result.
         rejected: what looked better and was not when the script itself ran with it.
@@ -93,6 +94,7 @@ class Result:
     why_not: str = ""
     launches: tuple[int, int] = (1, 1)
     script: tuple[float | None, float | None] = (None, None)
+    again: list[Again] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     confirmed: Outcome | None = None
@@ -102,6 +104,11 @@ class Result:
     rejected: str = ""
     workers: int | None = None
     learning_rate: LrResult | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the gain is known well enough to be told as a figure."""
+        return self.trusted and self.interval[1] <= UNSURE * self.gain
 
 
 def make_result(contest: Contest) -> Result:
@@ -125,6 +132,7 @@ def make_result(contest: Contest) -> Result:
     result.interval = (low, high) if not kept or top is not chosen else (1.0, 1.0)
     result.trusted = bool(chosen.again and (own is None or own.again or search.options.metric is Metric.MEMORY))
     result.why_not = "" if result.trusted else contest.why_ended or "it was not started again"
+    result.again = list(contest.launches)
     result.launches = (chosen.estimate.launches, 0 if own is None else own.estimate.launches)
     result.script = (_script(contest, own), _script(contest, chosen))
     result.confirmed = chosen.again[-1] if chosen.again and not kept else None
@@ -179,7 +187,7 @@ def headline(search: Search, result: Result) -> str:
     was, now = (seconds and seconds / point.micro / point.accumulation
                 for seconds, point in zip(result.script, (result.own, result.best[1]), strict=True))  # fmt: skip
     script = f"the whole script {was / now:.2f} x" if was and now and result.workers is None else ""
-    if high > UNSURE * result.gain:
+    if not result.is_certain:
         where = f"{low:.1f} to {high:.1f} x in the engine" + (f", {script}" if script else "")
         return f"Faster than your file, confirmed; by how much is not certain on this machine ({where})"
     figure = f"{result.gain:.2f} x as fast as your file ({low:.2f} to {high:.2f}), confirmed"
@@ -378,6 +386,7 @@ def reasons_of(search: Search, result: Result) -> dict[str, Any]:
         "gain_interval": list(result.interval),
         "confirmed": result.trusted,
         "why_not_confirmed": result.why_not,
+        "gain_is_certain": result.is_certain,
         "launches": dict(zip(("tuned", "yours"), result.launches, strict=True)),
         "warnings": warnings_of(search),
         "kept_yours": result.kept,
@@ -415,8 +424,7 @@ def summary_lines(search: Search, result: Result) -> list[str]:
         lines.append("no significant gain, kept yours" + (f": {result.rejected}" if result.rejected else ""))
     else:
         low, high = result.interval
-        sure = result.trusted and high <= UNSURE * result.gain
-        figure = f"{result.gain:.2f} x, " if sure else "" if result.trusted else "not confirmed, "
+        figure = f"{result.gain:.2f} x, " if result.is_certain else "" if result.trusted else "not confirmed, "
         times = f", {figure}{low:.2f} to {high:.2f} x" if result.own is not None else ""
         lines.append(f"tuned:     {_line(search, point)}{times}   [{record.label}]")
         lines += [
@@ -431,10 +439,9 @@ def summary_lines(search: Search, result: Result) -> list[str]:
     lines += warnings_of(search)
     launched = len(search.launched())
     ruled = len(records_of(search.study)) - launched
-    lines.append(
-        f"{_several(launched, 'launch', 'launches')}, {_several(ruled, 'setting', 'settings')} ruled out without one; "
-        f"stopped: {result.why_stopped}"
-    )
+    counts = f"{_several(launched, 'launch', 'launches')}, {len(result.again)} more to confirm"
+    settings = _several(ruled, "setting", "settings")
+    lines.append(f"{counts}, {settings} ruled out without one; stopped: {result.why_stopped}")
     return lines
 
 
