@@ -67,12 +67,14 @@ Folder = Annotated[
         help="Folder of a checkpoint, or one that holds 'latest'.", show_default=False, parser=_path, metavar="PATH"
     ),
 ]
-Tag = Annotated[str | None, typer.Option("--tag", "-t", help="Which checkpoint; default what 'latest' names.")]
+Tag = Annotated[
+    str | None, typer.Option("--tag", "-t", help="Which checkpoint; by default the one that 'latest' names.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="Of the weights: fp32, bf16, fp16; default as in the model.")
+    str | None, typer.Option("--dtype", help="Dtype of the weights: fp32, bf16, fp16; by default that of the model.")
 ]
-ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Of hf: largest file.")]
+ShardSize = Annotated[str, typer.Option("--max-shard-size", help="Size limit of one file (hf).")]
 Model = Annotated[
     Path | None,
     typer.Option(
@@ -84,7 +86,7 @@ Model = Annotated[
 
 @checkpoint_app.command("inspect")
 def inspect_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> None:
-    """Tell what a checkpoint holds, whoever wrote it."""
+    """Show what a checkpoint holds, in any of the formats."""
     from ds_hf.engine.checkpoint.formats import open_source
     from ds_hf.engine.checkpoint.inspect import inspect
 
@@ -99,7 +101,7 @@ def inspect_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> N
 
 @checkpoint_app.command("verify")
 def verify_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> None:
-    """Read all of a checkpoint and tell what is damaged or missing."""
+    """Read a whole checkpoint and report what is damaged or missing."""
     from ds_hf.engine.checkpoint.inspect import faults_of
 
     _require(path)
@@ -125,15 +127,17 @@ def convert_command(
         ),
     ],
     to: Annotated[Format, typer.Option("--to", help="What to write.")] = Format.ds_hf,
-    source: Annotated[Format | None, typer.Option("--from", help="What it is; default found out.")] = None,
+    source: Annotated[Format | None, typer.Option("--from", help="Its format; detected by default.")] = None,
     tag: Tag = None,
-    out_tag: Annotated[str | None, typer.Option("--out-tag", help="Of ds_hf, deepspeed: default global_stepN.")] = None,
+    out_tag: Annotated[
+        str | None, typer.Option("--out-tag", help="Tag to write (ds_hf, deepspeed); by default global_stepN.")
+    ] = None,
     dtype: Dtype = None,
     max_shard_size: ShardSize = "5GB",
     model: Model = None,
-    stage: Annotated[int, typer.Option("--stage", min=1, max=3, help="Of deepspeed: ZeRO stage.")] = 2,
-    world_size: Annotated[int, typer.Option("--world-size", "-w", min=1, help="Of deepspeed: processes.")] = 1,
-    sub_group_size: Annotated[int, typer.Option("--sub-group-size", min=1, help="Of deepspeed stage 3.")] = 10**9,
+    stage: Annotated[int, typer.Option("--stage", min=1, max=3, help="ZeRO stage (deepspeed).")] = 2,
+    world_size: Annotated[int, typer.Option("--world-size", "-w", min=1, help="Number of processes (deepspeed).")] = 1,
+    sub_group_size: Annotated[int, typer.Option("--sub-group-size", min=1, help="For deepspeed at stage 3.")] = 10**9,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format.
@@ -206,7 +210,7 @@ def consolidate_command(
     model: Model = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put the weights of a checkpoint together, by default in fp32 from the master weights."""
+    """Merge the weights of a checkpoint, by default in fp32 from the master weights."""
     _require(path)
     kind = _dtype(dtype)
     from ds_hf.engine.checkpoint.formats import open_source

@@ -72,9 +72,11 @@ app.command("autotune", context_settings=AS_GIVEN, epilog=EXAMPLES)(autotune_com
 File = Annotated[
     str, typer.Argument(help="Configuration file, preset name, or - for standard input.", show_default=False)
 ]
-World = Annotated[int | None, typer.Option("--world-size", "-w", min=1, help="Processes, to check the batch keys for.")]
+World = Annotated[
+    int | None, typer.Option("--world-size", "-w", min=1, help="Number of processes, to check the batch keys.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.", show_default=False)]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="File to write to.", show_default=False)]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Overwrite the file.")]
 PresetUse = Enum("PresetUse", {"trainer": "trainer", "loop": "loop"}, type=str)
 PresetName = Enum("PresetName", {name: name for name in PRESETS}, type=str)  # type: ignore[misc]
@@ -107,7 +109,7 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
 def explain_command(
     file: File,
     world_size: World = None,
-    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also defaults that change nothing.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also show defaults that change nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print every effective value and where it comes from."""

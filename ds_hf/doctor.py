@@ -83,7 +83,7 @@ def _deepspeed() -> Fact:
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         fix = f"put {Path(__file__).parent / 'compat'} on PYTHONPATH, or reinstall ds-hf with pip"
-        return Fact("deepspeed", "nobody serves the name: transformers will not use ds_hf", fix)
+        return Fact("deepspeed", "the name is not served: transformers will not use ds_hf", fix)
     folder = real_deepspeed()
     if folder is None:
         return Fact("deepspeed", "served by ds_hf")

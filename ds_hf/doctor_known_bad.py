@@ -99,20 +99,20 @@ def _small_shm(m: Machine) -> tuple[str, str] | None:
 def _old_kernel(m: Machine) -> tuple[str, str] | None:
     version = re.match(r"(\d+)\.(\d+)", m.kernel)
     if version and (int(version[1]), int(version[2])) < (5, 5):
-        return f"Linux {m.kernel}: processes are known to hang below 5.5", "update the kernel"
+        return f"Linux {m.kernel}: processes are known to hang on kernels before 5.5", "update the kernel"
     return None
 
 
 def _consumer_p2p(m: Machine) -> tuple[str, str] | None:
     cards = [gpu.name for gpu in m.gpus if re.search(r"RTX 40[0-9]0", gpu.name)]
     if len(cards) > 1 and m.env.get("NCCL_P2P_DISABLE") != "1":
-        return f"{cards[0]}: no direct access between such cards; NCCL may hang", "export NCCL_P2P_DISABLE=1"
+        return f"{cards[0]}: such cards have no direct access to each other; NCCL may hang", "export NCCL_P2P_DISABLE=1"
     return None
 
 
 def _blocking_launches(m: Machine) -> tuple[str, str] | None:
     if m.env.get("CUDA_LAUNCH_BLOCKING") == "1":
-        return "CUDA_LAUNCH_BLOCKING=1: nothing overlaps, several times slower", "unset it after debugging"
+        return "CUDA_LAUNCH_BLOCKING=1: nothing overlaps, which is several times slower", "unset it after debugging"
     return None
 
 
@@ -125,7 +125,7 @@ def _debug_collectives(m: Machine) -> tuple[str, str] | None:
 def _slow_nccl(m: Machine) -> tuple[str, str] | None:
     names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE") if m.env.get(name) == "1"]
     if names and len(m.gpus) > 1 and not any(re.search(r"RTX 40[0-9]0", gpu.name) for gpu in m.gpus):
-        return f"{', '.join(names)}=1: NCCL takes a slower way", "unset them, if they were for debugging"
+        return f"{', '.join(names)}=1: NCCL takes a slower way", "unset them if they were set for debugging"
     return None
 
 
@@ -143,7 +143,7 @@ def _little_host_memory(m: Machine) -> tuple[str, str] | None:
     total = sum(gpu.total_mib for gpu in m.gpus) << 20
     if total and m.memory_nbytes < total / 2:
         found = f"{m.memory_nbytes / GIB:.0f} GiB of memory beside {total / GIB:.0f} GiB on GPUs"
-        return found, "offload to the CPU will not hold much; ds-hf memory tells"
+        return found, "offload to the CPU will not hold much; ds-hf memory shows how much"
     return None
 
 

@@ -63,7 +63,9 @@ def run_command(
     include: Annotated[
         str, _option(RESOURCES, "--include", "-i", text="Use only these: host[:slot,slot...][@host...].")
     ] = "",
-    exclude: Annotated[str, _option(RESOURCES, "--exclude", "-e", text="Use all but these; form as --include.")] = "",
+    exclude: Annotated[
+        str, _option(RESOURCES, "--exclude", "-e", text="Use all but these; same form as --include.")
+    ] = "",
     num_nodes: Annotated[int, _option(RESOURCES, "--num_nodes", text="Use the first N hosts; -1: all.")] = -1,
     num_gpus: Annotated[
         int,
@@ -82,9 +84,9 @@ def run_command(
     ] = -1,
     launcher: Annotated[str, _option(HOSTS, "--launcher", text=f"{', '.join(LAUNCHERS)}; ssh if left out.")] = "",
     launcher_args: Annotated[
-        str, _option(HOSTS, "--launcher_args", text="Further arguments of ssh, pdsh, mpirun or srun, in one word.")
+        str, _option(HOSTS, "--launcher_args", text="More arguments for ssh, pdsh, mpirun or srun, in one quoted word.")
     ] = "",
-    ssh_port: Annotated[int, _option(HOSTS, "--ssh_port", text="Port of ssh; 0: ssh's own choice.")] = 0,
+    ssh_port: Annotated[int, _option(HOSTS, "--ssh_port", text="Port of ssh; 0: the one ssh is configured for.")] = 0,
     export: Annotated[
         list[str] | None,
         _option(
@@ -95,36 +97,42 @@ def run_command(
         bool, _option(HOSTS, "--no_ssh", text="Start this host's part only; run the same on each host.")
     ] = False,
     node_rank: Annotated[int, _option(HOSTS, "--node_rank", text="With --no_ssh: index of this host.")] = -1,
-    no_ssh_check: Annotated[
-        bool, _option(HOSTS, "--no_ssh_check", text="Leave the checks before the start out.")
-    ] = False,
+    no_ssh_check: Annotated[bool, _option(HOSTS, "--no_ssh_check", text="Skip the checks before the start.")] = False,
     force_multi: Annotated[
-        bool, _option(HOSTS, "--force_multi", text="Start over the network even if one host is left.")
+        bool, _option(HOSTS, "--force_multi", text="Start over the network even if only one host is left.")
     ] = False,
     venv_script: Annotated[
         str, _option(HOSTS, "--venv_script", text="Shell script to source on each host before Python.")
     ] = "",
     module: Annotated[bool, _option(PROCESSES, "--module", text="The script is a module: python -m.")] = False,
-    no_python: Annotated[bool, _option(PROCESSES, "--no_python", text="Execute the script itself.")] = False,
+    no_python: Annotated[
+        bool, _option(PROCESSES, "--no_python", text="Execute the script directly, without Python.")
+    ] = False,
     no_local_rank: Annotated[
         bool, _option(PROCESSES, "--no_local_rank", text="Do not pass --local_rank=N; LOCAL_RANK is set anyway.")
     ] = False,
     bind_cores_to_rank: Annotated[
-        bool, _option(PROCESSES, "--bind_cores_to_rank", text="Give each process cores of its own.")
+        bool, _option(PROCESSES, "--bind_cores_to_rank", text="Bind each process to its own cores.")
     ] = False,
     bind_core_list: Annotated[
-        str, _option(PROCESSES, "--bind_core_list", text="The cores to share out, such as 0-3,8.")
+        str, _option(PROCESSES, "--bind_core_list", text="The cores to divide among the processes, such as 0-3,8.")
     ] = "",
     max_restarts: Annotated[
-        int, _option(PROCESSES, "--max_restarts", text="Start all processes again after a failure, so many times.")
+        int,
+        _option(PROCESSES, "--max_restarts", text="After a failure, start all processes again, up to this many times."),
     ] = 0,
     elastic_training: Annotated[
-        bool, _option(PROCESSES, "--elastic_training", text="Go on with fewer hosts, take new ones in.")
+        bool, _option(PROCESSES, "--elastic_training", text="Continue with fewer hosts, and accept new ones.")
     ] = False,
-    min_elastic_nodes: Annotated[int, _option(PROCESSES, "--min_elastic_nodes", text="Fewest hosts; -1: 1.")] = -1,
-    max_elastic_nodes: Annotated[int, _option(PROCESSES, "--max_elastic_nodes", text="Most hosts; -1: all.")] = -1,
+    min_elastic_nodes: Annotated[
+        int, _option(PROCESSES, "--min_elastic_nodes", text="Minimum number of hosts; -1: 1.")
+    ] = -1,
+    max_elastic_nodes: Annotated[
+        int, _option(PROCESSES, "--max_elastic_nodes", text="Maximum number of hosts; -1: all.")
+    ] = -1,
     autotuning: Annotated[
-        Mode | None, _option(PROCESSES, "--autotuning", text="Search a better configuration, then (run) train with it.")
+        Mode | None,
+        _option(PROCESSES, "--autotuning", text="Search for a better configuration, then (run) train with it."),
     ] = None,
     dry_run: Annotated[
         bool, _option(OUTPUT, "--dry-run", text="Print the exact command of each host and start nothing.")
@@ -141,7 +149,7 @@ def run_command(
     log_level: Annotated[
         LogLevel | None, _option(OUTPUT, "--log_level", text="Accepted for DeepSpeed's sake; see --quiet.", hidden=True)
     ] = None,
-    quiet: Annotated[bool, _option(OUTPUT, "--quiet", "-q", text="No word about what is started.")] = False,
+    quiet: Annotated[bool, _option(OUTPUT, "--quiet", "-q", text="Say nothing about what is started.")] = False,
 ) -> None:
     """Train on the GPUs of this machine, or of the hosts in a hostfile."""
     given = dict(context.params)

@@ -42,23 +42,25 @@ Target = Annotated[
 ]
 Rest = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)]
 ConfigFile = Annotated[
-    str | None, typer.Option("--config", help="DeepSpeed's JSON file, or a preset; for a script its own by default.")
+    str | None, typer.Option("--config", help="DeepSpeed's JSON file, or a preset; for a script, its own by default.")
 ]
-World = Annotated[int, typer.Option("--world-size", min=1, help="Processes, one a GPU.")]
-Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Samples a process takes at once.")]
-Length = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens a sample.")]
+World = Annotated[int, typer.Option("--world-size", min=1, help="Number of processes, one for each GPU.")]
+Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Samples in one micro-batch of a process.")]
+Length = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample.")]
 Recompute = Annotated[
     bool | None,
-    typer.Option("--checkpointing/--no-checkpointing", help="Gradient checkpointing; default as the model."),
+    typer.Option("--checkpointing/--no-checkpointing", help="Gradient checkpointing; by default as in the model."),
 ]
 Attention = Annotated[str | None, typer.Option("--attention", help="sdpa, eager, flash_attention_2, ...")]
 DeviceMemory = Annotated[
     str | None,
-    typer.Option("--device-memory", help=f"Of one GPU; default that of this machine's, else {_DEFAULT_MEMORY}."),
+    typer.Option(
+        "--device-memory", help=f"Memory of one GPU; by default that of this machine, else {_DEFAULT_MEMORY}."
+    ),
 ]
-HostMemory = Annotated[str | None, typer.Option("--host-memory", help="Of one host; default not looked at.")]
-PerHost = Annotated[int, typer.Option("--gpus-per-host", min=1, help="Processes that share a host.")]
-Weights = Annotated[bool, typer.Option("--load-weights", help="Let the script load weights.")]
+HostMemory = Annotated[str | None, typer.Option("--host-memory", help="Memory of one host; not checked by default.")]
+PerHost = Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of processes that share a host.")]
+Weights = Annotated[bool, typer.Option("--load-weights", help="Let the script load its weights.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; all figures are bytes.")]
 
 

@@ -66,10 +66,10 @@ def test_its_own_configuration_is_the_row_that_is_listed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["no/such"], "no model 'no/such'"),
+        (["no/such"], "cannot find the model 'no/such'"),
         (["nowhere.py"], "nowhere.py does not exist"),
-        ([TINY, "--device-memory", "lots"], "'lots' is no amount of memory"),
-        ([TINY, "--host-memory", "0GiB"], "'0GiB' is no amount of memory"),
+        ([TINY, "--device-memory", "lots"], "'lots' is not a valid amount of memory"),
+        ([TINY, "--host-memory", "0GiB"], "'0GiB' is not a valid amount of memory"),
         ([TINY, "--stge", "3"], "only scripts take arguments"),
         ([TINY, "--config", '{"zero_optimization": {"stage": 9}}'], "stage"),
     ],
@@ -96,5 +96,5 @@ def test_amounts() -> None:
     assert parse_bytes("24GB") == 24 * 10**9
     assert parse_bytes("1.5TiB") == 3 << 39
     for text in ("", "GiB", "-3GiB", "3 apples", "0"):
-        with pytest.raises(UnpredictableError, match="no amount of memory"):
+        with pytest.raises(UnpredictableError, match="not a valid amount of memory"):
             parse_bytes(text)

@@ -38,10 +38,13 @@ Words = Annotated[
     ),
 ]
 ResultsDir = Annotated[
-    Path, typer.Option(help="Everything is written here; the same folder resumes a search.", rich_help_panel=SEARCH)
+    Path,
+    typer.Option(
+        help="Folder for all results; naming the same folder again resumes the search.", rich_help_panel=SEARCH
+    ),
 ]
-Budget = Annotated[str, typer.Option(help="Time for the whole search: 90s, 10m, 1.5h.", rich_help_panel=SEARCH)]
-Trials = Annotated[int, typer.Option(min=1, help="Launches at most.", rich_help_panel=SEARCH)]
+Budget = Annotated[str, typer.Option(help="Time budget of the whole search: 90s, 10m, 1.5h.", rich_help_panel=SEARCH)]
+Trials = Annotated[int, typer.Option(min=1, help="Maximum number of launches.", rich_help_panel=SEARCH)]
 MetricOption = Annotated[str, typer.Option(help="throughput, latency, flops or memory.", rich_help_panel=SEARCH)]
 Tune = Annotated[
     list[str],
@@ -54,7 +57,7 @@ Tune = Annotated[
 ]
 Fix = Annotated[
     list[str],
-    typer.Option(help="A key that stays as it is. May be repeated.", show_default=False, rich_help_panel=SPACE),
+    typer.Option(help="A key that must not change. May be repeated.", show_default=False, rich_help_panel=SPACE),
 ]
 Batch = Annotated[
     str | None,
@@ -66,7 +69,7 @@ Micro = Annotated[str, typer.Option(help="Interval for the micro-batch.", rich_h
 MemoryLimit = Annotated[
     str | None,
     typer.Option(
-        help="Memory of each device, e.g. 2GiB, if it is to be less than there is. On a CPU bytes of tensors count.",
+        help="Memory of each device, e.g. 2GiB, to use less than there is. On a CPU the bytes of tensors count.",
         rich_help_panel=SPACE,
     ),
 ]
@@ -77,22 +80,24 @@ Processes = Annotated[
 Launcher = Annotated[
     str | None,
     typer.Option(
-        help='Start the script behind these words instead of torchrun, e.g. "srun -N 2 torchrun ...".',
+        help='Start the script with these words instead of torchrun, e.g. "srun -N 2 torchrun ...".',
         rich_help_panel=TRIALS,
     ),
 ]
 TrialTimeout = Annotated[str, typer.Option(help="Longest launch.", rich_help_panel=TRIALS)]
 StallTimeout = Annotated[
-    str, typer.Option(help="Longest silence of a launch before it counts as hung.", rich_help_panel=TRIALS)
+    str, typer.Option(help="A launch that is silent for longer counts as hung.", rich_help_panel=TRIALS)
 ]
-Patience = Annotated[int, typer.Option(min=1, help="End after so many launches without gain.", rich_help_panel=SEARCH)]
-Seed = Annotated[int, typer.Option(help="Of Optuna's sampler.", rich_help_panel=SEARCH)]
-Overwrite = Annotated[bool, typer.Option(help="Throw an earlier search in the folder away.", rich_help_panel=SEARCH)]
+Patience = Annotated[
+    int, typer.Option(min=1, help="Stop after this many launches without a gain.", rich_help_panel=SEARCH)
+]
+Seed = Annotated[int, typer.Option(help="Seed of Optuna's sampler.", rich_help_panel=SEARCH)]
+Overwrite = Annotated[bool, typer.Option(help="Discard an earlier search in the folder.", rich_help_panel=SEARCH)]
 Confirm = Annotated[
-    bool, typer.Option(help="Start the result once as you would, for its real figure.", rich_help_panel=SEARCH)
+    bool, typer.Option(help="Run your script once with the result, to confirm its speed.", rich_help_panel=SEARCH)
 ]
 LearningRate = Annotated[
-    bool, typer.Option("--lr", help="Then search a learning rate with the result.", rich_help_panel=SEARCH)
+    bool, typer.Option("--lr", help="Then search for a learning rate with the result.", rich_help_panel=SEARCH)
 ]
 Train = Annotated[bool, typer.Option("--run", help="Train with the result afterwards.", rich_help_panel=SEARCH)]
 
@@ -224,5 +229,5 @@ def _interval(text: str) -> tuple[int, int]:
     """
     low, _, high = text.partition(":")
     if not low.isdecimal() or not (high or low).isdecimal() or int(low) < 1:
-        raise ConfigError(f"{text!r} is no interval: write 8:64")
+        raise ConfigError(f"{text!r} is not a valid interval: write 8:64")
     return int(low), int(high or low)

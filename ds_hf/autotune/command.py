@@ -65,7 +65,7 @@ class Command:
         fault = Fault(
             "",
             "the command names no configuration, so there is nothing to tune",
-            "add --deepspeed ds_config.json (Trainer scripts) or --deepspeed_config ds_config.json behind the script",
+            "add --deepspeed ds_config.json (Trainer scripts) or --deepspeed_config ds_config.json after the script",
         )
         raise ConfigError([fault], shlex.join(words))
 

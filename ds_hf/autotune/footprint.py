@@ -126,7 +126,7 @@ def _predictor(facts: Mapping[str, Any], found: Mapping[str, Any], checkpointing
 
     model, inputs = facts.get("model"), found.get("inputs")
     if not model or not inputs:
-        raise UnpredictableError("the model is none that transformers builds, or its batch is not known by name")
+        raise UnpredictableError("the model is not one that transformers builds, or its batch is not known by name")
     kind = getattr(transformers, model["class"], None)
     if kind is None:
         raise UnpredictableError(f"transformers has no {model['class']}")

@@ -139,7 +139,7 @@ def seconds_of(text: str) -> float:
     """
     match = _DURATION.match(text.strip().lower())
     if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"{text!r} is no duration: write 90s, 10m or 1.5h")
+        raise ConfigError(f"{text!r} is not a valid duration: write 90s, 10m or 1.5h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
@@ -151,7 +151,7 @@ def nbytes_of(text: str) -> int:
     """
     match = _NBYTES.match(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise ConfigError(f"{text!r} is no amount of memory: write 2GiB or 500MB")
+        raise ConfigError(f"{text!r} is not a valid amount of memory: write 2GiB or 500MB")
     decimal = text.strip().lower().endswith("b") and not match[3] and bool(match[2])
     power = "kmgt".index(match[2].lower()) + 1 if match[2] else 0
     return int(float(match[1]) * (1000 if decimal else 1024) ** power)

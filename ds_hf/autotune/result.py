@@ -220,7 +220,7 @@ def _why_nothing_fits(search: Search) -> str:
         [
             "no setting could be measured; nearest first:",
             *lines,
-            "free more keys (--tune all, gradient checkpointing), use more devices, or a smaller model",
+            "free more keys (--tune all, gradient checkpointing), or use more devices or a smaller model",
         ]
     )
 
@@ -421,7 +421,7 @@ def summary_lines(search: Search, result: Result) -> list[str]:
     else:
         lines.append("your file: does not fit into memory")
     if result.kept:
-        lines.append("no significant gain, kept yours" + (f": {result.rejected}" if result.rejected else ""))
+        lines.append("no significant gain; your file is kept" + (f": {result.rejected}" if result.rejected else ""))
     else:
         low, high = result.interval
         figure = f"{result.gain:.2f} x, " if result.is_certain else "" if result.trusted else "not confirmed, "

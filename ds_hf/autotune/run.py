@@ -197,7 +197,7 @@ def _prepare_folder(problem: Problem) -> None:
         if different:
             raise ConfigError(
                 f"{folder} holds a search of something else ({', '.join(different)} differ): "
-                f"--overwrite starts anew, or {fix}"
+                f"--overwrite starts again, or {fix}"
             )
         return
     if any(folder.iterdir()) and not (folder / JOURNAL).exists() and any(folder.glob("trials/*")):

@@ -102,7 +102,7 @@ class Space:
         elif self._given(axis.name) and not named:
             reason = "given in the file"
         if not reason and axis.device_only and not cuda and axis.name not in options.tune:
-            reason = "of no use without an accelerator"
+            reason = "has no effect without an accelerator"
         if not reason and axis.name in options.fix:
             reason = "--fix"
         if not reason and not named:
@@ -186,7 +186,7 @@ def check_names(options: Options) -> None:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             nearest = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name!r} is no key that can be tuned or fixed{nearest} There are: {', '.join(names)}")
+            raise ConfigError(f"{name!r} cannot be tuned or fixed{nearest} There are: {', '.join(names)}")
 
 
 def config_of(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class Search:
         started = time.time()
         outcome = self.launches.own(self._progress)
         if outcome.kind == "timeout" and self.options.budget < self.options.trial_timeout and not outcome.points:
-            message = f"the budget of {self.options.budget:g} s is spent, and your own file is not measured yet"
+            message = f"the budget of {self.options.budget:g} s is spent, and your own file has not been measured yet"
             raise TuneError(f"{message}: give more with --budget", outcome.tail)
         if outcome.kind in ("no engine", "no steps") and not outcome.points:
             raise TuneError(f"nothing can be measured with your own file: {outcome.reason}", outcome.tail)
@@ -202,7 +202,7 @@ class Search:
             return ranked[0][1]
         hopeful = [setting for _, setting in self._hopeful(ranked)]
         if not hopeful:
-            self.why_stopped = f"no launch that is left can be expected to gain {WORTH:.1%}, by the corrected model"
+            self.why_stopped = f"none of the remaining launches is expected to gain {WORTH:.1%}, by the corrected model"
             return None
         launches = len(self.launched())
         if self.options.sampler == "gridsearch":

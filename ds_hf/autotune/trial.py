@@ -210,7 +210,7 @@ def _judge(outcome: Outcome, ended: str, code: int, launch: Launch) -> None:
     """Set ``kind`` and ``reason``."""
     if ended in ("timeout", "hang"):
         limit = launch.timeout if ended == "timeout" else launch.stall
-        did = "took longer than" if ended == "timeout" else "gave no sign of life for"
+        did = "took longer than" if ended == "timeout" else "was silent for"
         outcome.kind, outcome.reason = ended, f"{did} {limit:g} s; its stacks are in {launch.folder / 'output.log'}"
     elif "facts" not in outcome.events:
         _judge_without_engine(outcome, code)
@@ -226,14 +226,14 @@ def _judge(outcome: Outcome, ended: str, code: int, launch: Launch) -> None:
         outcome.kind, outcome.reason = "crash", f"exit code {code}: {last_error(outcome.tail)}"
     elif not outcome.points and not outcome.natural:
         outcome.kind = "no steps"
-        outcome.reason = "the script made an engine and ended before it had trained enough steps to measure"
+        outcome.reason = "the script made an engine, but ended before it had trained enough steps to measure"
 
 
 def _judge_without_engine(outcome: Outcome, code: int) -> None:
     if code == 0:
         outcome.kind = "no engine"
         outcome.reason = (
-            "the script ended without an error and never made an engine "
+            "the script ended without an error, but never made an engine "
             "(deepspeed.initialize, or a Trainer that trains)"
         )
     elif code != 0 and _says_out_of_memory(outcome.tail):

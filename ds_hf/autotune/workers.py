@@ -44,7 +44,7 @@ def try_workers(search: Search, result: Result) -> None:
     was, now = summarise(list(steps)), summarise(outcome.natural)
     measured = f"with {count} it takes {now.median * 1e3:,.0f} ms instead of {was.median * 1e3:,.0f}, measured"
     if now.high >= was.low or was.median / now.median < LEAST_GAIN:
-        search.space.kept[WORKERS] = f"{waited}; {measured}, which is no significant gain"
+        search.space.kept[WORKERS] = f"{waited}; {measured}, which is not a significant gain"
         return
     result.changes.append(Change(WORKERS, before, count, f"{waited}; {measured}"))
     result.words, result.workers = final_words(search, record.setting, size, count), count

@@ -25,7 +25,7 @@ __all__ = ["check", "show"]
 _KINDS = {
     "integer": "an integer",
     "number": "a number",
-    "string": "a text",
+    "string": "a string",
     "boolean": "true or false",
     "array": "a list",
     "object": "an object { }",
@@ -63,7 +63,7 @@ def _check_auto(draft: Draft) -> None:
         if fills is None:
             if node:
                 what = (
-                    f"give a value or remove it (default {show(node.get('default'))})"
+                    f"set a value or remove it (default {show(node.get('default'))})"
                     if "default" in node
                     else "give a value"
                 )
@@ -172,7 +172,7 @@ def _wrong_type(value: Any, node: Node) -> tuple[str, str]:
     if isinstance(value, bool):
         found = f"{show(value)} is a boolean"
     elif isinstance(value, str):
-        found = f"{show(value)} is a text"
+        found = f"{show(value)} is a string"
     elif value is None:
         return f"null is not a value here; expected {expected}", f"remove it{default}, or give a value"
     elif isinstance(value, (dict, list)):

@@ -69,7 +69,9 @@ class _Parser:
         self.parsed.value = self.value("", 0)
         self.skip()
         if self.pos < len(self.text):
-            raise self.error("text goes on after the end of the value", "remove it, or look for a } too many above")
+            raise self.error(
+                "there is more text after the end of the value", "remove it, or look for a } too many above"
+            )
         return self.parsed
 
     def line(self, pos: int) -> int:
@@ -105,7 +107,9 @@ class _Parser:
 
     def value(self, pointer: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise self.error(f"nested deeper than {MAX_DEPTH} levels", "no section of a configuration nests so deep")
+            raise self.error(
+                f"nested deeper than {MAX_DEPTH} levels", "no section of a configuration is nested that deeply"
+            )
         char = self.text[self.pos : self.pos + 1]
         if char == "{":
             return self.object(pointer, depth)
@@ -131,7 +135,7 @@ class _Parser:
             here = f"{pointer}/{escape(key)}"
             if key in result:
                 first = self.parsed.lines[here]
-                message = f'the key "{key[:60]}" stands here and in line {first} already'
+                message = f'the key "{key[:60]}" appears here and in line {first}'
                 self.parsed.faults.append(Fault(here, message, "keep one of the two", line))
             self.parsed.lines[here] = line
             result[key] = self.value(here, depth + 1)
@@ -144,7 +148,9 @@ class _Parser:
             key = match.group()
             self.pos = match.end()
         else:
-            raise self.error(f"expected a key, found {self.text[self.pos]!r}", 'a key is a text in quotes: "stage": 2')
+            raise self.error(
+                f"expected a key, found {self.text[self.pos]!r}", 'a key is a string in quotes: "stage": 2'
+            )
         self.skip()
         if self.text[self.pos : self.pos + 1] != ":":
             raise self.error(f'expected ":" after the key "{key[:40]}"', f'write "{key[:40]}": value')
@@ -186,7 +192,7 @@ class _Parser:
         if self.text.startswith("'''", self.pos):
             end = self.text.find("'''", self.pos + 3)
             if end < 0:
-                raise self.error("a text is never closed", "close it with '''")
+                raise self.error("a string is never closed", "close it with '''")
             start, self.pos = self.pos + 3, end + 3
             return self.text[start:end].strip("\n")
         start = self.pos
@@ -202,7 +208,7 @@ class _Parser:
                 break
             pieces.append(self.escaped() if char == "\\" else char)
             self.pos += 1
-        raise self.error("a text is never closed", f"close it with {quote}", start)
+        raise self.error("a string is never closed", f"close it with {quote}", start)
 
     def escaped(self) -> str:
         """The character that a backslash stands for; leaves the position on its last character."""
@@ -214,7 +220,7 @@ class _Parser:
         if char == "u" and re.fullmatch("[0-9a-fA-F]{4}", digits):
             self.pos += 4
             return chr(int(digits, 16))
-        raise self.error("unknown escape in a text", r"write a backslash as \\")
+        raise self.error("unknown escape in a string", r"write a backslash as \\")
 
     def word(self) -> Any:
         start = self.pos

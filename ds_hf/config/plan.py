@@ -173,7 +173,7 @@ def plan_states(config: Config) -> StatePlan:
 
 
 def nonfinite_mode(config: Config) -> NonFiniteMode:
-    """What becomes of a step whose gradient norm is not finite (``ds_hf.nonfinite``): as it says, or else "skip" where
+    """What happens to a step whose gradient norm is not finite (``ds_hf.nonfinite``): as it says, or else "skip" where
     a loss scale or ``bf16.check_grad_overflow`` needs that, and "warn" where DeepSpeed checks nothing."""
     checked = plan_states(config).scales_loss or (config.bf16.enabled and config.bf16.check_grad_overflow)
     return config.ds_hf.nonfinite or ("skip" if checked else "warn")

@@ -40,7 +40,7 @@ def _drop_dotted(draft: Draft) -> None:
         section, _, rest = key.partition(".")
         if section in known:
             draft.warn(
-                pointer_of((key,)), "ignored: a key with a dot is no path", f'write "{rest[:60]}" inside "{section}"'
+                pointer_of((key,)), "ignored: a key with a dot is not a path", f'write "{rest[:60]}" inside "{section}"'
             )
             draft.drop((key,))
 
@@ -55,7 +55,7 @@ def _shorthands(draft: Draft) -> None:
         inner, converted = ("stage", int(value)) if staged else ("enabled", value)
         shown = str(converted).lower()
         was = str(value).lower()
-        draft.warn(f"/{key}", f"{was} is the form of 2020", f'write "{key}": {{"{inner}": {shown}}}')
+        draft.warn(f"/{key}", f"{was} is the form used in 2020", f'write "{key}": {{"{inner}": {shown}}}')
         origin = Origin(OriginKind.RENAMED, f"{key}: {was}", draft.line(f"/{key}"))
         draft.tree[key] = {}
         draft.put((key, inner), converted, origin)
@@ -88,7 +88,7 @@ def _move(draft: Draft, path: Path, node: Node) -> None:
         targets = [(*block, "pin_memory") for block in blocks if isinstance(draft.get(block), dict)]
     for one in targets:
         if not draft.put(one, converted, origin):
-            draft.fault(pointer, f"cannot move it to {dotted(one)}, which is no object", f"use {dotted(one)}")
+            draft.fault(pointer, f"cannot move it to {dotted(one)}, which is not an object", f"use {dotted(one)}")
 
 
 def _right_type(value: Any, node: Node) -> bool:

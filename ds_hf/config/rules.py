@@ -73,7 +73,9 @@ def _autocast(config: Config, draft: Draft) -> None:
         return
     if section.dtype == "fp32":
         draft.warn(
-            f"{base}/dtype", "no effect: autocast to fp32 casts nothing down", 'give "bf16", or remove the block'
+            f"{base}/dtype",
+            "no effect: autocast to fp32 does not lower any precision",
+            'give "bf16", or remove the block',
         )
     for index, name in enumerate(section.lower_precision_safe_modules or ()):
         if not all(part.isidentifier() for part in name.split(".")) or "." not in name:
@@ -150,7 +152,7 @@ def _offload_details(config: Config, draft: Draft) -> None:
         if own.ratio is not None or own.delayed or streams:
             draft.warn("/ds_hf/offload", reason)
     elif own.delayed and streams:
-        message = "stream has no effect where the update is delayed: it would not be beside anything"
+        message = "stream has no effect where the update is delayed: nothing would run beside it"
         draft.warn("/ds_hf/offload/stream", message, "remove one of the two")
 
 
@@ -176,7 +178,7 @@ def _nonfinite(config: Config, draft: Draft) -> None:
     section = config.torch_autocast
     scaled = config.fp16.enabled or (section.enabled and section.dtype == "fp16")
     if scaled and mode in ("warn", "error"):
-        message = f'"{mode}" does not work with fp16, whose loss scale is found by steps that overflow and are skipped'
+        message = f'"{mode}" does not work with fp16, whose loss scale is found by skipping steps that overflow'
         draft.fault(pointer, message, 'remove it, or give "skip"')
     checked = draft.get(("bf16", "check_grad_overflow"))
     if config.bf16.enabled and mode is not None and isinstance(checked, bool) and checked is (mode == "warn"):
@@ -195,7 +197,7 @@ def _schedule(config: Config, draft: Draft) -> None:
     low, high = params.get("cycle_min_lr"), params.get("cycle_max_lr")
     if isinstance(low, list) and isinstance(high, list) and len(low) != len(high):
         message = f"cycle_min_lr has {len(low)} elements and cycle_max_lr {len(high)}"
-        draft.fault("/scheduler/params/cycle_max_lr", message, "give one element for each parameter group in both")
+        draft.fault("/scheduler/params/cycle_max_lr", message, "give both one element for each parameter group")
 
 
 def _elasticity(config: Config, draft: Draft) -> None:

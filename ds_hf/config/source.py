@@ -46,7 +46,7 @@ def read_source(source: object) -> Source:
         return _from_file(os.fspath(source))
     if isinstance(source, str):
         return _from_text(source)
-    message = f"a {type(source).__name__} is no configuration"
+    message = f"a {type(source).__name__} is not a configuration"
     raise ConfigError([Fault("", message, "give a path, a dict, JSON text, base64 text or the name of a preset")])
 
 
@@ -62,7 +62,7 @@ def _from_text(text: str) -> Source:
     if decoded is not None:
         return _from_parsed(parse(decoded, "base64 text"), "base64 text")
     if not stripped:
-        raise ConfigError([Fault("", "the configuration is an empty text", "give a path or JSON text")])
+        raise ConfigError([Fault("", "the configuration is empty", "give a path or JSON text")])
     raise _not_found(text)
 
 
@@ -107,7 +107,7 @@ def _from_file(path: str | bytes) -> Source:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            [Fault("", f"cannot read the file: {reason}", "check the path and its rights")], name
+            [Fault("", f"cannot read the file: {reason}", "check the path and its permissions")], name
         ) from None
     try:
         text = raw.decode("utf-8-sig")
@@ -145,7 +145,7 @@ def _plain(value: Any, pointer: str, ancestors: tuple[int, ...], faults: list[Fa
         faults.append(Fault(pointer, "the value contains itself", "remove the cycle"))
         return None
     if len(ancestors) > MAX_DEPTH:
-        faults.append(Fault(pointer, f"nested deeper than {MAX_DEPTH} levels", "no section nests so deep"))
+        faults.append(Fault(pointer, f"nested deeper than {MAX_DEPTH} levels", "no section is nested that deeply"))
         return None
     if type(value) is int and value.bit_length() > _MAX_BITS:
         faults.append(Fault(pointer, "the number is far too large", "no setting needs such a number"))
@@ -157,7 +157,7 @@ def _plain(value: Any, pointer: str, ancestors: tuple[int, ...], faults: list[Fa
         result: dict[str, Any] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                faults.append(Fault(pointer, f"the key {key!r:.60} is a {type(key).__name__}", "keys are texts"))
+                faults.append(Fault(pointer, f"the key {key!r:.60} is a {type(key).__name__}", "keys are strings"))
                 continue
             result[str(key)] = _plain(item, f"{pointer}/{escape(key)}", inside, faults)
         return result
@@ -176,6 +176,10 @@ def _plain_scalar(value: Any, pointer: str, faults: list[Fault]) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     faults.append(
-        Fault(pointer, f"a {type(value).__name__} has no JSON form", "give a text, number, boolean, list or dict")
+        Fault(
+            pointer,
+            f"a {type(value).__name__} cannot be written as JSON",
+            "give a string, number, boolean, list or dict",
+        )
     )
     return None

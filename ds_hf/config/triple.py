@@ -87,7 +87,7 @@ def _check_possible(draft: Draft, given: dict[str, int]) -> None:
     total = given.get(_TOTAL)
     rest = given.get(_MICRO, 1) * given.get(_STEPS, 1)
     if total is not None and total % rest:
-        message = f"train_batch_size {total} is no multiple of {_product(given)} = {rest}, so no world size fits"
+        message = f"train_batch_size {total} is not a multiple of {_product(given)} = {rest}, so no world size fits"
         below = total // rest * rest
         choices = " or ".join(str(value) for value in (below, below + rest) if value)
         draft.fault(f"/{_TOTAL}", message, f"set train_batch_size to {choices}, or change the others")

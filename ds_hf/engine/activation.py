@@ -54,7 +54,7 @@ class RngTracker:
             ValueError: the name or the seed is taken.
         """
         if seed in self.seeds:
-            raise ValueError(f"seed {seed} already belongs to a state of the tracker; give each state its own")
+            raise ValueError(f"seed {seed} already belongs to a state of the tracker; give each state its own seed")
         if name in self.states:
             raise ValueError(f"the tracker already has a state {name!r}")
         device = get_accelerator()
@@ -154,7 +154,7 @@ class ActivationCheckpointing:
         size = 1 if self.mpu is None else int(self.mpu.get_model_parallel_world_size())
         if partition_activation and size > 1:
             raise ConfigError(
-                f"partition_activations over {size} model-parallel processes is not implemented: use checkpoint_in_cpu"
+                f"partition_activations over {size} model-parallel ranks is not supported yet: use checkpoint_in_cpu"
             )
         self.partitions = partition_activation
 

@@ -37,7 +37,7 @@ from ds_hf.log import logger
 
 __all__ = ["Engine"]
 
-_PARKED = "offload_states() took states of this engine away: call reload_states() first"
+_PARKED = "offload_states() has moved states of this engine away: call reload_states() first"
 _NO_OPTIMIZER = "this engine has no optimizer: give initialize() one, or name one in the configuration"
 
 
@@ -98,7 +98,7 @@ class Engine(EngineFacade, nn.Module):
 
     @phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, under ``torch.autocast`` if the configuration says so and not under anybody else's;
+        """Run the model, under ``torch.autocast`` if the configuration says so and not under a caller's;
         floating-point inputs are cast to its dtype where that is 16-bit."""
         self._require_alive()
         if "lp_params" in self.parking.names:

@@ -114,12 +114,12 @@ class EngineFacade(SettingsFacade, StatesFacade):
         """Change the global batch from the next step on, by accumulating more or fewer micro-batches.
 
         Raises:
-            ValueError: it is no multiple of micro-batch x processes.
+            ValueError: it is not a multiple of micro-batch x processes.
         """
         per_micro_batch = self.batch.micro * self.axis.world_size
         if train_batch_size < 1 or train_batch_size % per_micro_batch:
             raise ValueError(
-                f"train_batch_size {train_batch_size} is no multiple of {per_micro_batch} "
+                f"train_batch_size {train_batch_size} is not a multiple of {per_micro_batch} "
                 f"(micro-batch {self.batch.micro} x {self.axis.world_size} processes)"
             )
         steps = train_batch_size // per_micro_batch

@@ -18,7 +18,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     for name, part in vars(optimizer).items():
         if isinstance(part, Optimizer) and not any(id(group) in own for group in part.param_groups):
             raise ConfigError(
-                f"{type(optimizer).__name__} hands its parameters on to another optimizer ({name}: "
+                f"{type(optimizer).__name__} passes its parameters on to another optimizer ({name}: "
                 f"{type(part).__name__}), whose parameters the engine does not know: share the parameter groups "
                 "between them, or give one optimizer with several groups"
             )

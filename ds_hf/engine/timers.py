@@ -144,7 +144,7 @@ class ThroughputTimer:
         steps_per_output: report every so many steps; None: never.
 
     Raises:
-        ValueError: ``steps_per_output`` is no whole number from 1.
+        ValueError: ``steps_per_output`` is not a whole number from 1.
     """
 
     def __init__(

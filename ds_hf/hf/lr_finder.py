@@ -56,7 +56,7 @@ class LrFinderCallback(TrainerCallback):
                 "LrFinderCallback needs an engine: train with --deepspeed, or with deepspeed= in the arguments"
             )
         if state.global_step:
-            logger.warning("training resumes at step %d: no learning rate is searched", state.global_step)
+            logger.warning("training resumes at step %d: the search for a learning rate is skipped", state.global_step)
             return
         options = self.options
         if options.total_steps is None and state.max_steps > 0:
@@ -113,5 +113,5 @@ def _peaks(schedule: Any, groups: list[dict[str, Any]]) -> list[float]:
         if hasattr(schedule, name):
             return list(getattr(schedule, name))
     if schedule is not None:
-        raise DsHfError(f"how to change the rate of a {type(schedule).__name__} is not known: use apply=False")
+        raise DsHfError(f"the rate of a {type(schedule).__name__} cannot be changed: use apply=False")
     return [float(group["lr"]) for group in groups]

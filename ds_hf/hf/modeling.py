@@ -108,7 +108,7 @@ def _mismatched(model: nn.Module, state_dict: dict[str, Tensor]) -> Iterator[tup
 
 def _log_passed_over(faults: dict[str, str]) -> None:
     for fault in faults.values():
-        warn_once(f"{fault}; initialised anew")
+        warn_once(f"{fault}; re-initialized")
 
 
 def _with_parametrized(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,7 +28,7 @@ def parse_core_list(text: str, option: str = "--bind_core_list") -> list[int]:
         first, dash, last = part.partition("-")
         ends = [first, last] if dash else [first, first]
         if not all(end.isascii() and end.isdecimal() and len(end) < 9 and int(end) < MAX_CORE for end in ends):
-            raise mistake(option, 1, column, text, f"{part[:40]!r} is no core number", "write such as 0-3,8")
+            raise mistake(option, 1, column, text, f"{part[:40]!r} is not a core number", "write such as 0-3,8")
         start, stop = map(int, ends)
         if start > stop or (cores and start <= cores[-1]):
             raise mistake(option, 1, column, text, "cores must ascend and not overlap", "write such as 0-3,8")
@@ -58,7 +58,7 @@ def cores_by_rank(processes: int, core_list: str = "") -> list[list[int]]:
     cores = parse_core_list(core_list) if core_list else physical_cores()
     missing = sorted(set(cores) - set(os.sched_getaffinity(0)))
     if missing:
-        raise LaunchError(f"--bind_core_list: there is no core {missing[0]} here, or it is not allowed to this process")
+        raise LaunchError(f"--bind_core_list: there is no core {missing[0]} here, or this process may not use it")
     each = len(cores) // processes
     if each == 0:
         raise LaunchError(

@@ -77,7 +77,9 @@ def parse_environment_file(text: str, source: str = ENVIRONMENT_FILE) -> dict[st
         name, equals, value = stripped.removeprefix("export ").partition("=")
         name, column = name.strip(), len(line) - len(line.lstrip()) + 1
         if not equals:
-            raise mistake(source, number, column, line, "there is no '=' in this line", "write NAME=value, a line each")
+            raise mistake(
+                source, number, column, line, "there is no '=' in this line", "write NAME=value, one per line"
+            )
         if not _NAME.fullmatch(name):
             message = f"{name[:40]!r} is not a variable's name"
             raise mistake(source, number, column, line, message, "letters, digits and _ are allowed")

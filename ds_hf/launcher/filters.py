@@ -62,7 +62,7 @@ def select(pool: Pool, include: str = "", exclude: str = "") -> Pool:
     """
     active = remaining(pool, include, exclude)
     if exclude and not active:
-        raise LaunchError(f"--exclude {exclude}: no slot is left\n  fix: exclude less")
+        raise LaunchError(f"--exclude {exclude}: no slots are left\n  fix: exclude less")
     return active
 
 

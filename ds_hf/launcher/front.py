@@ -128,7 +128,9 @@ def _port(asked: int, *, look_here: bool) -> int:
             reason = error.strerror
         if asked != -1:
             break
-    raise LaunchError(f"port {wanted} cannot be used: {reason}\n  fix: another --master_port, or none for a free one")
+    raise LaunchError(
+        f"port {wanted} cannot be used: {reason}\n  fix: another --master_port, or leave it out to get a free one"
+    )
 
 
 def _here(spec: NodeSpec, options: Options) -> int:

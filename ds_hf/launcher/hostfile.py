@@ -24,7 +24,7 @@ _HOST = re.compile(
     r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f]*(?::[0-9A-Fa-f]*){2,7})"
 )
 _SLOTS = re.compile(r"slots=([0-9]{1,9})", re.ASCII)
-_EXAMPLE = "write `worker-0 slots=4`, one host a line"
+_EXAMPLE = "write `worker-0 slots=4`, one host per line"
 
 # Hosts in order, each with the ids of its slots.
 Pool = Mapping[str, tuple[int, ...]]
@@ -108,7 +108,7 @@ def _parse_line(line: str, number: int, source: str) -> tuple[str, int, int] | N
     for word in words[2:]:
         if not re.fullmatch(r"max[_-]slots=[0-9]+", word.group(), re.ASCII):
             fix = "put a comment after #, and everything else elsewhere"
-            raise wrong(word.start() + 1, f"{word.group()[:40]!r} means nothing here", fix)
+            raise wrong(word.start() + 1, f"{word.group()[:40]!r} is not understood here", fix)
     return host, slots, column
 
 

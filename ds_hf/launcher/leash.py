@@ -200,7 +200,7 @@ class Leash:
                         1,
                         f"host {spec.hosts[self.node]}: nothing heard from host {spec.hosts[0]} "
                         f"({spec.master_addr}:{spec.master_port}) for {silent:.0f} s; its part of the run ends"
-                        "\n  fix: see that the host and its network are up, then start again from the last checkpoint",
+                        "\n  fix: check that host and network are up, then start again from the last checkpoint",
                     )
                 )
 
@@ -242,12 +242,12 @@ class _Hub:
                 self.beats[node] = (count, now)
             elif before and now - since > LOST_S:
                 text = f"host {host} is lost: nothing heard from it for {now - since:.0f} s; the run ends"
-                fix = "see that the host and its network are up, then start again from the last checkpoint"
+                fix = "check that host and network are up, then start again from the last checkpoint"
                 return Ending("lost", 1, f"{text}\n  fix: {fix}")
             elif not before and now - self.started > JOIN_S:
                 text = f"host {host} has not joined within {JOIN_S:.0f} s"
                 return Ending(
-                    "lost", 1, f"{text}\n  fix: see what it printed, and that it reaches {self.spec.master_addr}"
+                    "lost", 1, f"{text}\n  fix: check what it printed, and that it reaches {self.spec.master_addr}"
                 )
         return None
 

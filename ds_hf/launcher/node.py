@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point on a remote host."""
     parser = argparse.ArgumentParser(prog="ds_hf.launcher.node")
     parser.add_argument("--node_rank", required=True, help="index of this host, or `slurm` to look it up")
-    parser.add_argument("--run", help="the run's id, for who looks at the process table")
+    parser.add_argument("--run", help="id of the run, to recognise it in the process table")
     parser.add_argument("--stdin_leash", action="store_true")
     parser.add_argument("word")
     options = parser.parse_args(arguments)

@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save_pid", type=int, default=0)
     parser.add_argument("--enable_each_rank_log", default="None")
     parser.add_argument("--bind_core_list", default="")
-    parser.add_argument("--log_level", default="info", help="accepted, without effect")
+    parser.add_argument("--log_level", default="info", help="accepted; has no effect")
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
@@ -67,7 +67,9 @@ def _world(text: str) -> dict[str, list[int]]:
     for host, slots in world.items():
         whole = isinstance(slots, list) and slots and all(type(slot) is int and slot >= 0 for slot in slots)
         if not whole or check_host_name(host):
-            raise LaunchError(f"--world_info: {host!r}: {slots!r} is no host with slots\n  fix: {{host: [slot, ...]}}")
+            raise LaunchError(
+                f"--world_info: {host!r}: {slots!r} is not a host with slots\n  fix: {{host: [slot, ...]}}"
+            )
     return world
 
 

@@ -163,7 +163,7 @@ def _ask(host: str, task: dict[str, Any], question: _Question) -> Any:
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        return f"host {host}: no answer within {ANSWER_S:.0f} s\n  fix: see that `ssh {host} true` works"
+        return f"host {host}: no answer within {ANSWER_S:.0f} s\n  fix: check that `ssh {host} true` works"
     answer = _last_json(done.stdout)
     if done.returncode == 0 and answer is not None:
         return answer

@@ -72,7 +72,7 @@ def _described(text: str) -> PretrainedConfig:
     except Exception as error:  # transformers and huggingface_hub have classes of their own for a wrong file
         hint = "give a folder with a config.json, a name in the local cache, a .py script, or llama:hidden=4096,..."
         reason = str(error).strip().splitlines()[0]
-        raise UnpredictableError(f"no model {text!r}: {reason}\n  {hint}") from error
+        raise UnpredictableError(f"cannot find the model {text!r}: {reason}\n  {hint}") from error
     return config
 
 
@@ -80,7 +80,9 @@ def _from_description(kind: str, rest: str, text: str) -> PretrainedConfig:
     from transformers import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
-        raise UnpredictableError(f"{text}: transformers knows no model type {kind!r} (llama, qwen2, gpt2, bert, ...)")
+        raise UnpredictableError(
+            f"{text}: transformers does not know the model type {kind!r} (llama, qwen2, gpt2, bert, ...)"
+        )
     values: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, equals, value = pair.partition("=")
@@ -170,7 +172,7 @@ def example_inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if config is None:
         raise UnpredictableError(
-            f"{type(model).__name__} is no transformers model: give Workload(inputs={{...}}), one batch of its forward"
+            f"{type(model).__name__} is not a transformers model: give Workload(inputs={{...}}), a batch of its forward"
         )
     batch, length = workload.micro_batch, _possible_length(config, workload.seq_len)
     tokens = torch.zeros(batch, length, dtype=torch.long, device=META)

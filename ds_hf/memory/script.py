@@ -126,7 +126,7 @@ def rehearse(script: Path, arguments: Sequence[str], *, load_weights: bool = Fal
         guard.active = False
     if not found:
         hint = "" if load_weights else "; if it needs the weights, add --load-weights"
-        raise UnpredictableError(f"{script} did not come to initialize() or trainer.train(): {reason}{hint}")
+        raise UnpredictableError(f"{script} did not reach initialize() or trainer.train(): {reason}{hint}")
     found[-1].stopped = "" if found[-1].inputs else reason
     return found[-1]
 

@@ -61,7 +61,9 @@ class Subject:
         if target.endswith(".py"):
             return _of_script(Path(target), arguments, request)
         if arguments:
-            raise UnpredictableError(f"{' '.join(arguments)}: only scripts take arguments, and {target} is none")
+            raise UnpredictableError(
+                f"{' '.join(arguments)}: only scripts take arguments, and {target} is not a script"
+            )
         config, notes = _configuration(request.config)
         workload = Workload(
             micro_batch=request.micro_batch or 1,

@@ -146,5 +146,5 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
-        raise UnpredictableError(f"{text!r} is no amount of memory: give e.g. 80GiB, 24GB or 40960MiB")
+        raise UnpredictableError(f"{text!r} is not a valid amount of memory: give e.g. 80GiB, 24GB or 40960MiB")
     return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -151,5 +151,5 @@ def test_what_keeps_from_tracing_is_said_to_who_asks(facts: dict[str, Any], foun
     ahead = TracedAhead(lambda told: (SIZES, settings()))
     ahead.on_event({"event": "facts", **facts, "model": None})
     ahead.on_event({"event": "survey", **found})
-    with pytest.raises(UnpredictableError, match="none that transformers builds"):
+    with pytest.raises(UnpredictableError, match="not one that transformers builds"):
         ahead.take()

@@ -28,7 +28,7 @@ def test_amounts_of_memory(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "-1s", "0", "1d", "1 2"])
 def test_no_durations(text: str) -> None:
-    with pytest.raises(ConfigError, match="no duration"):
+    with pytest.raises(ConfigError, match="not a valid duration"):
         seconds_of(text)
 
 

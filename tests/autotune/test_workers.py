@@ -86,7 +86,7 @@ def test_workers_that_do_not_help_are_dropped(search: Search, tmp_path: Path) ->
     assert world.counts == (1,)
     assert result.kept
     kept = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())["kept"]
-    assert "no significant gain" in kept[KEY]
+    assert "not a significant gain" in kept[KEY]
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,7 @@ def test_absent_attribute_says_so_and_stays_absent() -> None:
         _ = deepspeed.init_inference
     with pytest.raises(AttributeError, match=r"partition_parameters\.AllGatherHandle \(yet\), which DeepSpeed has"):
         _ = deepspeed.runtime.zero.partition_parameters.AllGatherHandle
-    with pytest.raises(
-        AttributeError, match=r"there is no deepspeed\.initialise, neither .* mean deepspeed\.initialize\?"
-    ):
+    with pytest.raises(AttributeError, match=r"there is no deepspeed\.initialise in .* mean deepspeed\.initialize\?"):
         _ = deepspeed.initialise  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"there is no deepspeed\.runtime\.utils\.set_randm_seed"):
         _ = deepspeed.runtime.utils.set_randm_seed
@@ -223,7 +221,7 @@ def test_absent_import_says_so(statement: str, said: str) -> None:
     ],
 )
 def test_a_misspelt_import_names_the_nearest(statement: str, said: str) -> None:
-    with pytest.raises(ImportError, match=rf"there is no deepspeed\.\S+, neither in DeepSpeed nor in ds_hf.*{said}"):
+    with pytest.raises(ImportError, match=rf"there is no deepspeed\.\S+ in DeepSpeed or in ds_hf.*{said}"):
         exec(statement, {})
 
 

@@ -68,7 +68,7 @@ def test_stream_is_a_share_or_auto(own: dict[str, Any], stream: Any) -> None:
 @pytest.mark.parametrize(
     ("stream", "message", "fix"),
     [
-        ("fast", '"fast" is a text; expected a number or "auto"', 'give a number or "auto" (default "auto")'),
+        ("fast", '"fast" is a string; expected a number or "auto"', 'give a number or "auto" (default "auto")'),
         (True, 'true is a boolean; expected a number or "auto"', 'give a number or "auto" (default "auto")'),
         (1.5, "1.5 is too large", "give at most 1"),
         (-0.1, "-0.1 is too small", "give at least 0"),

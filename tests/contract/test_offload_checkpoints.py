@@ -183,7 +183,7 @@ def full_disk(folder: str) -> None:
     engine.save_checkpoint(f"{folder}/saved")
     with files_of_at_most(4096), pytest.raises(OffloadError, match=r"ds_hf_offload.*\.bin cannot take"):
         steps(engine, HALF, ALL)
-    with pytest.raises(DsHfError, match="the last step failed half-way"):
+    with pytest.raises(DsHfError, match="the last step failed halfway"):
         engine.save_checkpoint(f"{folder}/saved")
     with pytest.raises(OffloadError, match=r"states were lost|cannot take"):
         steps(engine, HALF, ALL)

@@ -50,7 +50,7 @@ def batch_sizes() -> dict[str, object]:
     found["steps"] = engine.global_steps
     engine.set_train_micro_batch_size(5)
     found["micro"] = engine.get_batch_info()
-    with pytest.raises(ValueError, match=r"no multiple of 10 \(micro-batch 5 x 2 processes\)"):
+    with pytest.raises(ValueError, match=r"not a multiple of 10 \(micro-batch 5 x 2 processes\)"):
         engine.set_train_batch_size(12)
     with pytest.raises(ValueError, match="at least 1"):
         engine.set_train_micro_batch_size(0)

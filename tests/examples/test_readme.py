@@ -118,7 +118,7 @@ print("trained", flush=True)
 """
 SHORT = {  # what makes a command short, after its first words
     "ds-hf autotune": "--budget 30s --trials 2 --no-confirm -n 2",
-    "ds-hf lr-find": "-n 1 --steps 8 --seeds 1 --confirm-steps 0 --train-batches 4 --held-out-batches 2",
+    "ds-hf lr-find": "-n 1 --steps 12 --seeds 1 --confirm-steps 0 --train-batches 4 --held-out-batches 2",
     "ds-hf memory": "--device-memory 80GiB --world-size 2",
 }
 

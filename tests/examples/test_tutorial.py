@@ -18,7 +18,7 @@ SMALL = "--vocab_size 512 --hidden_size 32 --num_hidden_layers 2 --block_size 32
 SHORTER = {  # only lengths change, and the model; what is left of a page's command is as written
     "examples/train_lm.py ": f"examples/train_lm.py {SMALL} ",
     "--budget 2m": "--budget 30s --trials 2",
-    "ds-hf lr-find": "ds-hf lr-find --steps 8 --seeds 1 --confirm-steps 0 --train-batches 4 --held-out-batches 2",
+    "ds-hf lr-find": "ds-hf lr-find --steps 12 --seeds 1 --confirm-steps 0 --train-batches 4 --held-out-batches 2",
 }
 
 

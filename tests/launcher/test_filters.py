@@ -50,7 +50,7 @@ def test_mistakes_name_the_column(text: str, column: int, message: str) -> None:
 def test_contradictions() -> None:
     with pytest.raises(LaunchError, match="both given"):
         select(POOL, "w0", "w1")
-    with pytest.raises(LaunchError, match="no slot is left"):
+    with pytest.raises(LaunchError, match="no slots are left"):
         select(POOL, exclude="w0@w1@w2")
 
 

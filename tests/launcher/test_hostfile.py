@@ -30,7 +30,7 @@ def test_hosts_slots_comments() -> None:
         ("a slots=٣", 1, 3, "slots=N is expected here"),
         ("a slots=0", 1, 3, "a has no slots"),
         ("a slots=99999999", 1, 3, "more than any host has"),
-        ("a slots=1 b", 1, 11, "'b' means nothing here"),
+        ("a slots=1 b", 1, 11, "'b' is not understood here"),
         ("-oProxyCommand=x slots=1", 1, 1, "would be read as an option"),
         ("a;reboot slots=1", 1, 1, "is not a host name"),
         ("$(reboot) slots=1", 1, 1, "is not a host name"),

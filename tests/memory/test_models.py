@@ -40,8 +40,8 @@ def test_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("no/such/model", "no model 'no/such/model'"),
-        ("lama:hidden=64", "no model type 'lama'"),
+        ("no/such/model", "cannot find the model 'no/such/model'"),
+        ("lama:hidden=64", "does not know the model type 'lama'"),
         ("llama:hiden=64", "no 'hiden'"),
         ("llama:hidden", "'hidden' is not of the form"),
         ("llama:hidden=65,heads=4", "llama:hidden=65"),

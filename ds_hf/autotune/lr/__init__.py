@@ -1,4 +1,4 @@
-"""Finding a learning rate with somebody's script: launch it, read what its engine measured, show it.
+"""Finding a learning rate with a user's script: launch it, read what its engine measured, show it.
 
 ``find(command, options) -> LrResult`` is what ``ds-hf lr-find`` and ``ds-hf autotune --lr`` call; the arithmetic is in
 ``ds_hf.lr``, the measuring in ``ds_hf.engine.lr_probe``. Nothing here imports the engine or torch.

@@ -31,17 +31,21 @@ def lr_find_command(
     processes: Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Processes; default one a GPU.")] = None,
     min_lr: Annotated[float, typer.Option(help="Start of the sweep.")] = _DEFAULTS.min_lr,
     max_lr: Annotated[float, typer.Option(help="End of the sweep.")] = _DEFAULTS.max_lr,
-    steps: Annotated[int, typer.Option(help="Updates of one sweep.")] = _DEFAULTS.num_steps,
+    steps: Annotated[int, typer.Option(help="Number of updates in one sweep.")] = _DEFAULTS.num_steps,
     mode: Annotated[str, typer.Option(help="exp, or linear as DeepSpeed's LRRangeTest.")] = _DEFAULTS.mode,
-    seeds: Annotated[int, typer.Option(help="Sweeps, each with another order.")] = _DEFAULTS.seeds,
-    confirm_steps: Annotated[int, typer.Option(help="Updates of a confirming run; 0: none.")] = _DEFAULTS.confirm_steps,
-    train_batches: Annotated[int, typer.Option(help="Batches to train on.")] = _DEFAULTS.train_batches,
-    held_out_batches: Annotated[int, typer.Option(help="Batches set aside.")] = _DEFAULTS.held_out_batches,
-    total_steps: Annotated[int | None, typer.Option(help="Updates of the training to come.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for everything.")] = 3600.0,
+    seeds: Annotated[
+        int, typer.Option(help="Number of sweeps, each with the data in another order.")
+    ] = _DEFAULTS.seeds,
+    confirm_steps: Annotated[
+        int, typer.Option(help="Number of updates in a confirming run; 0 for none.")
+    ] = _DEFAULTS.confirm_steps,
+    train_batches: Annotated[int, typer.Option(help="Number of batches to train on.")] = _DEFAULTS.train_batches,
+    held_out_batches: Annotated[int, typer.Option(help="Number of batches held out.")] = _DEFAULTS.held_out_batches,
+    total_steps: Annotated[int | None, typer.Option(help="Number of updates in the training to come.")] = None,
+    timeout: Annotated[float, typer.Option(help="Time limit for everything, in seconds.")] = 3600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Find a learning rate with the user's own script, model, data and optimizer."""
+    """Find a learning rate with your own script, model, data and optimizer."""
     try:
         search = LrOptions(
             min_lr=min_lr, max_lr=max_lr, num_steps=steps, mode=cast(Literal["exp", "linear"], mode), seeds=seeds,

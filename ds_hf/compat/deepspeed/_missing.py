@@ -64,7 +64,7 @@ def explain(module: str, name: str) -> str:
     here = _nearest(module, name, misspelt=not known)
     if not known:
         near = f"; did you mean {here}?" if here else ""
-        return f"there is no {full}, neither in DeepSpeed nor in ds_hf, which serves the name deepspeed here{near}"
+        return f"there is no {full} in DeepSpeed or in ds_hf, which serves the name deepspeed here{near}"
     instead = _instead(full)
     hint = f" Take {instead} instead." if instead else f" The nearest thing here is {here}." if here else ""
     return f"ds_hf does not provide {full} (yet), which DeepSpeed has.{hint} Note: {HELP}"

@@ -100,7 +100,7 @@ def _host_memory(nbytes: int) -> Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:  # a limit on locked memory: slower copies, nothing worse
-            logger.warning("no page-locked memory for checkpoints (%s): the copy takes longer", error)
+            logger.warning("no page-locked memory for checkpoints (%s): copying takes longer", error)
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
@@ -291,7 +291,7 @@ def _get(store: Any, key: str) -> str:
     """The value of ``key``, once somebody has set it.
 
     Raises:
-        CheckpointError: nobody did, for ``PATIENCE_S`` seconds.
+        CheckpointError: no rank did, for ``PATIENCE_S`` seconds.
     """
     deadline, pause = time.monotonic() + PATIENCE_S, 0.001
     while not store.check([key]):

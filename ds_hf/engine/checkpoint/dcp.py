@@ -178,7 +178,7 @@ class _Unpickler(FrugalUnpickler):
             module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
         )
         if not admitted:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not admitted")
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not allowed")
         return super().find_class(module, name)
 
 
@@ -203,7 +203,7 @@ def _metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     storage = getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(storage, dict):
-        raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint")
+        raise CheckpointError(f"{path} is not metadata of torch.distributed.checkpoint")
     for info in storage.values():
         name = getattr(info, "relative_path", None)
         if not isinstance(name, str) or os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:

@@ -90,5 +90,5 @@ def _walk(shapes: Mapping[str, tuple[int, ...]], lengths: list[int]) -> Iterator
 def count_of(value: Any) -> int:
     """A number that may be a size; ``ValueError`` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"it has {str(value)[:80]!r} where a number of things is wanted")
+        raise ValueError(f"it has {str(value)[:80]!r} where a number is expected")
     return int(value)

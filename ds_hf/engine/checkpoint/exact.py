@@ -84,11 +84,11 @@ def _expected(manifest: Manifest, digest: Any) -> dict[tuple[str, str], tuple[in
     tensors = digest.get("tensors") if isinstance(digest, dict) else None
     try:
         if not isinstance(tensors, dict):
-            raise ValueError("there is no table of them")
+            raise ValueError("the table of them is missing")
         for name, states in tensors.items():
             for state, text in states.items():
                 if re.fullmatch("[0-9a-f]{32}", text) is None:
-                    raise ValueError(f"{text!r} is no digest")
+                    raise ValueError(f"{text!r} is not a digest")
                 found[name, state] = int(text[:16], 16), int(text[16:], 16)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{manifest.folder}: the digests in the manifest cannot be read: {error}") from error

@@ -106,7 +106,7 @@ def _flats(source: Source, target: Target) -> list[_Flat]:
     manifest = source.manifest
     groups = manifest.extra.get("groups")
     if not groups or not isinstance(source.common.get("param_groups"), list):
-        raise CheckpointError(f"{source.folder} holds no optimizer states, without which DeepSpeed's files are no use")
+        raise CheckpointError(f"{source.folder} holds no optimizer states, which DeepSpeed's files need")
     flats: list[_Flat] = []
     for index, names in enumerate(groups):
         found = [manifest.parameters[name] for name in names if name in manifest.parameters]

@@ -98,16 +98,16 @@ class _Reader:
         if any(int(match[2]) > 0 for match in matches):
             raise self._fail("it was saved with tensor or pipeline parallelism, which cannot be imported")
         if any("expert" in path.name for path in self.folder.glob("*expert*.pt")):
-            raise self._fail("it holds experts in files of their own, which cannot be imported")
+            raise self._fail("it holds experts in separate files, which cannot be imported")
         by_rank = {int(match[1] or 0): match[0] for match in matches}
         if sorted(by_rank) != list(range(len(by_rank))):
-            raise self._fail(f"files of some ranks are missing; there are those of ranks {sorted(by_rank)}")
+            raise self._fail(f"the files of some ranks are missing; present are those of ranks {sorted(by_rank)}")
         return [by_rank[rank] for rank in range(len(by_rank))]
 
     def read(self) -> Source:
         model_states = [load_pickled(self.folder / name, sums=self._sums) for name in self.models]
         if not model_states:
-            raise self._fail("there is no file *_model_states.pt: it is no checkpoint of DeepSpeed")
+            raise self._fail("there is no file *_model_states.pt: this is not a checkpoint of DeepSpeed")
         first = model_states[0]
         module = _of(dict, first.get("module"), self.folder / self.models[0], "module")
         world_size = count_of(first.get("dp_world_size", 1))
@@ -117,7 +117,7 @@ class _Reader:
         common["client_state"] = {key: value for key, value in first.items() if key not in _OWN_KEYS}
         if optimizers:
             if stage == 3 and len(model_states) != world_size:
-                raise self._fail(f"{world_size} ranks wrote it, but model states of {len(model_states)} are there")
+                raise self._fail(f"{world_size} ranks wrote it, but there are model states of {len(model_states)}")
             self._trained(first, optimizers, stage)
             self._options(common, optimizers[0], stage)
         elif first.get("optimizer") is not None:
@@ -133,7 +133,7 @@ class _Reader:
         if not self.optimizers:
             return []
         if len(self.optimizers) != world_size:
-            raise self._fail(f"{world_size} ranks wrote it, but optimizer states of {len(self.optimizers)} are there")
+            raise self._fail(f"{world_size} ranks wrote it, but there are optimizer states of {len(self.optimizers)}")
         states = []
         for name in self.optimizers:
             content = load_pickled(self.folder / name, sums=self._sums).get("optimizer_state_dict")

@@ -143,7 +143,7 @@ def _holds(source: Source, file: str) -> str:
 
 
 def faults_of(path: str | Path, tag: str | None = None, report: Any = None) -> list[str]:
-    """Everything that is wrong with a checkpoint, whoever wrote it; empty when it is whole.
+    """Everything that is wrong with a checkpoint in any format; empty when it is whole.
 
     Ours have checksums and digests; of others sizes, headers and cover are checked, and every tensor is read.
     """

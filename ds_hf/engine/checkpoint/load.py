@@ -299,7 +299,9 @@ def _read_rest(
             restore_random_states(ranks.own.get("rng", {}))
     if wanted.scheduler:
         if common["lr_scheduler"] is None:
-            logger.warning("%s holds no state of a learning-rate scheduler: it starts anew", manifest.folder)
+            logger.warning(
+                "%s holds no state of a learning-rate scheduler: it starts from the beginning", manifest.folder
+            )
         else:
             engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
     if wanted.counters:

@@ -178,7 +178,7 @@ def _tensor(arguments: tuple[Any, ...]) -> _Tensor:
     """A tensor of (storage, offset, shape, strides, ...): a large shape with strides of 0 needs no bytes on disk."""
     storage, _, shape = arguments[:3]
     if not isinstance(storage, _Inert) or not isinstance(shape, tuple):
-        raise Refused("it builds a tensor of something that is no storage")
+        raise Refused("it builds a tensor from something that is not a storage")
     if any(type(n) is not int or not 0 <= n < 2**63 for n in shape) or len(shape) > 64:
         raise Refused("it has a tensor of an impossible shape")
     itemsize = _ITEMSIZES.get(storage.name.rpartition(".")[2], 1)
@@ -307,7 +307,7 @@ class _Walker(FrugalUnpickler):
     def persistent_load(self, pid: Any) -> Any:
         """A storage: ``("storage", type, key, location, numel)``."""
         if not isinstance(pid, tuple) or len(pid) != 5 or not isinstance(pid[1], _Call):
-            raise Refused("it refers to something that is no storage")
+            raise Refused("it refers to something that is not a storage")
         _, kind, key, _, numel = pid
         short = kind.name.rpartition(".")[2]
         itemsize = _ITEMSIZES.get(short)

@@ -31,7 +31,7 @@ def restore_data_position(engine: Checkpointable, saved: Any) -> None:
     """Let the next pass over the loader begin where ``saved`` stood.
 
     Raises:
-        CheckpointError: it is no position.
+        CheckpointError: it is not a position.
     """
     loader = engine.training_dataloader
     if saved is None or not hasattr(loader, "load_state_dict"):

@@ -65,9 +65,9 @@ def check_pieces(engine: Checkpointable, manifest: Manifest, fit: Fit) -> None:
             cuts = [(0, saved.numel)] if whole else [(f.start, f.numel) for f in saved.fragments]
             if (piece.fragment.start, piece.fragment.numel) not in cuts:
                 raise CheckpointError(
-                    f"{saved_optimizer.get('class')} keeps state for {piece.name} that cannot be cut anew, and it was "
-                    f"saved for other pieces: load with world size {manifest.world_size} and the stage that saved it, "
-                    "or with load_optimizer_states=False"
+                    f"{saved_optimizer.get('class')} keeps state for {piece.name} that cannot be divided again, and "
+                    f"it was saved for other pieces: load with world size {manifest.world_size} and the stage that "
+                    "saved it, or with load_optimizer_states=False"
                 )
 
 

@@ -31,7 +31,7 @@ def restore_random_states(saved: Any) -> None:
     """Bring back what ``random_states`` gave, so that dropout and shuffling go on as they would have.
 
     Raises:
-        CheckpointError: it is no such thing.
+        CheckpointError: it is not what it should be.
     """
     if not isinstance(saved, dict):
         raise CheckpointError(f"the checkpoint's random states are a {type(saved).__name__} instead of a dict")

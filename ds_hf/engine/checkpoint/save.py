@@ -106,7 +106,7 @@ def _agree(engine: Checkpointable, save_dir: str | Path, tag: str) -> tuple[str,
         if fault:
             raise CheckpointPlaceError(fault)
     if len(set(tags)) > 1 and mode != "ignore":
-        message = f"ranks want to save under different tags: {sorted(set(tags))}; give every rank the same tag"
+        message = f"the ranks want to save under different tags: {sorted(set(tags))}; give every rank the same tag"
         if mode == "fail":
             raise CheckpointError(message + ' (checkpoint.tag_validation is "Fail")')
         if engine.axis.rank == 0:

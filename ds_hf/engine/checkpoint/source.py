@@ -1,4 +1,4 @@
-"""A checkpoint that can be read, whoever wrote it: a manifest, the tensors behind it, and what is not tensors.
+"""A checkpoint that can be read, in any format: a manifest, the tensors behind it, and what is not tensors.
 
 Other libraries' formats are flat tensors in files too, so each reader makes a ``Manifest`` of what it finds; loading,
 exporting and inspecting know nothing else. Invariant: a ``Source`` reads tensors when they are asked for, and nothing
@@ -150,7 +150,7 @@ class TensorPiece(_Piece):
     def _check(self, stop: int) -> None:
         if stop > math.prod(self.whole_shape):
             raise CheckpointError(
-                f"{self.path}: tensor {self.key} has shape {list(self.whole_shape)}, but {stop} elements are wanted"
+                f"{self.path}: tensor {self.key} has shape {list(self.whole_shape)}, but {stop} elements are expected"
             )
 
     def read(self, start: int, stop: int) -> Tensor:

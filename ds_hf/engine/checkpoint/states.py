@@ -89,7 +89,7 @@ def decode_scalar(optimizer: ShardedOptimizer, segment: Segment, key: str, value
     """What ``encode_scalar`` gave, on the device where the optimizer wants it.
 
     Raises:
-        CheckpointError: it is no such thing.
+        CheckpointError: it is not what it should be.
     """
     if key == "step" and not isinstance(value, list) and type(optimizer.optimizer).__module__.startswith("torch.optim"):
         value = ["float32", value]  # torch counts in tensors, and would fail at the next step

@@ -201,8 +201,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         _check_seal(text, content)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing: the folder is no complete ds_hf checkpoint (one whose saving was interrupted, or one "
-            "that another library wrote)"
+            f"{path} is missing: the folder is not a complete ds_hf checkpoint (its saving was interrupted, or "
+            "another library wrote it)"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -236,7 +236,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Readers differ in which of two equal keys they take."""
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key appears twice")
     return content
 
 
@@ -244,7 +244,7 @@ def _regular_nbytes(path: Path) -> int:
     """Size of a file; whatever is none (a pipe would never end) is an ``OSError``."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return status.st_size
 
 
@@ -363,7 +363,7 @@ class _ManifestParser:
 
     def _known_file(self, name: Any) -> str:
         if not isinstance(name, str) or name not in self.files:
-            self._fail(f"{name!r} is none of its files")
+            self._fail(f"{name!r} is not one of its files")
         return str(name)
 
     def _shape(self, value: Any, what: str) -> tuple[int, ...]:
@@ -476,7 +476,7 @@ class _Piece:
     def _check(self, stop: int) -> None:
         if len(self.shape) != 1 or stop > self.shape[0]:
             raise CheckpointError(
-                f"{self.path}: tensor {self.key} has shape {self.shape}, the manifest wants {stop} flat elements"
+                f"{self.path}: tensor {self.key} has shape {self.shape}, the manifest expects {stop} flat elements"
             )
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -679,7 +679,7 @@ def to_torch_tensor(
         dtype: of floating-point tensors, such as ``"bf16"``; default as they are.
 
     Raises:
-        ValueError: it is no dtype of weights.
+        ValueError: it is not a dtype of weights.
     """
     wanted = None if dtype is None else _dtype(dtype)
     made: dict[int, Tensor] = {}
@@ -771,7 +771,7 @@ def _replaced(path: Path) -> Iterator[Path]:
 def _dtype(given: str | torch.dtype) -> torch.dtype:
     found = given if isinstance(given, torch.dtype) else _DTYPES.get(given.lower())
     if found is None or found not in _DTYPES.values():
-        raise ValueError(f"{given!r} is no dtype of weights: use fp32, fp16 or bf16")
+        raise ValueError(f"{given!r} is not a dtype of weights: use fp32, fp16 or bf16")
     return found
 
 

@@ -40,7 +40,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     """
     level = logging.getLevelName(log_level_str.upper())
     if not isinstance(level, int):
-        raise ValueError(f"{log_level_str!r} is no level of logging: debug, info, warning, error, critical")
+        raise ValueError(f"{log_level_str!r} is not a logging level: debug, info, warning, error, critical")
     (custom_logger or logger).setLevel(level)
 
 

@@ -53,7 +53,7 @@ def range_test(
         with torch.set_grad_enabled(not want.held_out):
             loss = compute(engine, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError("the loss of a batch is one number: give loss_of=, a function of (engine, batch)")
+            raise ValueError("the loss of a batch must be one number: give loss_of=, a function of (engine, batch)")
         return Fed(loss, share=1 / steps, evaluated=want.held_out)
 
     result = drive(search(engine, options, tell), feed)

@@ -1,4 +1,4 @@
-"""A search inside somebody's script, which knows nothing of it: ``DS_HF_LR_PROBE`` names a JSON file that asks for one.
+"""A search inside a user's script, which knows nothing of it: ``DS_HF_LR_PROBE`` names a JSON file that asks for one.
 
 The engine's ``forward``, ``backward`` and ``step`` are replaced on the instance, so an engine that is not asked has no
 branch and no cost. At first the calls are only written down, and nothing is trained. If the loss that the script gives

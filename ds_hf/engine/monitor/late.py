@@ -38,5 +38,5 @@ def later(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
-        raise ValueError(f"an event has one number, but the value has shape {tuple(value.shape)}: reduce it first")
+        raise ValueError(f"an event takes one number, but the value has shape {tuple(value.shape)}: reduce it first")
     return HostCopy(value) if value.is_cuda else value.item()

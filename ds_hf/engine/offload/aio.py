@@ -116,7 +116,7 @@ class Aio:
     ) -> None:
         library = _library()
         if isinstance(library, str):
-            raise OffloadError(f"asynchronous file access is not there: {library}")
+            raise OffloadError(f"asynchronous file access is not available: {library}")
         self.library = library
         options = _Options(ctypes.sizeof(_Options), block, depth, threads, _BEST if uring else _THREADS, direct)
         self.handle = library.ds_hf_aio_open(byref(options))
@@ -147,7 +147,7 @@ class Aio:
         nbytes = memory.numel() * memory.element_size()
         number = self.library.ds_hf_aio_submit(self.handle, write, name, file, memory.data_ptr(), nbytes, offset)
         if number == 0:
-            raise OffloadError(f"no memory for a request on {path}")
+            raise OffloadError(f"not enough memory for a request on {path}")
         return Request(self, number, memory, path, write=write)
 
 

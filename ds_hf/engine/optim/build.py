@@ -122,7 +122,7 @@ def _construct(
     shown = {key: value for key, value in options.items() if key != "max_grad_norm"}
     faults = param_faults("optimizer", section_type, shown, accepted)
     if "max_grad_norm" in options:
-        problem = "clipping is not an optimizer's parameter"
+        problem = "clipping is not a parameter of the optimizer"
         faults.append(
             Fault("/optimizer/params/max_grad_norm", problem, 'move it to the top level: "gradient_clipping"')
         )

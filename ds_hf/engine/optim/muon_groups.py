@@ -38,7 +38,7 @@ def mark_matrices(model: nn.Module) -> None:
                 )
         if param.requires_grad:
             counts[bool(marked.use_muon)] += logical_shape(param).numel()
-    log_once(f"Muon updates {counts[True]} elements in matrices, AdamW the other {counts[False]}")
+    log_once(f"Muon updates {counts[True]} elements in matrices, AdamW updates the other {counts[False]}")
 
 
 def muon_of_json(

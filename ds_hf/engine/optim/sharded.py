@@ -246,7 +246,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         finally:
             if self._apply.unfinished:
                 raise DsHfError(
-                    "the last step failed half-way, so that some weights are a step ahead of others: nothing is saved. "
+                    "the last step failed halfway, so that some weights are a step ahead of others: nothing is saved. "
                     "Start again from the last checkpoint, or load it"
                 )
 

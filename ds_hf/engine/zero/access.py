@@ -1,4 +1,4 @@
-"""Reading and writing whole fp32 weights, gradients and moments of single parameters (``safe_get_full_*`` and kin).
+"""Reading and writing whole fp32 weights, gradients and moments of parameters (``safe_get_full_*`` and the like).
 
 The full forms are collective: all ranks call them for the same parameter. The local forms see this rank's fragment,
 flat ``[n]``, and communicate nothing. A parameter that the optimizer does not know gives ``None``.

@@ -11,7 +11,7 @@ from ds_hf.engine.zero.buffer import home_of
 
 __all__ = ["WORTH_SAYING", "whole_model_advice"]
 
-WORTH_SAYING = 1 << 30  # bytes a process: below, the memory matters to nobody
+WORTH_SAYING = 1 << 30  # bytes a process: below, the memory does not matter
 
 
 def whole_model_advice(params: Iterable[Tensor], world_size: int, *, worth_saying: int = WORTH_SAYING) -> str | None:

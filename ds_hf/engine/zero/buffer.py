@@ -363,7 +363,7 @@ class FlatBuffer:
         """The parameters of a replicated buffer are still where it keeps them.
 
         Raises:
-            DsHfError: somebody moved them.
+            DsHfError: they were moved.
         """
         if list(map(Tensor.data_ptr, self.params)) == list(map(Tensor.data_ptr, self.views)):
             return

@@ -62,7 +62,7 @@ def find_classes(names: Sequence[str]) -> set[type]:
     """The classes of these names.
 
     Raises:
-        ConfigError: one cannot be imported, or is no class.
+        ConfigError: one cannot be imported, or is not a class.
     """
     found, faults = set(), []
     for index, name in enumerate(names):

@@ -52,7 +52,7 @@ def shards_opaque(param: Tensor) -> bool:
     if type(param).__name__ == "Int8Params":
         warn_once(
             "bitsandbytes keeps 8-bit weights beside the parameters, so they cannot be sharded: every process holds "
-            "all of them. 4-bit weights (load_in_4bit=True) are sharded; with 8-bit ones ZeRO stage 2 does no worse"
+            "all of them. 4-bit weights (load_in_4bit=True) are sharded; with 8-bit ones ZeRO stage 2 is just as good"
         )
         return False
     return True

@@ -88,7 +88,7 @@ class TiledLinear(nn.Module):
         weight, bias = other.weight, other.bias
         assert isinstance(weight, Tensor)
         if (bias is not None) != self.use_bias:
-            raise RuntimeError("one of the two layers has a bias and the other has none")
+            raise RuntimeError("one of the two layers has a bias and the other does not")
         with GatheredParameters([p for p in (weight, bias) if isinstance(p, Tensor)]):
             if tuple(weight.shape) != (self.out_features, self.in_features):
                 raise RuntimeError(

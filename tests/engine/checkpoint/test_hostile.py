@@ -339,7 +339,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "nested value": (_deep_value, "manifest.json"),
     "a manifest of a terabyte": (_huge_manifest, "manifest.json cannot be read: .*bytes, too many"),
     "many small values": (_swollen_manifest, "manifest.json cannot be read: .*bytes, too many"),
-    "key twice": (_doubled_key, "manifest.json cannot be read: a key is there twice"),
+    "key twice": (_doubled_key, "manifest.json cannot be read: a key appears twice"),
     "shape of ten thousand dims": (_many_figures, "manifest.json: shape of frozen is impossible"),
     "two parameters of the same bytes": (_shared, "manifest.json: .* overlap in tensor"),
     "many buffers of the same bytes": (_shared_buffers, "manifest.json: .* overlap in tensor"),

@@ -337,7 +337,7 @@ def test_objects_of_the_user_are_named(written: Path, tmp_path: Path) -> None:
 def test_files_of_a_rank_are_missing(written: Path, tmp_path: Path, name: str) -> None:
     folder = _copy(written, tmp_path, name)
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="2 ranks wrote it, but optimizer states of 1"):
+    with pytest.raises(CheckpointError, match="2 ranks wrote it, but there are optimizer states of 1"):
         read_deepspeed(folder)
     (folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt").rename(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     with pytest.raises(CheckpointError, match="files of some ranks are missing"):
@@ -362,7 +362,7 @@ def test_a_flat_tensor_that_is_too_short(written: Path, tmp_path: Path, stage: i
     flat[0] = flat[0][:-1].clone()
     path.unlink()
     save_pickled(path, content)
-    with pytest.raises(CheckpointError, match=rf"{path.name}.*elements are wanted"):
+    with pytest.raises(CheckpointError, match=rf"{path.name}.*elements are expected"):
         read_deepspeed(folder).check()
 
 

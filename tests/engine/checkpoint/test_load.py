@@ -332,4 +332,4 @@ def test_states_that_cannot_be_cut(tmp_path: Path) -> None:
     run_distributed(_adafactor_at, 2, sharded, 2, True)
     message, _ = run_distributed(_adafactor_at, 1, sharded, 2, False)[0]
     assert "Adafactor keeps state for" in message
-    assert "cannot be cut anew" in message
+    assert "cannot be divided again" in message

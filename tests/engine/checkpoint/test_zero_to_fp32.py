@@ -156,7 +156,7 @@ def test_weights_in_another_dtype(checkpoints: Any, tmp_path: Path) -> None:
     one = sum(value.numel() * value.element_size() for value in {id(v): v for v in whole.values()}.values()) // 2 + 64
     convert_zero_checkpoint_to_state_dict(folder, tmp_path / "c", torch.float16, max_shard_size=one)
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["pytorch_model.bin"]  # two bytes each are counted
-    with pytest.raises(ValueError, match="'int8' is no dtype of weights"):
+    with pytest.raises(ValueError, match="'int8' is not a dtype of weights"):
         convert_zero_checkpoint_to_state_dict(folder, tmp_path, dtype="int8")
 
 

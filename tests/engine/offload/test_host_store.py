@@ -135,9 +135,9 @@ def fault() -> None:
     _UnitsJob._run = run  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="of the test"):
         train(engine, 2, 3)
-    with pytest.raises(DsHfError, match="the last step failed half-way"):
+    with pytest.raises(DsHfError, match="the last step failed halfway"):
         engine.save_checkpoint("nowhere")
-    with pytest.raises(DsHfError, match="the last step failed half-way"):
+    with pytest.raises(DsHfError, match="the last step failed halfway"):
         engine.optimizer.state_dict()  # type: ignore[union-attr]
 
 
