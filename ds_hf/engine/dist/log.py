@@ -102,14 +102,16 @@ class CollectiveLog:
         return self
 
     def waiting(self, wait: Callable[[], Any]) -> Callable[[], None]:
-        """``wait`` for a collective that was noted and issued before; a failure of it is one of the log's."""
+        """``wait`` for a collective that was noted and issued before, as if it lasted until then."""
 
         def call() -> None:
+            self.inside = True
             try:
                 wait()
             except RuntimeError as error:
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
+            self.inside = False
 
         return call
 
