@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.engine.builder import initialize
-from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist import collectives, streams
 from ds_hf.engine.engine import Engine
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.gradients import GradientBuffer
@@ -87,6 +87,35 @@ def test_collectives_of_a_step() -> None:
                 "all_reduce_sum": 1,
                 "all_gather": (2 * UNITS - 2) * gas,
             }
+
+
+def waits_of_a_step(stage: int, limit: int | None = None) -> tuple[int, Tensor]:
+    """How often the third step waits for collectives that are under way, and the weights after it."""
+    streams._UNDER_WAY_NBYTES = streams._UNDER_WAY_NBYTES if limit is None else limit
+    engine = _engine(stage, 1)
+    waits, original = 0, streams.Lane.arrive
+
+    def counted(lane: streams.Lane) -> None:
+        nonlocal waits
+        waits += bool(lane._under_way)
+        original(lane)
+
+    streams.Lane.arrive = counted  # type: ignore[method-assign]
+    for step in range(3):
+        waits = 0
+        _micro(engine, torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())))
+    return waits, _weights(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_small_collectives_are_waited_for_together(stage: int) -> None:
+    """A newcomer's model on the CPU: what it waits for is the other rank, once for the gradients, once for weights."""
+    together = run_distributed(waits_of_a_step, 2, stage, timeout=60)
+    alone = run_distributed(waits_of_a_step, 2, stage, 0, timeout=60)
+    for (waits, weights), (more, same) in zip(together, alone, strict=True):
+        assert waits == (1 if stage == 0 else 2)
+        assert more == (UNITS if stage == 0 else 2 * UNITS)
+        assert torch.equal(weights, same)
 
 
 def count_no_sync(stage: int) -> tuple[dict[str, int], dict[str, int], float]:
