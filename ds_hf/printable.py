@@ -7,9 +7,11 @@ themselves, commands by their own call. Rejected: ``repr``, which spells every q
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["printable", "printable_json"]
+__all__ = ["harmless", "printable", "printable_json"]
+
+E = TypeVar("E", bound=BaseException)
 
 
 def printable(text: object) -> str:
@@ -24,3 +26,10 @@ def printable_json(value: Any) -> str:
     """Indented JSON that is readable and has no such characters either; still the same value to who parses it."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+
+
+def harmless(error: E) -> E:
+    """``error`` itself, its text made printable: as the cause of one of ours it stands in tracebacks, with what another
+    library quotes of a file."""
+    error.args = tuple(printable(value) if isinstance(value, str) else value for value in error.args)
+    return error

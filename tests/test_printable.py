@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import logging
+import struct
+import traceback
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ds_hf.cli import app
+from ds_hf.engine.checkpoint.formats import open_source
 from ds_hf.errors import CheckpointError, ConfigError, Fault
 from ds_hf.log import logger, say, warn_once
 from ds_hf.printable import printable, printable_json
@@ -71,3 +74,20 @@ def test_configurations(tmp_path: Path, command: list[str], content: dict[str, o
     assert result.exit_code in (0, 1)
     assert command == ["check", "--json"] or "1b]0;title" in result.output
     assert harmless(result.output)
+
+
+def _tensors(path: Path) -> None:
+    header = json.dumps({"a": {"dtype": NASTY, "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "mp_rank_00_model_states.pt", ".metadata"])
+def test_tracebacks(tmp_path: Path, name: str) -> None:
+    """Other libraries quote what they find in a file, and theirs is the cause of our error."""
+    if name == "model.safetensors":
+        _tensors(tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(f"\x80\x02c{NASTY.replace(chr(13), '')}\nbar\n.".encode("latin-1", "replace"))
+    with pytest.raises(CheckpointError) as caught:
+        open_source(tmp_path)
+    assert harmless("".join(traceback.format_exception(caught.value)))

@@ -38,6 +38,7 @@ from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source
 from ds_hf.engine.checkpoint.states import encode_scalar
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedFragment, SavedParameter
 from ds_hf.errors import CheckpointError
+from ds_hf.printable import harmless
 from ds_hf.regular_files import TEXT_NBYTES, open_regular, read_regular
 
 __all__ = ["read_dcp", "write_dcp"]
@@ -200,7 +201,7 @@ def _metadata(folder: Path) -> Metadata:
         walk(content, "", {}, len(content))
         metadata = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # damaged pickles make it raise anything
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
     storage = getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(storage, dict):
         raise CheckpointError(f"{path} is not metadata of torch.distributed.checkpoint")
@@ -272,7 +273,7 @@ class _Folder:
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
             except Exception as error:  # damaged pickles and archives make Python raise anything
-                raise CheckpointError(f"{path}: {name} cannot be read: {reason_of(error)}") from error
+                raise CheckpointError(f"{path}: {name} cannot be read: {reason_of(error)}") from harmless(error)
 
     def load(self, name: str) -> Any:
         self._check(name)
@@ -284,7 +285,7 @@ class _Folder:
             planner = _SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             _load_state_dict(state, self.reader, planner=planner, no_dist=True)
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{self.folder}: {name} cannot be read: {_reason(error)}") from error
+            raise CheckpointError(f"{self.folder}: {name} cannot be read: {_reason(error)}") from harmless(error)
         return state[name]
 
 
@@ -319,7 +320,9 @@ def read_dcp(folder: Path, *, sums: bool = False) -> Source:
     except CheckpointError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{folder} is not as torch writes it: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{folder} is not as torch writes it: {type(error).__name__}: {error}") from harmless(
+            error
+        )
 
 
 def _read(found: _Folder) -> Source:
@@ -355,7 +358,7 @@ def _own_part(found: _Folder) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # damaged pickles and archives make Python raise anything
-        raise CheckpointError(f"{found.folder}: {_OWN} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{found.folder}: {_OWN} cannot be read: {reason_of(error)}") from harmless(error)
     return rest if isinstance(rest, dict) else {}
 
 

@@ -19,6 +19,7 @@ import torch
 
 from ds_hf.engine.checkpoint.pickled import check_pickled, reason_of
 from ds_hf.errors import CheckpointError
+from ds_hf.printable import harmless
 
 __all__ = ["DynamicScaler", "FragmentAddress", "StaticScaler", "ZeroStage", "load_pickled", "save_pickled"]
 
@@ -94,7 +95,7 @@ def load_pickled(path: Path, *, sums: bool = False) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except Exception as error:  # damaged files make torch raise anything
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
     return content
@@ -123,7 +124,7 @@ def save_pickled(path: Path, content: dict[str, Any]) -> int:
     try:
         torch.save(content, path, pickle_module=module)  # by its path: the archive then says which rank's it is
     except RuntimeError as error:  # torch's writer: no space, for example
-        raise CheckpointError(f"{path} cannot be written: {reason_of(error)}") from error
+        raise CheckpointError(f"{path} cannot be written: {reason_of(error)}") from harmless(error)
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path.stat().st_size

@@ -25,6 +25,7 @@ from ds_hf.engine.checkpoint.states import encode_scalar
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedFragment, SavedParameter
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
+from ds_hf.printable import harmless
 
 __all__ = ["is_deepspeed", "read_deepspeed"]
 
@@ -59,7 +60,9 @@ def read_deepspeed(folder: Path, *, sums: bool = False) -> Source:
     except CheckpointError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{folder} is not as DeepSpeed writes it: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{folder} is not as DeepSpeed writes it: {type(error).__name__}: {error}") from harmless(
+            error
+        )
 
 
 @dataclass

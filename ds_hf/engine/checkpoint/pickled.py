@@ -20,6 +20,7 @@ import torch
 from ds_hf.engine.checkpoint.archive import Archive, Refused
 from ds_hf.engine.checkpoint.pickle_walk import FrugalUnpickler, walk
 from ds_hf.errors import CheckpointError
+from ds_hf.printable import harmless
 from ds_hf.regular_files import open_regular
 
 __all__ = ["FrugalUnpickler", "check_archive", "check_pickled", "read_pickled", "reason_of"]
@@ -35,7 +36,7 @@ def read_pickled(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files make torch raise anything
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
     return content
@@ -53,7 +54,7 @@ def check_pickled(path: Path, *, sums: bool = True) -> Archive:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except Exception as error:  # damaged pickles and archives make Python raise anything
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
 
 
 def check_archive(file: BinaryIO, nbytes: int, *, sums: bool) -> Archive:

@@ -27,6 +27,7 @@ from ds_hf.engine.checkpoint.pickled import reason_of
 from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source, TensorPiece
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedFragment, SavedParameter, _nbytes
 from ds_hf.errors import CheckpointError
+from ds_hf.printable import harmless
 from ds_hf.regular_files import check_regular, read_regular
 
 __all__ = ["ShardedWriter", "Spec", "is_pretrained", "read_pretrained"]
@@ -228,7 +229,7 @@ def read_pretrained(path: Path) -> Source:
         except FileNotFoundError:
             raise CheckpointError(f"{folder / file} is missing: the checkpoint is incomplete") from None
         except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{folder / file} cannot be read: {reason_of(error)}") from error
+            raise CheckpointError(f"{folder / file} cannot be read: {reason_of(error)}") from harmless(error)
         for name in names:
             view = handle.get_slice(name)
             tensors[file, name] = view
@@ -249,7 +250,7 @@ def _shard_names(folder: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(read_regular(index, _INDEX_NBYTES))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{index} cannot be read: {reason_of(error)}") from harmless(error)
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise CheckpointError(f"{index}: {name!r} is not a plain file name")

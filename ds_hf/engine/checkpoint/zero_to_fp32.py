@@ -431,7 +431,7 @@ class TensorFiles:
                     self._handles[file] = safe_open(path, framework="pt")
                 found = self._pieces[file, key] = _Piece(path, key, self._handles[file].get_slice(key))
             except (OSError, SafetensorError, ValueError, MemoryError) as error:
-                raise CheckpointError(f"{path} cannot be read: {error}") from error
+                raise CheckpointError(f"{path} cannot be read: {error}") from None
         return found
 
     def fill(self, target: Tensor, parameter: SavedParameter, state: str, start: int = 0) -> None:
@@ -492,7 +492,7 @@ class _Piece:
         try:
             return read()  # type: ignore[no-any-return]
         except (OSError, SafetensorError, ValueError, RuntimeError, MemoryError) as error:
-            raise CheckpointError(f"{self.path}: tensor {self.key} cannot be read: {error}") from error
+            raise CheckpointError(f"{self.path}: tensor {self.key} cannot be read: {error}") from None
 
 
 # -- finding a checkpoint -------------------------------------------------------------------------------------------
