@@ -58,6 +58,9 @@ def _torch_arguments(name: str, draft: Draft) -> list[str] | None:
         for key, cls in vars(optim).items()
         if inspect.isclass(cls) and issubclass(cls, optim.Optimizer) and cls is not optim.Optimizer
     }
+    like = {"muadam": "adam", "muadamw": "adamw", "musgd": "sgd"}.get(name.lower(), name.lower())  # of the package mup
+    if like in classes:
+        name = like
     if name.lower() in classes:
         return [key for key in inspect.signature(classes[name.lower()]).parameters if key not in ("params", "self")]
     names = {"lamb": "Lamb", "lion": "Lion", "muon": "Muon", **{key: cls.__name__ for key, cls in classes.items()}}

@@ -6,6 +6,7 @@ DeepSpeed, unless ``torch_adam`` is set. Whatever cannot work is refused with wh
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -25,13 +26,16 @@ __all__ = ["build_optimizer", "optimizer_names"]
 
 _HIDDEN = ("params", "model_params")  # constructor parameters that are not the JSON's
 
+# By the lower-case type: the function of mup, and the class of torch whose arguments it takes.
+_MUP: Mapping[str, tuple[str, type[torch.optim.Optimizer]]] = {
+    "muadam": ("MuAdam", torch.optim.Adam),
+    "muadamw": ("MuAdamW", torch.optim.AdamW),
+    "musgd": ("MuSGD", torch.optim.SGD),
+}
 _REFUSED: Mapping[str, tuple[str, str]] = {
     "onebitadam": ("1-bit Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
     "zerooneadam": ("0/1 Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
     "onebitlamb": ("1-bit LAMB is not implemented", "use AdamW; communication_data_type reduces its traffic"),
-    "muadam": ("mup's optimizers cannot come from JSON", "pass mup.MuAdam(...) to initialize(optimizer=...)"),
-    "muadamw": ("mup's optimizers cannot come from JSON", "pass mup.MuAdamW(...) to initialize(optimizer=...)"),
-    "musgd": ("mup's optimizers cannot come from JSON", "pass mup.MuSGD(...) to initialize(optimizer=...)"),
     "lbfgs": ("LBFGS evaluates the loss several times in one step, which engine.step() cannot do", "use AdamW"),
     "sparseadam": ("SparseAdam needs sparse gradients, and ds_hf keeps them dense", "use AdamW"),
 }
@@ -54,6 +58,8 @@ def build_optimizer(
         problem, fix = _REFUSED[name]
         raise ConfigError([Fault("/optimizer/type", f"{section_type}: {problem}", fix)])
     param_groups = list(param_groups)
+    if name in _MUP:
+        return _of_mup(name, section_type, options, param_groups)
     cls: Callable[..., torch.optim.Optimizer]
     if name in ("adam", "adamw"):
         cls = _choose_adam(name, options, offloaded)
@@ -69,6 +75,28 @@ def build_optimizer(
     else:
         cls = _torch_class(section_type)
     return _construct(cls, section_type, options, param_groups)
+
+
+def _of_mup(name: str, section_type: str, options: dict[str, Any], param_groups: list[Any]) -> torch.optim.Optimizer:
+    """mup's function: torch's optimizer over groups whose learning rates follow the widths of the model."""
+    function, cls = _MUP[name]
+    try:
+        make = getattr(importlib.import_module("mup"), function)
+    except ImportError as error:
+        fault = Fault("/optimizer/type", f"{section_type} comes from the package mup ({error})", "pip install mup")
+        raise ConfigError([fault]) from error
+    unmarked = sum(not hasattr(p, "infshape") for group in param_groups for p in _params_of(group))
+    if unmarked:
+        message = f"{unmarked} parameters have no base shape, from which {section_type} takes their learning rates"
+        fix = "call mup.set_base_shapes(model, base) before initialize()"
+        raise ConfigError([Fault("/optimizer/type", message, fix)])
+    accepted = inspect.signature(cls).parameters
+    needed = {key: accepted[key].default for key in ("lr", "weight_decay") if key not in options}
+    return _construct(make, section_type, {**needed, **options}, param_groups, like=cls)
+
+
+def _params_of(group: Any) -> list[Any]:
+    return list(group["params"]) if isinstance(group, dict) else [group]
 
 
 def optimizer_names() -> list[str]:
@@ -116,9 +144,14 @@ def _torch_class(section_type: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _construct(
-    cls: Callable[..., torch.optim.Optimizer], section_type: str, options: dict[str, Any], param_groups: list[Any]
+    cls: Callable[..., torch.optim.Optimizer],
+    section_type: str,
+    options: dict[str, Any],
+    param_groups: list[Any],
+    like: type[torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    accepted = accepted_params(cls, _HIDDEN)
+    """``like``: the class whose arguments ``cls`` takes, where that is a function."""
+    accepted = accepted_params(like or cls, _HIDDEN)
     shown = {key: value for key, value in options.items() if key != "max_grad_norm"}
     faults = param_faults("optimizer", section_type, shown, accepted)
     if "max_grad_norm" in options:

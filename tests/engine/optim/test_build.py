@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
 
+from ds_hf.config import load_config
 from ds_hf.engine.optim.adagrad import DeepSpeedCPUAdagrad, FusedAdagrad
 from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from ds_hf.engine.optim.build import build_optimizer, optimizer_names
@@ -100,9 +103,6 @@ def test_adam_by_name_decays_decoupled_and_adam_w_mode_false_does_not() -> None:
         ("OneBitAdam", "communication_data_type"),
         ("ZeroOneAdam", "AdamW"),
         ("OneBitLamb", "AdamW"),
-        ("MuAdam", "initialize(optimizer=...)"),
-        ("MuAdamW", "mup.MuAdamW"),
-        ("MuSGD", "mup.MuSGD"),
         ("LBFGS", "several times"),
         ("SparseAdam", "dense"),
         ("AdmW", "did you mean adamw?"),
@@ -167,3 +167,42 @@ def test_a_switch_without_effect_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     build_optimizer("AdamW", {"adam_w_mode": False}, make_params())
     assert len(told) == 1
     assert "adam_w_mode" in told[0]
+
+
+def mup_like(impl: type[torch.optim.Optimizer]) -> Any:
+    """As mup's functions: a group for each width, its rate divided by it."""
+
+    def make(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        split = [
+            {**group, "params": [p], "lr": options["lr"] / p.infshape} for group in groups for p in group["params"]
+        ]
+        return impl(split, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [("MuAdam", torch.optim.Adam), ("muadamw", torch.optim.AdamW), ("MuSGD", torch.optim.SGD)],
+)
+def test_optimizers_of_mup(name: str, impl: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mup", None)
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match=r"comes from the package mup(.|\n)*pip install mup"):
+        build_optimizer(name, {"lr": 0.1}, [{"params": list(model.parameters())}])
+    functions = {key: mup_like(cls) for key, cls in (("MuAdam", torch.optim.Adam), ("MuSGD", torch.optim.SGD))}
+    fake = types.SimpleNamespace(**functions, MuAdamW=mup_like(torch.optim.AdamW))
+    monkeypatch.setitem(sys.modules, "mup", fake)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"2 parameters have no base shape(.|\n)*set_base_shapes"):
+        build_optimizer(name, {"lr": 0.1}, [{"params": list(model.parameters())}])
+    model.weight.infshape, model.bias.infshape = 4, 1  # type: ignore[assignment]
+    optimizer = build_optimizer(name, {"lr": 0.1, "weight_decay": 0.5}, [{"params": list(model.parameters())}])
+    assert type(optimizer) is impl
+    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.1]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5]
+    with pytest.raises(ConfigError, match="no such parameter"):
+        build_optimizer(name, {"lr": 0.1, "width": 3}, [{"params": list(model.parameters())}])
+    config = load_config({"train_batch_size": 1, "optimizer": {"type": name, "params": {"lr": 0.1}}}, world_size=1)
+    assert config.warnings == ()
+    with pytest.raises(ConfigError, match="takes no argument"):
+        load_config({"train_batch_size": 1, "optimizer": {"type": name, "params": {"rate": 1}}}, world_size=1)
