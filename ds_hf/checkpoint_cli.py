@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from ds_hf.errors import CheckpointError
+from ds_hf.log import complain
 from ds_hf.printable import printable, printable_json
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def _dtype(text: str | None) -> torch.dtype | None:
 
 
 def _usage(message: str) -> NoReturn:
-    print(printable(message), file=sys.stderr)
+    complain(message)
     raise typer.Exit(2)
 
 
@@ -280,7 +281,7 @@ def _faults(as_json: bool) -> Iterator[None]:
         if as_json:
             _print_json({"ok": False, "faults": [str(error)]})
         else:
-            print(printable(error), file=sys.stderr)
+            complain(error)
         raise typer.Exit(1) from None
 
 

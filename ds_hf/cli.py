@@ -23,6 +23,7 @@ from rich.text import Text
 from ds_hf.autotune.cli import AS_GIVEN, EXAMPLES, autotune_command
 from ds_hf.autotune.lr.cli import REST, lr_find_command
 from ds_hf.checkpoint_cli import checkpoint_app
+from ds_hf.command_line import one_name, version_option
 from ds_hf.config.docs import configuration_page
 from ds_hf.config.explain import Row, auto_keys, rows, summary
 from ds_hf.config.load import examine
@@ -34,6 +35,7 @@ from ds_hf.config.types import Config, OriginKind
 from ds_hf.doctor_cli import doctor_command
 from ds_hf.errors import SHOWN_FAULTS, ConfigError, Fault
 from ds_hf.launch_cli import add_run_command
+from ds_hf.log import complain
 from ds_hf.memory_cli import SETTINGS, memory_command
 from ds_hf.printable import printable, printable_json
 
@@ -42,6 +44,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     help="Train HuggingFace models with ZeRO, from a DeepSpeed JSON file.",
     no_args_is_help=True,
+    context_settings={"token_normalize_func": one_name},  # of all commands, unless they have their own
     epilog="""\b
 Examples:
   ds-hf config new --preset zero2 -o ds_config.json
@@ -61,6 +64,13 @@ Examples:
   ds-hf config new --preset zero2 -o ds_config.json
 """,
 )
+
+
+@app.callback()
+def common(version: Annotated[bool, version_option()] = False) -> None:
+    """What stands before the command."""
+
+
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("memory", context_settings=SETTINGS)(memory_command)
@@ -186,7 +196,7 @@ def _write(text: str, output: Path | None, force: bool) -> None:
 
 
 def _usage(message: str) -> NoReturn:
-    print(printable(message), file=sys.stderr)
+    complain(message)
     raise typer.Exit(2)
 
 

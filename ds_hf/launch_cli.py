@@ -15,11 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
+from ds_hf.command_line import version_option
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.front import launch
 from ds_hf.launcher.handover import call_real, real_deepspeed
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE
 from ds_hf.launcher.options import LAUNCHERS, Options
+from ds_hf.log import complain
 
 __all__ = ["EXAMPLES", "add_run_command", "deepspeed_main"]
 
@@ -150,6 +152,7 @@ def run_command(
         LogLevel | None, _option(OUTPUT, "--log_level", text="Accepted for DeepSpeed's sake; see --quiet.", hidden=True)
     ] = None,
     quiet: Annotated[bool, _option(OUTPUT, "--quiet", "-q", text="Say nothing about what is started.")] = False,
+    version: Annotated[bool, version_option(rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Train on the GPUs of this machine, or of the hosts in a hostfile."""
     given = dict(context.params)
@@ -168,7 +171,7 @@ def run_command(
     except LaunchError as error:
         if context.obj is LaunchError:
             raise
-        print(f"ds_hf: {error}", file=sys.stderr)
+        complain(error)
         raise typer.Exit(2) from None
     raise typer.Exit(code)
 

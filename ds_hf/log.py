@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from ds_hf.printable import printable
 
-__all__ = ["log_once", "logger", "say", "warn_once"]
+__all__ = ["complain", "log_once", "logger", "say", "warn_once"]
 
 
 class _Arguments(logging.Filter):
@@ -49,3 +50,13 @@ def say(text: str) -> None:
     """What the user asked for, on standard output."""
     sys.stdout.write(printable(text) + "\n")
     sys.stdout.flush()
+
+
+def complain(text: object) -> None:
+    """What is wrong, on standard error, in the one form that all commands have: ``ds_hf: what`` and lines below it.
+
+    In one write, as several processes may share the stream; one that is gone is no second fault.
+    """
+    with contextlib.suppress(OSError):
+        sys.stderr.write(printable(f"ds_hf: {text}\n"))
+        sys.stderr.flush()

@@ -7,7 +7,6 @@ Torch is imported when the command runs.
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_hf.errors import ConfigError
+from ds_hf.log import complain
 from ds_hf.printable import printable
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["SETTINGS", "memory_command"]
 
 # What the command does not know belongs to the script.
-SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": True, "token_normalize_func": str}
 _DEFAULT_MEMORY = "80GiB"
 _PER_HOST = 8
 GIB = 1 << 30
@@ -44,7 +44,7 @@ Rest = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.
 ConfigFile = Annotated[
     str | None, typer.Option("--config", help="DeepSpeed's JSON file, or a preset; for a script, its own by default.")
 ]
-World = Annotated[int, typer.Option("--world-size", min=1, help="Number of processes, one for each GPU.")]
+World = Annotated[int, typer.Option("--world-size", "-w", min=1, help="Number of processes, one for each GPU.")]
 Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Samples in one micro-batch of a process.")]
 Length = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample.")]
 Recompute = Annotated[
@@ -95,7 +95,7 @@ def memory_command(
             subject = Subject.of(target, rest or [], request)
             table = list(rows(subject.predictor, subject.config, machine, micro_batch))
     except (UnpredictableError, ConfigError) as error:
-        print(error, file=sys.stderr)
+        complain(error)
         raise typer.Exit(1) from None
     if as_json:
         print(json.dumps(_as_json(subject, machine, table), indent=2))

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.patience import PATIENCE
+
+LONGEST_S = 3600.0  # of one test, below the time after which the process ends
+
 # Before anything imports torch or transformers, and inherited by every process that a test starts.
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -28,7 +32,11 @@ with contextlib.suppress(ModuleNotFoundError):  # the machines with GPUs lack it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` are skipped, with the reason, where there is no accelerator."""
+    """Limits of single tests get their patience; those marked ``gpu`` are skipped where there is no accelerator."""
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        if limit is not None:
+            item.add_marker(pytest.mark.timeout(min(limit.args[0] * PATIENCE, LONGEST_S)), append=False)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -213,7 +213,7 @@ def test_progress_is_shown_on_a_terminal_after_some_time(own: Path, tmp_path: Pa
     leader, follower = pty.openpty()
     command = [sys.executable, "-c", script, quiet, "checkpoint", "convert", str(own), str(tmp_path / "out")]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment, timeout=60)
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment)
     os.close(follower)
     assert result.returncode == 0
     try:

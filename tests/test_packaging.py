@@ -47,7 +47,7 @@ def _run(*command: str | Path, cwd: Path = Path("/"), **variables: str) -> str:
     # what is compiled here is only looked at
     environment = os.environ | {"CMAKE_ARGS": "-DCMAKE_CXX_FLAGS_RELEASE=-O0"} | variables
     parts = [str(part) for part in command]
-    done = subprocess.run(parts, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(parts, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.log import complain
 
 __all__ = ["AS_GIVEN", "EXAMPLES", "autotune_command", "run_command"]
 
@@ -24,7 +25,7 @@ EXAMPLES = """\b
 Examples:
   ds-hf autotune --budget 10m train.py --model gpt2 --deepspeed ds_config.json
   ds-hf autotune --tune zero_optimization.stage --fix ds_hf.compile train.py --deepspeed ds_config.json
-  ds-hf autotune -n 2 --memory-limit 2GiB --run train.py --deepspeed zero3
+  ds-hf autotune -n 2 --device-memory 2GiB --run train.py --deepspeed zero3
 Exit codes: 0 a file was written, 1 the search failed, 2 wrong usage, 130 interrupted before anything was measured
 """
 
@@ -40,7 +41,7 @@ Words = Annotated[
 ResultsDir = Annotated[
     Path,
     typer.Option(
-        help="Folder for all results; naming the same folder again resumes the search.", rich_help_panel=SEARCH
+        "--output", "-o", help="Folder for all results; naming it again resumes the search.", rich_help_panel=SEARCH
     ),
 ]
 Budget = Annotated[str, typer.Option(help="Time budget of the whole search: 90s, 10m, 1.5h.", rich_help_panel=SEARCH)]
@@ -69,13 +70,14 @@ Micro = Annotated[str, typer.Option(help="Interval for the micro-batch.", rich_h
 MemoryLimit = Annotated[
     str | None,
     typer.Option(
+        "--device-memory",
         help="Memory of each device, e.g. 2GiB, to use less than there is. On a CPU the bytes of tensors count.",
         rich_help_panel=SPACE,
     ),
 ]
 Processes = Annotated[
     int | None,
-    typer.Option("--nproc-per-node", "-n", min=1, help="Processes; one a GPU if not given.", rich_help_panel=TRIALS),
+    typer.Option("--num-gpus", "-n", min=1, help="Processes; one a GPU if not given.", rich_help_panel=TRIALS),
 ]
 Launcher = Annotated[
     str | None,
@@ -92,7 +94,10 @@ Patience = Annotated[
     int, typer.Option(min=1, help="Stop after this many launches without a gain.", rich_help_panel=SEARCH)
 ]
 Seed = Annotated[int, typer.Option(help="Seed of Optuna's sampler.", rich_help_panel=SEARCH)]
-Overwrite = Annotated[bool, typer.Option(help="Discard an earlier search in the folder.", rich_help_panel=SEARCH)]
+Overwrite = Annotated[
+    bool,
+    typer.Option("--force/--no-force", "-f", help="Discard an earlier search in the folder.", rich_help_panel=SEARCH),
+]
 Confirm = Annotated[
     bool, typer.Option(help="Run your script once with the result, to confirm its speed.", rich_help_panel=SEARCH)
 ]
@@ -169,7 +174,7 @@ def run_command(mode: str, command: list[str]) -> int:
     from ds_hf.autotune.options import Options
 
     if mode not in ("tune", "run"):
-        print(f'--autotuning takes "tune" or "run", not {mode!r}', file=sys.stderr)
+        complain(f'--autotuning takes "tune" or "run", not {mode!r}')
         return 2
     return _guarded(lambda: _tune_and_train(command, Options(), mode == "run"))
 
@@ -199,12 +204,12 @@ def _guarded(work: object) -> int:
     try:
         return int(work())
     except KeyboardInterrupt:
-        print("interrupted before your own file was measured: nothing was written", file=sys.stderr)
+        complain("interrupted before your own file was measured: nothing was written")
         return 130
     except ConfigError as error:
         first, *others = error.faults
         plain = not (others or first.pointer or first.fix)  # not about the file
-        print(first.message if plain else error, file=sys.stderr)
+        complain(first.message if plain else error)
         return 2
     except TuneError as error:
         if error.tail.strip():
@@ -214,10 +219,10 @@ def _guarded(work: object) -> int:
             )
         else:
             print("the script printed nothing", file=sys.stderr)
-        print(f"\n{error}", file=sys.stderr)
+        complain(error)
         return 1
     except DsHfError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 1
 
 

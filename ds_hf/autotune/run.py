@@ -175,7 +175,7 @@ def _prepare_folder(problem: Problem) -> None:
         ConfigError: it cannot be written, or holds something else.
     """
     folder = problem.options.results_dir
-    fix = "give another --results-dir"
+    fix = "give another --output"
     try:
         if problem.options.overwrite and (folder / JOURNAL).exists():
             kill_leftovers(folder / "trials")
@@ -197,7 +197,7 @@ def _prepare_folder(problem: Problem) -> None:
         if different:
             raise ConfigError(
                 f"{folder} holds a search of something else ({', '.join(different)} differ): "
-                f"--overwrite starts again, or {fix}"
+                f"--force starts again, or {fix}"
             )
         return
     if any(folder.iterdir()) and not (folder / JOURNAL).exists() and any(folder.glob("trials/*")):

@@ -469,6 +469,8 @@ def _nothing() -> None:
 
 
 def _check_loss(loss: Any) -> None:
+    if isinstance(loss, Tensor) and loss.is_complex():
+        raise LossError(f"backward() takes a real number, but the loss is {loss.dtype}: take its absolute or real part")
     if not isinstance(loss, Tensor):
         raise LossError(f"backward() takes the loss tensor, not {type(loss).__name__}")
     if loss.numel() != 1:

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ds_hf.launcher import worker
 from ds_hf.launcher.cores import cores_by_rank
+from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.failure import Failure
 from ds_hf.launcher.spec import NodeSpec
 
@@ -61,6 +62,7 @@ def worker_command(spec: NodeSpec, processes: int, restart: int = 0) -> list[str
         "cores": cores,
         "log_dir": spec.log_dir,
         "restart": restart or None,
+        "tells": spec.log_dir is None and not spec.prefix,
     }
     return [sys.executable, "-I", "-S", str(Path(worker.__file__)), json.dumps(setup), *command]
 
@@ -94,14 +96,16 @@ class WorkerAgent(LocalElasticAgent):
             _kill_groups([handler.proc for handler in context.subprocess_handlers.values()], all_of_them=True)
 
     def _look(self, worker_group: WorkerGroup) -> list[Failure]:
+        """Failures as soon as a process has ended; then also those that were recorded where it has not ended yet."""
         context: Any = self._pcontext
+        handlers = getattr(context, "subprocess_handlers", {})
+        codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
         found = []
-        for local_rank, handler in getattr(context, "subprocess_handlers", {}).items():
-            code = handler.proc.poll()
-            if code:
+        for local_rank, code in codes.items() if any(codes.values()) else ():
+            text, age = _recorded(context.error_files[local_rank])
+            if code or (code is None and text):
                 rank = worker_group.workers[local_rank].global_rank
-                text, age = _recorded(context.error_files[local_rank])
-                found.append(Failure(rank, local_rank, self._host, code, age, text))
+                found.append(Failure(rank, local_rank, self._host, code or 1, age, text))
         return found
 
     def _kill_later(self) -> None:
@@ -145,7 +149,7 @@ def run_workers(attempt: Attempt, on_failure: OnFailure) -> bool:
     slots = spec.slots[attempt.node]
     _hush_torch()
     command = worker_command(spec, len(slots), attempt.number)
-    with tempfile.TemporaryDirectory(prefix="ds_hf_run_", ignore_cleanup_errors=True) as folder:
+    with _own_folder() as folder:
         agent = WorkerAgent(
             _worker_spec(attempt, command),
             on_failure,
@@ -156,6 +160,15 @@ def run_workers(attempt: Attempt, on_failure: OnFailure) -> bool:
         )
         result = agent.run()
     return not result.is_failed()
+
+
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="ds_hf_run_", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot make a folder in {tempfile.gettempdir()}: {error.strerror}\n  fix: make room there, or set TMPDIR"
+        ) from None
 
 
 def _hush_torch() -> None:

@@ -53,10 +53,16 @@ def describe(failures: Sequence[Failure]) -> str:
     head = f"rank {first.rank} failed first: host {first.host}, local rank {first.local_rank}, {_end(first.code)}"
     body = first.text.rstrip() or "no traceback was recorded; what the process printed is above"
     others = sorted((f for f in failures if f.rank != first.rank), key=lambda failure: failure.rank)
-    listed = ", ".join(f"rank {f.rank} ({f.host}, {_end(f.code)})" for f in others[:8])
+    listed = ", ".join(f"rank {f.rank} ({f.host}, {_end(f.code)}{_last_line(f.text)})" for f in others[:8])
     more = f" and {len(others) - 8} more" if len(others) > 8 else ""
     after = f"\nafter it: {listed}{more}" if others else ""
     return f"{head}\n{body}{after}"
+
+
+def _last_line(text: str) -> str:
+    """What was raised, in so many words: one traceback is enough."""
+    line = text.strip().rpartition("\n")[2].strip()
+    return f": {line[:157]}..." if len(line) > 160 else f": {line}" if line else ""
 
 
 def _end(code: int) -> str:

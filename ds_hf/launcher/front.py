@@ -22,14 +22,14 @@ from types import FrameType
 
 from ds_hf.launcher.environment import exported, read_environment_files
 from ds_hf.launcher.errors import LaunchError
-from ds_hf.launcher.node import run_node
+from ds_hf.launcher.node import check_can_start, run_node
 from ds_hf.launcher.options import DEFAULT_PORT, Options
 from ds_hf.launcher.ports import bindable
 from ds_hf.launcher.preflight import Meeting, end_far_sides, preflight
 from ds_hf.launcher.remote import Start, check_tools, start_commands
 from ds_hf.launcher.resources import Resources, find_resources
 from ds_hf.launcher.spec import NodeSpec
-from ds_hf.printable import printable
+from ds_hf.log import complain
 
 __all__ = ["launch"]
 
@@ -90,6 +90,7 @@ def _spec(options: Options, resources: Resources, *, travels: bool) -> NodeSpec:
         command=options.command,
         master_addr=options.master_addr or ("127.0.0.1" if alone else hosts[0].rpartition("@")[2]),
         master_port=_port(options.master_port, look_here=alone and not options.dry_run),
+        any_port=alone and options.master_port == -1,
         env=_travelling(options) if travels else {},
         devices=dict(resources.devices),
         set_devices=resources.set_devices and options.launcher != "slurm",
@@ -140,6 +141,7 @@ def _here(spec: NodeSpec, options: Options) -> int:
     if options.dry_run:
         _print_plan(spec, options, [])
         return 0
+    check_can_start(spec)
     return run_node(spec, node)
 
 
@@ -181,7 +183,7 @@ def _wait(running: list[_Running], received: list[int], spec: NodeSpec) -> int:
             if code != 0 and not _goes_on(running, codes, spec):
                 failed_at = failed_at or time.monotonic()
                 if code == 255 and one.start.command[0] == "ssh":
-                    _say(f"host {one.start.hosts[0]}: ssh ended with 255: the connection failed or was lost")
+                    complain(f"host {one.start.hosts[0]}: ssh ended with 255: the connection failed or was lost")
         if failed_at is not None and time.monotonic() - failed_at > OTHERS_S:
             break
         time.sleep(0.1)
@@ -249,8 +251,3 @@ def _print_plan(spec: NodeSpec, options: Options, starts: list[Start]) -> None:
         "\n".join(plan_lines(spec, options, [(one.hosts, one.env, shlex.join(one.command)) for one in starts]))
     )
     sys.stdout.write("\n")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(printable(f"ds_hf: {text}\n"))
-    sys.stderr.flush()

@@ -11,12 +11,15 @@ import argparse
 import contextlib
 import os
 import select
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -25,16 +28,17 @@ from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.failure import Failure, describe, exit_code, first_of
 from ds_hf.launcher.ports import free_port
 from ds_hf.launcher.spec import NodeSpec, decode
-from ds_hf.printable import printable
+from ds_hf.log import complain
 
 if TYPE_CHECKING:
     from ds_hf.launcher.agent import Attempt
     from ds_hf.launcher.leash import Leash
 
-__all__ = ["main", "run_node"]
+__all__ = ["check_can_start", "main", "run_node"]
 
 MARK = "DS_HF_LAUNCH_RUN"  # in the environment of every process of a run: what is swept at the end
 HARD_END_S = 12.0
+PORTS = 3  # tried one after another where any will do
 # mpirun's and srun's own, which would make MPI or a nested srun in a worker believe that it is a rank of theirs.
 _LAUNCHER_VARIABLES = ("OMPI_", "PMI_", "PMIX_", "ORTE_", "PRTE_", "HYDRA_", "MPI_LOCAL", "PALS_", "MPIR_")
 
@@ -56,10 +60,43 @@ def main(arguments: list[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             threading.Thread(target=_watch_input, args=(leash_fd,), daemon=True).start()
         threading.Thread(target=_watch_output, daemon=True).start()
+        if spec.cwd is not None and os.path.isdir(spec.cwd):
+            os.chdir(spec.cwd)
+        check_can_start(spec)
         return run_node(spec, node)
     except LaunchError as error:
-        _say(str(error))
+        complain(str(error))
         return 1
+
+
+def check_can_start(spec: NodeSpec) -> None:
+    """Refuse what every process would fail at.
+
+    Raises:
+        LaunchError: there is no such script or program, or the folder for logs cannot be written to.
+    """
+    name, here = spec.command[0], os.getcwd()
+    if spec.no_python:
+        if shutil.which(name) is None:
+            raise LaunchError(f"there is no program {name} to execute (in {here})\n  fix: its path, or install it")
+    elif spec.module:
+        top = name.partition(".")[0]
+        if top not in sys.builtin_module_names and PathFinder.find_spec(top, [here, *sys.path]) is None:
+            raise LaunchError(f"there is no module {top} (in {here}, or installed)\n  fix: its name, or install it")
+    elif not os.path.exists(name):
+        raise LaunchError(f"there is no script {name} in {here}\n  fix: its path; options come before the script")
+    elif os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
+        raise LaunchError(f"{name} is a folder, not a script\n  fix: the path of the script")
+    if spec.log_dir is not None:
+        try:
+            os.makedirs(spec.log_dir, exist_ok=True)
+            with tempfile.TemporaryFile(dir=spec.log_dir):
+                pass
+        except OSError as error:
+            raise LaunchError(
+                f"--enable_each_rank_log: cannot write into {spec.log_dir}: {error.strerror}"
+                "\n  fix: a folder that can be written to"
+            ) from None
 
 
 def run_node(spec: NodeSpec, node: int) -> int:
@@ -87,7 +124,7 @@ def run_node(spec: NodeSpec, node: int) -> int:
 
 def _alone(spec: NodeSpec, node: int) -> int:
     """One host (or one of an elastic run, whose restarts torch does itself)."""
-    from ds_hf.launcher.agent import Attempt, run_workers
+    from ds_hf.launcher.agent import Attempt
 
     codes: list[int] = []
 
@@ -95,15 +132,39 @@ def _alone(spec: NodeSpec, node: int) -> int:
         codes.append(exit_code(first_of(failures).code))
         left = len(codes) <= spec.max_restarts
         again = f"\nstarting again, attempt {len(codes)} of {spec.max_restarts}" if left else ""
-        _say(describe(failures) + again)
+        complain(describe(failures) + again)
 
     attempt = Attempt(spec, node, 0, spec.master_port)
-    while not run_workers(attempt, tell):
+    while not _run_at_a_port(attempt, tell):
         if spec.min_nodes or attempt.number >= spec.max_restarts:
             return (codes or [1])[-1]
         # A fresh port: torch's workers would find the keys of the last attempt in the store of the old one.
         attempt = Attempt(spec, node, attempt.number + 1, free_port())
     return 0
+
+
+def _run_at_a_port(attempt: Attempt, tell: Callable[[list[Failure]], None]) -> bool:
+    """``run_workers``; at another port where somebody took this one since it was found free, and nobody asked for it.
+
+    Raises:
+        LaunchError: the port is taken that was asked for, or three in a row.
+    """
+    from torch.distributed import DistNetworkError
+
+    from ds_hf.launcher.agent import run_workers
+
+    for tried in range(1, PORTS + 1):
+        try:
+            return run_workers(attempt, tell)
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            if not attempt.spec.any_port or tried == PORTS:
+                raise LaunchError(
+                    f"port {attempt.port} is taken by another program\n  fix: another --master_port"
+                ) from None
+            attempt = replace(attempt, port=free_port())
+    raise AssertionError("unreachable")
 
 
 def _together(spec: NodeSpec, node: int) -> int:
@@ -122,7 +183,7 @@ def _together(spec: NodeSpec, node: int) -> int:
         ending = leash.wait_ending()
         assert ending is not None
         if ending.text and (node == 0 or ending.kind == "lost"):
-            _say(ending.text)
+            complain(ending.text)
         if ending.kind != "restart":
             leash.close()
             return ending.code
@@ -266,13 +327,6 @@ def _pid_file(spec: NodeSpec) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-def _say(text: str) -> None:
-    """To standard error, in one write."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(printable(f"ds_hf: {text}\n"))
-        sys.stderr.flush()
 
 
 if __name__ == "__main__":

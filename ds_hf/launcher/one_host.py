@@ -15,10 +15,11 @@ from typing import Any
 
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.hostfile import check_host_name
-from ds_hf.launcher.node import run_node
+from ds_hf.launcher.node import check_can_start, run_node
 from ds_hf.launcher.options import DEFAULT_PORT
 from ds_hf.launcher.resources import gpu_count
 from ds_hf.launcher.spec import NodeSpec
+from ds_hf.log import complain
 
 __all__ = ["main"]
 
@@ -32,9 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise LaunchError(f"--node_rank is {options.node_rank}, and --world_info has {len(world)} hosts")
         if options.module and options.no_python:
             raise LaunchError("--module and --no_python are both given\n  fix: give one of them")
-        return run_node(_spec(options, world), options.node_rank)
+        spec = _spec(options, world)
+        check_can_start(spec)
+        return run_node(spec, options.node_rank)
     except LaunchError as error:
-        sys.stderr.write(f"ds_hf: {error}\n")
+        complain(error)
         return 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ds_hf.launcher.errors import LaunchError
-from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE
+from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE, MAX_SLOTS
 
 __all__ = ["DEFAULT_PORT", "LAUNCHERS", "Options"]
 
@@ -67,6 +67,10 @@ class Options:
             raise LaunchError("an argument contains a NUL character, which no process can be given")
         if self.bind_core_list and not self.bind_cores_to_rank:
             raise LaunchError("--bind_core_list has no effect alone\n  fix: add --bind_cores_to_rank")
+        if self.num_gpus > MAX_SLOTS:
+            raise LaunchError(f"--num_gpus is {self.num_gpus}: no host has more than {MAX_SLOTS}\n  fix: fewer")
+        if self.num_nodes > MAX_SLOTS:
+            raise LaunchError(f"--num_nodes is {self.num_nodes}, and {MAX_SLOTS} are the most\n  fix: fewer")
         if self.max_restarts < 0:
             raise LaunchError(f"--max_restarts is {self.max_restarts}\n  fix: 0 or more")
         self._check_hosts()

@@ -20,6 +20,7 @@ from ds_hf.launcher.options import Options
 __all__ = ["Resources", "find_resources", "gpu_count"]
 
 LOCALHOST = "localhost"
+PROCESSES_A_CORE = 64  # more would only fill the memory
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ def _this_machine(options: Options, env: Mapping[str, str]) -> Resources:
         else:
             first_nodes_and_slots({LOCALHOST: (0,)}, options.num_nodes)
             processes = 1 if options.num_gpus == -1 else options.num_gpus
+            most = PROCESSES_A_CORE * (os.cpu_count() or 1)
+            if processes > most:
+                raise LaunchError(
+                    f"--num_gpus is {processes}: there is no GPU, and {most} processes are the most for the "
+                    f"{os.cpu_count()} cores of this machine\n  fix: fewer"
+                )
             pool = first_nodes_and_slots({LOCALHOST: tuple(range(max(processes, 1)))}, num_gpus=options.num_gpus)
         return Resources(pool, local=True, set_devices=False)
     names = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()][:count]

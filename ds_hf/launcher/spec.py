@@ -29,6 +29,7 @@ class NodeSpec:
         command: script and its arguments.
         env: variables set on every host.
         cwd: folder on every host; None leaves the one the process starts in.
+        any_port: nobody asked for ``master_port``: another will do.
         min_nodes: > 0 makes the run elastic between this and ``max_nodes`` (0: the number of hosts).
         bind_cores: ``""`` for all cores, a list such as ``0-3,8`` for these, None for no binding.
     """
@@ -39,6 +40,7 @@ class NodeSpec:
     command: list[str]
     master_addr: str = "127.0.0.1"
     master_port: int = 29500
+    any_port: bool = False
     env: dict[str, str] = field(default_factory=dict)
     devices: dict[str, str] = field(default_factory=dict)
     set_devices: bool = True

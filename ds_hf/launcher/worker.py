@@ -6,7 +6,7 @@ milliseconds; ``exec`` keeps the process id that torch's agent watches.
 
 Usage: ``worker.py JSON command...``; JSON has ``agent`` (its process id), ``local_rank_at`` (index in the command where
 the argument goes, or null), ``cores`` (a list of core lists by local rank, or null), ``log_dir``, ``restart`` (number
-of the attempt, or null).
+of the attempt, or null), ``tells`` (whether the launcher tells of failures in the process's place).
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ def main(arguments: list[str]) -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     if setup["restart"]:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(setup["restart"])
+    if setup.get("tells"):  # ds_hf.engine.dist.failure_record: the launcher shows the traceback
+        os.environ["DS_HF_LAUNCH_TELLS"] = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if setup["cores"]:
         cores = setup["cores"][local_rank]
         os.sched_setaffinity(0, cores)
         os.environ["OMP_NUM_THREADS"] = str(len(cores))
     if setup["log_dir"]:
-        _redirect(setup["log_dir"], os.environ["RANK"])
+        try:
+            _redirect(setup["log_dir"], os.environ["RANK"])
+        except OSError as error:
+            sys.exit(f"ds_hf: --enable_each_rank_log: {error.filename}: {error.strerror}")
     if setup["local_rank_at"] is not None:
         command.insert(setup["local_rank_at"], f"--local_rank={local_rank}")
     try:

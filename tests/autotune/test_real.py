@@ -39,10 +39,8 @@ def command(folder: Path, fault: str = "", *options: str, arguments: tuple[str, 
     return [*tune, str(folder / "train.py"), *arguments, "--deepspeed_config", str(folder / "ds_config.json")]
 
 
-def run(words: list[str], timeout: float = 110) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, capture_output=True, text=True, timeout=timeout, env={**os.environ, **ENV}, check=False
-    )
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, **ENV}, check=False)
 
 
 def left_behind(folder: Path) -> list[int]:
@@ -87,7 +85,7 @@ def test_a_silent_script_shows_where_it_hangs(tmp_path: Path) -> None:
 def test_a_search_from_end_to_end(tmp_path: Path) -> None:
     """Two processes, two settings, a limit that the larger sizes do not fit."""
     options = ("-n", "2", "--budget", "100s", "--trials", "2", "--memory-limit", "6MiB", "--fix", "ds_hf.compile")
-    found = run(command(tmp_path, "", *options, arguments=("--width", "256")), timeout=280)
+    found = run(command(tmp_path, "", *options, arguments=("--width", "256")))
     assert found.returncode == 0, found.stdout + found.stderr
     results = tmp_path / "results"
     tuned = load_config(results / "ds_config.tuned.json", world_size=2)
@@ -116,12 +114,12 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **ENV}
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not left_behind(tmp_path) and time.monotonic() < end:
         time.sleep(0.2)
     time.sleep(2)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate()
     assert process.returncode == 130
     assert "nothing was written" in errors
     assert not left_behind(tmp_path)
@@ -195,7 +193,7 @@ def test_a_trainer_that_waits_for_data_gets_workers(tmp_path: Path) -> None:
     tune = ["autotune", "-n", "1", "--budget", "150s", "--trials", "1", "--results-dir", str(tmp_path / "results")]
     training = ["--output_dir", str(tmp_path / "out"), "--per_device_train_batch_size", "8", "--max_steps", "500"]
     train = [str(tmp_path / "train.py"), *training, "--report_to", "none", "--deepspeed"]
-    found = run([sys.executable, "-m", "ds_hf.cli", *tune, *train, str(tmp_path / "ds_config.json")], timeout=250)
+    found = run([sys.executable, "-m", "ds_hf.cli", *tune, *train, str(tmp_path / "ds_config.json")])
     assert found.returncode == 0, found.stdout + found.stderr
     reasons = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())
     changes = {change["key"]: change for change in reasons["changes"]}
@@ -213,7 +211,7 @@ def tune_example(tmp_path: Path, config: str, *options: str) -> Any:
     training = ["--output_dir", str(tmp_path / "out"), "--eval_on_start", "False", "--max_steps", "300", *small]
     tune = ["autotune", *options, "-n", "2", "--no-confirm", "--results-dir", str(tmp_path / "results")]
     script = [str(EXAMPLES / "train_lm.py"), *training, "--deepspeed", str(tmp_path / "ds_config.json")]
-    found = run([sys.executable, "-m", "ds_hf.cli", *tune, *script], timeout=280)
+    found = run([sys.executable, "-m", "ds_hf.cli", *tune, *script])
     assert found.returncode == 0, found.stdout + found.stderr
     return found
 
@@ -258,7 +256,7 @@ def test_a_script_that_tunes_itself(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
     for _ in range(2):
         found = subprocess.run(
-            torchrun, capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, **ENV}, check=False
+            torchrun, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **ENV}, check=False
         )
         assert found.returncode == 0, found.stdout + found.stderr
         assert found.stdout.count("trains with results/ds_config.tuned.json") == 2

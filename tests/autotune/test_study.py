@@ -169,7 +169,7 @@ def test_ctrl_c_leaves_the_best_so_far(search: Search, tmp_path: Path) -> None:
 
 def test_another_search_in_the_folder_is_refused(search: Search) -> None:
     search(World())
-    with pytest.raises(ConfigError, match=r"metric differ.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"metric differ.*--force"):
         search(World(), metric=Metric.MEMORY)
     search(World(), metric=Metric.MEMORY, overwrite=True)
 

@@ -81,7 +81,7 @@ def run_user_code(fn: Callable[..., Any], *args: Any, world_size: int = WORLD, t
     return run_distributed(fn, world_size, *args, timeout=timeout, backend=None)
 
 
-def run_python(script: Path, *args: str, timeout: float = 120.0, env: Mapping[str, str] | None = None) -> str:
+def run_python(script: Path, *args: str, env: Mapping[str, str] | None = None) -> str:
     """Run a script in one process, without any launcher; returns what it printed."""
     unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
     surroundings = {key: value for key, value in os.environ.items() if key not in unset}
@@ -91,7 +91,6 @@ def run_python(script: Path, *args: str, timeout: float = 120.0, env: Mapping[st
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
         env=surroundings,
         check=False,
     )

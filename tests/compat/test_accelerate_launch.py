@@ -24,6 +24,7 @@ from ds_hf.errors import ConfigError
 from tests.compat.accelerate_user import fresh_start
 from tests.compat.common import SCRIPTS, WORLD, read_json, run_user_code, write_json
 from tests.helpers.distributed import free_port
+from tests.helpers.patience import PATIENCE
 
 SCRIPT = SCRIPTS / "accelerate_short.py"
 BASE = {
@@ -206,13 +207,13 @@ class Terminal:
         """The exit status."""
         try:
             self._read_until(None, timeout)
-            return self.process.wait(timeout)
+            return self.process.wait(timeout * PATIENCE)
         finally:
             self.process.kill()
             os.close(self.master)
 
     def _read_until(self, question: str | None, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout * PATIENCE
         while question is None or question not in self.text:
             ready, _, _ = select.select([self.master], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"{question!r} was not asked within {timeout:g} s; shown so far: {self.text[-2000:]}"
@@ -308,9 +309,7 @@ def launch(folder: Path, *options: str) -> dict[str, Any]:
     """``accelerate launch`` of the short script; its report."""
     command = [sys.executable, "-m", "accelerate.commands.launch", f"--main_process_port={free_port()}", *options]
     command += [str(SCRIPT), str(folder / "report.json")]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
     report: dict[str, Any] = read_json(folder / "report.json")
     return report
@@ -339,7 +338,6 @@ def test_accelerates_own_test_script(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
         env={**os.environ, "PATH": path},
         check=False,
     )

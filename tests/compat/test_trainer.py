@@ -59,7 +59,7 @@ def run(model: Path, folder: Path, *more: str, world_size: int = WORLD) -> Run:
     if world_size:
         printed = run_torchrun(SCRIPT, *arguments, world_size=world_size, timeout=100)
     else:
-        printed = run_python(SCRIPT, *arguments, timeout=100)
+        printed = run_python(SCRIPT, *arguments)
     return Run(output, read_json(report), printed)
 
 

@@ -79,13 +79,21 @@ def test_workers_collect() -> None:
     answers = context.Queue()
     worker = context.Process(target=is_on, args=(answers,))
     worker.start()
-    assert answers.get(timeout=60) == (True, 0)
-    worker.join(60)
+    assert answers.get(timeout=600) == (True, 0)
+    worker.join(600)
     assert not gc.isenabled()
     engine.destroy()
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(2, requires_grad=True) * 1, torch.ones(()), 1.0])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.ones(2, requires_grad=True) * 1,
+        torch.ones(()),
+        1.0,
+        torch.ones((), dtype=torch.complex64, requires_grad=True) * 1,
+    ],
+)
 def test_a_loss_that_is_none_is_an_error_of_both_kinds(wrong: Any) -> None:
     engine = make()
     for kind in (ValueError, AssertionError, DsHfError):

@@ -31,6 +31,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.helpers.patience import LONGEST_S, PATIENCE, patient
+
 __all__ = ["DistributedFailure", "RankSpec", "free_port", "run_distributed", "run_torchrun"]
 
 PRELOAD = [
@@ -43,7 +45,8 @@ PRELOAD = [
     "tests.helpers.distributed",
 ]
 TAIL_CHARS = 12000
-GRACE_S = 1.0
+GRACE_S = 10.0  # for what happens at once on a quiet machine
+STACK = "most recent call first"  # faulthandler's words: a rank writes its stacks when its time is over
 MARK = "DS_HF_TEST_RUN"
 
 
@@ -80,6 +83,7 @@ def run_distributed(
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
     start_method: Literal["forkserver", "spawn"] = "forkserver",
+    patience: float = PATIENCE,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` ranks and return what each returned, by rank.
@@ -87,7 +91,8 @@ def run_distributed(
     Args:
         fn: a function at the top level of a module (it is pickled by name).
         world_size: number of processes.
-        timeout: seconds for the whole call; every rank's stack is in the error when they run out.
+        timeout: seconds for the whole call on a quiet machine; every rank's stack is in the error when ``patience``
+            times as many have run out.
         backend: process group made before ``fn`` and destroyed after it; None leaves that to ``fn``
             (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ... are set either way).
         env: more environment variables for the ranks.
@@ -99,7 +104,7 @@ def run_distributed(
     payload = pickle.dumps((fn, args, kwargs))
     for attempt in range(3):
         try:
-            return _run_once(payload, world_size, timeout, backend, dict(env or {}), start_method)
+            return _run_once(payload, world_size, patient(timeout, patience), backend, dict(env or {}), start_method)
         except DistributedFailure as failure:  # somebody else may take the free port before rank 0 does
             if attempt == 2 or not _port_was_taken(failure):
                 raise
@@ -119,8 +124,8 @@ def _run_once(
     with tempfile.TemporaryDirectory(prefix="ds_hf_test_") as folder:
         try:
             for rank in range(world_size):
-                output = os.path.join(folder, f"rank{rank}.txt")
-                spec = RankSpec(rank, world_size, port, backend, timeout, output, env, list(sys.path))
+                output = _output(Path(folder), rank)
+                spec = RankSpec(rank, world_size, port, backend, timeout, str(output), env, list(sys.path))
                 ours, theirs = context.Pipe(duplex=True)
                 process = context.Process(target=_rank_main, args=(spec, payload, theirs), name=f"rank{rank}")
                 process.start()
@@ -141,12 +146,14 @@ def _run_once(
 def _collect(ranks: Sequence[Any], pipes: Sequence[Connection], timeout: float, folder: Path) -> list[Any]:
     """Wait for all ranks; raise as soon as one has failed."""
     results: dict[int, Any] = {}
+    # Starting does not count, as the server may have to import torch first. Each rank makes its file when it has begun.
+    _until(lambda: all(_output(folder, i).exists() or not rank.is_alive() for i, rank in enumerate(ranks)), LONGEST_S)
     deadline = time.monotonic() + timeout
     waiting = dict(zip(pipes, range(len(pipes)), strict=True))
     while waiting:
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
-            time.sleep(0.2)  # the ranks write their stacks at the deadline
+            _until(lambda: all(STACK in _tails(folder, [rank]) for rank in waiting.values()), GRACE_S)
             late = ", ".join(str(rank) for rank in waiting.values())
             raise DistributedFailure(
                 f"rank {late}: not finished after {timeout:g} s\n{_tails(folder, waiting.values())}"
@@ -170,11 +177,22 @@ def _collect(ranks: Sequence[Any], pipes: Sequence[Connection], timeout: float, 
     return [results[rank] for rank in range(len(ranks))]
 
 
+def _until(true: Callable[[], bool], seconds: float) -> None:
+    """Return when it is true, or this long has passed."""
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def _output(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.txt"
+
+
 def _tails(folder: Path, ranks: Any) -> str:
     """The end of what these ranks printed."""
     parts = []
     for rank in ranks:
-        path = folder / f"rank{rank}.txt"
+        path = _output(folder, rank)
         text = path.read_text(errors="replace")[-TAIL_CHARS:] if path.exists() else ""
         if text.strip():
             parts.append(f"--- output of rank {rank}\n{text.rstrip()}\n")
@@ -271,18 +289,20 @@ def run_torchrun(
     script: str | os.PathLike[str],
     *args: str,
     world_size: int = 2,
-    timeout: float = 240.0,
+    timeout: float = 110.0,
+    patience: float = PATIENCE,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> str:
     """Run ``script`` under torchrun as a user would and return what it printed (both streams).
 
     Raises:
-        DistributedFailure: with the end of the output, if it fails or takes longer than ``timeout`` seconds.
+        DistributedFailure: with the end of the output, if it fails or takes longer than ``patience`` times ``timeout``
+            seconds.
     """
     for attempt in range(3):
         try:
-            return _run_torchrun_once(script, args, world_size, timeout, env, cwd)
+            return _run_torchrun_once(script, args, world_size, patient(timeout, patience), env, cwd)
         except DistributedFailure as failure:  # somebody else may take the free port before torchrun does
             if attempt == 2 or not _port_was_taken(failure):
                 raise

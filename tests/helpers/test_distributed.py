@@ -66,10 +66,8 @@ def test_reports_a_rank_that_died() -> None:
 
 def test_time_limit_shows_stacks_and_kills_everything(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    started = time.monotonic()
     with pytest.raises(DistributedFailure, match=r"not finished after 6 s(.|\n)*_hang_after_starting_a_child"):
-        run_distributed(_hang_after_starting_a_child, 2, str(pid_file), timeout=6, backend=None)
-    assert time.monotonic() - started < 15
+        run_distributed(_hang_after_starting_a_child, 2, str(pid_file), timeout=6, patience=1, backend=None)
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -86,7 +84,7 @@ def test_torchrun_time_limit_kills_the_workers(tmp_path: Path) -> None:
         "import os, time\nopen(f'{os.environ[\"RANK\"]}.pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     )
     with pytest.raises(DistributedFailure, match="not finished after 12 s"):
-        run_torchrun(script, world_size=2, timeout=12, cwd=tmp_path)
+        run_torchrun(script, world_size=2, timeout=12, patience=1, cwd=tmp_path)
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)

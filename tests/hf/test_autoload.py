@@ -24,7 +24,6 @@ def python(code: str, env: Mapping[str, str] | None = None) -> str:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=90,
         env={**os.environ, **(env or {})},
         check=False,
     )

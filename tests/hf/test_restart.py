@@ -91,7 +91,6 @@ def test_under_the_launcher(tmp_path: Path) -> None:
         env=env,
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

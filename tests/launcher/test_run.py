@@ -14,22 +14,38 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import DistNetworkError
+from typer.testing import CliRunner
 
+from ds_hf.cli import app
+from ds_hf.launcher import agent, front, node, resources
 from ds_hf.launcher.cores import cores_by_rank, physical_cores
+from ds_hf.launcher.errors import LaunchError
+from ds_hf.launcher.failure import Failure, describe
+from ds_hf.launcher.spec import NodeSpec
 from tests.helpers.distributed import free_port
+from tests.helpers.patience import PATIENCE
 
 SCRIPT = Path(__file__).with_name("echo.py")
 TRAINING = Path(__file__).parents[1] / "system" / "train_small.py"
 ROOT = Path(__file__).parents[2]
-START = "import sys; sys.argv[0] = 'deepspeed'; from ds_hf.launch_cli import deepspeed_main; deepspeed_main()"
-LIMIT_S = 100.0
-END_S = 15.0
+START = """
+import os, sys
+from ds_hf.launcher import front
+from ds_hf.launch_cli import deepspeed_main
+sys.argv[0] = "deepspeed"
+front.DEFAULT_PORT = int(os.environ["TEST_PORT"])  # 29500 may be anybody's
+deepspeed_main()
+"""
+LIMIT_S = 100.0 * PATIENCE
+END_S = 15.0 * PATIENCE
 
 
 def begin(folder: Path, *arguments: str, name: str = "log") -> subprocess.Popen[bytes]:
     """A `deepspeed` in ``folder``; its output goes to the file ``name`` there."""
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     env["PYTHONPATH"] = f"{ROOT}:{ROOT}/ds_hf/compat"
+    env.setdefault("TEST_PORT", str(free_port()))
     with open(folder / name, "wb") as log:
         return subprocess.Popen([sys.executable, "-c", START, *arguments], stdout=log, stderr=log, cwd=folder, env=env)
 
@@ -82,14 +98,12 @@ def end_all(folder: Path) -> None:
             continue
 
 
-def test_processes_get_what_was_said(tmp_path: Path) -> None:
+def test_processes_get_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:  # DeepSpeed's port is in use: another is found
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            taken.bind(("", 29500))
-            taken.listen()
-        except OSError:
-            pass  # by somebody else, then
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("TEST_PORT", port)
         nasty = ["", "a b", "${local_rank} $$", "new\nline", "--num_gpus", "'"]
         code, output = finish(tmp_path, "--num_gpus", "2", "--prefix_output", str(SCRIPT), *nasty)
     assert code == 0, output
@@ -99,7 +113,7 @@ def test_processes_get_what_was_said(tmp_path: Path) -> None:
         ("0", "0", "2"),
         ("1", "1", "2"),
     ]
-    assert ranks[0]["MASTER_PORT"] != "29500"
+    assert ranks[0]["MASTER_PORT"] != port
     assert "[localhost 1] rank 1 is here" in output
 
 
@@ -107,11 +121,12 @@ def test_a_failing_rank_ends_all_and_is_told_first(tmp_path: Path) -> None:
     process = begin(tmp_path, "--num_gpus", "2", "--no_local_rank", str(SCRIPT), "fail")
     wait_for(tmp_path, 2, process)
     assert process.wait(END_S) == 1
-    nothing_left(tmp_path, 1)  # not even rank 0's own child
+    nothing_left(tmp_path, END_S)  # not even rank 0's own child
     text = (tmp_path / "log").read_text()
     assert told(tmp_path)[0]["argv"] == ["fail"]
     start = text.index("ds_hf: rank 1 failed first: host localhost, local rank 1, exit code 1\nTraceback")
     assert text[start:].rstrip().endswith("ValueError: broken on purpose")
+    assert text.count("Traceback") == 1  # the process leaves it to the launcher
 
 
 @pytest.mark.slow
@@ -122,7 +137,7 @@ def test_signals_leave_nothing(what: str, signum: signal.Signals, tmp_path: Path
     wait_for(tmp_path, 2, process)
     process.send_signal(signum)
     assert process.wait(END_S) == 128 + signum
-    nothing_left(tmp_path, 1)
+    nothing_left(tmp_path, END_S)
 
 
 @pytest.mark.slow
@@ -163,7 +178,7 @@ def test_a_failure_on_one_host_ends_the_other(tmp_path: Path) -> None:
     finally:
         for host in hosts:
             host.kill()
-    nothing_left(tmp_path, 1)
+    nothing_left(tmp_path, END_S)
     text = (tmp_path / "log0").read_text()  # the first host tells
     assert "ds_hf: rank 1 failed first: host node1, local rank 0, exit code 1\nTraceback" in text
     assert "ValueError: broken on purpose" in text
@@ -176,15 +191,15 @@ def test_a_host_that_stops_answering_ends_the_run(lost: int, tmp_path: Path) -> 
     try:
         wait_for(tmp_path, 2, hosts[0])
         hosts[lost].send_signal(signal.SIGSTOP)  # its network is as good as cut
-        assert hosts[1 - lost].wait(30) == 1
+        assert hosts[1 - lost].wait(LIMIT_S) == 1
         text = (tmp_path / f"log{1 - lost}").read_text()
         assert ("host node1 is lost" if lost else "nothing heard from host node0") in text
         hosts[lost].send_signal(signal.SIGCONT)
-        assert hosts[lost].wait(30) != 0
+        assert hosts[lost].wait(LIMIT_S) != 0
     finally:
         for host in hosts:
             host.kill()
-    nothing_left(tmp_path, 5)
+    nothing_left(tmp_path, END_S)
 
 
 @pytest.mark.slow
@@ -218,7 +233,7 @@ def test_an_elastic_run_goes_on_without_a_host(tmp_path: Path) -> None:
             assert time.monotonic() < limit, text()
             time.sleep(0.1)
         hosts[1].kill()  # the first one keeps the rendezvous
-        assert hosts[0].wait(200) == 0, text()
+        assert hosts[0].wait(2 * LIMIT_S) == 0, text()
     finally:
         for host in hosts:
             host.kill()
@@ -246,14 +261,92 @@ def test_cores_logs_pids_modules_and_programs(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_started(tmp_path: Path) -> None:
-    code, output = finish(tmp_path, "--no_python", "./missing")
+    (tmp_path / "program").write_bytes(b"\x7fELF")
+    (tmp_path / "program").chmod(0o755)
+    code, output = finish(tmp_path, "--no_python", "./program")
     assert code == 1
-    assert "./missing: No such file or directory" in output
+    assert "./program: Exec format error" in output
+
+
+class _Began(Exception):
+    """Something was started."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nosuch.py"], "there is no script nosuch.py in "),
+        (["folder"], "folder is a folder, not a script"),
+        (["--module", "nosuch.inside"], "there is no module nosuch "),
+        (["--no_python", "./nosuch"], "there is no program ./nosuch to execute"),
+        (["--enable_each_rank_log", "file/logs", "script.py"], "file/logs: Not a directory"),
+        (["--num_gpus", "99999999", "script.py"], "--num_gpus is 99999999: no host has more than 4096"),
+        (["--num_gpus", "4096", "script.py"], "--num_gpus is 4096: there is no GPU, and"),
+        (["--no_ssh", "--node_rank", "0", "--num_nodes", "99999999", "script.py"], "--num_nodes is 99999999"),
+    ],
+)
+def test_nothing_is_started_that_cannot_run(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_node(spec: object, node: int) -> int:
+        raise _Began
+
+    monkeypatch.setattr(front, "run_node", run_node)
+    monkeypatch.setattr(resources, "gpu_count", lambda: 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.chdir(tmp_path)
+    for name in ("script.py", "file"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "folder").mkdir()
+    result = CliRunner().invoke(app, ["run", *arguments])
+    assert result.exit_code == 2
+    assert f"ds_hf: {said}" in result.stderr or (said in result.stderr and result.stderr.startswith("ds_hf: "))
+    assert "Traceback" not in result.stderr
+    assert isinstance(CliRunner().invoke(app, ["run", "--quiet", "script.py"]).exception, _Began)
+
+
+@pytest.mark.parametrize(("any_port", "count"), [(True, 3), (False, 1)])
+def test_a_port_that_is_taken_since_it_was_looked_at(
+    any_port: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where any port will do others are tried."""
+    tried = []
+
+    def run_workers(attempt: agent.Attempt, tell: object) -> bool:
+        tried.append(attempt.port)
+        raise DistNetworkError("failed to listen: name: EADDRINUSE, message: address already in use")
+
+    monkeypatch.setattr(agent, "run_workers", run_workers)
+    spec = NodeSpec("id", ["localhost"], [[0]], ["script.py"], master_port=29500, any_port=any_port)
+    with pytest.raises(LaunchError, match="is taken by another program"):
+        node._run_at_a_port(agent.Attempt(spec, 0, 0, spec.master_port), lambda failures: None)
+    assert len(set(tried)) == count
+    assert tried[0] == 29500
+
+
+def test_a_rank_whose_log_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    """On another host, say, whose disk is full."""
+    (tmp_path / "file").write_text("")
+    setup = {"agent": os.getpid(), "local_rank_at": None, "cores": None, "log_dir": str(tmp_path / "file" / "logs"),
+             "restart": None, "tells": True}  # fmt: skip
+    command = [sys.executable, "-I", "-S", str(ROOT / "ds_hf" / "launcher" / "worker.py"), json.dumps(setup), "true"]
+    env = {**os.environ, "LOCAL_RANK": "0", "RANK": "0", "DS_HF_LAUNCH_TIME": "now"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"ds_hf: --enable_each_rank_log: {tmp_path}/file/logs: Not a directory\n"
+
+
+def test_failures_that_follow_are_a_line() -> None:
+    first = Failure(1, 1, "a", 1, 3.0, "Traceback ...\nValueError: the cause\n")
+    then = Failure(0, 0, "a", 1, 1.0, "Traceback ...\nRuntimeError: connection closed\n")
+    text = describe([then, first])
+    assert text.startswith("rank 1 failed first: host a, local rank 1, exit code 1\nTraceback")
+    assert text.endswith("after it: rank 0 (a, exit code 1: RuntimeError: connection closed)")
+    assert text.count("Traceback") == 1
 
 
 def test_core_lists() -> None:
     from ds_hf.launcher.cores import parse_core_list
-    from ds_hf.launcher.errors import LaunchError
 
     assert parse_core_list("0-2,5") == [0, 1, 2, 5]
     for text, column in (("0,x", 3), ("3-1", 1), ("0-2,2", 5), ("", 1), ("1,", 3), ("99999999999", 1)):

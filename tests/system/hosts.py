@@ -39,9 +39,7 @@ class Hosts:
 
     def ssh(self, host: str, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command there."""
-        return subprocess.run(
-            [f"{self.folder}/bin/ssh", host, *words], capture_output=True, text=True, timeout=20, check=False
-        )
+        return subprocess.run([f"{self.folder}/bin/ssh", host, *words], capture_output=True, text=True, check=False)
 
 
 def why_not() -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.patience import PATIENCE
 from tests.system.hosts import Hosts, why_not
 
 MARKS = [
@@ -30,7 +31,7 @@ LAUNCHERS = [
     )
     for (name, program), package in zip(PROGRAMS.items(), ("openssh-client", "pdsh", "openmpi-bin"), strict=True)
 ]
-START_S = 180.0
+START_S = 180.0 * PATIENCE
 END_S = 15.0  # what the users are promised
 CUT_S = 40.0  # a lost host must be noticed first
 

@@ -125,7 +125,6 @@ def test_accelerate_launches_several_machines(hosts: Hosts, tmp_path: Path) -> N
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=START_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -141,7 +140,6 @@ def test_hosts_that_are_not_ready_are_named(hosts: Hosts, tmp_path: Path) -> Non
         env=environment(hosts),
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 2

@@ -16,6 +16,9 @@ from rich.console import Console
 from ds_hf.autotune.lr.figure import figure
 from ds_hf.autotune.lr.find import RESULT, FindOptions, LrSearchError, find, total_steps_in
 from ds_hf.autotune.lr.summary import event_line, summary
+from ds_hf.autotune.options import seconds_of
+from ds_hf.errors import ConfigError
+from ds_hf.log import complain
 from ds_hf.lr import LrOptions, LrResult
 
 __all__ = ["REST", "lr_find_command"]
@@ -28,7 +31,9 @@ _DEFAULTS = LrOptions()
 def lr_find_command(
     command: Annotated[list[str], typer.Argument(help="The script and its arguments.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the result.")] = Path("ds_hf_lr"),
-    processes: Annotated[int | None, typer.Option("--nproc", "-n", min=1, help="Processes; default one a GPU.")] = None,
+    processes: Annotated[
+        int | None, typer.Option("--num-gpus", "-n", min=1, help="Processes; default one a GPU.")
+    ] = None,
     min_lr: Annotated[float, typer.Option(help="Start of the sweep.")] = _DEFAULTS.min_lr,
     max_lr: Annotated[float, typer.Option(help="End of the sweep.")] = _DEFAULTS.max_lr,
     steps: Annotated[int, typer.Option(help="Number of updates in one sweep.")] = _DEFAULTS.num_steps,
@@ -42,7 +47,7 @@ def lr_find_command(
     train_batches: Annotated[int, typer.Option(help="Number of batches to train on.")] = _DEFAULTS.train_batches,
     held_out_batches: Annotated[int, typer.Option(help="Number of batches held out.")] = _DEFAULTS.held_out_batches,
     total_steps: Annotated[int | None, typer.Option(help="Number of updates in the training to come.")] = None,
-    timeout: Annotated[float, typer.Option(help="Time limit for everything, in seconds.")] = 3600.0,
+    budget: Annotated[str, typer.Option(help="Time limit for everything: 90s, 10m, 1.5h.")] = "1h",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find a learning rate with your own script, model, data and optimizer."""
@@ -52,17 +57,21 @@ def lr_find_command(
             confirm_steps=confirm_steps, train_batches=train_batches, held_out_batches=held_out_batches,
             total_steps=total_steps_in(command) if total_steps is None else total_steps,
         )  # fmt: skip
+        seconds = seconds_of(budget)
+    except ConfigError as error:
+        complain(error.faults[0].message)
+        raise typer.Exit(2) from None
     except ValueError as error:
-        typer.echo(str(error), err=True)
+        complain(error)
         raise typer.Exit(2) from None
     console = Console(stderr=True, highlight=False)
     try:
-        result = _find(command, FindOptions(search, output, processes, timeout), console)
+        result = _find(command, FindOptions(search, output, processes, seconds), console)
     except LrSearchError as error:
-        typer.echo(str(error), err=True)
+        complain(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; what the script printed is in {output / 'log.txt'}", err=True)
+        complain(f"interrupted; what the script printed is in {output / 'log.txt'}")
         raise typer.Exit(130) from None
     page = output / "lr_report.html"
     figure(result).write_html(page, include_plotlyjs=True, full_html=True)

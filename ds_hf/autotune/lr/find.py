@@ -252,7 +252,7 @@ def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResu
     if "error" in content:
         why = str(content["error"])
     elif code is None:
-        why = f"the script did not end within {timeout_s:g} s; give it more (--timeout), or smaller --steps"
+        why = f"the script did not end within {timeout_s:g} s; give it more (--budget), or smaller --steps"
     elif code == 0:
         why = "the script ended well, but never trained with a ds_hf engine: does it use --deepspeed or initialize()?"
     else:

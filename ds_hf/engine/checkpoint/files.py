@@ -12,7 +12,8 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -218,7 +219,7 @@ def write_tensor_file(path: Path, entries: Mapping[str, TensorEntry]) -> Written
     """Write a safetensors file."""
     ordered = in_file_order(entries)
     written = WrittenFile(0, "")
-    with path.open("xb", buffering=0) as file:
+    with _named(path), path.open("xb", buffering=0) as file:
         out = _SummingWriter(file)
         out.write(_header(ordered))
         for key, entry in ordered:
@@ -234,6 +235,17 @@ def write_tensor_file(path: Path, entries: Mapping[str, TensorEntry]) -> Written
         os.fsync(file.fileno())
     written.nbytes, written.checksum = out.nbytes, out.checksum.text()
     return written
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A write that fails, on a full disk, does not tell of which file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 class _SummingWriter:
@@ -261,7 +273,7 @@ def write_tensors(path: Path, entries: Mapping[str, TensorEntry]) -> int:
 
 def write_bytes(path: Path, content: bytes) -> WrittenFile:
     """Write a new file."""
-    with path.open("xb", buffering=0) as file:
+    with _named(path), path.open("xb", buffering=0) as file:
         out = _SummingWriter(file)
         out.write(content)
         os.fsync(file.fileno())
@@ -282,7 +294,7 @@ def write_pickled(path: Path, content: dict[str, Any]) -> int:
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> int:
     """Write a new text file and return its size in bytes."""
-    with path.open("x", encoding="utf-8") as file:
+    with _named(path), path.open("x", encoding="utf-8") as file:
         file.write(text)
         _sync(file.fileno(), file)
     path.chmod(mode)

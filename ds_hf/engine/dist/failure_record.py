@@ -1,7 +1,8 @@
 """A worker's last exception, written where torch's elastic agent looks for it.
 
 torchrun names a file in TORCHELASTIC_ERROR_FILE and shows what is in it when the worker fails; torch fills it for
-functions decorated with ``@record``, which scripts rarely have. The format is torch's.
+functions decorated with ``@record``, which scripts rarely have. The format is torch's. Where ds_hf's launcher shows what is
+recorded (it names the file once more in ``TOLD_BY_LAUNCHER``) the process does not print it as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 __all__ = ["record_failures"]
+
+TOLD_BY_LAUNCHER = "DS_HF_LAUNCH_TELLS"
 
 Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
 
@@ -35,6 +38,8 @@ def _recording(path: str, pid: int, then: Hook) -> Hook:
             extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
             with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
                 json.dump({"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}, file)
+            if os.environ.get(TOLD_BY_LAUNCHER) == path and os.path.exists(path):
+                return None
         return then(kind, error, trace)
 
     return hook

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -160,20 +159,18 @@ def test_a_script_that_ends_too_early(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "timeout", "said"),
     [
-        ("print('before'); raise KeyError('its own fault')", "failed with exit code 1"),
-        ("print('nothing to do')", "never trained with a ds_hf engine"),
-        ("import time; time.sleep(60)", "did not end within 2 s"),
+        ("print('before'); raise KeyError('its own fault')", 600, "failed with exit code 1"),
+        ("print('nothing to do')", 600, "never trained with a ds_hf engine"),
+        ("import time; time.sleep(3600)", 2, "did not end within 2 s"),
     ],
 )
-def test_scripts_that_never_train(text: str, said: str, tmp_path: Path) -> None:
+def test_scripts_that_never_train(text: str, timeout: int, said: str, tmp_path: Path) -> None:
     """Plain python is the launcher here: nothing imports torch."""
     (tmp_path / "bad.py").write_text(text)
-    start = time.monotonic()
     with pytest.raises(LrSearchError, match=said) as error:
-        find(["python", str(tmp_path / "bad.py")], FindOptions(output=tmp_path / "out", timeout_s=2))
-    assert time.monotonic() - start < 20
+        find(["python", str(tmp_path / "bad.py")], FindOptions(output=tmp_path / "out", timeout_s=timeout))
     if "its own fault" in text:
         assert "KeyError: 'its own fault'" in str(error.value)
     here = psutil.Process().children(recursive=True)
@@ -184,7 +181,7 @@ def test_an_old_result_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
     (tmp_path / "lr_result.json").write_text('{"result": {}}')
     with pytest.raises(LrSearchError, match="exit code 3"):
-        find(["python", str(tmp_path / "bad.py")], FindOptions(output=tmp_path, timeout_s=20))
+        find(["python", str(tmp_path / "bad.py")], FindOptions(output=tmp_path, timeout_s=600))
 
 
 def test_commands() -> None:

@@ -42,7 +42,7 @@ def _threaded_groups() -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 
-def run_threads(calls: list[Callable[[], Any]], timeout: float = 60.0) -> list[Any]:
+def run_threads(calls: list[Callable[[], Any]], timeout: float = 600.0) -> list[Any]:
     """Run one call a rank, with ``len(calls)`` ranks, and return the results by rank.
 
     Raises:

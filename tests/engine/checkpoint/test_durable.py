@@ -332,7 +332,7 @@ class _Life:
         self.output = [folder / f"output{rank}" for rank in (0, 1)]
         self.ranks, self.pipes = [], []
         for rank in (0, 1):
-            spec = RankSpec(rank, 2, port, "gloo", 60.0, str(self.output[rank]), {}, list(sys.path))
+            spec = RankSpec(rank, 2, port, "gloo", 600.0, str(self.output[rank]), {}, list(sys.path))
             ours, theirs = context.Pipe(duplex=True)
             process = context.Process(target=_rank_main, args=(spec, payload, theirs))
             process.start()
@@ -351,7 +351,7 @@ class _Life:
     def end(self) -> list[Any]:
         codes = []
         for process, pipe in zip(self.ranks, self.pipes, strict=True):
-            process.join(60)
+            process.join(600)
             codes.append(process.exitcode)
             pipe.close()
         return codes
@@ -393,7 +393,7 @@ def _lives(folder: Path, kinds: tuple[str, ...], count: int, seed: int, least: i
     while number < count or (amid < least and number < 3 * count):
         before = _count(folder)
         life = _Life(folder, kinds[number % len(kinds)], seed + number, last=False)
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 600
         while _count(folder) < before + 2:  # one is done then, and another has begun
             assert time.monotonic() < deadline, life.text()
             assert all(process.is_alive() for process in life.ranks), life.text()

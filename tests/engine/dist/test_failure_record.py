@@ -21,7 +21,7 @@ record_failures(); record_failures()
 def end(ending: str, path: Path) -> str:
     env = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(path)}
     done = subprocess.run(
-        [sys.executable, "-c", CODE.format(ending=ending)], capture_output=True, text=True, timeout=60, env=env, check=False
+        [sys.executable, "-c", CODE.format(ending=ending)], capture_output=True, text=True, env=env, check=False
     )
     return done.stderr
 

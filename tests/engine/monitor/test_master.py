@@ -103,7 +103,7 @@ for _ in range(3):
 assert len((Path({str(tmp_path)!r}) / "run" / "Train_Samples_lr.csv").read_text().splitlines()) == 3
 """
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], timeout=100, check=False, cwd=root, stderr=subprocess.PIPE)
+    done = subprocess.run([sys.executable, "-c", code], check=False, cwd=root, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
     assert lines(tmp_path) == ["1,1.0"]
     assert lines(tmp_path, "Train_Samples_lr") == ["2,0.5", "4,0.5", "6,0.5"]

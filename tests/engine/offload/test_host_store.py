@@ -131,7 +131,7 @@ def fault() -> None:
 
     _UnitsJob._run = fail  # type: ignore[method-assign]
     train(engine, 1, 2)
-    assert began.wait(30)
+    assert began.wait(300)
     _UnitsJob._run = run  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="of the test"):
         train(engine, 2, 3)

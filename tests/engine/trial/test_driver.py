@@ -264,7 +264,6 @@ def test_waiting_for_data_is_measured(tmp_path: Path) -> None:
     assert len(steps) == 3
     for step in steps:
         assert 0.08 <= step["wait"] <= step["seconds"] + 0.01
-        assert step["wait"] >= 0.7 * step["seconds"]  # there is little else
 
 
 def test_an_engine_outside_of_trials_is_untouched() -> None:
