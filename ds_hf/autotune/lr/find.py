@@ -74,19 +74,21 @@ def find(command: Sequence[str], options: FindOptions | None = None, on_event: O
     options = options or FindOptions()
     full = launch_command(command, options.processes)
     deadline = time.monotonic() + options.timeout_s
-    search, notes = options.search, []
+    search: LrOptions | None = options.search
+    notes: list[str] = []
+    why = ""
     for start in range(1, STARTS + 1):
+        if search is None:
+            break
         found = _launch(full, options, search, on_event, deadline - time.monotonic())
         if isinstance(found, LrResult):
             return _noted(found, notes, options.output / RESULT)
-        shorter = _shorter(search, found, start)
-        if shorter is None or start == STARTS:
-            break
-        search, notes = shorter, [f"a shorter search: {_why_short(found)}"]
-        if on_event is not None:
-            on_event({"phase": "short", "why": _why_short(found)})
+        why = _why_short(found)
+        search, notes = _shorter(search, found, start), [f"a shorter search: {why}"]
+        if search is not None and start < STARTS and on_event is not None:
+            on_event({"phase": "short", "why": why})
     raise LrSearchError(
-        f"{_why_short(found)}, too few for a search; let it train longer (--max_steps, --num_train_epochs)\n"
+        f"{why}, too few for a search; let it train longer (--max_steps, --num_train_epochs)\n"
         f"{_tail(options.output / 'log.txt')}"
     )
 
