@@ -117,7 +117,7 @@ Trainer(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row}
 print("trained", flush=True)
 """
 SHORT = {  # what makes a command short, after its first words
-    "ds-hf autotune": "--budget 30s --trials 2 --no-confirm -n 2",
+    "ds-hf autotune": "--budget 5m --trials 2 --no-confirm -n 2",
     "ds-hf lr-find": "-n 1 --steps 12 --seeds 1 --confirm-steps 0 --train-batches 4 --held-out-batches 2",
     "ds-hf memory": "--device-memory 80GiB --world-size 2",
 }

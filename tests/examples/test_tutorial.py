@@ -17,7 +17,7 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 SMALL = "--vocab_size 512 --hidden_size 32 --num_hidden_layers 2 --block_size 32 --max_eval_blocks 16"
 SHORTER = {  # only lengths change, and the model; what is left of a page's command is as written
     "examples/train_lm.py ": f"examples/train_lm.py {SMALL} ",
-    "--budget 2m": "--budget 30s --trials 2",
+    "--budget 2m": "--budget 5m --trials 2 --no-confirm",
     "ds-hf lr-find": "ds-hf lr-find --steps 12 --seeds 1 --confirm-steps 0 --train-batches 4 --held-out-batches 2",
 }
 
