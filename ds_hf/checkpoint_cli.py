@@ -103,18 +103,19 @@ def inspect_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> N
 @checkpoint_app.command("verify")
 def verify_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> None:
     """Read a whole checkpoint and report what is damaged or missing."""
-    from ds_hf.engine.checkpoint.inspect import faults_of
+    from ds_hf.engine.checkpoint.inspect import verdict_of
 
     _require(path)
     with _progress("verifying") as report:
-        faults = faults_of(path, tag, report)
+        verdict = verdict_of(path, tag, report)
     if as_json:
-        _print_json({"ok": not faults, "faults": faults})
+        checksums = not verdict.unsummed
+        _print_json({"ok": not verdict.faults, "faults": verdict.faults, "checksums": checksums})
     else:
-        for fault in faults:
+        for fault in verdict.faults:
             _say(fault)
-        _say(f"{path}: {len(faults)} fault{'s' if len(faults) > 1 else ''}" if faults else f"{path}: whole")
-    if faults:
+        _say(f"{path}: {verdict.text}")
+    if verdict.faults:
         raise typer.Exit(1)
 
 

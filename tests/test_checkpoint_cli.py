@@ -84,8 +84,8 @@ def test_inspect_as_json(own: Path, deepspeed: Path) -> None:
 
 
 def test_verify(own: Path, deepspeed: Path, tmp_path: Path) -> None:
-    assert _run("verify", own)[0] == 0
-    assert json.loads(_run("verify", deepspeed, "--json")[1]) == {"ok": True, "faults": []}
+    assert _run("verify", own)[1].endswith(": whole\n")
+    assert json.loads(_run("verify", deepspeed, "--json")[1]) == {"ok": True, "faults": [], "checksums": True}
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in (own / "global_step3").iterdir():
@@ -103,6 +103,27 @@ def test_verify(own: Path, deepspeed: Path, tmp_path: Path) -> None:
     assert (code, json.loads(text)["ok"]) == (1, False)
     assert "is missing" in json.loads(text)["faults"][0]
     assert _run("inspect", copy, "--tag", "nothing")[0] == 1
+
+
+@pytest.mark.parametrize(("to", "unsummed", "found"), [("hf", "it has", False), ("dcp", ".metadata has", True)])
+def test_verify_says_what_has_no_checksums(own: Path, tmp_path: Path, to: str, unsummed: str, found: bool) -> None:
+    """safetensors have none at all; of torch.distributed each item has one, so that a changed value is seen."""
+    assert _run("convert", own, tmp_path / "x", "--to", to)[0] == 0
+    code, text = _run("verify", tmp_path / "x")
+    assert (code, f"readable, but {unsummed} no checksums" in text, "whole" in text) == (0, True, False)
+    assert json.loads(_run("verify", tmp_path / "x", "--json")[1])["checksums"] is False
+    path = max((tmp_path / "x").iterdir(), key=lambda path: path.stat().st_size)
+    content, value = path.read_bytes(), open_source(own).state(*_a_master(own)).numpy().tobytes()[:64]
+    place = content.index(value) + 9 if to == "dcp" else len(content) - 9
+    path.write_bytes(content[:place] + bytes([content[place] ^ 2]) + content[place + 1 :])
+    code, text = _run("verify", tmp_path / "x")
+    assert code == (1 if found else 0)
+    assert "is damaged" in text if found else "no checksums" in text
+
+
+def _a_master(own: Path) -> tuple[SavedParameter, str]:
+    saved = next(p for p in open_source(own).manifest.parameters.values() if p.numel >= 16 and "master" in p.states)
+    return saved, "master"
 
 
 def _values(source: Source, saved: SavedParameter) -> dict[str, list[float]]:

@@ -60,13 +60,14 @@ class Archive:
         folder: in which all records lie: the stem of the file's name where torch.save was given a path.
         nbytes: of the whole archive.
         sizes: of each record in bytes.
+        summed: whether ``check_sums`` has found checksums and compared them.
 
     Raises:
         Refused: it is not as torch writes it.
     """
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
-        self.nbytes, self._file = nbytes, file
+        self.nbytes, self.summed, self._file = nbytes, False, file
         _check_ends(file, nbytes)
         with zipfile.ZipFile(file) as opened:
             self._records = _check_records(opened, nbytes)
@@ -82,8 +83,8 @@ class Archive:
         content: bytes = self._file.read(info.file_size)
         return content
 
-    def check_sums(self) -> bool:
-        """Whether its records have checksums: ``torch.serialization.set_crc32_options(False)`` leaves them out.
+    def check_sums(self) -> None:
+        """Compare the records' checksums; ``torch.serialization.set_crc32_options(False)`` leaves them out.
 
         Raises:
             Refused: a record is damaged.
@@ -98,7 +99,7 @@ class Archive:
                 damaged.append(name)
         if damaged and len(damaged) < len(self._records):
             raise Refused(f"its record {damaged[0]!r} is damaged")
-        return not damaged
+        self.summed = not damaged
 
 
 def _check_ends(file: BinaryIO, nbytes: int) -> None:

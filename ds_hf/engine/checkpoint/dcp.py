@@ -235,10 +235,10 @@ class _Folder:
     """A folder, read item by item; each item is looked at before torch loads it.
 
     Args:
-        sums: compare the checksums of the items, which are archives of ``torch.save``.
+        sums: compare the checksums of the items, which are archives of ``torch.save``, and note here which had some.
     """
 
-    def __init__(self, folder: Path, *, sums: bool) -> None:
+    def __init__(self, folder: Path, *, sums: list[bool] | None) -> None:
         self.folder, self._sums = folder, sums
         self.reader = _Reader(folder)
         metadata = self.reader.read_metadata()
@@ -269,7 +269,9 @@ class _Folder:
             try:
                 with open_regular(path) as file:
                     window = Window(file, count_of(info.offset), info.length)
-                    check_archive(io.BufferedReader(window), info.length, sums=self._sums)
+                    archive = check_archive(io.BufferedReader(window), info.length, sums=self._sums is not None)
+                    if self._sums is not None:
+                        self._sums.append(archive.summed)
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
             except Exception as error:  # damaged pickles and archives make Python raise anything
@@ -306,11 +308,11 @@ class _Item:
         return whole[place]
 
 
-def read_dcp(folder: Path, *, sums: bool = False) -> Source:
+def read_dcp(folder: Path, *, sums: list[bool] | None = None) -> Source:
     """Open a folder: one that ``write_dcp`` wrote, or any with the weights under ``model`` or at the top.
 
     Args:
-        sums: compare the checksum of each item when it is read first.
+        sums: compare the checksum of each item when it is read first, and note here whether it had one.
 
     Raises:
         CheckpointError: it is damaged, or holds what is not admitted.

@@ -68,18 +68,15 @@ _NAMES: dict[Any, str] = {
 }
 
 
-def load_pickled(path: Path, *, sums: bool = False) -> dict[str, Any]:
+def load_pickled(path: Path) -> dict[str, Any]:
     """The content of one file, its tensors mapped and not read.
-
-    Args:
-        sums: compare its own checksums though it is large.
 
     Raises:
         CheckpointError: it is missing or damaged, holds an object that is not admitted, or is another rank's.
     """
     admitted: list[Any] = list(_NAMES.items())
     try:
-        archive = check_pickled(path, sums=sums or path.stat().st_size < _READ_WHOLE)
+        archive = check_pickled(path, sums=path.stat().st_size < _READ_WHOLE)
         if archive.folder != path.stem and _RANKED.fullmatch(archive.folder):
             raise CheckpointError(f"{path} was written as {archive.folder}.pt: give the ranks' files their names back")
         foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_NAMES.values())

@@ -5,8 +5,9 @@ Otherwise it is named in a warning and the newest whole one is taken; when there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ds_hf.engine.checkpoint.agreement import collect, share, together
 from ds_hf.engine.checkpoint.verify import checksum_faults, quick_faults
@@ -17,15 +18,17 @@ from ds_hf.log import logger
 
 __all__ = ["undamaged", "whole_or_newest"]
 
+_NONE: Mapping[Path, str] = MappingProxyType({})
 
-def whole_or_newest(root: Path, named: Path, refused: Sequence[Path] = ()) -> Path:
-    """``named``, or the newest whole checkpoint in ``root`` if it is damaged, incomplete or among ``refused``.
+
+def whole_or_newest(root: Path, named: Path, refused: Mapping[Path, str] = _NONE) -> Path:
+    """``named``, or the newest whole checkpoint in ``root`` if it is damaged, incomplete or ``refused`` for a reason.
 
     Raises:
         CheckpointError: no checkpoint there is whole; it says what is wrong with ``named``.
     """
     if named in refused:
-        faults = [f"the files of {named} are not what was written"]
+        faults = [refused[named]]
     elif named.is_dir():
         faults = quick_faults(named)
     else:
@@ -68,7 +71,7 @@ def undamaged(axis: Axis, root: Path, folder: Path, *, named: bool) -> Path:
     Raises:
         CheckpointError: no other will do, or there is none.
     """
-    refused: list[Path] = []
+    asked, refused = folder, dict[Path, str]()
     while True:
         doing = f"checking the checksums of {folder}"
         with together(axis, doing):
@@ -78,9 +81,8 @@ def undamaged(axis: Axis, root: Path, folder: Path, *, named: bool) -> Path:
             return folder
         if named:
             raise CheckpointError(found[0])
-        refused.append(folder)
+        refused[folder] = found[0]
         with together(axis, doing):
             if axis.rank == 0:
-                logger.warning("%s", found[0])
-                folder = whole_or_newest(root, refused[0], refused)
+                folder = whole_or_newest(root, asked, refused)
         folder = share(axis, folder)

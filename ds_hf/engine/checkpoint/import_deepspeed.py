@@ -45,18 +45,15 @@ def is_deepspeed(folder: Path) -> bool:
     return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
-def read_deepspeed(folder: Path, *, sums: bool = False) -> Source:
+def read_deepspeed(folder: Path) -> Source:
     """Open the folder of one tag.
-
-    Args:
-        sums: compare the checksums of all records, also of files whose tensors would be read when they are wanted.
 
     Raises:
         CheckpointError: it is incomplete, damaged, or of a kind that cannot be read (tensor or pipeline parallel,
             experts, universal checkpoints).
     """
     try:
-        return _Reader(folder, sums=sums).read()
+        return _Reader(folder).read()
     except CheckpointError:
         raise
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
@@ -87,8 +84,8 @@ class _Found:
 class _Reader:
     """Reads one folder."""
 
-    def __init__(self, folder: Path, *, sums: bool) -> None:
-        self.folder, self._sums = folder, sums
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.models = self._by_rank(_MODEL)
         self.optimizers = self._by_rank(_OPTIMIZER)
         self.found = _Found()
@@ -108,7 +105,7 @@ class _Reader:
         return [by_rank[rank] for rank in range(len(by_rank))]
 
     def read(self) -> Source:
-        model_states = [load_pickled(self.folder / name, sums=self._sums) for name in self.models]
+        model_states = [load_pickled(self.folder / name) for name in self.models]
         if not model_states:
             raise self._fail("there is no file *_model_states.pt: this is not a checkpoint of DeepSpeed")
         first = model_states[0]
@@ -139,7 +136,7 @@ class _Reader:
             raise self._fail(f"{world_size} ranks wrote it, but there are optimizer states of {len(self.optimizers)}")
         states = []
         for name in self.optimizers:
-            content = load_pickled(self.folder / name, sums=self._sums).get("optimizer_state_dict")
+            content = load_pickled(self.folder / name).get("optimizer_state_dict")
             states.append(_of(dict, content, self.folder / name, "optimizer_state_dict"))
         return states
 

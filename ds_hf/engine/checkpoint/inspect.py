@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.engine.checkpoint.interface import dtype_name
+from ds_hf.engine.checkpoint.pickled import check_pickled
 from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.verify import verify
-from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter
+from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter, read_manifest
 from ds_hf.errors import CheckpointError
 
-__all__ = ["Content", "faults_of", "inspect"]
+__all__ = ["Content", "Verdict", "faults_of", "inspect", "verdict_of"]
 
 _RANK = re.compile(r"(?:rank_|zero_pp_rank_|__)(\d+)")
 
@@ -142,27 +143,76 @@ def _holds(source: Source, file: str) -> str:
     return f"{sum(any(f.file == file for f in s.fragments) for s in manifest.parameters.values())} weights"
 
 
-def faults_of(path: str | Path, tag: str | None = None, report: Any = None) -> list[str]:
-    """Everything that is wrong with a checkpoint in any format; empty when it is whole.
+@dataclass(frozen=True)
+class Verdict:
+    """What reading all of a checkpoint has shown.
 
-    Ours have checksums and digests; of others sizes, headers and cover are checked, and every tensor is read.
+    Attributes:
+        faults: sentences, each with its file; empty when there are none.
+        unsummed: what has no checksum, so that a changed value in it would not be seen; empty when all has one.
     """
-    from ds_hf.engine.checkpoint.formats import locate, open_source
+
+    faults: list[str]
+    unsummed: str = ""
+
+    @property
+    def text(self) -> str:
+        """In a few words."""
+        count = len(self.faults)
+        if count:
+            return f"{count} fault{'s' if count > 1 else ''}"
+        if self.unsummed:
+            return f"readable, but {self.unsummed} no checksums: a changed value there would not be seen"
+        return "whole"
+
+
+def faults_of(path: str | Path, tag: str | None = None, report: Any = None) -> list[str]:
+    """Everything that is wrong with a checkpoint in any format; empty when nothing is."""
+    return verdict_of(path, tag, report).faults
+
+
+def verdict_of(path: str | Path, tag: str | None = None, report: Any = None) -> Verdict:
+    """Read the whole of a checkpoint in any format.
+
+    Ours have checksums and digests, files of ``torch.save`` (DeepSpeed's, and the items of torch.distributed) a
+    checksum of each record, safetensors none. Sizes, headers and cover are checked in all, and every tensor is read.
+    """
+    from ds_hf.engine.checkpoint.formats import locate
 
     try:
         kind, folder = locate(path, tag)
         if kind is Kind.DS_HF:
-            return verify(folder, progress=report)
-        source = open_source(path, tag)
-        source.check()
-        weights = list(source.weights())
-        for number, weight in enumerate(weights, 1):
-            weight.read()
-            if isinstance(weight.saved, SavedParameter):
-                for state in weight.saved.moments:
-                    source.state(weight.saved, state)
-            if report is not None:
-                report(number, len(weights))
+            faults = verify(folder, progress=report)
+            summed = bool(faults) or bool(read_manifest(folder).extra.get("checksums"))
+            return Verdict(faults, "" if summed else "it was saved before there were any and has")
+        return Verdict([], _read_all(kind, folder, report))
     except CheckpointError as error:
-        return [str(error)]
-    return []
+        return Verdict([str(error)])
+
+
+def _read_all(kind: Kind, folder: Path, report: Any) -> str:
+    """Read every tensor of another library's checkpoint; what of it has no checksums."""
+    from ds_hf.engine.checkpoint.formats import open_folder
+    from ds_hf.engine.checkpoint.pretrained import read_pretrained
+
+    sums: list[bool] = []
+    if kind is Kind.DCP:
+        from ds_hf.engine.checkpoint.dcp import read_dcp
+
+        source = read_dcp(folder, sums=sums)
+    else:
+        source = read_pretrained(folder) if kind is Kind.HF else open_folder(folder)
+    source.check()
+    if kind is Kind.DEEPSPEED:
+        sums += [check_pickled(source.folder / file).summed for file in source.manifest.files]
+    weights = list(source.weights())
+    for number, weight in enumerate(weights, 1):
+        weight.read()
+        if isinstance(weight.saved, SavedParameter):
+            for state in weight.saved.moments:
+                source.state(weight.saved, state)
+        if report is not None:
+            report(number, len(weights))
+    if not sums or not all(sums):
+        return "it has"
+    return ".metadata has" if kind is Kind.DCP else ""

@@ -1,8 +1,8 @@
 """Loading a checkpoint into an engine of any world size, stage, offload and dtype.
 
-Order: rank 0 finds the folder -> all check that it is whole and fits, before anything is changed -> each rank reads
-the fragments that it owns -> the parameters are published. A failure on any rank is raised on every rank, and between
-two meetings no collective is issued.
+Order: rank 0 finds the folder -> all check that it is whole, undamaged and fits, before anything is changed -> each
+rank reads the fragments that it owns, by then from the page cache -> the parameters are published. A failure on any
+rank is raised on every rank, and between two meetings no collective is issued.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load_checkpoint(
     folder = share(axis, folder)
     if folder is None:
         return None, {}
-    if engine.settings.ds_hf.checkpoint.verify == "full" and (folder / MANIFEST).is_file():
+    if engine.settings.ds_hf.checkpoint.verify != "sizes" and (folder / MANIFEST).is_file():
         folder = undamaged(axis, root, folder, named=tag is not None or folder == root)
     with together(axis, f"checking {folder}"):
         identity = identity_of(folder)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,17 @@ def quick_faults(folder: Path) -> list[str]:
 def checksum_faults(
     manifest: Manifest, rank: int = 0, world_size: int = 1, progress: Progress | None = None
 ) -> list[str]:
-    """Files whose content is not what was written; of several ranks each reads its share of the files."""
+    """Files whose content is not what was written; of several ranks each reads its share of the files.
+
+    At the world size that saved it that is the rank's own file, so that its host then has it in memory.
+    """
     known = manifest.extra.get("checksums") or {}
     if not isinstance(known, dict):
         return [f"{manifest.folder}: the checksums in the manifest cannot be read"]
     faults, done = [], 0
-    for name in sorted(manifest.files)[rank::world_size]:
+    for name in sorted(manifest.files):
+        if _rank_of(name) % world_size != rank:
+            continue
         path = manifest.folder / name
         try:
             if name in known and checksum_of_file(path) != known[name]:
@@ -89,6 +95,12 @@ def checksum_faults(
         if progress is not None:
             progress(done, sum(manifest.files.values()))
     return faults
+
+
+def _rank_of(file: str) -> int:
+    """Which rank wrote a file."""
+    found = re.match(r"(?:rank_|(?:bf16_)?zero_pp_rank_)(\d{1,9})[._]", file)
+    return 0 if found is None else int(found[1])
 
 
 def _digest_faults(manifest: Manifest) -> list[str]:

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ds_hf.engine.checkpoint import background, commit, contents
 from ds_hf.engine.checkpoint.checksum import hexadecimal, sum_of_tensor
 from ds_hf.engine.checkpoint.commit import check_space, hidden_beside
 from ds_hf.engine.checkpoint.verify import verify
 from ds_hf.errors import CheckpointError
-from tests.engine.checkpoint.workload import build, config, engine_of, states, train
+from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
 from tests.helpers.distributed import PRELOAD, RankSpec, _rank_main, free_port
 
 TENSORS = "rank_00000.safetensors"
@@ -152,20 +151,29 @@ def test_one_asked_for_by_name_is_taken_or_nothing(engine: Any, folder: Path) ->
         engine.load_checkpoint(folder, tag="global_step3")
 
 
-def test_full_verification_before_anything_is_changed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flip(folder / "global_step3" / TENSORS)
-    with engine_of(config(2, ds_hf={"checkpoint": {"verify": "full"}})) as engine:
+@pytest.mark.parametrize("verify", ["digest", "full"])
+@pytest.mark.parametrize("name", [TENSORS, "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_a_flipped_byte_is_found_before_anything_is_changed(
+    folder: Path, caplog: pytest.LogCaptureFixture, name: str, verify: str
+) -> None:
+    """It names the file, and where no checkpoint was asked for by name the newest whole one is taken."""
+    flip(folder / "global_step3" / name)
+    with engine_of(config(2, ds_hf={"checkpoint": {"verify": verify}})) as engine:
         before = states(engine)
-        with pytest.raises(CheckpointError, match="does not have the checksum"):
-            engine.load_checkpoint(folder, tag="global_step3")
-        assert torch.equal(before["embedding.weight"], states(engine)["embedding.weight"])
+        for asked in ({"load_dir": folder, "tag": "global_step3"}, {"load_dir": folder / "global_step3"}):
+            with pytest.raises(CheckpointError, match=f"global_step3/{name} does not have the checksum"):
+                engine.load_checkpoint(**asked)
+            assert differences(before, states(engine)) == []
         with caplog.at_level(logging.WARNING, "ds_hf"):
             assert engine.load_checkpoint(folder)[0] == str(folder / "global_step2")
-        assert f"{TENSORS} does not have the checksum" in caplog.text
-        flip(folder / "global_step2" / TENSORS)
-        flip(folder / "global_step1" / TENSORS)
-        with pytest.raises(CheckpointError, match="global_step3 are not what was written"):
+        assert f"{name} does not have the checksum" in caplog.text
+        assert engine.global_steps == 2
+        before = states(engine)
+        flip(folder / "global_step2" / name)
+        flip(folder / "global_step1" / name)
+        with pytest.raises(CheckpointError, match=f"global_step3/{name} does not have the checksum"):
             engine.load_checkpoint(folder)
+        assert differences(before, states(engine)) == []
 
 
 # -- room -----------------------------------------------------------------------------------------------------------
