@@ -113,16 +113,19 @@ class Contest:
 
     def _settled(self, top: Contestant, other: Contestant) -> bool:
         """Whether more launches of both could not change anything."""
-        own = other.record.own and not top.record.own
+        mine = self.own()
+        own = mine is not None and other.key == mine.key
         _, low, high = gain_of(other.estimate, top.estimate)
         return low > 1 or (high < LEAST_GAIN if own else low >= 1 / ALIKE)
 
     def turn(self, contestants: list[Contestant]) -> None:
         """Start each once, in the other order than the last time."""
+        own = self.own()
         order = contestants if self.turns % 2 else contestants[::-1]
         for each in order:
             search, size = self.search, (each.point.micro, each.point.accumulation)
-            label = "your file" if each.record.own else each.record.label
+            mine = own is not None and each.key == own.key
+            label = "your file" if mine else f"{each.record.label}, micro-batch {size[0]}"
             search.view.started(len(search.launched()), f"again, turn {self.turns + 1}: {label}", None)
             replay = "not resizable" not in search.own.events
             name = f"again-{self.turns + 1}-{each.record.number}-{size[0]}"
@@ -131,7 +134,7 @@ class Contest:
             self.launches.append(Again(self.turns + 1, label, started, outcome))
             if outcome.points or outcome.natural:
                 self._again.setdefault(each.key, []).append(outcome)
-            elif not each.record.own:
+            elif not mine:
                 self.failed[each.key] = f"started as you would, it failed: {outcome.reason or outcome.kind}"
             search.view.note_load(outcome.events)
         self.turns += 1
@@ -154,8 +157,9 @@ class Contest:
         """Seconds of a sample of the script's own steps; ``None`` where they were not timed."""
         numel = each.point.micro * each.point.accumulation
         launches = [(list(o.natural), o.natural_error) for o in each.again if o.natural]
-        if each.record.own and each.record.natural:
-            launches.append((list(each.record.natural), 0.0))
+        own = self.own()
+        if own is not None and each.key == own.key and each.record.natural:
+            launches.append((list(each.record.natural), each.record.natural_error))
         found = []
         for natural, error in launches:
             summary = summarise(natural)

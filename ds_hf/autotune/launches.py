@@ -53,13 +53,11 @@ class Launches:
         self.tree = problem.config.resolved
         self.started = time.monotonic()
         self._machine: dict[str, Level] = {}  # of the first launch
-        self._natural: dict[str, Level] = {}  # the same beside the script's own steps
         self._weights: dict[str, float] = {}
 
     def refer(self, events: Mapping[str, Any]) -> None:
         """Compare with the launch that said this."""
-        self._machine = levels_of(events.get("machine"))
-        self._natural = levels_of(events.get("machine natural")) or self._machine
+        self._machine = levels_of(events.get("machine")) or levels_of(events.get("machine natural"))
         split = events.get("split") or {}
         if "compute" in split:
             half, others = float(split["compute"]) / 2, (float(split["communication"]), float(split["idle"]))
@@ -156,8 +154,8 @@ class Launches:
         """Its times at the speed that the machine had in the first launch."""
         events = outcome.events
         replayed, natural = levels_of(events.get("machine")), levels_of(events.get("machine natural"))
-        change = self._slowdown(replayed, self._machine) if replayed else self._slowdown(natural, self._natural)
-        beside = self._slowdown(natural, self._natural) if natural else change
+        change = self._slowdown(replayed or natural)
+        beside = self._slowdown(natural) if natural else change
         outcome.points = [_at(point, change) for point in outcome.points]
         if outcome.natural:
             found = summarise(outcome.natural)
@@ -166,8 +164,8 @@ class Launches:
             outcome.waits = [seconds / beside.factor for seconds in outcome.waits]
         return outcome
 
-    def _slowdown(self, here: dict[str, Level], reference: dict[str, Level]) -> Slowdown:
-        return Slowdown() if here == reference else compared(here, reference, self._weights)
+    def _slowdown(self, here: dict[str, Level]) -> Slowdown:
+        return Slowdown() if here == self._machine else compared(here, self._machine, self._weights)
 
     def _request(self, name: str, **asked: Any) -> TrialRequest:
         options = self.options

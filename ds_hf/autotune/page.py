@@ -32,6 +32,7 @@ table { border-collapse: collapse; width: 100%; } th, td { text-align: left; pad
   border-bottom: 1px solid var(--line); } th { font-weight: 600; color: var(--dim); }
 td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } th.n { text-align: right; }
 tr.best td { background: var(--good-soft); }
+td code { white-space: nowrap; }
 code { background: var(--soft); padding: .1rem .3rem; border-radius: 3px; overflow-wrap: anywhere; }
 pre { background: var(--soft); padding: .7rem; border-radius: 5px; white-space: pre-wrap; overflow-wrap: anywhere;
   margin: 0; font-size: .87rem; }

@@ -39,6 +39,7 @@ class Record:
         best: the point with the best value. value: in the metric's unit.
         started, seconds: wall clock of the launch.
         natural, waits: seconds of the script's own steps, and how many of them for data.
+        natural_error: as in ``Outcome``.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Record:
     predicted: dict[int, tuple[float, int]] = field(default_factory=dict)
     natural: tuple[float, ...] = ()
     waits: tuple[float, ...] = ()
+    natural_error: float = 0.0
     events: dict[str, Any] = field(default_factory=dict)
     started: float = 0.0
     seconds: float = 0.0
@@ -103,6 +105,7 @@ def attributes_of(
         "too_large": outcome.too_large,
         "natural": outcome.natural,
         "waits": outcome.waits,
+        "natural_error": outcome.natural_error,
         "events": {**outcome.events, "notes": outcome.notes},
         "predicted": {str(micro): list(value) for micro, value in predicted.items()},
         "started": started,
@@ -126,6 +129,7 @@ def record_of(trial: FrozenTrial) -> Record | None:
         predicted={int(micro): (value[0], value[1]) for micro, value in kept.get("predicted", {}).items()},
         natural=tuple(kept.get("natural", ())),
         waits=tuple(kept.get("waits", ())),
+        natural_error=kept.get("natural_error", 0.0),
         events=dict(kept.get("events", {})),
         started=kept.get("started", 0.0),
         seconds=kept.get("seconds", 0.0),

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from ds_hf.autotune.load import LoadMeter, warning_of
+from ds_hf.autotune.records import record_of
 from ds_hf.autotune.result import Result
+from ds_hf.measure.machine import compared, levels_of
 from ds_hf.measure.statistics import summarise
 from ds_hf.measure.turns import Rules, settle, take_turns
 from tests.autotune.world import World
@@ -127,3 +130,14 @@ def test_load_is_measured_and_warned_of() -> None:
     assert warning_of({"cpu": 1.5, "cores": 2.0}) == "other processes used 1.5 of 2 cores"
     assert warning_of({"cpu": 0.1, "cores": 2.0, "gpu": 0.6}) == "other processes used 60% of a GPU"
     assert warning_of({"cpu": 0.1, "cores": 2.0, "gpu": None}) == warning_of({}) == ""
+
+
+def test_journals_of_older_searches_are_read() -> None:
+    """Their points know of no machine, their launches of no probe: nothing is corrected."""
+    point = {"micro": 2, "accumulation": 4, "seconds": 1.0, "low": 0.9, "high": 1.1, "peak": 5}
+    kept = {"setting": {}, "kind": "pruned", "points": [point], "events": {"facts": {}}}
+    trial = optuna.create_trial(value=1.0, user_attrs=kept)
+    record = record_of(trial)
+    assert record is not None
+    assert record.points[0].slowdown == 1
+    assert compared(levels_of(record.events.get("machine")), {}, {}).factor == 1
