@@ -26,6 +26,7 @@ from ds_hf.measure.statistics import summarise
 __all__ = ["NATURAL_STEPS", "Launches", "Problem", "Run"]
 
 NATURAL_STEPS = 6
+OWN_OVERTIME = 3.0  # times the budget: without the user's own file nothing is known, and a busy machine starts slowly
 LEAST_SECONDS = 30.0  # for a launch when the budget is nearly spent
 
 Run = Callable[[Launch, "Watch | None"], Outcome]
@@ -74,7 +75,7 @@ class Launches:
         request = self._request(name, survey=True, own_axis=True, natural_steps=NATURAL_STEPS,
                                 low_micro=self.options.low_micro, high_micro=self.options.high_micro)  # fmt: skip
         config = self._write_config(name, config_of(self.tree, {}))
-        outcome = self._launch(name, self.command.words(config), request, watch)
+        outcome = self._launch(name, self.command.words(config), request, watch, overtime=OWN_OVERTIME)
         facts = outcome.events.get("facts", {})
         if facts and facts["micro"] in outcome.too_large:  # its own steps may have crossed a limit that nothing keeps
             outcome.natural, outcome.waits = [], []
@@ -177,10 +178,12 @@ class Launches:
             **asked,
         )
 
-    def _launch(self, name: str, words: list[str], request: TrialRequest, watch: Watch | None) -> Outcome:
+    def _launch(
+        self, name: str, words: list[str], request: TrialRequest, watch: Watch | None, overtime: float = 1.0
+    ) -> Outcome:
         options = self.options
         whole = launch_words(options.launcher, self.problem.processes, words)
-        timeout = min(options.trial_timeout, max(LEAST_SECONDS, self.left))
+        timeout = min(options.trial_timeout, overtime * max(LEAST_SECONDS, self.left))
         return self.run(Launch(whole, self._folder(name), request, timeout, options.stall_timeout), watch)
 
     def _folder(self, name: str) -> Path:
