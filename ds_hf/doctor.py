@@ -87,7 +87,10 @@ def _deepspeed() -> Fact:
     folder = real_deepspeed()
     if folder is None:
         return Fact("deepspeed", "served by ds_hf")
-    fix = "pip uninstall deepspeed, then reinstall ds-hf, to let the Trainer and accelerate use ds_hf"
+    fix = (
+        "to let the Trainer and accelerate use ds_hf: pip uninstall deepspeed; then, if the name is gone, "
+        "reinstall ds-hf with --force-reinstall --no-deps"
+    )
     return Fact("deepspeed", f"a real DeepSpeed at {folder}; `import ds_hf` works beside it", fix)
 
 
