@@ -7,6 +7,7 @@
 from ds_hf.autotune.lr.budget import fitting, updates_of
 from ds_hf.autotune.lr.figure import figure
 from ds_hf.autotune.lr.find import FindOptions, LrSearchError, find, total_steps_in
+from ds_hf.autotune.lr.report import closing_line, report
 from ds_hf.autotune.lr.summary import event_line, summary
 from ds_hf.lr import LrOptions, LrResult
 
@@ -15,10 +16,12 @@ __all__ = [
     "LrOptions",
     "LrResult",
     "LrSearchError",
+    "closing_line",
     "event_line",
     "figure",
     "find",
     "fitting",
+    "report",
     "summary",
     "total_steps_in",
     "updates_of",

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, cast
 import typer
 from rich.console import Console
 
-from ds_hf.autotune.lr.figure import figure
-from ds_hf.autotune.lr.find import RESULT, FindOptions, LrSearchError, find, total_steps_in
+from ds_hf.autotune.lr.find import FindOptions, LrSearchError, find, total_steps_in
+from ds_hf.autotune.lr.report import closing_line, report
 from ds_hf.autotune.lr.summary import event_line, summary
 from ds_hf.autotune.options import seconds_of
 from ds_hf.errors import ConfigError
@@ -74,9 +74,9 @@ def lr_find_command(
         complain(f"interrupted; what the script printed is in {output / 'log.txt'}")
         raise typer.Exit(130) from None
     page = output / "lr_report.html"
-    figure(result).write_html(page, include_plotlyjs=True, full_html=True)
+    page.write_text(report(result, command), "utf-8")
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else f"{summary(result)}\n")
-    typer.echo(f"curves: {page}\nresult: {output / RESULT}", err=as_json)
+    typer.echo(closing_line(result, page), err=as_json)
 
 
 def _find(command: list[str], options: FindOptions, console: Console) -> LrResult:

@@ -66,6 +66,10 @@ def test_a_script_is_launched_and_the_result_shown(script: str, tmp_path: Path) 
     page = (tmp_path / "lr" / "lr_report.html").read_text()
     assert "Confirming runs" in page
     assert 'src="http' not in page
+    assert len(page) < 200_000
+    assert out.splitlines()[-1].startswith(
+        f"Train with a learning rate of {result.lr:.3g} for 40 updates: --learning_rate"
+    )
     assert "the script's own end" not in (tmp_path / "lr" / "log.txt").read_text()
 
 
