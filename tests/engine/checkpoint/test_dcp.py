@@ -188,7 +188,7 @@ def test_a_stranger_runs_nothing(saved: Any, tmp_path: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.planner_data = _Evil()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read.*exec.*not admitted"):
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read.*exec.*not allowed"):
         read_dcp(folder)
     evil = {"model": TinyModel().state_dict(), "optim": {"param_groups": _Evil()}}
     dcp.save(evil, checkpoint_id=tmp_path / "theirs", no_dist=True)
