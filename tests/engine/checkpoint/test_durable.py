@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ds_hf.engine.checkpoint import background, commit, contents
 from ds_hf.engine.checkpoint.checksum import hexadecimal, sum_of_tensor
@@ -28,7 +29,7 @@ from ds_hf.engine.checkpoint.commit import check_space, hidden_beside
 from ds_hf.engine.checkpoint.verify import verify
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
-from tests.helpers.distributed import PRELOAD, RankSpec, _rank_main, free_port
+from tests.helpers.distributed import PRELOAD, RankSpec, _rank_main, free_port, run_distributed
 
 TENSORS = "rank_00000.safetensors"
 
@@ -174,6 +175,28 @@ def test_a_flipped_byte_is_found_before_anything_is_changed(
         with pytest.raises(CheckpointError, match=f"global_step3/{name} does not have the checksum"):
             engine.load_checkpoint(folder)
         assert differences(before, states(engine)) == []
+
+
+def _passed_over(folder: Path) -> tuple[str | None, str]:
+    with engine_of(config(2)) as engine:
+        for step in (1, 2):
+            train(engine, 1, step)
+            engine.save_checkpoint(folder)
+        if engine.axis.rank == 0:
+            flip(folder / "global_step2" / "rank_00001.safetensors")
+        dist.barrier()
+        try:
+            engine.load_checkpoint(folder, tag="global_step2")
+            said = ""
+        except CheckpointError as error:
+            said = str(error)
+        return engine.load_checkpoint(folder)[0], said
+
+
+def test_a_flipped_byte_of_one_rank_is_known_to_all(tmp_path: Path) -> None:
+    for loaded, said in run_distributed(_passed_over, 2, tmp_path, timeout=60):
+        assert loaded == str(tmp_path / "global_step1")
+        assert "global_step2/rank_00001.safetensors does not have the checksum" in said
 
 
 # -- room -----------------------------------------------------------------------------------------------------------

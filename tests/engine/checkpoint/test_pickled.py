@@ -178,6 +178,21 @@ def test_references_that_are_shared_as_programs_do(tmp_path: Path) -> None:
     assert read_pickled(_saved(tmp_path / "x.pt", content))["history"][-1]["config"] == config
 
 
+def test_sizes_that_programs_have(tmp_path: Path) -> None:
+    """Schedules with a list for each group, histories, names of many parameters, text of some megabytes."""
+    content = {
+        "lr_scheduler": {"base_lrs": [1e-3] * 1000, "_last_lr": [0.1] * 1000, "lr_lambdas": [None] * 1000},
+        "log_history": [{"step": step, "loss": step / 7, "learning_rate": 1e-4} for step in range(5000)],
+        "param_shapes": {f"model.layers.{n}.mlp.weight": torch.Size([n, 4]) for n in range(5000)},
+        "text": "x" * 10**7,
+        "expanded": torch.zeros(3, 1).expand(3, 10**6),
+    }
+    found = read_pickled(_saved(tmp_path / "x.pt", content))
+    assert found["lr_scheduler"] == content["lr_scheduler"]
+    assert found["param_shapes"] == content["param_shapes"]
+    assert found["expanded"].stride() == (1, 0)  # as torch.save keeps it
+
+
 def test_much_text_of_little(tmp_path: Path) -> None:
     path = _saved(tmp_path / "x.pt", {"a": ["x" * 10**6] * 10**4})
     with pytest.raises(CheckpointError, match="it stands for 10000000000 bytes, which is far larger than the file"):
