@@ -271,6 +271,7 @@ def _make_parts(
             buffer = _make_buffer(params, axis, dtype, device, rest, peers if copied else None)
             buffer.name_for_logs(unit.label or "the model's root")
             buffer.lane = gathers
+            buffer.reports_changes = settings.zero_optimization.enable_sanity_checks
             buffer.kept_whole = plan.shards_parameters and not buffer.sharded
             staged = buffer.adopt()
             unit.buffers.append(buffer)

@@ -3,13 +3,14 @@
 torch calls it at the end of ``import torch`` (entry point of the group ``torch.backends``); ``import deepspeed`` calls
 it too, for environments where that autoloading is off. It costs a few dictionary entries, is idempotent, and never
 raises: a hook that no longer fits its target only warns. When a real DeepSpeed is the one that imports find, the hooks
-do nothing.
+do nothing, and who imports it is told.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import multiprocessing
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -20,7 +21,8 @@ from types import ModuleType
 import wrapt
 
 from ds_hf.engine.dist.failure_record import record_failures
-from ds_hf.log import logger
+from ds_hf.log import logger, warn_once
+from ds_hf.stand_in import beside_real
 
 __all__ = ["install", "serves_deepspeed"]
 
@@ -45,6 +47,7 @@ def install() -> None:
     """Register all hooks; a second call does nothing."""
     try:
         record_failures()
+        wrapt.register_post_import_hook(_tell, "deepspeed")
         for target, (module, function) in HOOKS.items():
             _register(target, _guarded(target, module, function))
     except Exception:
@@ -59,6 +62,12 @@ def serves_deepspeed() -> bool:
         return False
     ours = Path(__file__).resolve().parent.parent / "compat"
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve().is_relative_to(ours)
+
+
+def _tell(found: ModuleType) -> None:
+    """Who imports a real DeepSpeed is told that it is not ds_hf: once, by rank 0, not by the processes it starts."""
+    if multiprocessing.parent_process() is None and (told := beside_real()):
+        warn_once(told)
 
 
 def _guarded(target: str, module: str, function: str) -> Hook:

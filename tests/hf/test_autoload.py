@@ -102,3 +102,24 @@ def test_a_hook_that_does_not_fit_warns_and_lets_the_import_go_on() -> None:
         "print('does not fit this version of transformers.training_args' in stream.getvalue())"
     )
     assert python(code) == "True"
+
+
+def test_who_imports_a_real_deepspeed_is_told_once(tmp_path: Path) -> None:
+    package = tmp_path / "deepspeed"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '0.19.8'\n")
+    code = (
+        "import torch, logging, io, multiprocessing, os, sys\n"
+        "stream = io.StringIO(); logging.getLogger('ds_hf').addHandler(logging.StreamHandler(stream))\n"
+        "import deepspeed, deepspeed, importlib; importlib.import_module('deepspeed')\n"
+        "lines = stream.getvalue().splitlines(); print(len(lines), *lines)"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    said = python(code, {"PYTHONPATH": path})
+    assert said.startswith(f"1 the real DeepSpeed at {package} still serves the name deepspeed")
+    assert "pip uninstall deepspeed" in said
+    assert python(code, {"PYTHONPATH": path, "RANK": "1"}) == "0"
+    assert (
+        python(code.replace("import deepspeed, deepspeed, importlib; importlib.import_module('deepspeed')", "")) == "0"
+    )
+    assert python(code) == "0"

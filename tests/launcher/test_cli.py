@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from ds_hf import launch_cli
+from ds_hf import cli, launch_cli
 from ds_hf.cli import app
 from ds_hf.launcher import front, handover, resources
 from ds_hf.launcher.options import Options
@@ -198,7 +198,9 @@ def test_autotuning_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("run", ["t.py", "--deepspeed", "c.json"])]
 
 
-def test_a_real_deepspeed_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_deepspeed_takes_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert handover.real_deepspeed() is None
     package = tmp_path / "deepspeed" / "launcher"
     package.mkdir(parents=True)
@@ -211,3 +213,11 @@ def test_a_real_deepspeed_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit):
         launch_cli.deepspeed_main()
     assert called == [("deepspeed.launcher.runner", "main")]
+    real = SimpleNamespace(import_module=lambda name: SimpleNamespace(main=lambda: 0))
+    monkeypatch.setattr(handover, "importlib", real)
+    assert handover.call_real("deepspeed.launcher.runner", "main") == 0
+    monkeypatch.setattr(sys, "argv", ["ds-hf", "config", "schema"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = f"ds_hf: the real DeepSpeed at {tmp_path / 'deepspeed'} still serves the name deepspeed"
+    assert [line.startswith(said) for line in capsys.readouterr().err.splitlines()] == [True, True]

@@ -138,6 +138,7 @@ class FlatBuffer:
         self.rest = rest or DeviceRest(device, device)
         self.peers = None if self.rest.apart else peers
         self.region: Region | None = None
+        self.reports_changes = False  # what is written where nothing is kept is an error ("enable_sanity_checks")
         self.layout = FlatLayout(self._stored_shapes(), axis.world_size, alignment)
         self.state = BufferState.GATHERED
         self.holds = 0  # contexts that want it to stay gathered

@@ -7,10 +7,13 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ds_hf.engine.dist.collectives import all_reduce_max
 from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, home_of, unshard
 from ds_hf.engine.zero.external import register_external_parameter
+from ds_hf.errors import DsHfError
 
 __all__ = ["GatheredParameters", "unwrap_model_for_generation"]
 
@@ -27,6 +30,10 @@ class GatheredParameters:
             are for reading, changes are lost. Inside a block with the same rank, the outer block keeps them.
         fwd_module: also register the parameters as external parameters of this module.
         enabled: ``False`` turns the block into nothing.
+
+    Raises:
+        DsHfError: with ``enable_sanity_checks``, at the end of the block, on all ranks: one of them changed a parameter
+            and ``modifier_rank`` is ``None``.
     """
 
     def __init__(
@@ -40,6 +47,7 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
         self.buffers: list[FlatBuffer] = []
         self._written: list[FlatBuffer] = []
+        self._seen: list[tuple[Tensor, tuple[int, int, int]]] = []
         self._held = ExitStack()
         if fwd_module is not None:
             for param in self.params:
@@ -48,7 +56,12 @@ class GatheredParameters:
     def __enter__(self) -> None:
         self.buffers = [*buffers_of(self.params), *_kept_whole(self.params)]
         self._held.enter_context(unshard(self.buffers))
-        if self.modifier_rank is not None:
+        if self.modifier_rank is None:
+            # A block around this one may keep what is written here.
+            watched = [p for b in self.buffers if b.reports_changes and not b.writers for p in b.params]
+            given = {id(param) for param in self.params}
+            self._seen = [(param, _fingerprint(param)) for param in watched if id(param) in given]
+        else:
             # What a block around this one writes back anyway is left to it: transformers enters inner blocks on the
             # modifier's rank alone.
             self._written = [buffer for buffer in self.buffers if self.modifier_rank not in buffer.writers]
@@ -64,7 +77,34 @@ class GatheredParameters:
             if kind is None:
                 buffer.write_back(buffer.axis.axis_rank(self.modifier_rank))
         self._written = []
-        self._held.close()
+        try:
+            if kind is None and self._seen:
+                _report_changes(self._seen)
+        finally:
+            self._seen = []
+            self._held.close()
+
+
+def _fingerprint(param: Tensor) -> tuple[int, int, int]:
+    """What changes with the values: where they lie, writes that torch counts, and the sum of their bytes."""
+    values = param.detach()
+    return values.data_ptr(), param._version, int(values.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+
+
+def _report_changes(seen: list[tuple[Tensor, tuple[int, int, int]]]) -> None:
+    """Raise on all ranks if a parameter is not what it was on one of them. Collective."""
+    changed = [param for param, before in seen if _fingerprint(param) != before]
+    home = home_of(seen[0][0])
+    assert home is not None
+    axis = home.buffer.axis
+    told = torch.tensor(float(bool(changed)), device=home.buffer.device)
+    if all_reduce_max(told, axis, "whether parameters were changed").item():
+        shapes = ", ".join(str(tuple(param.shape)) for param in changed[:3])
+        here = f"here {len(changed)} (of shape {shapes})" if changed else "on another rank"
+        raise DsHfError(
+            f"parameters were changed inside GatheredParameters(modifier_rank=None), {here}: the change is lost when "
+            "the block ends. Give modifier_rank=0 to keep what rank 0 writes (zero_optimization.enable_sanity_checks)"
+        )
 
 
 def _kept_whole(params: list[Any]) -> list[FlatBuffer]:

@@ -112,10 +112,12 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         shard_device = remote_device
         self.gathers_for_apply = True
+        self.reports_changes = False
         self.kept_in_fp32: str | Sequence[str] = "auto"
         if source is not None:
             settings = load_config(source, allow_auto=True, check_batch=False)
             self.gathers_for_apply = settings.zero_optimization.override_module_apply
+            self.reports_changes = settings.zero_optimization.enable_sanity_checks
             self.kept_in_fp32 = settings.data_types.keep_in_fp32_modules
             row = plan_states(settings).parameters
             # Neither fp16 nor bf16: as the model is written, or from_pretrained(dtype=...) asks, like at other stages.
@@ -242,6 +244,7 @@ class Init:
                 rest=DeviceRest(self.device, self.shard_device),
                 alignment=1,
             )
+            buffer.reports_changes = self.reports_changes
             buffer.adopt()
             if isinstance(module, ParametrizationList):
                 # What it computes (weight norm) is an attribute that model code reads at any time, also on one rank

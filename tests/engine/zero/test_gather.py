@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_hf import initialize
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
@@ -80,3 +81,46 @@ def test_weight_norm_under_init_can_be_read_at_any_time_and_is_the_same_everywhe
         assert readable
         assert same
         assert numels == [32, 32 * 64]
+
+
+CHECKED = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "enable_sanity_checks": True}}
+
+
+def change(model: nn.Module, how: str, outer: bool = False) -> str:
+    params = list(model.parameters())
+    try:
+        with GatheredParameters(params, modifier_rank=0 if outer else None), GatheredParameters(params):
+            if dist.get_rank() == 0 and how:
+                weight = params[0] if how == "in place" else params[0].data
+                with torch.no_grad():
+                    weight.add_(1.0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def changes_that_are_lost() -> dict[str, str]:
+    with Init(config_dict_or_path=CHECKED):
+        fresh = nn.Linear(64, 32)
+    found = {how or "none": change(fresh, how) for how in ("", "in place", "data")}
+    found["kept outside"] = change(fresh, "data", outer=True)
+    config = {**CHECKED, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = initialize(model=nn.Sequential(nn.Linear(64, 32)), config=config)
+    found["engine"] = change(engine.module, "data")
+    found["engine, none"] = change(engine.module, "")
+    found["without the key"] = change(layer(), "data")
+    with GatheredParameters(fresh.weight):  # blocks still gather after an error
+        found["gathers"] = str(tuple(fresh.weight.shape))
+    return found
+
+
+def test_sanity_checks_report_a_change_that_would_be_lost() -> None:
+    ranks = run_distributed(changes_that_are_lost, 2)
+    for rank, found in enumerate(ranks):
+        for case in ("in place", "data", "engine"):
+            assert "inside GatheredParameters(modifier_rank=None)" in found[case], case
+            assert ("here 1 (of shape (32, 64))" if rank == 0 else "on another rank") in found[case]
+            assert "modifier_rank=0" in found[case]
+        for case in ("none", "kept outside", "engine, none", "without the key"):
+            assert found[case] == "", case
+        assert found["gathers"] == "(32, 64)"
