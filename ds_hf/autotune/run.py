@@ -23,6 +23,7 @@ from ds_hf.autotune.lr import (
     event_line,
     find,
     fitting,
+    sections,
     summary,
     total_steps_in,
     updates_of,
@@ -106,9 +107,8 @@ def _finish(search: Search, view: View, *, interrupted: bool) -> Result:
             _find_learning_rate(search, result, view)
         paths = write_result(search, result)
     found = result.learning_rate
-    paths["report"] = write_report(
-        search, result, [] if found is None else [section("Learning rate", code(summary(found)))]
-    )
+    rate = [] if found is None else [section("Learning rate", code(summary(found))), *sections(found)]
+    paths["report"] = write_report(search, result, rate)
     view.say("")
     view.say(headline(search, result))
     for line in summary_lines(search, result):

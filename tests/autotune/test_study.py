@@ -266,3 +266,17 @@ def test_nothing_is_said_of_what_was_not_measured(search: Search, tmp_path: Path
 def test_importance_of_the_keys_that_were_varied(search: Search, tmp_path: Path) -> None:
     search(World())
     assert "Importance of the keys" in (tmp_path / "results" / "report.html").read_text()
+
+
+def test_the_learning_rates_curves_are_in_the_report(
+    search: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search for one is made up; both pages draw it with the same sections."""
+    from tests.autotune.lr.test_report import searched
+
+    monkeypatch.setattr("ds_hf.autotune.run.find", lambda *_: searched())
+    search(World(), lr=True, trials=1)
+    report = (tmp_path / "results" / "report.html").read_text()
+    for title in ("Learning rate", "How to use it", "Range test", "Confirming runs"):
+        assert f"<h2>{title}</h2>" in report
+    assert len(report) < 1_500_000

@@ -7,7 +7,7 @@
 from ds_hf.autotune.lr.budget import fitting, updates_of
 from ds_hf.autotune.lr.figure import figure
 from ds_hf.autotune.lr.find import FindOptions, LrSearchError, find, total_steps_in
-from ds_hf.autotune.lr.report import closing_line, report
+from ds_hf.autotune.lr.report import closing_line, report, sections
 from ds_hf.autotune.lr.summary import event_line, summary
 from ds_hf.lr import LrOptions, LrResult
 
@@ -22,6 +22,7 @@ __all__ = [
     "find",
     "fitting",
     "report",
+    "sections",
     "summary",
     "total_steps_in",
     "updates_of",

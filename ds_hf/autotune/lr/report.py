@@ -13,7 +13,7 @@ from ds_hf.autotune.charts import COLOURS, Axis, Band, Mark, Series, xy
 from ds_hf.autotune.page import code, facts, notice, page, section, table
 from ds_hf.lr import Advice, LrResult, mean_curve
 
-__all__ = ["closing_line", "report"]
+__all__ = ["closing_line", "report", "sections"]
 
 BLUE, ORANGE, GREEN = COLOURS[:3]
 GREY = COLOURS[7]
@@ -29,15 +29,20 @@ def report(result: LrResult, command: Sequence[str] = ()) -> str:
     values["training breaks"] = f"at {result.marks.limit:.2g}" if result.marks.bounded else "nowhere in the sweep"
     took = f"{result.optimizer}; {result.updates:,} updates in {result.seconds:,.0f} s"
     body = [*map(notice, result.notes), facts(values), section("Why", f"<p>{escape(_why(result))}</p>")]
-    body.append(section("How to use it", _advice(result.advice()), text=_how(result)))
-    body.append(
-        section("Range test", _range_test(result), text="The rate grows at every update until the loss leaves.")
-    )
-    if result.runs:
-        text = "Short trainings with a warm-up and a decay, and the held-out loss at the end of each."
-        body += [section("Confirming runs", _confirming(result), text=text), section("Every run", _every_run(result))]
+    body += sections(result)
     about = f"{took}; {' '.join(command)}" if command else took
     return page("Learning rate", headline(result), body, about=about, tone="warn" if result.notes else "good")
+
+
+def sections(result: LrResult) -> list[str]:
+    """What to write down, and the curves, for this page and the autotuner's."""
+    made = [section("How to use it", _advice(result.advice()), text=_how(result))]
+    text = "The rate grows at every update until the loss leaves."
+    made.append(section("Range test", _range_test(result), text=text))
+    if result.runs:
+        text = "Short trainings with a warm-up and a decay, and the held-out loss at the end of each."
+        made += [section("Confirming runs", _confirming(result), text=text), section("Every run", _every_run(result))]
+    return made
 
 
 def headline(result: LrResult) -> str:
