@@ -273,7 +273,7 @@ def whole_model_everywhere(folder: Path) -> list[str]:
     deepspeed.init_distributed()
     said: list[str] = []
     deepspeed.utils.logger.warning = lambda message, *_: said.append(message)
-    deepspeed.utils.logger.log = lambda level, message, *_: said.append(message)
+    deepspeed.utils.logger.log = lambda level, message, *values: said.append(message % values)
     model_class = code.classes("llama")[1]
     small = code.initialize(model_class.from_pretrained(folder / "llama"), code.config())
     small.destroy()

@@ -138,9 +138,10 @@ def test_nothing_is_kept_where_nothing_is_on_and_nothing_written_during_a_search
 
 
 class CountedOutcome(Outcome):
-    """Counts how often the host asks, which on a GPU is waiting."""
+    """Of a device that answers only when it is waited for; counts how often the host does."""
 
     asked = 0
+    on_host = known = False  # type: ignore[assignment]
 
     def _value(self) -> float:
         CountedOutcome.asked += 1

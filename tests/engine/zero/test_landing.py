@@ -111,7 +111,7 @@ def train_with_late_arrivals(stage: int, kind: str) -> None:
     Lane.event = lambda self: Arrival()  # type: ignore[method-assign,assignment,return-value]
     gather = collectives.all_gather
 
-    def through_copies(full: Tensor, shard: Tensor, axis: Any, what: str = "") -> None:
+    def through_copies(full: Tensor, shard: Tensor, axis: Any, what: str = "", lane: Lane | None = None) -> None:
         """gloo goes on holding the tensors that it was given, for a while: they would look like somebody's aliases."""
         copy = torch.empty_like(full)
         gather(copy, shard.clone(), axis, what)
