@@ -122,7 +122,8 @@ def test_a_result_that_was_not_confirmed_says_so(search: Callable[..., Result], 
 
 def test_load_is_measured_and_warned_of() -> None:
     meter = LoadMeter(1)
-    meter.cores, meter._busy_before = [0, 1], meter._busy() - 30.0
+    meter.cores = [0, 1]
+    meter._busy_before = meter._busy() - 30.0
     meter._start, meter._at = meter._start - 20, meter._start
     found = meter.result()
     assert found["cpu"] == pytest.approx(1.5, rel=0.2)

@@ -1,7 +1,7 @@
 """Who this process is, from what started it: torchrun, an MPI's mpirun, or Slurm's srun.
 
-torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR) win. Otherwise they are made from mpirun's or srun's, and
-where several hosts are in the run and nobody said MASTER_ADDR, mpi4py, if it is installed, or Slurm's list of hosts
+torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR) win. Otherwise they are made from mpirun's or srun's.
+Where several hosts are in the run and MASTER_ADDR is not set, mpi4py, if it is installed, or Slurm's list of hosts
 tells it. Slurm's variables count only inside a step that srun started: a batch script has them too, and is one process.
 """
 

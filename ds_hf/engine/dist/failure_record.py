@@ -1,8 +1,8 @@
 """A worker's last exception, written where torch's elastic agent looks for it.
 
 torchrun names a file in TORCHELASTIC_ERROR_FILE and shows what is in it when the worker fails; torch fills it for
-functions decorated with ``@record``, which scripts rarely have. The format is torch's. Where ds_hf's launcher shows what is
-recorded (it names the file once more in ``TOLD_BY_LAUNCHER``) the process does not print it as well.
+functions decorated with ``@record``, which scripts rarely have. The format is torch's. Where ds_hf's launcher shows
+what is recorded (it names the file once more in ``TOLD_BY_LAUNCHER``) the process does not print it as well.
 """
 
 from __future__ import annotations

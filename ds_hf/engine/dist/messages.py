@@ -13,7 +13,14 @@ from ds_hf.engine.dist.accelerator import get_accelerator
 from ds_hf.engine.dist.process_group import get_rank, is_initialized
 from ds_hf.log import logger, warn_once
 
-__all__ = ["current_rank", "instrument_w_nvtx", "log_dist", "print_json_dist", "set_log_level_from_string", "warning_once"]
+__all__ = [
+    "current_rank",
+    "instrument_w_nvtx",
+    "log_dist",
+    "print_json_dist",
+    "set_log_level_from_string",
+    "warning_once",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,7 +18,7 @@ __all__ = ["BUILDERS", "OpBuilder", "compatible_ops"]
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: class name of DeepSpeed's builder, its own name, our module (None: not here), the library it needs."""
+    """One operation: class name of DeepSpeed's builder, its own name, our module (None: not here), what it needs."""
 
     builder: str
     name: str

@@ -112,9 +112,7 @@ class PeerSums:
                 ops.sum_parts_(result, tensors, before, rows, cuts=cuts, place=axis.rank, factor=factor)
         return result
 
-    def _targets(
-        self, route: _Route, number: int, dtype: torch.dtype, turn: int
-    ) -> Sequence[tuple[_Push, Tensor]]:
+    def _targets(self, route: _Route, number: int, dtype: torch.dtype, turn: int) -> Sequence[tuple[_Push, Tensor]]:
         """What is pushed in a round, and where; kept, for each view costs the host as much as half a launch."""
         found = self._views.get((id(route), number, dtype, turn))
         if found is None:

@@ -90,8 +90,8 @@ __all__ = [
 
 DEFAULT_PORT = 29500
 LAUNCH_HINT = (
-    "start the script with `torchrun --nproc-per-node N script.py ...`, which sets all of them; under mpirun on several "
-    "hosts say `-x MASTER_ADDR=FIRST_HOST` (or install mpi4py, which finds it)"
+    "start the script with `torchrun --nproc-per-node N script.py ...`, which sets all of them; under mpirun on "
+    "several hosts say `-x MASTER_ADDR=FIRST_HOST` (or install mpi4py, which finds it)"
 )
 
 

@@ -7,8 +7,8 @@ is, and compares. It raises the alarm when
 - the digests of two ranks differ (also where nothing hangs, because the sizes happened to be the same),
 - a collective fails, or a rank ended that others wait for,
 - a rank has issued nothing for ``timeout`` seconds, and neither has another that is behind it,
-- a rank has issued nothing for ``timeout`` seconds, and one that it waits for has not been heard of for as long: a process
-  that is stopped, or in a call that keeps Python's lock, cannot say how long it has been idle.
+- a rank has issued nothing for ``timeout`` seconds, and one that it waits for has not been heard of for as long: a
+  process that is stopped, or in a call that keeps Python's lock, cannot say how long it has been idle.
 
 After an alarm every rank that can leaves its log and its stack in the store. The rank that raised it tells; all end.
 Ranks that are equally far are left alone, however long they compute: nothing says that they diverged. The store itself
@@ -137,8 +137,8 @@ class Watch:
             alarmed = 3 * (self.interval + ANSWER_S) if self._alarmed else 0.0
             if seconds >= self.timeout + alarmed:
                 reason = (
-                    f"rank {self.rank} has issued nothing for {seconds:.0f} s, and the store of the process group has not "
-                    "answered for as long: the process that keeps it (rank 0, unless the launcher does) is stopped"
+                    f"rank {self.rank} has issued nothing for {seconds:.0f} s, and the store of the process group has "
+                    "not answered for as long: the process that keeps it (rank 0, unless the launcher does) is stopped"
                 )
                 _tell(describe(reason, {self.rank: self._state_in_full()}, self.world_size))
                 _exit()

@@ -224,7 +224,9 @@ def test_collectives_of_an_engine(stage: int) -> None:
 
 
 def names_what_is_sent() -> list[str]:
-    config = base_config(2, comms_logger={"enabled": True, "debug": True, "prof_all": False, "prof_ops": ["all_reduce"]})
+    config = base_config(
+        2, comms_logger={"enabled": True, "debug": True, "prof_all": False, "prof_ops": ["all_reduce"]}
+    )
     engine, *_ = initialize(model=TinyLM(), config=config)
     engine.backward(engine(token_batches(2, 8)))
     engine.step()

@@ -83,7 +83,14 @@ def test_a_batch_script_is_not_a_step() -> None:
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("a", "a"), ("a,b", "a"), ("gpu[3-5]", "gpu3"), ("gpu[003,9],x", "gpu003"), ("r[1-2]n4,z", "r1n4"), ("a-b[10]", "a-b10")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("gpu[3-5]", "gpu3"),
+        ("gpu[003,9],x", "gpu003"),
+        ("r[1-2]n4,z", "r1n4"),
+        ("a-b[10]", "a-b10"),
+    ],
 )
 def test_first_host(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
@@ -95,7 +102,8 @@ from ds_hf.engine.dist import process_group
 process_group.init_distributed("gloo", distributed_port=PORT)
 total = torch.ones(1) * (dist.get_rank() + 1)
 dist.all_reduce(total)
-print(json.dumps([total.item(), os.environ["RANK"], os.environ["LOCAL_RANK"], process_group.get_local_rank()]), flush=True)
+ranks = os.environ["RANK"], os.environ["LOCAL_RANK"], process_group.get_local_rank()
+print(json.dumps([total.item(), *ranks]), flush=True)
 """
 
 

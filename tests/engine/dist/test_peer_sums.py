@@ -16,7 +16,6 @@ from ds_hf.engine.dist.peer_sums import PeerSums
 from tests.engine.dist.test_peers import peers_in_files
 from tests.helpers.distributed import run_distributed
 
-
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 

@@ -138,7 +138,9 @@ def train_both(folder: str, stage: int, more: dict[str, Any]) -> None:
     assert by_peers == 0
     rounded = "gradient_accumulation_steps" in more and stage > 1  # by collectives, each before it is added
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0.02 if rounded else 0, atol=2e-3 if rounded else 0, msg=name)
+        torch.testing.assert_close(
+            found[name], value, rtol=0.02 if rounded else 0, atol=2e-3 if rounded else 0, msg=name
+        )
 
 
 def train_with_small_buffers(folder: str) -> list[int]:

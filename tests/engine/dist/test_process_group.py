@@ -154,8 +154,6 @@ def test_worker_threads_end_before_the_interpreter(ending: str, alive: str) -> N
         f"process_group.init_distributed('gloo')\n{ending}"
     )
     env = {key: value for key, value in os.environ.items() if key not in LAUNCH}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.stdout.strip() == alive, done.stderr
     assert (done.returncode == 0) == (not ending)
