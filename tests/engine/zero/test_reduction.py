@@ -89,10 +89,12 @@ def test_collectives_of_a_step() -> None:
             }
 
 
-def waits_of_a_step(stage: int, limit: int | None = None) -> tuple[int, Tensor]:
+def waits_of_a_step(stage: int, alone: bool, more: dict[str, Any]) -> tuple[int, Tensor]:
     """How often the third step waits for collectives that are under way, and the weights after it."""
-    streams._UNDER_WAY_NBYTES = streams._UNDER_WAY_NBYTES if limit is None else limit
-    engine = _engine(stage, 1)
+    if alone:
+        streams._UNDER_WAY_NBYTES = collectives._EXCHANGED_NBYTES = 0
+    torch.manual_seed(11)
+    engine = initialize(model=Stack(), config=base_config(stage, optimizer=SGD, **more))[0]
     waits, original = 0, streams.Lane.arrive
 
     def counted(lane: streams.Lane) -> None:
@@ -107,11 +109,13 @@ def waits_of_a_step(stage: int, limit: int | None = None) -> tuple[int, Tensor]:
     return waits, _weights(engine)
 
 
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_small_collectives_are_waited_for_together(stage: int) -> None:
-    """A newcomer's model on the CPU: what it waits for is the other rank, once for the gradients, once for weights."""
-    together = run_distributed(waits_of_a_step, 2, stage, timeout=60)
-    alone = run_distributed(waits_of_a_step, 2, stage, 0, timeout=60)
+def test_small_collectives_are_waited_for_together(stage: int, more: dict[str, Any]) -> None:
+    """A newcomer's model on the CPU: what it waits for is the other rank, once for the gradients, once for weights; and
+    the weights are to the bit those of gloo's own sums, each waited for."""
+    together = run_distributed(waits_of_a_step, 2, stage, False, more, timeout=60)
+    alone = run_distributed(waits_of_a_step, 2, stage, True, more, timeout=60)
     for (waits, weights), (more, same) in zip(together, alone, strict=True):
         assert waits == (1 if stage == 0 else 2)
         assert more == (UNITS if stage == 0 else 2 * UNITS)
