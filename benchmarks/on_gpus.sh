@@ -24,7 +24,7 @@ cd "$(dirname "$0")/.."
 
 OWN="optuna colorlog alembic Mako SQLAlchemy greenlet jsonschema jsonschema-specifications referencing rpds-py attrs
   typer annotated-doc rich plotly narwhals wrapt click shellingham Pygments markdown-it-py mdurl psutil peft
-  hypothesis sortedcontainers pytest-xdist pytest-timeout execnet"
+  hypothesis sortedcontainers pytest-xdist pytest-timeout execnet liger-kernel"
 DEEPSPEED="deepspeed hjson pydantic pydantic-core annotated-types typing-inspection py-cpuinfo msgpack einops ninja"
 BESIDE=/tmp/ds_hf-deepspeed # real DeepSpeed, put in front of PYTHONPATH only where it is a contender
 WITH=(--deepspeed-path "$BESIDE")

@@ -39,7 +39,7 @@ def runs(folder: str, tied: bool, kernels: dict[str, bool] | None = None) -> dic
     found = {"plain": trained(folder, tied, None), "liger": trained(folder, tied, None, **liger)}
     for stage in range(4):
         found[f"stage {stage}"] = trained(folder, tied, config(stage), **liger)
-    found["checkpointing"] = trained(folder, tied, config(3), activation_checkpointing=True, **liger)
+    found["checkpointing"] = trained(folder, tied, config(3), gradient_checkpointing=True, **liger)
     return found
 
 
