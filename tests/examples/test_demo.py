@@ -46,8 +46,15 @@ def played(demo: Any, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any]) ->
     return started
 
 
+def found_by_the_search(**more: Any) -> dict[str, Any]:
+    """What the demo reads of the search's result; by default a gain of nothing that is certain and confirmed."""
+    sure = {"gain_interval": [1.0, 1.0], "gain_is_certain": True, "confirmed": True, "why_not_confirmed": ""}
+    speeds = {"own": 10.0, "value": 10.0, "gain": 1.0, "own_seconds": 2.0, "confirmed_seconds": None}
+    return {"kept_yours": False, "warnings": [], **speeds, **sure, **more}
+
+
 def test_a_gain_is_trained_with_and_shown(demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    found = {"kept_yours": False, "own": 10.0, "value": 16.0, "gain": 1.6, "own_seconds": 2.0, "confirmed_seconds": 1.6}
+    found = found_by_the_search(value=16.0, gain=1.6, gain_interval=[1.5, 1.7], confirmed_seconds=1.6)
     search, train, again = played(demo, monkeypatch, found)
     assert search[:2] == ("ds_hf.cli", "autotune")
     assert train == ("torch.distributed.run", *COMMAND.split()[1:])
@@ -62,12 +69,30 @@ def test_a_gain_is_trained_with_and_shown(demo: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_gain_the_users_file_is_trained_with(demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    found = {"kept_yours": True, "own": 10.0, "value": 10.0, "gain": 1.0, "own_seconds": 2.0, "confirmed_seconds": None}
+    found = found_by_the_search(kept_yours=True, warnings=["The machine was not idle."])
     _, train, again = played(demo, monkeypatch, found)
     assert train[-1] == again[len(train) - 1] == "examples/ds_config_zero3.json"
     printed = capsys.readouterr().out
     assert "nothing was significantly faster: it was kept" in printed
     assert "tuned file" not in printed
+    assert "The machine was not idle." in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"gain_is_certain": False}, "tokens/s: 1.2 to 2.1 x, at"),
+        ({"confirmed": False, "why_not_confirmed": "the budget ended"}, "NOT confirmed (the budget ended), at"),
+    ],
+)
+def test_no_figure_where_none_is_sure(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, more: dict[str, Any], said: str
+) -> None:
+    found = found_by_the_search(value=16.0, gain=1.6, gain_interval=[1.2, 2.1], **more)
+    played(demo, monkeypatch, found)
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "1.60 x" not in printed
 
 
 def test_what_fails_ends_it(demo: Any) -> None:

@@ -165,7 +165,8 @@ def snapshot(engine: Any) -> dict[str, Any]:
     options = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
     found["groups"] = [{k: v for k, v in group.items() if k != "roundings"} for group in options]
     found["roundings of each rank"] = _gathered(engine, _roundings(engine))
-    found["loss scaler"] = engine.optimizer.loss_scaler.state_dict()
+    scaler = engine.optimizer.loss_scaler.state_dict()  # how it moves is the configuration's, and the stage's
+    found["loss scaler"] = {key: value for key, value in scaler.items() if key != "settings"}
     found["scheduler"] = engine.lr_scheduler.state_dict()
     return found
 

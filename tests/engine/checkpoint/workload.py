@@ -125,7 +125,8 @@ def states(engine: Any) -> dict[str, Any]:
     if engine.optimizer is not None:
         found["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in engine.optimizer.param_groups]
         found["steps"] = sorted({float(state["step"]) for state in engine.optimizer.state.values()})
-        found["loss scaler"] = engine.optimizer.loss_scaler.state_dict()
+        scaler = engine.optimizer.loss_scaler.state_dict()  # how it moves is the configuration's, and the stage's
+        found["loss scaler"] = {key: value for key, value in scaler.items() if key != "settings"}
     if engine.lr_scheduler is not None:
         found["scheduler"] = engine.lr_scheduler.state_dict()
     return found
