@@ -17,6 +17,7 @@ Without DeepSpeed every hook only calls what it wraps, and the engine is never i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,8 +174,12 @@ def _prune_when_written(engine: Engine, trainer: Any, trial: Any) -> None:
     if engine.checkpoint_writer.completed and trainer.args.should_save:
         from transformers.trainer_utils import rotate_checkpoints
 
+        folder = trainer._get_output_dir(trial=trial)
+        for path in Path(folder).glob("checkpoint-*"):
+            if path.is_dir() and _unfinished(path):  # left by a killed process: it goes first, whatever its number
+                os.utime(path, (0, 0))
         rotate_checkpoints(
-            output_dir=trainer._get_output_dir(trial=trial),
+            output_dir=folder,
             save_total_limit=trainer.args.save_total_limit,
             best_model_checkpoint=trainer.state.best_model_checkpoint,
             use_mtime=True,
