@@ -105,7 +105,7 @@ def commit(staged: Path, target: Path, description: dict[str, Any], reports: Seq
 
 
 def _replace(former: Path, target: Path) -> None:
-    """Remove a checkpoint that another took the place of, without what is no part of it."""
+    """Remove a checkpoint that was replaced, and leave what does not belong to it."""
     if former.is_dir() and not former.is_symlink():
         for path in former.iterdir():
             if not is_checkpoint_file(path.name) and not os.path.lexists(target / path.name):
