@@ -7,7 +7,7 @@ the same for every rate. Otherwise the script's own loop goes on and feeds the s
 ends when the search has ended: exit code 0 and the result in the file that the job names, or the error in its place.
 
 The script never comes to save anything. Where its training is over before the search, or it begins to write a model,
-the process ends as well and tells how many batches there were: the side that launched it asks for a shorter search. To search
+the process ends as well and tells how many batches there were: the launcher asks for a shorter search. To search
 with them at once was considered: often one process alone saves, while the others wait for it or have ended.
 """
 
