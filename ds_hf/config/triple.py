@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hf.config.draft import Draft
+from ds_hf.config.types.mesh import MeshShape
 from ds_hf.config.types.root import Origin, OriginKind
 
 __all__ = ["KEYS", "WorldSize", "resolve_batch"]
@@ -22,10 +23,28 @@ _TOTAL, _MICRO, _STEPS = KEYS
 
 @dataclass(frozen=True)
 class WorldSize:
-    """Number of data-parallel processes and where it is known from; 0 when it is unknown."""
+    """Number of data-parallel processes and where it is known from.
+
+    Attributes:
+        value: processes that read different samples; 0 when it is unknown.
+        origin: where it is known from.
+        mesh: in which they are not all processes.
+    """
 
     value: int
     origin: str
+    mesh: MeshShape | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "world size" if self.mesh is None else "data-parallel size"
+
+    def divided(self, mesh: MeshShape | None) -> WorldSize:
+        """Of ``value`` processes in a ``mesh``, those that read different samples."""
+        if mesh is None or mesh.data == self.value:
+            return self
+        return replace(self, value=mesh.data, origin=f"{self.value} processes, {self.origin}, are {mesh}", mesh=mesh)
 
     @classmethod
     def find(cls, argument: int | None) -> WorldSize:
@@ -56,15 +75,32 @@ def resolve_batch(draft: Draft, tree: dict[str, Any], world: WorldSize) -> None:
     if world.value == 0:
         _check_possible(draft, given)
         return
+    _correct_total(draft, given, world)
     total, micro, steps = _complete(given, world.value)
     if total == micro * steps * world.value and total > 0:
         for key, value in zip(KEYS, (total, micro, steps), strict=True):
             if key not in given:
                 draft.tree[key] = value
                 names = " and ".join(name for name in KEYS if name in given)
-                draft.origins[f"/{key}"] = Origin(OriginKind.DERIVED, f"{names} with world size {world.value}")
+                draft.origins[f"/{key}"] = Origin(OriginKind.DERIVED, f"{names} with {world.name} {world.value}")
         return
     _contradiction(draft, given, world)
+
+
+def _correct_total(draft: Draft, given: dict[str, int], world: WorldSize) -> None:
+    """transformers and accelerate count processes that share samples when they fill ``train_batch_size``: such a total
+    is derived anew, any other contradiction stays one."""
+    total, micro, steps = (given.get(key, 0) for key in KEYS)
+    mesh = world.mesh
+    if mesh is None or total == (right := micro * steps * world.value):
+        return
+    counted = {micro * steps * mesh.processes, micro * steps * mesh.processes // mesh.sequence}
+    if micro and steps and total in counted:
+        draft.tree[_TOTAL] = given[_TOTAL] = right
+        message = (
+            f"it counts {total // (micro * steps)} processes, of which {world.value} read different samples ({mesh})"
+        )
+        draft.warn(f"/{_TOTAL}", message, f"{right} is used; set it to that, or leave it out")
 
 
 def _complete(given: dict[str, int], world: int) -> tuple[int, int, int]:
@@ -103,16 +139,18 @@ def _contradiction(draft: Draft, given: dict[str, int], world: WorldSize) -> Non
     size = world.value
     if _MICRO in given and _STEPS in given:
         product = given[_MICRO] * given[_STEPS] * size
-        what = f"{_product(given)} x world size {size} = {product}, but train_batch_size is {total}"
+        what = f"{_product(given)} x {world.name} {size} = {product}, but train_batch_size is {total}"
     else:
         rest = given.get(_MICRO, 1) * given.get(_STEPS, 1)
         parts = _product(given)
-        by = f"{parts} x world size {size} = {rest * size}" if parts else f"the world size {size}"
+        by = f"{parts} x {world.name} {size} = {rest * size}" if parts else f"the {world.name} {size}"
         what = f"train_batch_size {total} is not divisible by {by}"
     lines = "".join(f"\n           {line}" for line in _nearby(given, size))
-    message = f"{what} (world size {size}: {world.origin})"
+    message = f"{what} ({world.name} {size}: {world.origin})"
     draft.fault(
-        f"/{_TOTAL}", message, f"use one of these (train_batch_size = micro-batch x accumulation x world size):{lines}"
+        f"/{_TOTAL}",
+        message,
+        f"use one of these (train_batch_size = micro-batch x accumulation x {world.name}):{lines}",
     )
 
 

@@ -13,7 +13,7 @@ from ds_hf.config import Config
 from ds_hf.config.build import _section_class
 from ds_hf.config.schema import Node, dotted, load_schema, types_of, walk
 
-OWN_FIELDS = {"source", "resolved", "provenance", "warnings"}
+OWN_FIELDS = {"source", "mesh", "resolved", "provenance", "warnings"}
 DICTS = {("optimizer", "params"), ("scheduler", "params")}
 
 
@@ -23,7 +23,7 @@ def pairs(
     yield path, cls, node
     for field_name, hint in typing.get_type_hints(cls).items():
         section = _section_class(hint)
-        if section is not None:
+        if section is not None and field_name not in OWN_FIELDS:
             yield from pairs(section, node["properties"][field_name], (*path, field_name))
 
 

@@ -22,6 +22,7 @@ from ds_hf.config.types.data import (
     DataEfficiencySection,
     ProgressiveLayerDropSection,
 )
+from ds_hf.config.types.mesh import MeshShape
 from ds_hf.config.types.monitor import (
     AutotuningSection,
     CometSection,
@@ -174,6 +175,7 @@ class Config:
     ds_hf: DsHfSection = field(default_factory=DsHfSection)
     # Not keys of the file:
     source: str = "config"
+    mesh: MeshShape | None = None  # where the number of processes is known
     resolved: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     provenance: dict[str, Origin] = field(default_factory=dict, compare=False, repr=False)
     warnings: tuple[Fault, ...] = field(default=(), compare=False, repr=False)
