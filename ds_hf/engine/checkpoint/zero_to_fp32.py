@@ -8,11 +8,14 @@ twice, and no tensor is larger than the files that hold it.
 
 manifest.json: for each parameter its shape, the tensor key of each state ("master" or "weight", moments), and
 ``fragments`` [file, start in the parameter, start in the tensor, numel]; all figures are elements, tensors are flat.
+In version 2 a model-parallel run may have saved slices: ``cuts`` lists [dim, [[first index, indices], ...]], a fragment
+of a slice has the number of its cut as a fifth figure, and its start counts in the flattened slice.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import glob
 import hashlib
 import itertools
@@ -23,9 +26,10 @@ import re
 import stat
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +57,18 @@ except ImportError:  # alone in a checkpoint, on a machine without ds_hf
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "SLICED_VERSION",
+    "VERSION",
+    "Box",
     "Manifest",
+    "SavedCut",
     "SavedFragment",
     "SavedParameter",
     "TensorFiles",
+    "boxes",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
+    "cover_fault",
     "find_folder",
     "folder_of",
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -71,8 +81,10 @@ __all__ = [
 ]
 
 FORMAT = "ds_hf checkpoint"
-VERSION = 1
+VERSION = 1  # of a checkpoint without slices, which the first version of ds_hf reads as well
+SLICED_VERSION = 2
 MANIFEST = "manifest.json"
+_READ_AT_ONCE = 2**24  # elements of a fragment that is cut otherwise than what is wanted
 _LATEST_NBYTES = 4096  # a file 'latest' may have
 _MANIFEST_NBYTES = 2**22  # that a manifest may always have; more in proportion to the tensors
 _DTYPES = {
@@ -86,13 +98,39 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 
 @dataclass(frozen=True)
+class SavedCut:
+    """A slice of a parameter: ``(first index, number of indices)`` of one dim, in the order in which they lie there."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each range begins in the slice, and last where the slice ends."""
+        return (0, *itertools.accumulate(count for _, count in self.ranges))
+
+    @property
+    def length(self) -> int:
+        """Indices of ``dim`` in the slice."""
+        return self.starts[-1]
+
+    def numel(self, shape: Sequence[int]) -> int:
+        """Elements of the slice of a parameter of ``shape``."""
+        return math.prod(shape[: self.dim]) * self.length * math.prod(shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
 class SavedFragment:
-    """Elements ``start`` to ``start + numel`` of a parameter: ``offset`` elements into a flat tensor of ``file``."""
+    """Elements ``start`` to ``start + numel`` of a parameter: ``offset`` elements into a flat tensor of ``file``.
+
+    With a ``cut`` they are elements of that slice, flattened.
+    """
 
     file: str
     start: int
     offset: int
     numel: int
+    cut: SavedCut | None = None
 
 
 @dataclass(frozen=True)
@@ -294,14 +332,18 @@ class _ManifestParser:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, int] = {}
+        self.cuts: list[SavedCut] = []
         self.used: dict[tuple[str, str], list[tuple[int, int, str]]] = {}  # stretches of tensors, by file and key
 
     def parse(self, content: Any) -> Manifest:
         content = self._of(dict, content, "the manifest")
         if content.get("format") != FORMAT:
             self._fail(f"it does not say format {FORMAT!r}")
-        if content.get("version") != VERSION:
-            self._fail(f"it has version {content.get('version')!r}; this ds_hf reads version {VERSION}: update ds_hf")
+        version = content.get("version")
+        if type(version) is not int or version not in (VERSION, SLICED_VERSION):
+            self._fail(f"it has version {version!r}; this ds_hf reads {VERSION} and {SLICED_VERSION}: update ds_hf")
+        if version == SLICED_VERSION:
+            self.cuts = [self._cut(entry) for entry in self._of(list, content.get("cuts"), "cuts")]
         for name, nbytes in self._of(dict, content.get("files"), "files").items():
             self._plain_file(name)
             self.files[name] = self._count(nbytes, f"size of {name}")
@@ -382,22 +424,37 @@ class _ManifestParser:
             self._of(str, key, f"states of {name}")
         if not states.keys() & {"master", "weight"}:
             self._fail(f"{name} has neither master nor weight")
-        fragments, end = [], 0
-        for row in self._of(list, entry.get("fragments"), f"fragments of {name}"):
-            if not isinstance(row, list) or len(row) != 4:
-                self._fail(f"a fragment of {name} is not [file, start, offset, numel]")
-            start, offset, numel = (self._count(n, f"fragment of {name}") for n in row[1:])
-            if start != end or numel == 0:
-                self._fail(f"the fragments of {name} do not follow one another at element {end}")
-            fragments.append(SavedFragment(self._known_file(row[0]), start, offset, numel))
-            end += numel
+        rows = self._of(list, entry.get("fragments"), f"fragments of {name}")
+        fragments = [self._fragment(name, row) for row in rows]
+        for fragment in fragments:
             for key in states.values():
-                self.used.setdefault((row[0], key), []).append((offset, offset + numel, name))
-        if end != math.prod(shape):
-            self._fail(f"the fragments of {name} have {end} elements, its shape {list(shape)} has {math.prod(shape)}")
+                place = (fragment.offset, fragment.offset + fragment.numel, name)
+                self.used.setdefault((fragment.file, key), []).append(place)
+        fault = cover_fault(shape, fragments)
+        if fault:
+            self._fail(f"the fragments of {name} {fault}")
         scalars = self._of(dict, entry.get("scalars", {}), f"scalars of {name}")
         trainable = self._of(bool, entry.get("trainable"), f"trainable of {name}")
         return SavedParameter(name, shape, trainable, states, tuple(fragments), scalars)
+
+    def _fragment(self, name: str, row: Any) -> SavedFragment:
+        if not isinstance(row, list) or len(row) not in (4, 5):
+            self._fail(f"a fragment of {name} is not [file, start, offset, numel]")
+        start, offset, numel, *further = (self._count(n, f"fragment of {name}") for n in row[1:])
+        if further and further[0] >= len(self.cuts):
+            self._fail(f"a fragment of {name} has cut {further[0]}, which is not among its cuts")
+        return SavedFragment(self._known_file(row[0]), start, offset, numel, self.cuts[further[0]] if further else None)
+
+    def _cut(self, entry: Any) -> SavedCut:
+        if not isinstance(entry, list) or len(entry) != 2:
+            self._fail("a cut is not [dim, ranges]")
+        ranges = []
+        for pair in self._of(list, entry[1], "the ranges of a cut"):
+            if not isinstance(pair, list) or len(pair) != 2:
+                self._fail("a range of a cut is not [first index, indices]")
+            first, count = (self._count(n, "range of a cut") for n in pair)
+            ranges.append((first, count))
+        return SavedCut(self._count(entry[0], "dim of a cut"), tuple(ranges))
 
     def _buffer(self, name: str, entry: Any) -> SavedBuffer:
         self._name(name)
@@ -406,6 +463,133 @@ class _ManifestParser:
         key = self._of(str, entry.get("key"), name)
         self.used.setdefault((file, key), []).append((0, max(1, math.prod(shape)), name))
         return SavedBuffer(name, shape, file, key)
+
+
+# -- slices ---------------------------------------------------------------------------------------------------------
+
+
+def cover_fault(shape: Sequence[int], fragments: Sequence[SavedFragment]) -> str:
+    """What keeps fragments from being each element of a parameter once, as the end of a sentence; empty when they are.
+
+    Those of a slice have to follow one another, and the slices of a parameter are cut along the same dim.
+    """
+    ends: dict[int, int] = {}  # by identity: a cut may have many ranges
+    cuts: dict[int, SavedCut | None] = {}
+    for fragment in fragments:
+        key = id(fragment.cut)
+        cuts[key], end = fragment.cut, ends.get(key, 0)
+        if fragment.start != end or fragment.numel == 0:
+            return f"do not follow one another at element {end}"
+        ends[key] = end + fragment.numel
+    slices = [cut for cut in cuts.values() if cut is not None]
+    if not slices:
+        end, numel = sum(ends.values()), math.prod(shape)
+        return "" if end == numel else f"have {end} elements, its shape {list(shape)} has {numel}"
+    dim = slices[0].dim
+    if len(slices) < len(cuts) or any(cut.dim != dim for cut in slices) or dim >= len(shape):
+        return f"are of slices that are no parts of one dimension of its shape {list(shape)}"
+    end = 0
+    for first, count in sorted(pair for cut in slices for pair in cut.ranges):
+        if first != end or count == 0:
+            times = "not at all" if first > end else "more than once"
+            return f"hold index {min(first, end)} of dimension {dim} of its shape {list(shape)} {times}"
+        end += count
+    if end != shape[dim]:
+        return f"hold {end} indices of dimension {dim} of its shape {list(shape)}"
+    for cut in slices:
+        if ends[id(cut)] != cut.numel(shape):
+            return f"have {ends[id(cut)]} of the {cut.numel(shape)} elements of a slice of its shape {list(shape)}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements of a whole parameter, and where they lie in a flattened slice of it.
+
+    Attributes:
+        ranges: from where to where in each dim of the whole, as ``_joined`` gives them.
+        strides: of the slice in these dims.
+        offset: of the first element, in the slice.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def part(self, other: Box) -> tuple[tuple[int, int], ...] | None:
+        """What both have, ``None`` for nothing."""
+        both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.ranges, other.ranges, strict=True))
+        return both if all(low < high for low, high in both) else None
+
+    def place(self, ranges: Sequence[tuple[int, int]]) -> int:
+        """Where in the slice a part of the box begins."""
+        corners = zip(ranges, self.ranges, self.strides, strict=True)
+        return self.offset + sum((low - start) * stride for (low, _), (start, _), stride in corners)
+
+    def view(self, flat: Tensor, start: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """A part of the box in ``flat``, which has the slice from element ``start`` on."""
+        size = tuple(high - low for low, high in ranges)
+        return flat.as_strided(size, self.strides, flat.storage_offset() + self.place(ranges) - start)
+
+
+def boxes(shape: Sequence[int], cut: SavedCut | None, start: int, stop: int, *dims: int) -> Iterator[Box]:
+    """Elements ``start`` to ``stop`` of a flattened slice of a parameter of ``shape``, as few boxes of the whole.
+
+    Args:
+        cut: ``None`` if the slice is the whole.
+        dims: those that stay by themselves besides the one that is cut; other dims are joined to their neighbours.
+    """
+    sizes, place = _joined(shape, {*dims, *(() if cut is None else (cut.dim,))})
+    at = len(sizes)
+    if cut is not None:
+        at = place[cut.dim]
+        sizes[at] = cut.length
+    strides = tuple(math.prod(sizes[index + 1 :]) for index in range(len(sizes)))
+    for ranges in _stretch(sizes, start, stop):
+        box = Box(ranges, strides, sum(low * stride for (low, _), stride in zip(ranges, strides, strict=True)))
+        if cut is None:
+            yield box
+            continue
+        bottom, top = ranges[at]
+        for index in range(bisect.bisect_right(cut.starts, bottom) - 1, len(cut.ranges)):
+            low, high = max(bottom, cut.starts[index]), min(top, cut.starts[index + 1])
+            if low >= top:
+                break
+            shift = cut.ranges[index][0] - cut.starts[index]
+            moved = (*ranges[:at], (low + shift, high + shift), *ranges[at + 1 :])
+            yield Box(moved, strides, box.offset + (low - bottom) * strides[at])
+
+
+def _joined(shape: Sequence[int], dims: set[int]) -> tuple[list[int], dict[int, int]]:
+    """``shape`` with neighbouring dims joined but for ``dims``, and where these are in it."""
+    sizes: list[int] = []
+    places: dict[int, int] = {}
+    end = 0
+    for dim in sorted(dims):
+        sizes += [math.prod(shape[end:dim]), shape[dim]]
+        places[dim] = len(sizes) - 1
+        end = dim + 1
+    return [*sizes, math.prod(shape[end:])], places
+
+
+def _stretch(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The boxes that elements ``start`` to ``stop`` of a tensor of ``sizes`` are, at most two for each further dim."""
+    if start >= stop:
+        return
+    if len(sizes) == 1:
+        yield ((start, stop),)
+        return
+    row = math.prod(sizes[1:])
+    (first, low), (last, high) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from (((first, first + 1), *rest) for rest in _stretch(sizes[1:], low, high))
+        return
+    if low:
+        yield from (((first, first + 1), *rest) for rest in _stretch(sizes[1:], low, row))
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, size) for size in sizes[1:]))
+    yield from (((last, last + 1), *rest) for rest in _stretch(sizes[1:], 0, high))
 
 
 # -- the tensors ----------------------------------------------------------------------------------------------------
@@ -434,15 +618,48 @@ class TensorFiles:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
         return found
 
-    def fill(self, target: Tensor, parameter: SavedParameter, state: str, start: int = 0) -> None:
-        """Read elements ``start`` to ``start + target.numel()`` of a state into the flat ``target``, in its dtype."""
+    def fill(
+        self, target: Tensor, parameter: SavedParameter, state: str, start: int = 0, cut: SavedCut | None = None
+    ) -> None:
+        """Read elements ``start`` to ``start + target.numel()`` of a state into the flat ``target``, in its dtype.
+
+        Args:
+            cut: the slice of the parameter whose elements are counted, however those in the files are cut.
+        """
         end = start + target.numel()
         for fragment in parameter.fragments:
+            if fragment.cut != cut:
+                self._fill_from_slice(target, parameter, state, fragment, start, cut)
+                continue
             low, high = max(start, fragment.start), min(end, fragment.start + fragment.numel)
             if low < high:
                 shift = fragment.offset - fragment.start
                 values = self.piece(fragment.file, parameter.states[state]).read(low + shift, high + shift)
                 target[low - start : high - start].copy_(values)
+
+    def _fill_from_slice(
+        self,
+        target: Tensor,
+        parameter: SavedParameter,
+        state: str,
+        fragment: SavedFragment,
+        start: int,
+        cut: SavedCut | None,
+    ) -> None:
+        """Copy what a fragment and ``target`` both have of the whole, box by box."""
+        shape, dims = parameter.shape, [each.dim for each in (cut, fragment.cut) if each is not None]
+        wanted = list(boxes(shape, cut, start, start + target.numel(), *dims))
+        shift, end = fragment.offset - fragment.start, fragment.start + fragment.numel
+        for low in range(fragment.start, end, _READ_AT_ONCE):
+            held = boxes(shape, fragment.cut, low, min(low + _READ_AT_ONCE, end), *dims)
+            pairs = [(box, into, part) for box in held for into in wanted if (part := box.part(into)) is not None]
+            if not pairs:
+                continue
+            first = min(box.place(part) for box, _, part in pairs)
+            last = max(box.place([(high - 1, high) for _, high in part]) for box, _, part in pairs)
+            values = self.piece(fragment.file, parameter.states[state]).read(first + shift, last + 1 + shift)
+            for box, into, part in pairs:
+                into.view(target, start, part).copy_(box.view(values, first, part))
 
     def value(self, parameter: SavedParameter, dtype: torch.dtype | None = None) -> Tensor:
         """The whole parameter in its shape; floating-point values in ``dtype`` if given."""

@@ -1,0 +1,54 @@
+"""Checkpoints of version 1, as ds_hf wrote all of them before slices: a fixture of that code loads and goes on.
+
+``data/format1.tar.xz`` was saved at commit 88fbf40 by two processes at stage 2 in fp16, after three steps; it holds
+the sums of all states then and the losses of the three steps after.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hf.engine.checkpoint.verify import verify
+from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
+from tests.engine.checkpoint.workload import config, engine_of, states, train
+from tests.helpers.distributed import run_distributed
+
+FIXTURE = Path(__file__).parent / "data" / "format1.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("format1")
+    with tarfile.open(FIXTURE) as archive:
+        archive.extractall(place, filter="data")
+    return place
+
+
+def _load(folder: Path, stage: int) -> tuple[dict[str, float], list[float], dict[str, Any]]:
+    with engine_of(config(stage, "fp16"), seed=7) as engine:
+        _, client = engine.load_checkpoint(folder)
+        sums = {k: v.double().sum().item() for k, v in states(engine).items() if isinstance(v, torch.Tensor)}
+        return sums, train(engine, 3, 3), client
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 2), (1, 3)])
+def test_it_loads_and_goes_on(folder: Path, world_size: int, stage: int) -> None:
+    expected = json.loads((folder / "expected.json").read_text())
+    sums, losses, client = run_distributed(_load, world_size, folder, stage, timeout=30)[0]
+    assert sums == pytest.approx(expected["sums"], rel=1e-12)
+    assert losses == pytest.approx(expected["losses"], rel=2e-2 if world_size == 1 else 1e-6)
+    assert client == {"epoch": 3, "note": "kept"}
+
+
+def test_it_is_whole(folder: Path) -> None:
+    assert verify(folder) == []
+    assert read_manifest(folder / "global_step3").extra["version"] == 1
+    sums = json.loads((folder / "expected.json").read_text())["sums"]
+    found = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert found["blocks.1.linear.weight"].double().sum().item() == sums["blocks.1.linear.weight/master"]
