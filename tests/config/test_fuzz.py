@@ -59,7 +59,7 @@ def put(tree: dict[str, Any], path: Path, value: Any) -> None:
     tree[path[-1]] = value
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(PATHS), ANY), min_size=1, max_size=4), st.booleans())
 def test_any_value_at_any_key(changes: list[tuple[Path, Any]], allow_auto: bool) -> None:
     tree: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf.engine.dist import streams
 from ds_hf.memory import Predictor, Workload
 from tests.helpers.distributed import run_distributed
 from tests.memory.measuring import train
@@ -29,7 +30,7 @@ CELLS = [
     *[(stage, "bf16", False, 1, True, 3) for stage in (2, 3)],
     *[(stage, "bf16", True, accumulation, False, 9) for stage in (2, 3) for accumulation in (1, 2)],
 ]
-FEW = [CELLS[index] for index in (2, 4, 6, 9, 10, 13)]
+FEW = [CELLS[index] for index in (6, 9, 10)]
 
 
 def configuration(stage: int, dtype: str, accumulation: int) -> dict[str, Any]:
@@ -46,6 +47,8 @@ def measured(cells: list[Any]) -> list[int]:
     """Peak bytes of every cell, on this rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    # Collectives of the CPU that are under way keep up to 4 MiB, which is as much as these models; no GPU does.
+    streams._UNDER_WAY_NBYTES = 0
     found = []
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     for stage, dtype, checkpointing, accumulation, tied, layers in cells:

@@ -238,7 +238,9 @@ def _one_rank_fails(folder: Path, who: int, call: str) -> tuple[list[str], int, 
     return messages, steps, faults
 
 
-@pytest.mark.parametrize(("who", "call"), [(0, "step"), (1, "step"), (1, "destroy")])
+@pytest.mark.parametrize(
+    ("who", "call"), [(0, "step"), pytest.param(1, "step", marks=pytest.mark.slow), (1, "destroy")]
+)
 def test_a_failure_on_one_rank_surfaces_on_all_at_the_same_step(tmp_path: Path, who: int, call: str) -> None:
     first, second = run_distributed(_one_rank_fails, 2, tmp_path, who, call, timeout=60)
     for messages, _, faults in (first, second):

@@ -195,8 +195,14 @@ def test_control(ops: Any, machine: Emulator) -> None:
     assert [name for name, _ in machine.launches] == ["gradient_norm"]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [
+        (2, BF16),
+        (5, F32),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, F32), (2, F16), (5, BF16), (5, F16))),
+    ],
+)
 def test_sum(ops: Any, dtype: torch.dtype, ranks: int) -> None:
     for offset in (0, 1, 8):
         cases.check_sum(ops, SIZES, ranks, ranks - 2, offset, grad=dtype)
@@ -237,7 +243,7 @@ def test_lamb(ops: Any, kernel: str, machine: Emulator, changes: dict[str, Any])
 
 # In the kernels of one launch a tile has 256 elements, there are 4 blocks, and a block keeps 6 tiles in shared memory.
 LAMB_SIZES = [
-    pytest.param([30000], id="larger than the chip"),
+    pytest.param([30000], id="larger than the chip", marks=pytest.mark.slow),
     pytest.param([3000, 3000, 7000, 40, 1, 0, 9000, 300, 300, 12000], id="several groups"),
     pytest.param([100, 0, 300, 50] * 40, id="many"),
     pytest.param([6 * 1024, 7 * 1024, 8 * 1024, 5000, 0], id="at the limits"),

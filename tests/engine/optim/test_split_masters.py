@@ -257,7 +257,7 @@ def offloaded(folder: str, way: dict[str, Any]) -> None:
         continues_checkpoints(stage, f"{folder}/{stage}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_scenarios(world: int, tmp_path: Path) -> None:
     run_distributed(scenarios, world, str(tmp_path), timeout=200)
 

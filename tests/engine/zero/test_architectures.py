@@ -42,14 +42,15 @@ UNEVEN = ["stack", "odd_parameters", "lora", "frozen_albert", "detached_use"]
 GROUPS = [NAMES[start::4] for start in range(4)]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+# One process is quick by itself, and what two find it finds as a rule.
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: f"{names[0]}+{len(names) - 1}")
 def test_trains_as_torch_does(names: list[str], world: int) -> None:
     for errors in run_distributed(train_all, world, names, 2, timeout=100):
         assert not {case: error for case, error in errors.items() if not error < TOLERANCE}
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_trains_on_uneven_shards(world: int) -> None:
     for errors in run_distributed(train_all, world, UNEVEN, 1, timeout=100):
         assert not {case: error for case, error in errors.items() if not error < TOLERANCE}

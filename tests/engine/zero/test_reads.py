@@ -472,5 +472,6 @@ def compiled() -> None:
     assert losses_of(engine) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     run_distributed(compiled, 2, timeout=100)
