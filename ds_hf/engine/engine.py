@@ -23,6 +23,7 @@ from ds_hf.engine.casting import cast_floats, hint_at_buffers
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
+from ds_hf.engine.checkpoint.interface import world_of
 from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
 from ds_hf.engine.facade import EngineFacade
 from ds_hf.engine.monitor import MonitorMaster, NoFeed, feed_of
@@ -73,7 +74,7 @@ class Engine(EngineFacade, nn.Module):
         self.lr_scheduler: Any = None
         self.accumulation = accumulation_of(settings)
         self.training_dataloader: Any = None
-        self.checkpoint_writer = BackgroundWriter(parts.axis)
+        self.checkpoint_writer = BackgroundWriter(world_of(self))
         self.parking = Parking()
         self.global_steps = self.global_samples = self._skipped_steps = 0
         self.step_samples = 0  # of the last step, of all processes

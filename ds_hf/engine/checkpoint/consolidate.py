@@ -22,6 +22,7 @@ from ds_hf.engine.checkpoint.files import (
     get_model_state_files,
     get_optim_files,
 )
+from ds_hf.engine.checkpoint.holders import find_holders, whole_value
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     adapter_names,
@@ -30,6 +31,7 @@ from ds_hf.engine.checkpoint.interface import (
     flat_buffers,
     module_buffers,
     parameter_name,
+    world_of,
 )
 from ds_hf.engine.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -67,7 +69,10 @@ def consolidated_state_dict(
     Args:
         exclude_frozen_parameters: leave out what does not train; adapters stay, also those that are switched off.
     """
-    first = engine.axis.rank == 0
+    holders = find_holders(engine)
+    holders.check_slices()
+    holders.check_first()
+    first = holders.rank == 0
     adapters = adapter_names(engine.module)
     state: dict[str, Tensor] = {}
 
@@ -78,14 +83,19 @@ def consolidated_state_dict(
         named = [(parameter_name(engine, param), param) for param in buffer.owners]
         named = [(name, param) for name, param in named if wanted(name, param)]
         with torch.no_grad(), unshard([buffer] if buffer.sharded and named else []):
-            state.update({name: param.detach().to("cpu", copy=True) for name, param in named if first})
-    if not first:
-        return None
+            for name, param in named:
+                value = whole_value(engine, holders, name, param)
+                if first and value is not None:
+                    state[name] = value.to("cpu", copy=True)
     placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.owners}
     for name, param in engine.module.named_parameters():
         name = parameter_name(engine, param, name)
         if id(param) not in placed and wanted(name, param):
-            state[name] = param.detach().to("cpu", copy=True)
+            value = whole_value(engine, holders, name, param)
+            if first and value is not None:
+                state[name] = value.to("cpu", copy=True)
+    if not first:
+        return None
     buffers, tied = module_buffers(engine.module)
     state.update({name: value.detach().to("cpu", copy=True) for name, value in buffers.items()})
     state.update({name: child.get_extra_state() for name, child in extra_states(engine.module).items()})
@@ -138,10 +148,11 @@ def save_16bit_model(
             "save_checkpoint() and zero_to_fp32.py", save_filename,
         )  # fmt: skip
         return False
-    with together(engine.axis, "writing whole weights"):
+    world = world_of(engine)
+    with together(world, "writing whole weights"):
         path = folder_of(save_dir, "save_dir") / folder_of(save_filename, "save_filename")
     state = consolidated_state_dict(engine, exclude_frozen_parameters)
-    with together(engine.axis, f"writing {path}"):
+    with together(world, f"writing {path}"):
         if state is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             _write_whole(path, state)

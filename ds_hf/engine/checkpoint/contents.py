@@ -1,8 +1,8 @@
 """What one rank puts into a checkpoint: which tensors, what is pickled, and what the others must know of it.
 
 Gathering changes nothing and reads no tensor yet: ``Part.entries`` are read when they are written, or copied for a
-write in the background (``snapshot``). Every rank writes its shard of each flat buffer at every stage; what lies whole
-on all ranks is written by rank 0.
+write in the background (``snapshot``). Every rank writes its shard of each flat buffer at every stage; what several
+ranks hold whole is written by the first of them (``holders``).
 """
 
 from __future__ import annotations
@@ -28,20 +28,26 @@ from ds_hf.engine.checkpoint.files import (
     write_bytes,
     write_tensor_file,
 )
+from ds_hf.engine.checkpoint.holders import Holders
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
+    aliases,
+    cut_in,
+    dtype_name,
     extra_states,
     flat_buffers,
     is_left_out,
     loose_parameters,
     module_buffers,
     names_of,
+    world_of,
 )
 from ds_hf.engine.checkpoint.manifest import RankReport, buffer_key, counters, flat_key, loose_key
 from ds_hf.engine.checkpoint.position import data_position
 from ds_hf.engine.checkpoint.rng import random_states
 from ds_hf.engine.checkpoint.states import encode_scalar, kinds, pieces, segments_of
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.log import warn_once
 
 __all__ = ["Part", "gather_part", "live_entries", "write_part"]
@@ -67,17 +73,19 @@ class Part:
         return sum(entry.nbytes for entry in self.entries.values()) + sum(map(len, self.pickled.values()))
 
 
-def gather_part(engine: Checkpointable, client_state: dict[str, Any] | None, exclude_frozen: bool) -> Part:
+def gather_part(
+    engine: Checkpointable, holders: Holders, client_state: dict[str, Any] | None, exclude_frozen: bool
+) -> Part:
     """What this rank would write now.
 
     Raises:
         CheckpointError: there is something that a checkpoint cannot hold.
     """
-    rank = engine.axis.rank
+    rank = world_of(engine).rank
     part = Part(RankReport(), tensors_name(rank))
     common = _common_state(engine, client_state)
     irregular: list[dict[str, Any]] = []
-    part.entries = live_entries(engine, part.report, irregular, exclude_frozen)
+    part.entries = live_entries(engine, holders, part.report, irregular, exclude_frozen)
     if rank == 0:
         part.report.common = digest_of_common(common)
     state = _rank_state(engine, irregular)
@@ -109,38 +117,87 @@ def write_part(folder: Path, part: Part) -> RankReport:
 
 
 def live_entries(
-    engine: Checkpointable, report: RankReport, irregular: list[dict[str, Any]], exclude_frozen: bool = False
+    engine: Checkpointable,
+    holders: Holders,
+    report: RankReport,
+    irregular: list[dict[str, Any]],
+    exclude_frozen: bool = False,
+    *,
+    copies: bool = False,
 ) -> dict[str, TensorEntry]:
-    """The tensors of this rank's part; ``report`` and ``irregular`` are told of the optimizer's states."""
+    """The tensors of this rank's part; ``report`` and ``irregular`` are told of parameters and their states.
+
+    Args:
+        copies: also the shards that other processes hold as well and write.
+    """
     entries: dict[str, TensorEntry] = {}
     for index, buffer in enumerate(flat_buffers(engine)):
         if is_left_out(buffer.params, exclude_frozen):
+            report.excluded += names_of(engine, buffer) if buffer.axis.rank == 0 else []
             continue
-        entries.update(_value_entry(engine, index, buffer))
+        written = [
+            copies or holders.writes(buffer.axis, name, cut_in(param))
+            for name, param in zip(names_of(engine, buffer), buffer.params, strict=True)
+        ]
+        if not any(written):
+            continue
+        _report_fragments(engine, index, buffer, written, report)
+        entries.update(_value_entry(engine, index, buffer, report))
         if engine.optimizer is not None and engine.optimizer.updates(buffer):
-            _report_states(engine, buffer, report, irregular)
+            _report_states(engine, index, buffer, report, irregular)
             entries.update(_moment_entries(engine, index, buffer, report))
-    if engine.axis.rank == 0:
-        entries.update(_whole_entries(engine, exclude_frozen))
+    entries.update(_whole_entries(engine, holders, report, exclude_frozen))
     return entries
 
 
-def _stretches(engine: Checkpointable, buffer: FlatBuffer, state: str) -> list[Stretch]:
-    """What the elements of the rank's shard are."""
-    names = names_of(engine, buffer)
-    return [
-        Stretch(names[f.slot.index], state, f.start, f.shard_start, f.numel)
-        for f in buffer.layout.fragments(buffer.axis.rank)
-    ]
+def _report_fragments(
+    engine: Checkpointable, index: int, buffer: FlatBuffer, written: list[bool], report: RankReport
+) -> None:
+    """The parameters of which this rank's shard has something, or that have no elements."""
+    updated = engine.optimizer is not None and engine.optimizer.updates(buffer)
+    value = "master" if updated else "weight"
+    rows: dict[int, list[list[int]]] = {}
+    for fragment in buffer.layout.fragments(buffer.axis.rank):
+        row = [fragment.start, fragment.shard_start, fragment.numel]
+        rows.setdefault(fragment.slot.index, []).append(row)
+    for slot, name, param in zip(buffer.layout.slots, names_of(engine, buffer), buffer.params, strict=True):
+        if written[slot.index] and (slot.index in rows or (slot.numel == 0 and buffer.axis.rank == 0)):
+            report.parameters[name] = _entry(param, slot.shape, buffer.dtype, value, flat_key(index, value))
+            report.parameters[name]["fragments"] = rows.get(slot.index, [])
 
 
-def _value_entry(engine: Checkpointable, index: int, buffer: FlatBuffer) -> dict[str, TensorEntry]:
+def _entry(param: Tensor, shape: torch.Size, dtype: torch.dtype, value: str, key: str) -> dict[str, Any]:
+    """What a rank tells of a parameter, but for its fragments."""
+    cut = cut_in(param)
+    return {
+        "shape": list(whole_shape(param, shape)),
+        "dtype": dtype_name(dtype),
+        "trainable": param.requires_grad,
+        "states": {value: key},
+        "cut": None if cut is None else [cut.dim, [list(pair) for pair in cut.ranges]],
+    }
+
+
+def _stretches(engine: Checkpointable, buffer: FlatBuffer, state: str, report: RankReport) -> tuple[Stretch, ...]:
+    """What the elements of the rank's shard are that have the state and are written here."""
+    names, params = names_of(engine, buffer), buffer.params
+    found = []
+    for fragment in buffer.layout.fragments(buffer.axis.rank):
+        name, param = names[fragment.slot.index], params[fragment.slot.index]
+        entry = report.parameters.get(name)
+        if entry is not None and state in entry["states"]:
+            place = fragment.start, fragment.shard_start, fragment.numel
+            found.append(Stretch(name, state, *place, tuple(entry["shape"]), cut_in(param)))
+    return tuple(found)
+
+
+def _value_entry(engine: Checkpointable, index: int, buffer: FlatBuffer, report: RankReport) -> dict[str, TensorEntry]:
     """This rank's shard of the masters, which 16-bit values are made from; of the values where there are none."""
     updated = engine.optimizer is not None and engine.optimizer.updates(buffer)
     name = "master" if updated else "weight"
     values = _Values(engine, buffer, updated)
     dtype = engine.optimizer.master_dtype(buffer) if updated and engine.optimizer is not None else buffer.dtype
-    stretches = tuple(_stretches(engine, buffer, name))
+    stretches = _stretches(engine, buffer, name, report)
     return {flat_key(index, name): TensorEntry((buffer.layout.shard_numel,), dtype, values, stretches)}
 
 
@@ -181,9 +238,8 @@ def _moment_entries(
             dtypes.setdefault(key, moment.dtype)
     entries = {}
     for key, dtype in dtypes.items():
-        known = [s for s in _stretches(engine, buffer, key) if key in report.states.get(s.name, ())]
-        source = _Moment(engine, buffer, key, dtype)
-        entries[flat_key(index, key)] = TensorEntry((buffer.layout.shard_numel,), dtype, source, tuple(known))
+        source, known = _Moment(engine, buffer, key, dtype), _stretches(engine, buffer, key, report)
+        entries[flat_key(index, key)] = TensorEntry((buffer.layout.shard_numel,), dtype, source, known)
     return entries
 
 
@@ -235,34 +291,49 @@ class _Moment:
 
 
 def _report_states(
-    engine: Checkpointable, buffer: FlatBuffer, report: RankReport, irregular: list[dict[str, Any]]
+    engine: Checkpointable, index: int, buffer: FlatBuffer, report: RankReport, irregular: list[dict[str, Any]]
 ) -> None:
     optimizer = engine.optimizer
     assert optimizer is not None
     for piece in pieces(engine, buffer):
+        entry = report.parameters.get(piece.name)  # none: another rank writes it
+        if entry is None:
+            continue
         found = kinds(optimizer, piece.segment)
         report.groups[piece.name] = piece.segment.group
-        report.states[piece.name] = list(found.moments)
-        report.scalars[piece.name] = {key: encode_scalar(value) for key, value in found.scalars.items()}
+        entry["states"].update((key, flat_key(index, key)) for key in found.moments)
+        entry["scalars"] = {key: encode_scalar(value) for key, value in found.scalars.items()}
         if found.irregular:
             check_loadable(found.irregular, f"the optimizer's state of {piece.name}")
-            where = (piece.name, piece.fragment.start, piece.fragment.numel)
-            report.irregular.append(where)
-            irregular.append({"where": where, "state": found.irregular})
+            report.irregular.append(piece.where)
+            irregular.append({"where": piece.where, "state": found.irregular})
 
 
-def _whole_entries(engine: Checkpointable, exclude_frozen: bool) -> dict[str, TensorEntry]:
-    """What lies whole on every rank and is written by rank 0."""
-    entries = {
-        loose_key(name): TensorEntry.of(
-            param.detach().reshape(-1), [Stretch(name, "weight", 0, 0, param.numel())] if param.numel() else []
-        )
-        for name, param in loose_parameters(engine).items()
-        if not is_left_out([param], exclude_frozen)
-    }
-    for name, value in module_buffers(engine.module)[0].items():
-        stretches = [Stretch(name, "buffer", 0, 0, value.numel())] if value.numel() else []
-        entries[buffer_key(name)] = TensorEntry.of(value, stretches)
+def _whole_entries(
+    engine: Checkpointable, holders: Holders, report: RankReport, exclude_frozen: bool
+) -> dict[str, TensorEntry]:
+    """What lies whole on several ranks, of which this is the first."""
+    entries: dict[str, TensorEntry] = {}
+    for name, param in loose_parameters(engine).items():
+        cut = cut_in(param)
+        if not holders.writes_whole(name, cut):
+            continue
+        if is_left_out([param], exclude_frozen):
+            report.excluded.append(name)
+            continue
+        key = loose_key(name)
+        entry = report.parameters[name] = _entry(param, param.shape, param.dtype, "weight", key)
+        numel = param.numel()
+        entry["fragments"] = [[0, 0, numel]] if numel else []
+        stretches = [Stretch(name, "weight", 0, 0, numel, tuple(entry["shape"]), cut)] if numel else []
+        entries[key] = TensorEntry.of(param.detach().reshape(-1), stretches)
+    buffers, tied = module_buffers(engine.module)
+    for name, value in buffers.items():
+        if holders.writes_whole(name):
+            report.buffers[name] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            entries[buffer_key(name)] = TensorEntry.of(value, Stretch.whole(name, "buffer", value))
+    if not holders.alike or holders.rank == 0:
+        report.tied = {**aliases(engine), **tied}
     return entries
 
 
@@ -270,7 +341,9 @@ def _whole_entries(engine: Checkpointable, exclude_frozen: bool) -> dict[str, Te
 
 
 def _identity(engine: Checkpointable) -> dict[str, Any]:
-    return {"rank": engine.axis.rank, "dp_world_size": engine.axis.world_size, "mp_world_size": 1, **counters(engine)}
+    world, data = world_of(engine), engine.axis.world_size
+    sizes = {"dp_world_size": data, "mp_world_size": world.world_size // data}
+    return {"rank": world.rank, **sizes, **counters(engine)}
 
 
 def _rank_state(engine: Checkpointable, irregular: list[dict[str, Any]]) -> dict[str, Any]:
@@ -287,7 +360,7 @@ def _common_state(engine: Checkpointable, client_state: dict[str, Any] | None) -
     """What is one for all ranks; rank 0 writes it."""
     client_state = {} if client_state is None else client_state
     check_loadable(client_state, "client_state")
-    if engine.axis.rank != 0:
+    if world_of(engine).rank != 0:
         return {}
     state: dict[str, Any] = {"client_state": client_state, "lr_scheduler": None, "data": data_position(engine)}
     state["extra_state"] = {name: child.get_extra_state() for name, child in extra_states(engine.module).items()}

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.checkpoint.agreement import together
-from ds_hf.engine.checkpoint.checksum import sum_of_tensor
 from ds_hf.engine.checkpoint.contents import live_entries
 from ds_hf.engine.checkpoint.digest import digest_of, digests_of, moving
 from ds_hf.engine.checkpoint.fit import Fit
-from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers
+from ds_hf.engine.checkpoint.holders import Holders
+from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, world_of
 from ds_hf.engine.checkpoint.manifest import RankReport, counters
+from ds_hf.engine.checkpoint.resume import same_mesh
 from ds_hf.engine.checkpoint.rng import random_states
 from ds_hf.engine.checkpoint.states import encode_scalar, kinds, pieces
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest
@@ -45,7 +46,7 @@ class Restored:
     counters: bool
 
 
-def check_restored(engine: Checkpointable, manifest: Manifest, fit: Fit, restored: Restored) -> None:
+def check_restored(engine: Checkpointable, holders: Holders, manifest: Manifest, fit: Fit, restored: Restored) -> None:
     """Compare what the engine has now with what was saved; checkpoints without digests pass. Collective.
 
     Raises:
@@ -54,11 +55,11 @@ def check_restored(engine: Checkpointable, manifest: Manifest, fit: Fit, restore
     digest = manifest.extra.get("digest")
     if digest is None or engine.settings.ds_hf.checkpoint.verify == "sizes":
         return
-    axis = engine.axis
+    axis = world_of(engine)
     doing = f"checking what was read from {manifest.folder}"
     with together(axis, doing):
         expected = _expected(manifest, digest)
-        table = _live_sums(engine, fit, expected, restored.optimizer)
+        table = _live_sums(engine, holders, fit, expected, restored.optimizer)
     table = all_reduce_sum(table.to(compute_device()), axis, "digests of what was read").cpu()
     with together(axis, doing):
         wrong = list(_different_tensors(manifest, expected, table))
@@ -96,22 +97,27 @@ def _expected(manifest: Manifest, digest: Any) -> dict[tuple[str, str], tuple[in
 
 
 def _live_sums(
-    engine: Checkpointable, fit: Fit, expected: dict[tuple[str, str], tuple[int, int]], optimizer: bool
+    engine: Checkpointable,
+    holders: Holders,
+    fit: Fit,
+    expected: dict[tuple[str, str], tuple[int, int]],
+    optimizer: bool,
 ) -> Tensor:
     """``[len(expected), 3]``: this rank's part of each sum, and how many elements it has of it."""
     rows = {key: index for index, key in enumerate(expected)}
     parts: dict[int, list[int]] = {}
-    for entry in live_entries(engine, RankReport(), []).values():
+    for entry in live_entries(engine, holders, RankReport(), [], copies=True).values():
         for stretch in entry.stretches:
             saved = fit.buffers.get(stretch.name) if stretch.state == "buffer" else fit.parameters.get(stretch.name)
             row = None if saved is None else rows.get((saved.name, entry.state_key(stretch)))
             if row is None or (stretch.state not in _VALUES and not optimizer):
                 continue
-            elements = entry.source.part(stretch.offset, stretch.numel)
-            first, second = sum_of_tensor(elements, stretch.start * elements.element_size())
+            found = stretch.sum_of(entry.source.part(stretch.offset, stretch.numel))
+            if found is None:
+                continue
             total = parts.setdefault(row, [0, 0, 0])
-            total[0] += first
-            total[1] += second
+            total[0] += found[0]
+            total[1] += found[1]
             total[2] += stretch.numel
     table = torch.zeros(len(expected), 3, dtype=torch.int64)
     for row, numbers in parts.items():
@@ -133,8 +139,10 @@ def _different_tensors(
             numel = torch.Size(manifest.buffers[name].shape).numel()
         else:
             numel = manifest.parameters[name].numel if name in manifest.parameters else 0
-        # Fewer elements: another dtype, or not in this model. More: two parameters were made of one.
-        if row[2] == numel and numel and row[:2] != [_signed(first), _signed(second)]:
+        # Fewer elements: another dtype, not in this model, or slices without a sum. Several times as many: processes
+        # that hold the same, or two parameters that were made of one.
+        copies = row[2] // numel if numel and row[2] % numel == 0 else 0
+        if copies and row[:2] != [_signed(copies * first), _signed(copies * second)]:
             yield f"{name} ({kind})"
 
 
@@ -165,9 +173,10 @@ def _different_options(engine: Checkpointable, manifest: Manifest, digest: dict[
     by_rank = digest.get("groups")
     if not isinstance(by_rank, list) or not by_rank:
         return
-    same = len(by_rank) == engine.axis.world_size == manifest.world_size
+    world = world_of(engine)
+    same = len(by_rank) == world.world_size and same_mesh(engine, manifest)
     for index, group in enumerate(engine.optimizer.param_groups):
-        saved = by_rank[engine.axis.rank if same else 0][index]
+        saved = by_rank[world.rank if same else 0][index]
         for key, text in saved.items():
             shared = same or all(groups[index].get(key) == text for groups in by_rank)
             if not shared or key in _IMPLEMENTATION or isinstance(group.get(key), Tensor):
@@ -177,12 +186,12 @@ def _different_options(engine: Checkpointable, manifest: Manifest, digest: dict[
 
 
 def _different_random_states(engine: Checkpointable, manifest: Manifest, digest: dict[str, Any]) -> Iterator[str]:
-    by_rank = digest.get("rng")
-    if isinstance(by_rank, list) and len(by_rank) == engine.axis.world_size == manifest.world_size:
+    by_rank, world = digest.get("rng"), world_of(engine)
+    if isinstance(by_rank, list) and len(by_rank) == world.world_size and same_mesh(engine, manifest):
         live = digests_of(random_states())
-        for name, text in by_rank[engine.axis.rank].items():
+        for name, text in by_rank[world.rank].items():
             if live.get(name, text) != text:
-                yield f"random state {name!r} of rank {engine.axis.rank}"
+                yield f"random state {name!r} of rank {world.rank}"
 
 
 def _different_rest(
@@ -199,7 +208,7 @@ def _different_rest(
             if now[name] != saved.get(name, 0):
                 yield name
         loader = engine.training_dataloader
-        if digest.get("data") and hasattr(loader, "state_dict") and manifest.world_size == engine.axis.world_size:
+        if digest.get("data") and hasattr(loader, "state_dict") and same_mesh(engine, manifest):
             position = loader.state_dict()
             if position.get("samples") != 0 and digest_of(dict(position)) != digest["data"]:  # 0: the next epoch
                 yield "the position in the data"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.checkpoint.agreement import together
+from ds_hf.engine.checkpoint.holders import find_holders, whole_value
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     dtype_name,
@@ -21,12 +22,14 @@ from ds_hf.engine.checkpoint.interface import (
     loose_parameters,
     module_buffers,
     names_of,
+    world_of,
 )
 from ds_hf.engine.checkpoint.model_files import copy_model_files, find_model_folder, require_config, set_dtype
 from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.checkpoint.source import Report, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
 from ds_hf.engine.zero.buffer import unshard
+from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import CheckpointError
 
 __all__ = ["export_engine", "export_source", "write_single"]
@@ -119,17 +122,21 @@ def export_engine(
     Raises:
         CheckpointError: on every rank, when writing failed on rank 0.
     """
-    first = engine.axis.rank == 0
+    holders, world = find_holders(engine), world_of(engine)
+    holders.check_slices()
+    holders.check_first()
+    first = holders.rank == 0
     specs = _engine_specs(engine, dtype)
     writer: ShardedWriter | None = None
     problem: list[BaseException] = []
-    with together(engine.axis, f"preparing {folder}"):
+    with together(world, f"preparing {folder}"):
         target = folder_of(folder, "save_dir")
         writer = ShardedWriter(target, specs, max_shard_size) if first else None
 
-    def put(name: str, value: Tensor) -> None:
+    def put(name: str, param: Tensor) -> None:
         """Write on rank 0; a failure waits, since the others are gathering the next unit."""
-        if writer is not None and not problem:
+        value = whole_value(engine, holders, name, param)
+        if writer is not None and value is not None and not problem:
             try:
                 writer.put(name, value)
             except Exception as error:  # everything: raised below, on every rank
@@ -141,7 +148,7 @@ def export_engine(
                 put(name, param)
     for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
         put(name, value)
-    with together(engine.axis, f"writing {target}"):
+    with together(world, f"writing {target}"):
         if writer is not None:
             error = problem[0] if problem else None
             writer.__exit__(type(error) if error else None, error, None)
@@ -153,10 +160,10 @@ def export_engine(
 def _engine_specs(engine: Checkpointable, dtype: torch.dtype | None) -> list[Spec]:
     specs = []
     for buffer in flat_buffers(engine):
-        for name, slot in zip(names_of(engine, buffer), buffer.layout.slots, strict=True):
-            specs.append(Spec(name, tuple(slot.shape), _floating(dtype, buffer.dtype)))
+        for name, slot, param in zip(names_of(engine, buffer), buffer.layout.slots, buffer.params, strict=True):
+            specs.append(Spec(name, tuple(whole_shape(param, slot.shape)), _floating(dtype, buffer.dtype)))
     for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
-        specs.append(Spec(name, tuple(value.shape), _floating(dtype, value.dtype)))
+        specs.append(Spec(name, tuple(whole_shape(value, value.shape)), _floating(dtype, value.dtype)))
     return specs
 
 

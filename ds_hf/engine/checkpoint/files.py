@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.checksum import Checksum, add, sum_of_tensor
+from ds_hf.engine.checkpoint.checksum import Checksum, add, sum_of_slice
+from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.errors import CheckpointError
 
 __all__ = [
@@ -123,13 +124,30 @@ def optimizer_states_name(rank: int, *, bf16: bool) -> str:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements of a stored tensor that are elements ``start`` to ``start + numel`` of a state of a parameter."""
+    """Elements of a stored tensor that are elements ``start`` to ``start + numel`` of a state of a parameter.
+
+    Attributes:
+        offset: of the first of them in the stored tensor.
+        shape: of the whole parameter.
+        cut: the slice whose elements ``start`` counts, ``None`` for the whole.
+    """
 
     name: str
     state: str
     start: int
     offset: int
     numel: int
+    shape: tuple[int, ...]
+    cut: SavedCut | None = None
+
+    @classmethod
+    def whole(cls, name: str, state: str, tensor: Tensor) -> tuple[Stretch, ...]:
+        """All of a tensor, in one piece."""
+        return (cls(name, state, 0, 0, tensor.numel(), tuple(tensor.shape)),) if tensor.numel() else ()
+
+    def sum_of(self, elements: Tensor) -> tuple[int, int] | None:
+        """The part that ``elements``, which are the stretch, have in the sum of the state, see ``checksum``."""
+        return sum_of_slice(elements, self.shape, self.cut, self.start)
 
 
 class Source(Protocol):
@@ -188,12 +206,13 @@ class WrittenFile:
     """A file on disk.
 
     Attributes:
-        sums: of each state ("exp_avg:float32") of each parameter, the sum of the part that lies in this file.
+        sums: of each state ("exp_avg:float32") of each parameter, the sum of the part that lies in this file;
+            ``None`` for a slice that has none, see ``checksum.sum_of_slice``.
     """
 
     nbytes: int
     checksum: str
-    sums: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    sums: dict[str, dict[str, tuple[int, int] | None]] = field(default_factory=dict)
 
 
 def in_file_order(entries: Mapping[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
@@ -227,10 +246,10 @@ def write_tensor_file(path: Path, entries: Mapping[str, TensorEntry]) -> Written
             assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), key
             flat = value.cpu().contiguous().reshape(-1)
             for stretch in entry.stretches:
-                part = flat[stretch.offset : stretch.offset + stretch.numel]
+                found = stretch.sum_of(flat[stretch.offset : stretch.offset + stretch.numel])
                 states, state = written.sums.setdefault(stretch.name, {}), entry.state_key(stretch)
-                found = sum_of_tensor(part, stretch.start * flat.element_size())
-                states[state] = add(states.get(state, (0, 0)), found)
+                known = states.get(state, (0, 0))
+                states[state] = None if found is None or known is None else add(known, found)
             out.write(flat.view(torch.uint8).numpy())
         os.fsync(file.fileno())
     written.nbytes, written.checksum = out.nbytes, out.checksum.text()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_hf.engine.checkpoint.holders import Holders
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     aliases,
@@ -16,6 +17,7 @@ from ds_hf.engine.checkpoint.interface import (
     names_of,
 )
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedParameter
+from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
@@ -32,7 +34,9 @@ class Fit:
     buffers: dict[str, SavedBuffer]
 
 
-def check_fit(engine: Checkpointable, manifest: Manifest, *, strict: bool, lenient_names: bool = False) -> Fit:
+def check_fit(
+    engine: Checkpointable, holders: Holders, manifest: Manifest, *, strict: bool, lenient_names: bool = False
+) -> Fit:
     """Match names and compare shapes.
 
     Args:
@@ -68,9 +72,12 @@ def check_fit(engine: Checkpointable, manifest: Manifest, *, strict: bool, lenie
     missing = [n for n, place in places.items() if place is None and not (n in frozen and n in manifest.excluded)]
     known = {*places, *further}
     used = {place for place in places.values() if place is not None}
+    for name in holders.names:  # what only other processes have
+        known.add(name)
+        used.add(manifest.tied.get(name, name))
     saved = [*manifest.parameters, *manifest.buffers]
     unexpected = [n for n in saved if n not in known and n not in used]
-    _report(manifest, missing, unexpected, strict, engine.axis.rank)
+    _report(manifest, missing, unexpected, strict, holders.rank)
     return fit
 
 
@@ -79,12 +86,12 @@ def _model_shapes(engine: Checkpointable) -> tuple[dict[str, tuple[int, ...]], s
     shapes: dict[str, tuple[int, ...]] = {}
     frozen: set[str] = set()
     for buffer in flat_buffers(engine):
-        for name, slot in zip(names_of(engine, buffer), buffer.layout.slots, strict=True):
-            shapes[name] = tuple(slot.shape)
+        for name, slot, param in zip(names_of(engine, buffer), buffer.layout.slots, buffer.params, strict=True):
+            shapes[name] = tuple(whole_shape(param, slot.shape))
             if buffer.frozen:
                 frozen.add(name)
-    for name, param in loose_parameters(engine).items():
-        shapes[name] = tuple(param.shape)
+    for name, loose in loose_parameters(engine).items():
+        shapes[name] = tuple(whole_shape(loose, loose.shape))
         frozen.add(name)
     return shapes, frozen
 

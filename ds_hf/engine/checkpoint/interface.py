@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from ds_hf.config.plan import StatePlan
 from ds_hf.engine.accumulation import Accumulation
+from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.opaque import opaque_parts
 from ds_hf.engine.zero.unit import Unit
 
@@ -24,6 +26,7 @@ __all__ = [
     "Checkpointable",
     "adapter_names",
     "aliases",
+    "cut_in",
     "dtype_name",
     "extra_states",
     "flat_buffers",
@@ -32,6 +35,7 @@ __all__ = [
     "module_buffers",
     "names_of",
     "parameter_name",
+    "world_of",
 ]
 
 
@@ -64,6 +68,17 @@ class Checkpointable(Protocol):
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch of one rank."""
+
+
+def world_of(engine: Checkpointable) -> Axis:
+    """All processes: those that a checkpoint is of."""
+    return engine.axis
+
+
+def cut_in(param: Tensor) -> SavedCut | None:
+    """Which slice of the whole parameter this process has, as manifests say it; ``None`` for the whole."""
+    cut = cut_of(param)
+    return None if cut is None else SavedCut(cut.dim, cut.ranges)
 
 
 def _plain(name: str) -> str:

@@ -21,13 +21,16 @@ from ds_hf.engine.checkpoint.exact import Restored, check_restored
 from ds_hf.engine.checkpoint.finding import undamaged, whole_or_newest
 from ds_hf.engine.checkpoint.fit import Fit, check_fit
 from ds_hf.engine.checkpoint.formats import kind_of, open_folder
+from ds_hf.engine.checkpoint.holders import Holders, find_holders
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
+    cut_in,
     extra_states,
     flat_buffers,
     loose_parameters,
     module_buffers,
     names_of,
+    world_of,
 )
 from ds_hf.engine.checkpoint.position import restore_data_position
 from ds_hf.engine.checkpoint.restore import check_options, check_pieces, check_rule, restore_groups, restore_states
@@ -80,7 +83,8 @@ def load_checkpoint(
         load_optimizer_states: moments, groups' options, loss scaler and random state too, not only weights.
         load_module_only: weights and nothing else.
         custom_load_fn: called as ``custom_load_fn(src=state_dict, dst=module)`` with everything gathered, instead of
-            loading the weights by name; masters are then made from the weights.
+            loading the weights by name; masters are then made from the weights. Of a parameter that this process holds
+            a slice of, ``src`` has that slice.
 
     Returns:
         the checkpoint's folder (``None``, with a warning, when there is none) and the client state.
@@ -89,7 +93,7 @@ def load_checkpoint(
         CheckpointError: it is incomplete, damaged or does not fit the model.
         CheckpointPlaceError: ``load_dir`` or ``tag`` cannot be one.
     """
-    axis = engine.axis
+    axis = world_of(engine)
     wanted = _Wanted(
         strict=load_module_strict,
         optimizer=load_optimizer_states and not load_module_only and engine.optimizer is not None,
@@ -105,9 +109,10 @@ def load_checkpoint(
         return None, {}
     if engine.settings.ds_hf.checkpoint.verify != "sizes" and (folder / MANIFEST).is_file():
         folder = undamaged(axis, root, folder, named=tag is not None or folder == root)
+    holders = find_holders(engine)
     with together(axis, f"checking {folder}"):
         identity = identity_of(folder)
-        source, fit, ranks = _open(engine, folder, wanted, custom_load_fn is not None)
+        source, fit, ranks = _open(engine, holders, folder, wanted, custom_load_fn is not None)
     same_for_all(axis, source.manifest)
     _clear(engine)
     manifest, common, files = source.manifest, source.common, source.files
@@ -125,7 +130,8 @@ def load_checkpoint(
         if identity_of(folder) != identity:
             raise CheckpointError(f"{folder} was replaced or removed by another run while it was read: load again")
     if custom_load_fn is None:
-        check_restored(engine, manifest, fit, Restored(wanted.optimizer, wanted.scheduler, wanted.counters))
+        restored = Restored(wanted.optimizer, wanted.scheduler, wanted.counters)
+        check_restored(engine, holders, manifest, fit, restored)
     return str(folder), common["client_state"]
 
 
@@ -150,20 +156,22 @@ def _find(root: Path, tag: str | None) -> Path | None:
     return None
 
 
-def _open(engine: Checkpointable, folder: Path, wanted: _Wanted, custom: bool) -> tuple[Source, Fit, RankStates]:
+def _open(
+    engine: Checkpointable, holders: Holders, folder: Path, wanted: _Wanted, custom: bool
+) -> tuple[Source, Fit, RankStates]:
     source = open_folder(folder)
     manifest, common = source.manifest, source.common
-    if engine.axis.rank == 0:  # once is enough, and there may be thousands of files
+    if holders.rank == 0:  # once is enough, and there may be thousands of files
         source.check()
     check_extra(manifest)
     check_common(source)
-    fit = check_fit(engine, manifest, strict=wanted.strict and not custom, lenient_names=custom)
+    fit = check_fit(engine, holders, manifest, strict=wanted.strict and not custom, lenient_names=custom)
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)
         check_pieces(engine, manifest, fit)
-        ranks = rank_states(engine.axis, source)
+        ranks = rank_states(engine, source)
         if ranks.own is not None and "param_groups" in ranks.own and engine.optimizer is not None:
-            check_options(engine.optimizer, ranks.own["param_groups"], f"{folder}, rank {engine.axis.rank}")
+            check_options(engine.optimizer, ranks.own["param_groups"], f"{folder}, rank {holders.rank}")
         return source, fit, ranks
     return source, fit, RankStates(None, [])
 
@@ -213,11 +221,12 @@ def _read_into(
     target: Tensor, engine: Checkpointable, buffer: FlatBuffer, fit: Fit, files: TensorFiles, *, whole: bool
 ) -> None:
     names = names_of(engine, buffer)
-    for fragment in buffer.layout.fragments(engine.axis.rank, whole=whole):
+    for fragment in buffer.layout.fragments(buffer.axis.rank, whole=whole):
         saved = fit.parameters.get(names[fragment.slot.index])
         if saved is not None:
             part = target[fragment.shard_start : fragment.shard_start + fragment.numel]
-            files.fill(part, saved, saved.value_state, fragment.start)
+            cut = cut_in(buffer.params[fragment.slot.index])
+            files.fill(part, saved, saved.value_state, fragment.start, cut)
 
 
 def _read_by_all(engine: Checkpointable, buffer: FlatBuffer) -> bool:
@@ -234,7 +243,7 @@ def _read_rest_of_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) 
     """What is in no flat buffer."""
     for name, param in loose_parameters(engine).items():
         if name in fit.parameters:
-            param.copy_(files.value(fit.parameters[name]))
+            param.copy_(files.value(fit.parameters[name], cut=cut_in(param)))
     for name, value in module_buffers(engine.module)[0].items():
         if name in fit.buffers:
             value.copy_(files.buffer(fit.buffers[name]))
@@ -266,9 +275,17 @@ def _load_custom(engine: Checkpointable, manifest: Manifest, files: TensorFiles,
     """Give the user's function the whole state dict and the gathered module."""
     buffers = flat_buffers(engine)
     with unshard(buffers):
-        with together(engine.axis, f"custom_load_fn on {manifest.folder}"):
+        with together(world_of(engine), f"custom_load_fn on {manifest.folder}"):
             dtypes = {name: buffer.dtype for buffer in buffers for name in names_of(engine, buffer)}
-            state = {name: files.value(saved, dtypes.get(name)) for name, saved in manifest.parameters.items()}
+            cuts = {
+                name: cut_in(param)
+                for buffer in buffers
+                for name, param in zip(names_of(engine, buffer), buffer.params, strict=True)
+            }
+            state = {
+                name: files.value(saved, dtypes.get(name), cuts.get(name))
+                for name, saved in manifest.parameters.items()
+            }
             state.update({name: files.buffer(saved) for name, saved in manifest.buffers.items()})
             state.update({alias: state[name] for alias, name in manifest.tied.items() if name in state})
             load(src=state, dst=engine.module)

@@ -1,9 +1,10 @@
-"""Writing the manifest: what rank 0 knows of the layout, and what every rank reports of its part.
+"""Writing the manifest: what rank 0 knows of training, and what every rank reports of its part.
 
 ``describe`` looks at the engine, at the moment that is saved; ``complete`` adds the reports, perhaps much later.
 
 Every rank writes the same thing at every stage, its shard of each flat buffer, so replicated states are stored once
-and the format does not depend on the stage. ``zero_to_fp32`` reads what is made here.
+and the format does not depend on the stage. Only where a rank holds slices of parameters is the manifest of version 2:
+without any, older versions of ds_hf read it. ``zero_to_fp32`` reads what is made here.
 """
 
 from __future__ import annotations
@@ -18,20 +19,18 @@ import torch
 
 from ds_hf.engine.checkpoint.checksum import add, hexadecimal
 from ds_hf.engine.checkpoint.files import tensors_name
-from ds_hf.engine.checkpoint.interface import (
-    Checkpointable,
-    aliases,
-    dtype_name,
-    flat_buffers,
-    is_left_out,
-    loose_parameters,
-    module_buffers,
-    names_of,
+from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, loose_parameters, names_of, world_of
+from ds_hf.engine.checkpoint.zero_to_fp32 import (
+    FORMAT,
+    SLICED_VERSION,
+    VERSION,
+    SavedCut,
+    SavedFragment,
+    cover_fault,
 )
-from ds_hf.engine.checkpoint.zero_to_fp32 import FORMAT, VERSION
-from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.errors import CheckpointError
 
-__all__ = ["RankReport", "buffer_key", "complete", "counters", "describe", "flat_key", "loose_key"]
+__all__ = ["RankReport", "buffer_key", "complete", "counters", "describe", "flat_key", "loose_key", "mesh_sizes"]
 
 Json = dict[str, Any]
 
@@ -42,27 +41,33 @@ class RankReport:
 
     Attributes:
         files: size of each file in bytes.
-        states: for each parameter, the optimizer's moments, without its master.
-        scalars: for each parameter, the optimizer's scalars, encoded.
+        parameters: what the rank has written of each: the whole shape, ``cut`` (``[dim, ranges]`` if the rank has a
+            slice), ``fragments`` (``[start, start in the tensor, numel]``), the tensor keys of its ``states`` and the
+            optimizer's ``scalars``, encoded.
+        buffers: shape and dtype of the module's buffers that the rank has written.
+        excluded: frozen parameters that were to be left out.
+        tied: further names of tied parameters and buffers, each with the first name.
         groups: parameter group of each parameter of which the rank updates a part.
-        irregular: ``[name, start, numel]`` of states that lie in the rank's pickled file.
+        irregular: ``Piece.where`` of states that lie in the rank's pickled file.
         rng: digests of the rank's random states.
         options: of each parameter group as this rank has it, the digests of its options.
         common: rank 0's digests of what is one for all.
         checksums: of each file.
-        sums: for each state of each parameter, the sum of the rank's part, see ``checksum``.
+        sums: for each state of each parameter, the sum of the rank's part, see ``checksum``; ``None`` if it has none.
     """
 
     files: dict[str, int] = field(default_factory=dict)
-    states: dict[str, list[str]] = field(default_factory=dict)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parameters: dict[str, Json] = field(default_factory=dict)
+    buffers: dict[str, Json] = field(default_factory=dict)
+    excluded: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
-    irregular: list[tuple[str, int, int]] = field(default_factory=list)
+    irregular: list[tuple[Any, ...]] = field(default_factory=list)
     rng: dict[str, str] = field(default_factory=dict)
     options: list[dict[str, str]] = field(default_factory=list)
     common: dict[str, Any] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
-    sums: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    sums: dict[str, dict[str, tuple[int, int] | None]] = field(default_factory=dict)
 
 
 def flat_key(index: int, state: str) -> str:
@@ -80,71 +85,71 @@ def buffer_key(name: str) -> str:
     return f"buffer.{name}"
 
 
-def describe(engine: Checkpointable, tag: str, common_file: str, exclude_frozen: bool) -> Json:
-    """What the engine alone tells of a checkpoint that is taken of it now."""
-    parameters: Json = {}
-    excluded: list[str] = []
-    for index, buffer in enumerate(flat_buffers(engine)):
-        if is_left_out(buffer.params, exclude_frozen):
-            excluded += names_of(engine, buffer)
-        else:
-            parameters.update(_flat_entries(engine, index, buffer))
-    for name, param in loose_parameters(engine).items():
-        if is_left_out([param], exclude_frozen):
-            excluded.append(name)
-            continue
-        parameters[name] = {
-            "shape": list(param.shape),
-            "dtype": dtype_name(param.dtype),
-            "trainable": param.requires_grad,
-            "states": {"weight": loose_key(name)},
-            "fragments": [[tensors_name(0), 0, 0, param.numel()]] if param.numel() else [],
-        }
-    buffers, tied_buffers = module_buffers(engine.module)
+def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
+    """What the engine of rank 0 alone tells of a checkpoint that is taken of it now."""
+    world = world_of(engine)
+    order = [name for buffer in flat_buffers(engine) for name in names_of(engine, buffer)]
     return {
         "format": FORMAT,
         "version": VERSION,
         "written_by": {"ds_hf": _version(), "torch": torch.__version__},
         "tag": tag,
-        "world_size": engine.axis.world_size,
+        "world_size": world.world_size,
+        **mesh_sizes(engine),
         "counters": counters(engine),
         "common_file": common_file,
         "optimizer": _optimizer(engine),
         "groups": _given_groups(engine),
-        "parameters": parameters,
-        "excluded": excluded,
-        "tied": {**aliases(engine), **tied_buffers},
-        "buffers": {
-            name: {
-                "shape": list(value.shape),
-                "dtype": dtype_name(value.dtype),
-                "file": tensors_name(0),
-                "key": buffer_key(name),
-            }
-            for name, value in buffers.items()
-        },
+        "parameters": [*order, *loose_parameters(engine)],
     }
 
 
+def mesh_sizes(engine: Checkpointable) -> Json:
+    """How the processes are divided, where not all of them are data-parallel."""
+    world, data = world_of(engine).world_size, engine.axis.world_size
+    return {} if data == world else {"mesh": {"data": data, "model": world // data}}
+
+
 def complete(description: Json, reports: Sequence[RankReport]) -> Json:
-    """The manifest of a checkpoint whose ranks wrote what ``reports`` say; ``description`` is used up."""
-    for name, entry in description["parameters"].items():
-        index = entry.pop("index", None)
-        for report in reports:
-            for state in report.states.get(name, ()):
-                entry["states"].setdefault(state, flat_key(index, state))
-            if report.scalars.get(name):
-                entry.setdefault("scalars", {}).update(report.scalars[name])
+    """The manifest of a checkpoint whose ranks wrote what ``reports`` say; ``description`` is used up.
+
+    Raises:
+        CheckpointError: what the ranks wrote of a parameter is not the whole of it, each element once.
+    """
+    table: dict[SavedCut, int] = {}
+    found: dict[str, Json | None] = dict.fromkeys(description["parameters"])
+    for rank, report in enumerate(reports):
+        for name, entry in report.parameters.items():
+            _merge(found, name, entry, rank, table)
+    parameters = {name: entry for name, entry in found.items() if entry is not None}
+    cuts = list(table)
+    for name, entry in parameters.items():
+        entry["fragments"].sort(key=lambda row: (row[4:], row[1]))
+        _check_cover(name, entry, cuts)
+    tied, excluded, buffers = dict[str, str](), dict[str, None](), dict[str, Json]()
+    for rank, report in enumerate(reports):
+        tied = {**report.tied, **tied}
+        excluded.update(dict.fromkeys(report.excluded))
+        places = {name: {"file": tensors_name(rank), "key": buffer_key(name)} for name in report.buffers}
+        buffers.update({name: {**entry, **places[name]} for name, entry in report.buffers.items()})
     if description["groups"] is not None:
         description["groups"] = _groups(description["groups"], reports)
+    sums, without = _digests(reports)
+    slices = {"version": SLICED_VERSION, "cuts": [[c.dim, [list(pair) for pair in c.ranges]] for c in cuts]}
     return {
         **description,
+        **(slices if cuts else {}),
+        "parameters": parameters,
+        "excluded": list(excluded),
+        "tied": tied,
+        "buffers": buffers,
         "written_at": time.time(),
         "files": {name: nbytes for report in reports for name, nbytes in report.files.items()},
         "checksums": {name: text for report in reports for name, text in report.checksums.items()},
         "irregular": [[rank, *entry] for rank, report in enumerate(reports) for entry in report.irregular],
         "digest": {
-            "tensors": _digests(reports),
+            "tensors": sums,
+            **({"without": without} if without else {}),
             "rng": [report.rng for report in reports],
             "groups": [report.options for report in reports],
             **reports[0].common,
@@ -152,15 +157,55 @@ def complete(description: Json, reports: Sequence[RankReport]) -> Json:
     }
 
 
-def _digests(reports: Sequence[RankReport]) -> dict[str, dict[str, str]]:
-    """For each state of each parameter the sum of all ranks' parts, which does not depend on how it was cut."""
+def _merge(found: dict[str, Json | None], name: str, entry: Json, rank: int, table: dict[SavedCut, int]) -> None:
+    """Add what a rank has written of a parameter."""
+    known = found.get(name)
+    alike = ("shape", "dtype", "trainable")
+    if known is None:
+        known = found[name] = {key: entry[key] for key in alike} | {"states": {}, "fragments": []}
+    for key in alike:
+        if known[key] != entry[key]:
+            raise CheckpointError(
+                f"{name} has {key} {entry[key]} on rank {rank} and {known[key]} on another: on all ranks it has to be "
+                "the same whole parameter, of which each may hold a slice"
+            )
+    known["states"] = {**entry["states"], **known["states"]}
+    if entry.get("scalars"):
+        known.setdefault("scalars", {}).update(entry["scalars"])
+    number = []
+    if entry["cut"] is not None:
+        dim, ranges = entry["cut"]
+        number = [table.setdefault(SavedCut(dim, tuple(map(tuple, ranges))), len(table))]
+    known["fragments"] += [[tensors_name(rank), *row, *number] for row in entry["fragments"]]
+
+
+def _check_cover(name: str, entry: Json, cuts: list[SavedCut]) -> None:
+    fragments = [SavedFragment(*row[:4], *(cuts[number] for number in row[4:])) for row in entry["fragments"]]
+    fault = cover_fault(entry["shape"], fragments)
+    if fault:
+        raise CheckpointError(
+            f"the parts of {name} that the ranks hold {fault}: what a model-parallel layer marks as its place in the "
+            "whole parameter (partition_dim, partition_stride) has to be so on every rank"
+        )
+
+
+def _digests(reports: Sequence[RankReport]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """For each state of each parameter the sum of all ranks' parts, which does not depend on how it was cut.
+
+    Also the names of parameters of which some rank has a slice without a sum.
+    """
     total: dict[str, dict[str, tuple[int, int]]] = {}
+    without: dict[str, None] = {}
     for report in reports:
         for name, states in report.sums.items():
             found = total.setdefault(name, {})
-            for state, (first, second) in states.items():
-                found[state] = add(found.get(state, (0, 0)), (first, second))
-    return {name: {state: hexadecimal(value) for state, value in states.items()} for name, states in total.items()}
+            for state, value in states.items():
+                if value is None:
+                    without[name] = None
+                else:
+                    found[state] = add(found.get(state, (0, 0)), (value[0], value[1]))
+    known = {name: states for name, states in total.items() if name not in without}
+    return {name: {s: hexadecimal(value) for s, value in states.items()} for name, states in known.items()}, [*without]
 
 
 def counters(engine: Checkpointable) -> dict[str, int]:
@@ -171,27 +216,6 @@ def counters(engine: Checkpointable) -> dict[str, int]:
         "skipped_steps": engine.skipped_steps,
         "micro_steps": engine.micro_steps,
     }
-
-
-def _flat_entries(engine: Checkpointable, index: int, buffer: FlatBuffer) -> dict[str, Json]:
-    names = names_of(engine, buffer)
-    has_master = engine.optimizer is not None and engine.optimizer.updates(buffer)
-    value = "master" if has_master else "weight"
-    entries: dict[str, Json] = {}
-    for name, slot, param in zip(names, buffer.layout.slots, buffer.params, strict=True):
-        entries[name] = {
-            "shape": list(slot.shape),
-            "dtype": dtype_name(buffer.dtype),
-            "trainable": param.requires_grad,
-            "states": {value: flat_key(index, value)},
-            "fragments": [],
-            "index": index,
-        }
-    for rank in range(buffer.axis.world_size):
-        for fragment in buffer.layout.fragments(rank):
-            row = [tensors_name(rank), fragment.start, fragment.shard_start, fragment.numel]
-            entries[names[fragment.slot.index]]["fragments"].append(row)
-    return entries
 
 
 def _optimizer(engine: Checkpointable) -> dict[str, Any] | None:

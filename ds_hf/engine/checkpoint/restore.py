@@ -62,12 +62,17 @@ def check_pieces(engine: Checkpointable, manifest: Manifest, fit: Fit) -> None:
             if saved is None or saved.name not in bound:
                 continue
             whole = saved_optimizer.get("whole") is True
-            cuts = [(0, saved.numel)] if whole else [(f.start, f.numel) for f in saved.fragments]
-            if (piece.fragment.start, piece.fragment.numel) not in cuts:
+            slices = {fragment.cut for fragment in saved.fragments}
+            known = (
+                [(0, saved.numel if cut is None else cut.numel(saved.shape), cut) for cut in slices]
+                if whole
+                else [(f.start, f.numel, f.cut) for f in saved.fragments]
+            )
+            if (piece.fragment.start, piece.fragment.numel, piece.cut) not in known:
                 raise CheckpointError(
                     f"{saved_optimizer.get('class')} keeps state for {piece.name} that cannot be divided again, and "
-                    f"it was saved for other pieces: load with world size {manifest.world_size} and the stage that "
-                    "saved it, or with load_optimizer_states=False"
+                    f"it was saved for other pieces: load with world size {manifest.world_size}, the mesh and the "
+                    "stage that saved it, or with load_optimizer_states=False"
                 )
 
 
@@ -100,7 +105,7 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
     """
     optimizer = engine.optimizer
     assert optimizer is not None
-    known = {tuple(entry["where"]): entry["state"] for entry in irregular}
+    known = {_hashable(entry["where"]): entry["state"] for entry in irregular}
     for buffer in flat_buffers(engine):
         if not optimizer.updates(buffer):
             continue
@@ -112,9 +117,12 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
         _restore_moments(optimizer, buffer, found, files)
         _restore_scalars(optimizer, found)
         for piece, _ in found:
-            where = (piece.name, piece.fragment.start, piece.fragment.numel)
-            if where in known:
-                optimizer.state[piece.segment.param].update(_on_device(known[where], piece.segment.param.device))
+            if piece.where in known:
+                optimizer.state[piece.segment.param].update(_on_device(known[piece.where], piece.segment.param.device))
+
+
+def _hashable(where: Any) -> Any:
+    return tuple(map(_hashable, where)) if isinstance(where, list | tuple) else where
 
 
 def _forget(optimizer: ShardedOptimizer, segment: Segment) -> None:
@@ -142,7 +150,7 @@ def _restore_moments(
             start = piece.fragment.shard_start
             flat[end:start].zero_()
             end = start + piece.fragment.numel
-            files.fill(flat[start:end], saved, key, piece.fragment.start)
+            files.fill(flat[start:end], saved, key, piece.fragment.start, piece.cut)
         flat[end:].zero_()
         segments = {id(piece.segment): piece.segment for piece, _ in holders}
         if len(segments) == len(segments_of(optimizer, buffer)):

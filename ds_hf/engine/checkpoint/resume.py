@@ -15,13 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.engine.checkpoint.agreement import collect
+from ds_hf.engine.checkpoint.interface import Checkpointable, world_of
+from ds_hf.engine.checkpoint.manifest import mesh_sizes
 from ds_hf.engine.checkpoint.pickled import read_pickled
 from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.errors import CheckpointError
 
-__all__ = ["RankStates", "check_common", "check_extra", "identity_of", "naming", "rank_states", "same_for_all"]
+__all__ = [
+    "RankStates",
+    "check_common",
+    "check_extra",
+    "identity_of",
+    "naming",
+    "rank_states",
+    "same_for_all",
+    "same_mesh",
+]
 
 _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_\d+_optim_states\.pt")
 _SCALARS = (type(None), bool, int, float, str)
@@ -32,7 +43,7 @@ class RankStates:
     """What ranks keep for themselves.
 
     Attributes:
-        own: this rank's of the same world size, else ``None``.
+        own: this rank's of the same mesh, else ``None``.
         irregular: entries of all ranks, if there are any.
     """
 
@@ -67,19 +78,25 @@ def check_common(source: Source) -> None:
         _require(folder, "loss_scaler", scaler, lambda v: isinstance(v.get("state"), dict))
 
 
-def rank_states(axis: Axis, source: Source) -> RankStates:
+def same_mesh(engine: Checkpointable, manifest: Manifest) -> bool:
+    """Whether as many processes wrote the checkpoint, divided in the same way: then each has its own part of it."""
+    live = {"world_size": world_of(engine).world_size, **mesh_sizes(engine)}
+    return live == {"world_size": manifest.world_size, **({"mesh": m} if (m := manifest.extra.get("mesh")) else {})}
+
+
+def rank_states(engine: Checkpointable, source: Source) -> RankStates:
     """Read the pickled states that this rank needs; other libraries have none."""
-    manifest = source.manifest
+    manifest, rank = source.manifest, world_of(engine).rank
     if source.kind is not Kind.DS_HF:
         return RankStates(None, [])
     matches = [_RANK_FILE.fullmatch(name) for name in manifest.files]
     by_rank = {int(match[1]): manifest.folder / match[0] for match in matches if match is not None}
     own, irregular = None, []
-    if manifest.world_size == axis.world_size and axis.rank in by_rank:
-        own = _rank_state(by_rank[axis.rank])
+    if same_mesh(engine, manifest) and rank in by_rank:
+        own = _rank_state(by_rank[rank])
     if manifest.extra.get("irregular"):
-        for rank, path in by_rank.items():
-            irregular += own["irregular"] if own is not None and rank == axis.rank else _rank_state(path)["irregular"]
+        for other, path in by_rank.items():
+            irregular += own["irregular"] if own is not None and other == rank else _rank_state(path)["irregular"]
     return RankStates(own, irregular)
 
 
@@ -158,14 +175,19 @@ def _is_row(value: Any) -> bool:
 
 
 def _are_stretches(value: Any) -> bool:
-    """``[rank, name, start, numel]`` each."""
+    """``[rank, name, start, numel]`` each, with the dim and the ranges of a slice after them."""
     return isinstance(value, list) and all(
         _is_row(row)
-        and len(row) == 4
+        and len(row) in (4, 6)
         and isinstance(row[1], str)
-        and all(_is_count(number) for number in (row[0], row[2], row[3]))
+        and all(_is_count(number) for number in (row[0], *row[2:5]))
+        and (len(row) == 4 or _are_ranges(row[5]))
         for row in value
     )
+
+
+def _are_ranges(value: Any) -> bool:
+    return _is_row(value) and all(_is_row(pair) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -28,7 +28,8 @@ from ds_hf.engine.checkpoint.commit import (
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict, save_16bit_model
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
 from ds_hf.engine.checkpoint.files import model_states_name
-from ds_hf.engine.checkpoint.interface import Checkpointable
+from ds_hf.engine.checkpoint.holders import find_holders
+from ds_hf.engine.checkpoint.interface import Checkpointable, world_of
 from ds_hf.engine.checkpoint.manifest import RankReport, describe
 from ds_hf.engine.checkpoint.tags import checked_tag
 from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
@@ -63,15 +64,17 @@ def save_checkpoint(
     """
     began = time.perf_counter()
     engine.checkpoint_writer.wait()
-    axis = engine.axis
+    axis = world_of(engine)
     tag, writer = _agree(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
     root, target = Path(save_dir), Path(save_dir) / tag
     staged = hidden_beside(target, "saving", writer)
     in_background = engine.settings.ds_hf.checkpoint.async_
+    holders = find_holders(engine)
+    holders.check_slices()
     try:
         with together(axis, f"saving {target}") as meeting:
-            part = gather_part(engine, client_state, exclude_frozen_parameters)
-            description = _describe(engine, tag, exclude_frozen_parameters)
+            part = gather_part(engine, holders, client_state, exclude_frozen_parameters)
+            description = _describe(engine, tag)
             meeting.bring(part.nbytes)
         nbytes = sum(meeting.brought)
         with together(axis, f"saving {target}"):
@@ -100,7 +103,7 @@ def save_checkpoint(
 def _agree(engine: Checkpointable, save_dir: str | Path, tag: str) -> tuple[str, str]:
     """Rank 0's tag, compared as ``checkpoint.tag_validation`` says and fit to be one, and name of the writer."""
     mode = str(engine.settings.checkpoint.tag_validation).lower()
-    answers = collect(engine.axis, (tag, this_writer(), _place_fault(save_dir)))
+    answers = collect(world_of(engine), (tag, this_writer(), _place_fault(save_dir)))
     tags = [answer[0] for answer in answers]
     for fault in [answer[2] for answer in answers]:
         if fault:
@@ -109,7 +112,7 @@ def _agree(engine: Checkpointable, save_dir: str | Path, tag: str) -> tuple[str,
         message = f"the ranks want to save under different tags: {sorted(set(tags))}; give every rank the same tag"
         if mode == "fail":
             raise CheckpointError(message + ' (checkpoint.tag_validation is "Fail")')
-        if engine.axis.rank == 0:
+        if world_of(engine).rank == 0:
             logger.warning("%s; %r of rank 0 is used", message, tags[0])
     return checked_tag(tags[0]), answers[0][1]
 
@@ -122,12 +125,12 @@ def _place_fault(save_dir: Any) -> str:
     return ""
 
 
-def _describe(engine: Checkpointable, tag: str, exclude_frozen: bool) -> dict[str, Any]:
+def _describe(engine: Checkpointable, tag: str) -> dict[str, Any]:
     """Rank 0's knowledge of the whole."""
-    if engine.axis.rank != 0:
+    if world_of(engine).rank != 0:
         return {}
     common_file = model_states_name(0, sharded=engine.plan.shards_parameters)
-    return describe(engine, PurePosixPath(tag).name, common_file, exclude_frozen)
+    return describe(engine, PurePosixPath(tag).name, common_file)
 
 
 def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> None:
@@ -142,13 +145,14 @@ def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> None:
 
 def _write_now(engine: Checkpointable, job: Job) -> None:
     """Write, and return when it is durable."""
-    with together(engine.axis, f"saving {job.target}"):
+    world = world_of(engine)
+    with together(world, f"saving {job.target}"):
         report = write_part(job.staged, job.part)
-    reports = collect(engine.axis, report)
-    with together(engine.axis, f"saving {job.target}"):
-        if engine.axis.rank == 0:
+    reports = collect(world, report)
+    with together(world, f"saving {job.target}"):
+        if world.rank == 0:
             job.finish(reports)
     job.times.blocked = job.times.written = time.perf_counter() - job.began
     engine.checkpoint_writer.times = job.times
-    if engine.axis.rank == 0:
+    if world.rank == 0:
         logger.info("saved %s: %s", job.target, job.times)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.interface import Checkpointable, dtype_name, names_of
+from ds_hf.engine.checkpoint.interface import Checkpointable, cut_in, dtype_name, names_of
+from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.optim.base import StreamingOptimizer
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
@@ -32,6 +33,13 @@ class Piece:
     name: str
     fragment: Fragment
     segment: Segment
+    cut: SavedCut | None
+
+    @property
+    def where(self) -> tuple[Any, ...]:
+        """``(name, start, numel)``, and for an element of a slice its cut."""
+        cut = () if self.cut is None else (self.cut.dim, self.cut.ranges)
+        return self.name, self.fragment.start, self.fragment.numel, *cut
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,8 @@ def pieces(engine: Checkpointable, buffer: FlatBuffer) -> Iterator[Piece]:
             segment = next(segments, None)
         assert segment is not None
         assert segment.start <= fragment.shard_start
-        yield Piece(names[fragment.slot.index], fragment, segment)
+        index = fragment.slot.index
+        yield Piece(names[index], fragment, segment, cut_in(buffer.params[index]))
 
 
 def kinds(optimizer: ShardedOptimizer, segment: Segment) -> Kinds:

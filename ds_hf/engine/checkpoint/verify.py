@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_hf.engine.checkpoint.checksum import add, checksum_of_file, hexadecimal, sum_of_tensor
+from ds_hf.engine.checkpoint.checksum import add, checksum_of_file, hexadecimal, sum_of_slice, sum_of_tensor
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedParameter, TensorFiles, find_folder
 from ds_hf.engine.checkpoint.zero_to_fp32 import read_manifest as read
 from ds_hf.errors import CheckpointError
@@ -132,7 +132,11 @@ def _sums(files: TensorFiles, saved: SavedParameter | SavedBuffer) -> Iterator[t
         total, dtype = (0, 0), ""
         for fragment in saved.fragments:
             part = files.piece(fragment.file, key).read(fragment.offset, fragment.offset + fragment.numel)
-            total = add(total, sum_of_tensor(part, fragment.start * part.element_size()))
+            found = sum_of_slice(part, saved.shape, fragment.cut, fragment.start)
+            if found is None:
+                break
+            total = add(total, found)
             dtype = str(part.dtype).removeprefix("torch.")
-        if saved.fragments:
-            yield f"{state}:{dtype}", hexadecimal(total)
+        else:
+            if saved.fragments:
+                yield f"{state}:{dtype}", hexadecimal(total)

@@ -114,9 +114,13 @@ class SavedCut:
         """Indices of ``dim`` in the slice."""
         return self.starts[-1]
 
-    def numel(self, shape: Sequence[int]) -> int:
-        """Elements of the slice of a parameter of ``shape``."""
-        return math.prod(shape[: self.dim]) * self.length * math.prod(shape[self.dim + 1 :])
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """Of the slice of a parameter whose shape is ``whole``."""
+        return (*whole[: self.dim], self.length, *whole[self.dim + 1 :])
+
+    def numel(self, whole: Sequence[int]) -> int:
+        """Elements of the slice."""
+        return math.prod(self.shape(whole))
 
 
 @dataclass(frozen=True)
@@ -661,17 +665,18 @@ class TensorFiles:
             for box, into, part in pairs:
                 into.view(target, start, part).copy_(box.view(values, first, part))
 
-    def value(self, parameter: SavedParameter, dtype: torch.dtype | None = None) -> Tensor:
-        """The whole parameter in its shape; floating-point values in ``dtype`` if given."""
+    def value(self, parameter: SavedParameter, dtype: torch.dtype | None = None, cut: SavedCut | None = None) -> Tensor:
+        """The whole parameter, or a slice, in its shape; floating-point values in ``dtype`` if given."""
         key = parameter.states[parameter.value_state]
         stored = dtype or torch.float32
         if parameter.fragments:
             stored = self.piece(parameter.fragments[0].file, key).dtype
         if dtype is not None and stored.is_floating_point:
             stored = dtype
-        whole = torch.empty(parameter.numel, dtype=stored)
-        self.fill(whole, parameter, parameter.value_state)
-        return whole.view(parameter.shape)
+        shape = parameter.shape if cut is None else cut.shape(parameter.shape)
+        value = torch.empty(shape, dtype=stored)
+        self.fill(value.view(-1), parameter, parameter.value_state, 0, cut)
+        return value
 
     def buffer(self, buffer: SavedBuffer) -> Tensor:
         """A buffer of the module."""

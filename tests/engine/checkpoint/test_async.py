@@ -18,6 +18,7 @@ import torch
 from ds_hf.engine.checkpoint import background
 from ds_hf.engine.checkpoint.background import HostCopy
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
+from ds_hf.engine.checkpoint.holders import find_holders
 from ds_hf.engine.checkpoint.verify import verify
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
@@ -143,7 +144,7 @@ def test_the_host_copy_is_used_again(engine: Any, tmp_path: Path) -> None:
 
 
 def _nbytes(engine: Any) -> int:
-    return sum(entry.nbytes for entry in gather_part(engine, None, False).entries.values())
+    return sum(entry.nbytes for entry in gather_part(engine, find_holders(engine), None, False).entries.values())
 
 
 def test_times_are_told(engine: Any, tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
@@ -337,7 +338,10 @@ def test_the_interpreter_does_not_end_before_the_files_are_whole(tmp_path: Path,
 
 def test_host_copy_of_everything(engine: Any) -> None:
     """What is copied is what would be written, also where a moment lies in several segments."""
-    part, copied = gather_part(engine, None, False), gather_part(engine, None, False)
+    part, copied = (
+        gather_part(engine, find_holders(engine), None, False),
+        gather_part(engine, find_holders(engine), None, False),
+    )
     HostCopy().take(copied)
     assert sorted(part.entries) == sorted(copied.entries)
     for key, entry in part.entries.items():

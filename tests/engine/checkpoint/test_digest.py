@@ -25,10 +25,12 @@ from ds_hf.engine.checkpoint.checksum import (
     checksum_of_file,
     hexadecimal,
     sum_of_bytes,
+    sum_of_slice,
     sum_of_tensor,
 )
 from ds_hf.engine.checkpoint.digest import digest_of
 from ds_hf.engine.checkpoint.verify import verify
+from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, build, config, engine_of, train
 from tests.helpers.distributed import run_distributed
@@ -47,6 +49,49 @@ def plainly(data: bytes, start: int = 0) -> tuple[int, int]:
 @given(st.binary(max_size=300), st.integers(0, 2**40))
 def test_sum_is_what_it_says(data: bytes, start: int) -> None:
     assert sum_of_bytes(data, start) == plainly(data, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_sums_of_slices_add_up(dtype: torch.dtype, dim: int) -> None:
+    """However a parameter is cut, and each slice into fragments, at whole words."""
+    source = random.Random(dim)
+    shape = [8, 16, 24]
+    whole = torch.frombuffer(bytearray(source.randbytes(8 * 16 * 24 * dtype.itemsize)), dtype=dtype).view(shape)
+    step = 8 if dim == 2 else 1
+    for _ in range(20):
+        ends = sorted(source.sample(range(step, shape[dim], step), 3 if dim != 2 else 2))
+        ranges = [(low, high - low) for low, high in zip([0, *ends], [*ends, shape[dim]], strict=True)]
+        source.shuffle(ranges)
+        total = (0, 0)
+        for cut in (SavedCut(dim, tuple(ranges[:2])), SavedCut(dim, tuple(ranges[2:]))):
+            flat = torch.cat([whole.narrow(dim, first, count) for first, count in cut.ranges], dim).reshape(-1)
+            middle = source.randrange(0, flat.numel(), 16)
+            for start, part in ((0, flat[:middle]), (middle, flat[middle:])):
+                found = sum_of_slice(part, shape, cut, start)
+                assert found is not None
+                total = add(total, found)
+        assert total == sum_of_tensor(whole)
+
+
+def test_slices_that_are_no_whole_words_have_no_sum() -> None:
+    for shape, cut, dtype in [
+        ([6, 3], SavedCut(0, ((0, 3),)), torch.float32),
+        ([4, 6], SavedCut(1, ((0, 3),)), torch.bfloat16),
+        ([4, 5], SavedCut(1, ((0, 4),)), torch.float32),
+    ]:
+        part = torch.ones(cut.numel(shape), dtype=dtype)
+        assert sum_of_slice(part, shape, cut) is None
+    assert sum_of_slice(torch.ones(6), [1, 9], SavedCut(1, ((0, 6),))) == sum_of_tensor(torch.ones(6))
+
+
+def test_sums_of_long_and_of_many_short_rows() -> None:
+    for shape, cut in [([3, 2**18], SavedCut(1, ((2**17, 2**17),))), ([2**17, 8], SavedCut(1, ((2, 4),)))]:
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        kept = torch.zeros_like(whole)
+        ((first, count),) = cut.ranges
+        kept[:, first : first + count] = whole[:, first : first + count]
+        assert sum_of_slice(whole[:, first : first + count].reshape(-1), shape, cut) == sum_of_tensor(kept)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 2**18 - 1, 2**18, 2**18 + 8, 3 * 2**18 + 13])

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ds_hf.engine.checkpoint import background, commit, contents
 from ds_hf.engine.checkpoint.checksum import hexadecimal, sum_of_tensor
 from ds_hf.engine.checkpoint.commit import check_space, hidden_beside
+from ds_hf.engine.checkpoint.holders import find_holders
 from ds_hf.engine.checkpoint.verify import verify
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
@@ -231,7 +232,7 @@ def test_need_is_what_is_written(tmp_path: Path) -> None:
     """Known from shapes, before a byte is written."""
     with engine_of(config(2)) as engine:
         train(engine, 1)
-        part = contents.gather_part(engine, {}, False)
+        part = contents.gather_part(engine, find_holders(engine), {}, False)
         report = contents.write_part(tmp_path, part)
     header = int.from_bytes((tmp_path / TENSORS).read_bytes()[:8], "little") + 8
     assert sum(report.files.values()) == part.nbytes + header
