@@ -21,7 +21,7 @@ from ds_hf.errors import ConfigError, Fault
 if TYPE_CHECKING:
     from ds_hf.config.types import Config
 
-__all__ = ["Claim", "MeshShape", "find_mesh", "given_claims", "mesh_shape"]
+__all__ = ["Claim", "MeshShape", "find_mesh", "given_claims", "mesh_shape", "require_features"]
 
 MPU, MESH_PARAM = "initialize(mpu=...)", "initialize(mesh_param=...)"
 _ENVIRONMENT = "environment"
@@ -237,6 +237,16 @@ def _size(value: Any, source: str, pointer: str, faults: list[Fault]) -> int | N
 
 
 # -- the shape ----------------------------------------------------------------------------------------------------
+
+
+def require_features(claims: Sequence[Claim]) -> None:
+    """Refuse claims that need what the engine does not have.
+
+    Raises:
+        ConfigError: with all of them.
+    """
+    if faults := _missing_features(claims):
+        raise ConfigError(faults, "arguments")
 
 
 def _missing_features(claims: Sequence[Claim]) -> list[Fault]:

@@ -57,7 +57,7 @@ class Breakdown(NoBreakdown):
         self._times = settings.wall_clock_breakdown or self._flops.enabled  # DeepSpeed: the one switches the other on
         self._memory = settings.memory_breakdown
         self._profiler: FlopsProfiler | None = None
-        if self._flops.enabled and engine.axis.rank == 0:
+        if self._flops.enabled and engine.mesh.world.rank == 0:
             self._profiler = FlopsProfiler(engine.module, None, self._flops.recompute_fwd_factor)
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class Breakdown(NoBreakdown):
             self._end_micro_batch(engine, whole=engine.global_steps > steps)
 
     def _say_memory(self, engine: Engine, when: str) -> None:
-        if self._memory and engine.axis.rank == 0:
+        if self._memory and engine.mesh.world.rank == 0:
             say(f"{when}: {engine.timers.memory_usage()}")
 
     def _end_micro_batch(self, engine: Engine, *, whole: bool) -> None:
@@ -107,11 +107,11 @@ class Breakdown(NoBreakdown):
     def _say_times(self, engine: Engine, kind: str) -> None:
         found = {name + kind: engine.timers(name + kind).elapsed() for name in _TIMERS.values()}
         self.latest.update(found)
-        if engine.axis.rank == 0:
+        if engine.mesh.world.rank == 0:
             say("time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in found.items()))
 
     def _tell_monitor(self, engine: Engine) -> None:
-        if engine.monitor.enabled and engine.axis.rank == 0:
+        if engine.monitor.enabled and engine.mesh.world.rank == 0:
             events = [
                 (f"Train/Samples/elapsed_time_ms_{name}", self.latest[timer], engine.global_samples)
                 for name, timer in _TIMERS.items()

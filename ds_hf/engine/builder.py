@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hf.config import load_config
+from ds_hf.config.mesh import given_claims
 from ds_hf.config.plan import StatePlan, nonfinite_mode, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine import progress, trial
@@ -22,9 +24,8 @@ from ds_hf.engine.casting import place_buffers, set_buffer_dtypes
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.dist import peers as peer_memory
 from ds_hf.engine.dist.comms_logger import comms_logger
-from ds_hf.engine.dist.mesh import Axis, compute_device, data_parallel_axis, watch_for_hangs
+from ds_hf.engine.dist.mesh import Axis, Mesh, compute_device, watch_for_hangs
 from ds_hf.engine.dist.messages import set_log_level_from_string
-from ds_hf.engine.dist.mpu import check_mesh_param
 from ds_hf.engine.dist.peer_sums import PeerSums
 from ds_hf.engine.dist.peers import Peers, open_peers
 from ds_hf.engine.dist.process_group import init_distributed
@@ -54,6 +55,7 @@ from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy, summed_b
 from ds_hf.engine.zero.grouping import FROZEN, by_layout, join_small, keep_small_whole, make_units, own_dtype
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.leaf import mark_leaves
+from ds_hf.engine.zero.model_parallel import mark_cuts, warn_of_differences
 from ds_hf.engine.zero.opaque import (
     OpaqueBuffer,
     check_opaque,
@@ -64,6 +66,7 @@ from ds_hf.engine.zero.opaque import (
 )
 from ds_hf.engine.zero.prefetch import Prefetch
 from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.rest import ShardRest
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import ConfigError
@@ -98,7 +101,8 @@ def initialize(
         model_parameters: parameters or parameter groups for the configuration's optimizer; default all that train.
         training_data: a dataset; the returned loader gives this rank its micro-batches.
         lr_scheduler: a scheduler built on ``optimizer``, or a function from the optimizer to one; the engine steps it.
-        mpu: Megatron-style object with ``get_data_parallel_group()``, whose other sizes are 1.
+        mpu: Megatron-style object for a model whose layers its author has divided over processes
+            (``get_data_parallel_*``, ``get_model_parallel_*`` or ``get_tensor_model_parallel_*``).
         mesh_param: (data-parallel size, sequence-parallel size); the latter is 1.
         dist_init_required: ``False``: the process group must already exist.
         collate_fn: for ``training_data``.
@@ -119,20 +123,17 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if (stand_in := rehearsal()) is not None:
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
-    axis = data_parallel_axis(mpu)
-    if mesh_param:
-        check_mesh_param(mesh_param, axis.world_size)
-    settings = load_config(source, world_size=axis.world_size)
+    settings, mesh = _load(source, model, mpu, mesh_param)
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)
-    watch_for_hangs(axis, settings.ds_hf.hang_timeout)
+    watch_for_hangs(mesh.replicas, settings.ds_hf.hang_timeout)
     comms_logger.configure(settings.comms_logger)
     plan = plan_states(settings)
     check_scheduler(optimizer, lr_scheduler)
     measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
-    monitor = open_monitors(settings, axis, silent=measured)
+    monitor = open_monitors(settings, mesh.world, silent=measured)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
-    parts = _make_parts(settings, plan, axis, model, inner)
+    parts = _make_parts(settings, plan, mesh, model, inner)
     engine = Engine(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
     engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
     engine.mpu = mpu
@@ -142,8 +143,8 @@ def initialize(
             batch_size=engine.batch.micro,
             collate_fn=collate_fn,
             drop_last=settings.dataloader_drop_last,
-            rank=axis.rank,
-            world_size=axis.world_size,
+            rank=mesh.sample_rank,
+            world_size=mesh.shape.data,
         )
     progress.attach(engine)
     if compiled or settings.ds_hf.compile:
@@ -152,6 +153,21 @@ def initialize(
     if request := os.environ.get(TRIAL_ENV):
         trial.attach(engine, request)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _load(source: Any, model: nn.Module, mpu: Any, mesh_param: Any) -> tuple[Config, Mesh]:
+    """The configuration and the mesh that it and everything else ask for."""
+    topology = getattr(model, "topology", None)
+    topology = topology() if callable(topology) else None
+    if not hasattr(topology, "get_axis_names"):
+        topology = None
+    claims = given_claims(mpu=mpu, mesh_param=mesh_param, topology=topology, environ=os.environ)
+    processes = dist.get_world_size()
+    if mpu is not None and all(claim.size == 1 or claim.axis == "data" for claim in claims):
+        processes = dist.get_world_size(mpu.get_data_parallel_group())  # the others may train something else
+    settings = load_config(source, world_size=processes, given=claims)
+    assert settings.mesh is not None
+    return settings, Mesh(settings.mesh) if mpu is None else Mesh.given(mpu, settings.mesh)
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
@@ -226,9 +242,9 @@ def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any) -> An
 
 
 def _make_parts(
-    settings: Config, plan: StatePlan, axis: Axis, model: nn.Module, inner: Optimizer | None
+    settings: Config, plan: StatePlan, mesh: Mesh, model: nn.Module, inner: Optimizer | None
 ) -> EngineParts:
-    device = compute_device()
+    device, axis = compute_device(), mesh.replicas
     leaf = settings.zero_optimization.leaf_module
     mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
     _refuse_meta(model)
@@ -237,6 +253,7 @@ def _make_parts(
     dtype = getattr(torch, plan.parameters.dtype) if plan.parameters.dtype else None
     group_of = _groups_by_parameter(model, inner)
     check_opaque(model, sharded=plan.shards_parameters)
+    mark_cuts(model, mesh)
     move_opaque(model, device)
     mark_comm_dtypes(model, plan.narrow_modules, plan.autocast)
     units = make_units(model, _managed(model, plan))
@@ -251,24 +268,25 @@ def _make_parts(
     lows: dict[FlatBuffer, Tensor] = {}
     gradients: dict[Unit, list[GradientBuffer]] = {}
     groups: dict[GradientBuffer, list[int]] = {}
-    gradient_policy = _gradient_policy(settings, plan, axis)
-    sent = gradient_policy.communication_dtype
+    sent = getattr(torch, plan.communication_dtype) if plan.communication_dtype else None
     gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
     gathers_some = plan.shards_optimizer or plan.shards_parameters
     large = any(_worth_copying(unit.params, dtype) for unit in units if not unit.joined)
     peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and large else None
     sums: PeerSums | None = None
     for unit in units:
-        layouts = [each for params in (unit.params, unit.whole) for each in by_layout(params, group_of, dtype, sent)]
-        for params in layouts:
+        kinds = (unit.params, unit.whole)
+        layouts = [each for params in kinds for each in by_layout(params, group_of, dtype, sent, mesh)]
+        for replicas, params in layouts:
+            gradient_policy = _gradient_policy(settings, plan, replicas.divisor)
             sharded = plan.shards_parameters and not any(params[0] is p for p in unit.whole)
-            numel = sum(logical_shape(p).numel() for p in params) // axis.world_size
+            numel = sum(logical_shape(p).numel() for p in params) // replicas.axis.world_size
             name = f"{unit.name or 'root'}.{len(unit.buffers)}"
             rest = offload.rest(name, numel, sharded=sharded or is_opaque(params[0]))
             trains = group_of.get(id(params[0]), FROZEN) != FROZEN
             copied = (sharded or (trains and plan.shards_optimizer)) and _worth_copying(params, dtype)
             copied = copied and not unit.joined  # those are there to spare the host
-            buffer = _make_buffer(params, axis, dtype, device, rest, peers if copied else None)
+            buffer = _make_buffer(params, replicas, dtype, device, rest, peers if copied else None)
             buffer.name_for_logs(unit.label or "the model's root")
             buffer.lane = gathers
             buffer.reports_changes = settings.zero_optimization.enable_sanity_checks
@@ -293,19 +311,20 @@ def _make_parts(
     for param in model.parameters():
         if home_of(param) is None and not is_opaque(param):
             param.data = param.data.to(device)
+    warn_of_differences(model, mesh)
     set_buffer_dtypes(model, settings.data_types, dtype)
     place_buffers(model, axis, device)
     waits = device.type == "cpu" and not plan.shards_optimizer
-    reducer = Reducer(units, gradients, plan.reduces_every_micro_batch, at_the_end=waits)
+    reducer = Reducer(units, gradients, plan.reduces_every_micro_batch, at_the_end=waits, world=mesh.world)
     optimizer = None
     names = _parameter_names(model)
     if inner is not None:
         policy = _policy(settings, plan, axis, offload.store, inner)
         steps = BatchSizes.of(settings).accumulation_steps
-        nonfinite = NonFinite(nonfinite_mode(settings), axis, whole=policy.whole, names=names, accumulation=steps)
+        nonfinite = NonFinite(nonfinite_mode(settings), mesh.world, whole=policy.whole, names=names, accumulation=steps)
         scaler = build_loss_scaler(settings, sharded=plan.shards_optimizer, autocast=plan.autocast)
         optimizer = ShardedOptimizer(
-            inner, groups, reducer, scaler, axis, policy, masters, offload.store, nonfinite, lows
+            inner, groups, reducer, scaler, mesh, policy, masters, offload.store, nonfinite, lows
         )
         if settings.ds_hf.split_masters is True and masters and not optimizer.lows:
             warn_once(
@@ -317,7 +336,7 @@ def _make_parts(
             buffer.count_users()
     zero = settings.zero_optimization
     prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
-    return EngineParts(plan, axis, device, dtype, units, reducer, UnitHooks(units, reducer, prefetch), optimizer, names)
+    return EngineParts(plan, mesh, device, dtype, units, reducer, UnitHooks(units, reducer, prefetch), optimizer, names)
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:
@@ -356,16 +375,19 @@ def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int,
 
 def _make_buffer(
     params: list[nn.Parameter],
-    axis: Axis,
+    replicas: Replicas,
     dtype: torch.dtype | None,
     device: torch.device,
     rest: ShardRest | None,
     peers: Peers | None,
 ) -> FlatBuffer:
+    axis = replicas.axis
     if is_opaque(params[0]):
         return OpaqueBuffer(params, axis, device=device, rest=rest)
-    own = dtype or own_dtype(params[0])
-    return FlatBuffer(params, axis, dtype=own, device=device, sharded=rest is not None, rest=rest, peers=peers)
+    own, sharded = dtype or own_dtype(params[0]), rest is not None
+    return FlatBuffer(
+        params, axis, dtype=own, device=device, sharded=sharded, rest=rest, peers=peers, replicas=replicas
+    )
 
 
 def _worth_copying(params: Sequence[nn.Parameter], dtype: torch.dtype | None) -> bool:
@@ -405,13 +427,17 @@ def _make_master(
     return store.place(buffer, owned, exact, target), None
 
 
-def _gradient_policy(settings: Config, plan: StatePlan, axis: Axis) -> GradientPolicy:
+def _gradient_policy(settings: Config, plan: StatePlan, divisor: int) -> GradientPolicy:
+    """
+    Args:
+        divisor: processes whose losses are averaged.
+    """
     mean = settings.gradient_allreduce_op == "mean"
     # All of the division before the sum, as fp16 needs it, unless the user splits it by gradient_predivide_factor.
     factor = settings.gradient_predivide_factor
     split = mean and not settings.prescale_gradients and factor != 1.0
-    before = 1.0 / factor if split else 1.0 / axis.world_size if mean else 1.0
-    after = factor / axis.world_size if split else 1.0
+    before = 1.0 / factor if split else 1.0 / divisor if mean else 1.0
+    after = factor / divisor if split else 1.0
     return GradientPolicy(
         whole=not plan.shards_optimizer,
         every_micro_batch=plan.reduces_every_micro_batch,

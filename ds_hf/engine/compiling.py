@@ -104,7 +104,7 @@ class ModuleCompiler:
 def tell_of_compilation(engine: Any) -> None:
     """After a step: what was compiled, once, in the log of rank 0."""
     report = engine.compiler.on_step()
-    if report is not None and engine.axis.rank == 0:
+    if report is not None and engine.mesh.world.rank == 0:
         logger.log(logging.WARNING if report.breaks else logging.INFO, "%s", report)
 
 

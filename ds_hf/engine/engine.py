@@ -32,6 +32,7 @@ from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.python_gc import switch_off_for
+from ds_hf.engine.zero.model_parallel import refuse_parts
 from ds_hf.engine.zero.offload_view import ParameterOffload
 from ds_hf.errors import DsHfError, LossError, NonFiniteError
 from ds_hf.log import logger
@@ -64,7 +65,7 @@ class Engine(EngineFacade, nn.Module):
         self.config = config
         self.settings = settings
         self.batch = BatchSizes.of(settings)
-        self.plan, self.axis, self.device = parts.plan, parts.axis, parts.device
+        self.plan, self.mesh, self.axis, self.device = parts.plan, parts.mesh, parts.mesh.replicas, parts.device
         self.units, self.reducer, self.hooks = parts.units, parts.reducer, parts.hooks
         self.compute_dtype = parts.compute_dtype
         self.param_names = parts.param_names
@@ -232,7 +233,7 @@ class Engine(EngineFacade, nn.Module):
         assert self.optimizer is not None
         undo()
         self._skipped_steps += 1
-        if self.axis.rank == 0:
+        if self.mesh.world.rank == 0:
             logger.warning(
                 "step %d skipped: a gradient is inf or nan (%d skipped so far; loss scale now %g)",
                 self.global_steps, self._skipped_steps, self.optimizer.loss_scaler.scale,
@@ -354,6 +355,7 @@ class Engine(EngineFacade, nn.Module):
             ValueError: ``client_state`` and ``client_sd`` are both given.
         """
         self._require_states()
+        refuse_parts(self.mesh, "save_checkpoint()")
         self._settle()
         if self.optimizer is not None:
             self.optimizer.look_back(wait=True)
@@ -394,6 +396,7 @@ class Engine(EngineFacade, nn.Module):
             CheckpointError: it is incomplete, damaged or does not fit the model.
         """
         self._require_states()
+        refuse_parts(self.mesh, "load_checkpoint()")
         if self.optimizer is not None:
             self.optimizer.forget_failure()
         self._settle()

@@ -23,13 +23,14 @@ from ds_hf.engine.dist.process_group import get_local_rank
 from ds_hf.engine.facade_settings import SettingsFacade
 from ds_hf.engine.facade_states import StatesFacade
 from ds_hf.engine.zero.buffer import unshard
+from ds_hf.engine.zero.model_parallel import refuse_parts
 
 if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
     from ds_hf.config.types import Config
     from ds_hf.engine.accumulation import Accumulation
     from ds_hf.engine.compiling import CompileReport, ModuleCompiler
-    from ds_hf.engine.dist.mesh import Axis
+    from ds_hf.engine.dist.mesh import Axis, Mesh
     from ds_hf.engine.engine import Engine
     from ds_hf.engine.optim.sharded import ShardedOptimizer
     from ds_hf.engine.zero.unit import Unit
@@ -48,6 +49,7 @@ class EngineFacade(SettingsFacade, StatesFacade):
         optimizer: ShardedOptimizer | None
         accumulation: Accumulation
         axis: Axis
+        mesh: Mesh
         compiler: ModuleCompiler
         batch: BatchSizes
         units: list[Unit]
@@ -114,13 +116,13 @@ class EngineFacade(SettingsFacade, StatesFacade):
         """Change the global batch from the next step on, by accumulating more or fewer micro-batches.
 
         Raises:
-            ValueError: it is not a multiple of micro-batch x processes.
+            ValueError: it is not a multiple of micro-batch x data-parallel processes.
         """
-        per_micro_batch = self.batch.micro * self.axis.world_size
+        per_micro_batch = self.batch.micro * self.mesh.shape.data
         if train_batch_size < 1 or train_batch_size % per_micro_batch:
             raise ValueError(
                 f"train_batch_size {train_batch_size} is not a multiple of {per_micro_batch} "
-                f"(micro-batch {self.batch.micro} x {self.axis.world_size} processes)"
+                f"(micro-batch {self.batch.micro} x {self.mesh.shape.data} processes)"
             )
         steps = train_batch_size // per_micro_batch
         self.batch = BatchSizes(train_batch_size, self.batch.micro, steps)
@@ -132,7 +134,7 @@ class EngineFacade(SettingsFacade, StatesFacade):
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is at least 1, not {micro_batch_size}")
         steps = self.accumulation.steps
-        self.batch = BatchSizes(micro_batch_size * steps * self.axis.world_size, micro_batch_size, steps)
+        self.batch = BatchSizes(micro_batch_size * steps * self.mesh.shape.data, micro_batch_size, steps)
 
     @property
     def global_rank(self) -> int:
@@ -151,8 +153,8 @@ class EngineFacade(SettingsFacade, StatesFacade):
 
     @property
     def dp_world_size(self) -> int:
-        """Number of processes along the data-parallel axis."""
-        return self.axis.world_size
+        """Number of processes that read different samples."""
+        return self.mesh.shape.data
 
     def optimizer_name(self) -> str | None:
         return None if self.settings.optimizer is None else self.settings.optimizer.type
@@ -244,8 +246,8 @@ class EngineFacade(SettingsFacade, StatesFacade):
             batch_size or self.batch.micro,
             collate_fn,
             self.settings.dataloader_drop_last,
-            self.axis.rank,
-            self.axis.world_size,
+            self.mesh.sample_rank,
+            self.mesh.shape.data,
             num_local_io_workers or 0,
             pin_memory,
         )
@@ -309,6 +311,7 @@ class EngineFacade(SettingsFacade, StatesFacade):
         Raises:
             ValueError: ``stage3_gather_16bit_weights_on_model_save`` is off.
         """
+        refuse_parts(self.mesh, "_zero3_consolidated_16bit_state_dict()")
         adapters = exclude_frozen_parameters and any(not param.requires_grad for param in self.module.parameters())
         if self.plan.shards_parameters and not adapters and not self.zero_gather_16bit_weights_on_model_save():
             raise ValueError(
@@ -329,6 +332,7 @@ class EngineFacade(SettingsFacade, StatesFacade):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write whole weights in the model's dtype; ``False`` when sharded weights may not be gathered."""
+        refuse_parts(self.mesh, "save_16bit_model()")
         self._finish_update()
         return checkpoint_save.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
@@ -344,6 +348,7 @@ class EngineFacade(SettingsFacade, StatesFacade):
         Raises:
             CheckpointError: on every rank, when it could not be written.
         """
+        refuse_parts(self.mesh, "export_pretrained()")
         export_engine(self, save_dir, dtype=dtype, max_shard_size=max_shard_size)
 
     def compile(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
     from ds_hf.config.types import Config
     from ds_hf.config.types.zero import OffloadOptimizerSection, OffloadParamSection
-    from ds_hf.engine.dist.mesh import Axis
+    from ds_hf.engine.dist.mesh import Axis, Mesh
 
 __all__ = ["SettingsFacade"]
 
@@ -28,6 +28,7 @@ class SettingsFacade:
         settings: Config
         plan: StatePlan
         axis: Axis
+        mesh: Mesh
         compute_dtype: torch.dtype | None
 
     # -- processes ------------------------------------------------------------------------------------------------
@@ -46,8 +47,8 @@ class SettingsFacade:
 
     @property
     def mp_world_size(self) -> int:
-        """Number of model-parallel processes: there is no such axis."""
-        return 1
+        """Number of processes that hold different parts of the model."""
+        return self.mesh.shape.model
 
     # -- numbers --------------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class SettingsFacade:
 
     def zero_overlap_comm(self) -> bool:
         """Its default depends on the stage."""
-        return DeepSpeedConfig.of(self.settings, self.axis.world_size).overlaps_communication
+        return DeepSpeedConfig.of(self.settings, self.mesh.shape.data).overlaps_communication
 
     def zero_contiguous_gradients(self) -> bool:
         return self.settings.zero_optimization.contiguous_gradients

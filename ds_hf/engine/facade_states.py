@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ds_hf.config.types import Config
     from ds_hf.engine.accumulation import Accumulation, BatchSizes
     from ds_hf.engine.breakdown import NoBreakdown
-    from ds_hf.engine.dist.mesh import Axis
+    from ds_hf.engine.dist.mesh import Axis, Mesh
     from ds_hf.engine.optim.sharded import ShardedOptimizer
     from ds_hf.engine.zero.reduction import Reducer
     from ds_hf.engine.zero.unit import Unit
@@ -36,6 +36,7 @@ class StatesFacade:
         optimizer: ShardedOptimizer | None
         accumulation: Accumulation
         axis: Axis
+        mesh: Mesh
         batch: BatchSizes
         units: list[Unit]
         parking: Parking
@@ -49,7 +50,7 @@ class StatesFacade:
     @cached_property
     def _config(self) -> DeepSpeedConfig:
         """The configuration as ``deepspeed.DeepSpeedConfig``."""
-        return DeepSpeedConfig.of(self.settings, self.axis.world_size)
+        return DeepSpeedConfig.of(self.settings, self.mesh.shape.data)
 
     @property
     def basic_optimizer(self) -> Any:

@@ -25,7 +25,7 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 def attach(engine: Engine) -> None:
     """Announce ``engine`` and arrange what its settings ask to be printed (``dump_state``, ``steps_per_print``)."""
-    if engine.axis.rank != 0:
+    if engine.mesh.world.rank != 0:
         return
     _announce(engine)
     if engine.settings.dump_state:
@@ -42,7 +42,7 @@ def _announce(engine: Engine) -> None:
     logger.info(
         "DeepSpeed info: ds_hf engine, %d processes, %d units, %s parameters; "
         "parameters %s, gradients %s, optimizer states %s%s",
-        engine.axis.world_size,
+        engine.mesh.world.world_size,
         len(engine.units),
         f"{sum(unit.numel for unit in engine.units):,}",
         plan.parameters.placement.value,

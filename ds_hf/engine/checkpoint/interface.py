@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_hf.config.plan import StatePlan
 from ds_hf.engine.accumulation import Accumulation
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.dist.mesh import Axis, Mesh
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.cut import cut_of
@@ -45,6 +45,7 @@ class Checkpointable(Protocol):
     module: nn.Module
     units: list[Unit]
     axis: Axis
+    mesh: Mesh
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any
     plan: StatePlan

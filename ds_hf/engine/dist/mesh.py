@@ -1,13 +1,17 @@
-"""Axes of the process mesh. For now there is one: the data-parallel axis over which model states are sharded.
+"""The process mesh and its axes.
 
-Invariant: an ``Axis`` is only made once the process group exists; its ``rank`` counts along the axis, not globally.
+Invariants
+- An ``Axis`` is only made once the process group exists; its ``rank`` counts along the axis, not globally.
+- A ``Mesh`` makes the groups of its axes itself, or has all of them from an ``mpu``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,12 +21,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ds_hf.config.mesh import MeshShape, given_claims, require_features
 from ds_hf.engine.dist.board import open_board
 from ds_hf.engine.dist.log import CollectiveLog
-from ds_hf.engine.dist.mpu import check_mpu
+from ds_hf.engine.dist.mpu import check_groups
 from ds_hf.engine.dist.watch import Watch
 
-__all__ = ["Axis", "compute_device", "data_parallel_axis", "watch_for_hangs"]
+__all__ = ["Axis", "Mesh", "axis_of", "compute_device", "data_parallel_axis", "watch_for_hangs"]
 
 # A log lives as long as its process group, whoever makes engines on it; the numbers keep their keys in the store apart.
 _logs: WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = WeakKeyDictionary()
@@ -58,15 +63,101 @@ class Axis:
         return rank if self.group is None else dist.get_group_rank(self.group, rank)
 
 
-def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) -> Axis:
-    """The data-parallel axis: ``group``, or that of a Megatron-style ``mpu``, or all processes.
+class Mesh:
+    """The processes of one engine along named axes.
 
-    Raises:
-        ConfigError: ``mpu`` says that the model is parallel, too.
+    Process groups are made when an axis is first asked for, which all processes do in the same order, so only those
+    exist that something uses. Ranks are numbered pipe, data, sequence, tensor, from the outermost to the innermost.
+
+    Attributes:
+        shape: number of processes along each axis.
+        world: all processes that train the model together.
     """
-    if mpu is not None:
-        check_mpu(mpu)
-        group = mpu.get_data_parallel_group() if group is None else group
+
+    def __init__(self, shape: MeshShape, axes: Mapping[frozenset[str], Axis] | None = None) -> None:
+        self.shape = shape
+        self._axes = dict(axes or {})
+        self._given = axes is not None
+        self.world = self._axes.get(_WORLD) or axis_of(None)
+
+    @classmethod
+    def given(cls, mpu: Any, shape: MeshShape) -> Mesh:
+        """The mesh whose groups an ``mpu`` has made. All processes call it.
+
+        Raises:
+            ConfigError: on every process, where the groups of one are not as ``shape`` says.
+        """
+        if shape.model == 1:  # the group may be a part of all processes: the others train something else
+            data = axis_of(mpu.get_data_parallel_group())
+            return cls(shape, {frozenset(): data, _DATA: data, _WORLD: data})
+        data_group, tensor_group = check_groups(mpu, shape)
+        data, tensor = axis_of(data_group), axis_of(tensor_group)
+        return cls(shape, {_DATA: data, _TENSOR: tensor, _WORLD: axis_of(None)})
+
+    @property
+    def is_given(self) -> bool:
+        """The groups are somebody else's: values are never averaged or broadcast over the model-parallel one."""
+        return self._given
+
+    def axis(self, *dims: str) -> Axis:
+        """The processes that differ from this one in ``dims`` alone: of "pipe", "data", "sequence", "tensor", and for
+        hierarchical ZeRO "inner" and "outer", which divide data x sequence. Collective where it is asked for first.
+
+        Raises:
+            ValueError: an ``mpu`` gave no group for them.
+        """
+        sizes = self._sizes(dims)
+        wanted = frozenset(dim for dim in dims if sizes[dim] > 1)
+        if not self._given and math.prod(sizes[dim] for dim in wanted) == self.world.world_size:
+            return self.world
+        key = _DATA if self._given and wanted <= {"data", "sequence"} else wanted
+        if key not in self._axes:
+            if self._given:
+                raise ValueError(f"the mpu has made no group of processes along {' x '.join(dims)}")
+            group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                _ranks_along(sizes, wanted)
+            )
+            self._axes[key] = axis_of(group)
+        return self._axes[key]
+
+    @property
+    def replicas(self) -> Axis:
+        """The processes that hold the same part of the model: data x sequence."""
+        return self.axis("data", "sequence")
+
+    @property
+    def sample_rank(self) -> int:
+        """Which of the ``shape.data`` shares of the samples this process reads."""
+        return self.replicas.rank // self.shape.sequence
+
+    def _sizes(self, dims: Sequence[str]) -> dict[str, int]:
+        """Of all axes, from the outermost to the innermost."""
+        shape = self.shape
+        sizes = {"pipe": shape.pipe, "data": shape.data, "sequence": shape.sequence, "tensor": shape.tensor}
+        if {"inner", "outer"} & set(dims):
+            replicas = shape.data * shape.sequence
+            inner = shape.inner or replicas
+            sizes = {"pipe": shape.pipe, "outer": replicas // inner, "inner": inner, "tensor": shape.tensor}
+        return sizes
+
+
+_DATA, _TENSOR, _WORLD = frozenset({"data"}), frozenset({"tensor"}), frozenset({"world"})
+
+
+def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[int]]:
+    """Global ranks of the groups of processes along ``dims``, for every place in the other axes."""
+    names = list(sizes)
+    ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    order = [names.index(name) for name in names if name not in dims] + [
+        names.index(name) for name in names if name in dims
+    ]
+    length = math.prod(sizes[name] for name in dims)
+    found: list[list[int]] = ranks.permute(order).reshape(-1, length).tolist()
+    return found
+
+
+def axis_of(group: dist.ProcessGroup | None) -> Axis:
+    """The axis along ``group``, by default all processes."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     key = dist.group.WORLD if group is None else group
     assert key is not None
@@ -80,6 +171,19 @@ def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) 
             with contextlib.suppress(RuntimeError):  # a store that cannot do it: no board then
                 _logs[key].board = open_board(store, rank, world_size)
     return Axis(group, rank, world_size, _logs[key])
+
+
+def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) -> Axis:
+    """The axis along which parameters are sharded before there is a mesh: ``group``, or the data-parallel group of a
+    Megatron-style ``mpu``, or all processes.
+
+    Raises:
+        ConfigError: ``mpu`` needs what the engine does not have.
+    """
+    if mpu is not None:
+        require_features(given_claims(mpu=mpu))
+        group = mpu.get_data_parallel_group() if group is None else group
+    return axis_of(group)
 
 
 def watch_for_hangs(axis: Axis, timeout: float | None) -> None:

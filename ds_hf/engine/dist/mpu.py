@@ -1,98 +1,85 @@
-"""What an ``mpu`` or a mesh says about parallelism that the engine does not have.
+"""The process groups of an ``mpu``: an object or a module with functions such as Megatron's ``parallel_state``.
 
-An ``mpu`` is an object (or a module) with functions such as Megatron's: the group of processes over which data is
-parallel, and the sizes of the others. Model states are divided over the data-parallel axis alone, so with any other
-size above 1 each part of the model would train and be saved apart from the rest; that is refused before anything is
-built.
+Its sizes are read in ``config/mesh.py``. The groups have to form a grid: each data-parallel group crosses each
+model-parallel group in one process. Only then is every element of the model's states owned once, and the batch of the
+model-parallel processes the same.
 """
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
+from ds_hf.config.types.mesh import MeshShape
 from ds_hf.errors import ConfigError
 
-__all__ = ["check_mesh_param", "check_mpu"]
+__all__ = ["check_groups"]
 
-# What the interfaces in use have: Megatron-LM's old and new names, DeepSpeed's pipeline grid, Ulysses. An object that
-# answers by ``__getattr__`` does not list them; what else it lists is found by its form.
-_SIZES = (
-    "get_model_parallel_world_size",
-    "get_tensor_model_parallel_world_size",
-    "get_slice_parallel_world_size",
-    "get_pipeline_model_parallel_world_size",
-    "get_pipe_parallel_world_size",
-    "get_sequence_parallel_world_size",
-    "get_context_parallel_world_size",
-    "get_expert_model_parallel_world_size",
-)
-_FORM = re.compile(r"get_(?!(?:\w+_)?data_)\w+_parallel_world_size")
-_INSTEAD = (
-    "Let every process be data-parallel (no mpu=, or one whose other sizes are 1): ZeRO stage 3 divides the model over "
-    "all of them. Where the model has to be parallel, install DeepSpeed itself"
-)
+_KINDS = ("tensor_model_parallel", "slice_parallel", "model_parallel")  # the same group, the narrower name first
 
 
-def check_mpu(mpu: Any) -> None:
-    """Refuse an ``mpu`` with a model-parallel (tensor, pipeline, sequence, context, expert) size above 1.
+def check_groups(mpu: Any, shape: MeshShape) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The data-parallel and the tensor-parallel group of this process. Collective: all processes see all faults.
 
     Raises:
-        ConfigError: it has one, with the function that says so; or it cannot tell the data-parallel group.
+        ConfigError: on all processes, where the groups of one do not form the grid that ``shape`` says.
     """
-    for name, size in _sizes(mpu):
-        if size > 1:
-            kind = name.removeprefix("get_").removesuffix("_world_size").replace("_", " ")
-            raise ConfigError(
-                f"mpu.{name}() is {size}: {kind} training is not supported yet, and the {size} parts would train and "
-                f"be saved apart from each other. {_INSTEAD}",
-                "initialize(mpu=...)",
-            )
-    if not callable(getattr(mpu, "get_data_parallel_group", None)):
-        raise ConfigError(
-            f"{type(mpu).__name__} has no get_data_parallel_group(), which an mpu needs: leave mpu= out where all "
-            "processes are data-parallel",
-            "initialize(mpu=...)",
-        )
+    me = dist.get_rank()
+    data_group, tensor_group = mpu.get_data_parallel_group(), _tensor_group(mpu)
+    data, tensor = _ranks(data_group), _ranks(tensor_group) if tensor_group is not None else []
+    fault = _local_fault(mpu, shape, me, data, tensor)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (fault, data, tensor))
+    faults = [f"rank {rank}: {told}" for rank, (told, _, _) in enumerate(every) if told]
+    if not faults:
+        places = {rank: (data.index(rank), tensor.index(rank)) for rank, (_, data, tensor) in enumerate(every)}
+        for rank, (_, data, tensor) in enumerate(every):
+            same_part = all(places[other][1] == places[rank][1] for other in data)
+            same_data = all(places[other][0] == places[rank][0] for other in tensor)
+            if not (same_part and same_data):
+                faults.append(f"rank {rank}: its groups {data} and {tensor} are no row and column of one grid")
+    if faults:
+        more = f"; {len(faults) - 4} more ranks" if len(faults) > 4 else ""
+        raise ConfigError(f"the groups of the mpu do not form a mesh: {'; '.join(faults[:4])}{more}", _WHERE)
+    assert tensor_group is not None
+    return data_group, tensor_group
 
 
-def _sizes(mpu: Any) -> Iterator[tuple[str, int]]:
-    listed = [name for name in dir(mpu) if _FORM.fullmatch(name) and name not in _SIZES]
-    for name in (*_SIZES, *listed):
-        function = getattr(mpu, name, None)
-        if not callable(function):
-            continue
-        try:
-            size = function()
-        except (AssertionError, TypeError):  # Megatron's for a group that was never made; one that needs arguments
-            continue
-        if size is None:
-            continue
-        try:
-            yield name, operator.index(size)
-        except TypeError:
-            raise ConfigError(f"mpu.{name}() gives {size!r:.60}, not a number", "initialize(mpu=...)") from None
+_WHERE = "initialize(mpu=...)"
 
 
-def check_mesh_param(mesh_param: Sequence[int], world_size: int) -> None:
-    """Refuse a mesh (data-parallel size, sequence-parallel size) in which not all processes are data-parallel.
+def _local_fault(mpu: Any, shape: MeshShape, me: int, data: list[int], tensor: list[int]) -> str:
+    if not tensor:
+        names = " or ".join(f"get_{kind}_group()" for kind in _KINDS)
+        return f"it has no {names}, and its model-parallel size is {shape.tensor}"
+    for name, ranks, size in (("data", data, shape.data), ("model", tensor, shape.tensor)):
+        if len(ranks) != size:
+            return f"its {name}-parallel group is {ranks}, and there have to be {size}"
+        if me not in ranks:
+            return f"its {name}-parallel group is {ranks}, without itself"
+    if set(data) & set(tensor) != {me}:
+        return f"its data-parallel group {data} and its model-parallel group {tensor} share other processes"
+    for kind in _KINDS:
+        rank = _call(mpu, f"get_{kind}_rank")
+        if rank not in (None, tensor.index(me)):
+            return f"mpu.get_{kind}_rank() is {rank}, and its place in the group {tensor} is {tensor.index(me)}"
+    return ""
 
-    Raises:
-        ConfigError: with the size that is not supported.
-    """
-    where = "initialize(mesh_param=...)"
-    sizes = tuple(mesh_param) if isinstance(mesh_param, Sequence) else ()
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise ConfigError(f"{mesh_param!r:.60} is not a mesh: give (data-parallel size, sequence-parallel size)", where)
-    if sizes[1] > 1:
-        raise ConfigError(
-            f"the sequence-parallel size is {sizes[1]}: sequence parallelism is not supported yet. Leave mesh_param= "
-            "out, so that every process is data-parallel",
-            where,
-        )
-    if sizes[0] != world_size:
-        raise ConfigError(
-            f"it has {sizes[0]} data-parallel processes, and {world_size} run: leave mesh_param= out", where
-        )
+
+def _tensor_group(mpu: Any) -> dist.ProcessGroup | None:
+    groups = (_call(mpu, f"get_{kind}_group") for kind in _KINDS)
+    return next((group for group in groups if group is not None), None)
+
+
+def _call(mpu: Any, name: str) -> Any:
+    """What the function says, ``None`` where there is none or its group was never made (Megatron asserts)."""
+    function = getattr(mpu, name, None)
+    try:
+        return function() if callable(function) else None
+    except AssertionError:
+        return None
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)

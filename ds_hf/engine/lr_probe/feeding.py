@@ -72,7 +72,7 @@ def _set_aside(train: list[Any], wanted: int, steps: int) -> list[Any]:
 def _least_of_all(engine: Engine, counts: list[int]) -> list[int]:
     """The least of each count over the ranks, which all have to take part in every update."""
     negated = -torch.tensor(counts, device=compute_device())
-    found: list[int] = (-all_reduce_max(negated, engine.axis, "the batches of a learning-rate test")).tolist()
+    found: list[int] = (-all_reduce_max(negated, engine.mesh.world, "the batches of a learning-rate test")).tolist()
     return found
 
 

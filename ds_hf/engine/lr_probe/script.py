@@ -165,7 +165,7 @@ class _Script:
         middle = statistics.median(call.factor for call in self.calls)
         alike = all(abs(call.factor - middle) <= ALIKE * abs(middle) for call in self.calls)  # False for nan
         differs = torch.tensor(0 if alike and middle else 1, device=compute_device())
-        return not int(all_reduce_max(differs, self.engine.axis, "whether losses can be computed again"))
+        return not int(all_reduce_max(differs, self.engine.mesh.world, "whether losses can be computed again"))
 
     # -- searching ----------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class _Script:
 
     def _finish(self, result: LrResult) -> NoReturn:
         self._write({"result": result.to_dict()})
-        barrier(self.engine.axis)
+        barrier(self.engine.mesh.world)
         leave(0)
 
     def _reported(self) -> _Reported:
@@ -224,7 +224,7 @@ class _Script:
         if self.ended:
             return
         self.ended = True
-        if self.engine.axis.rank == 0 or "result" not in content:
+        if self.engine.mesh.world.rank == 0 or "result" not in content:
             made = self.result.with_suffix(f".{os.getpid()}.part")
             made.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
             if "result" in content or not self.result.exists():
@@ -233,7 +233,7 @@ class _Script:
                 made.unlink()
 
     def _tell(self, event: dict[str, Any]) -> None:
-        if self.engine.axis.rank == 0:
+        if self.engine.mesh.world.rank == 0:
             with self.progress.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.optim.grad_norm import shared
 from ds_hf.engine.optim.loss_scaler import LossScaler, NoLossScaler, StaticLossScaler, checked_scale
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.stepping import OptimizerPolicy
@@ -34,11 +35,15 @@ class OptimizerNames:
         reducer: Reducer
         loss_scaler: LossScaler
         axis: Axis
+        world: Axis
         policy: OptimizerPolicy
         masters: dict[FlatBuffer, Tensor]
         segments: dict[GradientBuffer, list[Segment]]
         given: list[list[nn.Parameter]]
 
+        @property
+        def owns_all(self) -> bool: ...
+        def owners(self, gradient: GradientBuffer) -> int: ...
         def grad_norm(self) -> float | None: ...
         def values_changed(self, buffer: FlatBuffer) -> None: ...
         def masters_changed(self, buffer: FlatBuffer) -> None: ...
@@ -142,10 +147,11 @@ class OptimizerNames:
             owned = gradient.settled()
             for segment in segments if owned is not None else ():
                 assert owned is not None
-                squares[segment.group] += owned[segment.start : segment.end].float().square().sum()
+                square = owned[segment.start : segment.end].float().square().sum()
+                squares[segment.group] += shared(square, self.owners(gradient))
         self.reducer.show()
-        if not self.policy.whole:
-            collectives.all_reduce_sum(squares, self.axis, "the gradient norms of the groups")
+        if not self.owns_all:
+            collectives.all_reduce_sum(squares, self.world, "the gradient norms of the groups")
         return list(squares.sqrt())
 
     @property
@@ -185,10 +191,11 @@ class OptimizerNames:
         gradient = safe_get_full_grad(param)
         home = home_of(param)
         assert home is not None
-        part = -(-home.slot.numel // self.axis.world_size)
+        axis = home.buffer.axis
+        part = -(-home.slot.numel // axis.world_size)
         result = torch.zeros(part, device=home.buffer.device)
         if gradient is not None:
-            mine = gradient.reshape(-1)[part * self.axis.rank : part * (self.axis.rank + 1)]
+            mine = gradient.reshape(-1)[part * axis.rank : part * (axis.rank + 1)]
             result[: mine.numel()] = mine
         return result
 
@@ -211,7 +218,7 @@ class OptimizerNames:
         return [
             [
                 gradient.buffer.params[fragment.slot.index]
-                for fragment in gradient.buffer.layout.fragments(self.axis.rank, whole=self.policy.whole)
+                for fragment in gradient.buffer.layout.fragments(gradient.buffer.axis.rank, whole=self.policy.whole)
                 if segment.start <= fragment.shard_start < segment.end
             ]
             for gradient, segment in self._ordered_segments()
@@ -234,7 +241,7 @@ class OptimizerNames:
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[Tensor]]:
         """Of each buffer of whole parameters the ranks' parts, as views."""
-        return [list(buffer.full.chunk(self.axis.world_size)) for buffer in self.masters if not buffer.sharded]
+        return [list(buffer.full.chunk(buffer.axis.world_size)) for buffer in self.masters if not buffer.sharded]
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:

@@ -115,7 +115,7 @@ class NonFinite:
         for buffer, owned in values:
             if bool(owned.isfinite().all()):
                 continue
-            for fragment in buffer.layout.fragments(self._axis.rank, whole=self._whole):
+            for fragment in buffer.layout.fragments(buffer.axis.rank, whole=self._whole):
                 piece = owned[fragment.shard_start : fragment.shard_start + fragment.numel]
                 place = places.get(id(buffer.params[fragment.slot.index]), _ABSENT)
                 if place < found and not bool(piece.isfinite().all()):

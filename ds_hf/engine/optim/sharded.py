@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.dist.mesh import Mesh
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
 from ds_hf.engine.optim.buffer_states import BufferStates
 from ds_hf.engine.optim.deepspeed_names import OptimizerNames
-from ds_hf.engine.optim.grad_norm import global_control
+from ds_hf.engine.optim.grad_norm import global_control, shared
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.nonfinite import NonFinite
@@ -51,6 +51,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         groups: for each gradient buffer, the parameter group of each of its parameters.
         reducer: owner of the gradient buffers.
         scaler: loss scaler.
+        mesh: the processes, over which norms are taken.
         nonfinite: told of gradient norms.
         lows: low halves of the masters that are kept in halves; ``masters`` has the parameters for them.
     """
@@ -61,7 +62,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         groups: dict[GradientBuffer, list[int]],
         reducer: Reducer,
         scaler: LossScaler,
-        axis: Axis,
+        mesh: Mesh,
         policy: OptimizerPolicy,
         masters: dict[FlatBuffer, Tensor],
         store: StateStore,
@@ -73,7 +74,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         self.optimizer = inner
         self.reducer = reducer
         self.loss_scaler = scaler
-        self.axis = axis
+        self.axis, self.world = mesh.replicas, mesh.world
         self.policy = policy
         self.masters = masters
         self.lows = lows or {}
@@ -129,7 +130,6 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
             groups,
             masters,
             policy,
-            axis,
             self._axis_device,
             store,
         )
@@ -271,14 +271,15 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
         self.reducer.finish()
         scale, checked = self.loss_scaler.scale, self.policy.check_overflow
-        owned = [g.owned for g in self.segments if g.owned is not None and g.squares is None]
-        known = [g.squares for g in self.segments if g.squares is not None]
+        owned = [(g.owned, self.owners(g)) for g in self.segments if g.owned is not None and g.squares is None]
+        known = [shared(g.squares, self.owners(g)) for g in self.segments if g.squares is not None]
         max_norm, later = self.policy.max_norm, self._decides_later
         control = global_control(
-            owned,
-            self.axis,
-            whole=self.policy.whole,
+            [gradient for gradient, _ in owned],
+            self.world,
+            alone=self.owns_all,
             device=self._axis_device,
+            owners=[owners for _, owners in owned],
             known=known,
             scale=scale,
             max_norm=max_norm,
@@ -295,6 +296,15 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         self.reducer.clear()
         if not self._decides_later:
             self.loss_scaler.update(self._outcome.overflow)
+
+    @property
+    def owns_all(self) -> bool:
+        """This process owns all of the model: a sum over what it owns needs no other process."""
+        return self.world.world_size == 1 or (self.policy.whole and self.world == self.axis)
+
+    def owners(self, gradient: GradientBuffer) -> int:
+        """How many processes own the same of ``gradient``, where sums are taken over the world."""
+        return 1 if self.owns_all else gradient.buffer.replicas.owners(whole=self.policy.whole)
 
     def _look_ahead(self) -> None:
         """Before the update: if the host has the norm, or has to wait for it, see whether it is finite.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.store import FrozenGroup, StateStore
@@ -61,7 +60,7 @@ class Stepping:
         segments: by gradient buffer, in the order of the updates.
         groups: for each gradient buffer, the parameter group of each of its parameters.
         masters: over what this rank owns.
-        axis_device: where the processes of ``axis`` meet.
+        axis_device: where processes meet.
         store: where states are, and where units are updated.
     """
 
@@ -73,7 +72,6 @@ class Stepping:
         groups: Mapping[GradientBuffer, Sequence[int]],
         masters: Mapping[FlatBuffer, Tensor],
         policy: OptimizerPolicy,
-        axis: Axis,
         axis_device: torch.device,
         store: StateStore,
     ) -> None:
@@ -85,7 +83,6 @@ class Stepping:
         self.groups = groups
         self.masters = masters
         self.policy = policy
-        self.axis = axis
         self.axis_device = axis_device
 
     @property
@@ -164,7 +161,7 @@ class Stepping:
         for gradient, segments in self.segments.items():
             grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
             copies_of[gradient] = copies if grads is not None else None
-            layout = gradient.buffer.layout
+            layout, axis = gradient.buffer.layout, gradient.buffer.axis
             given = self.groups[gradient]
             pieces = [_piece(s, self.inner.param_groups[s.group], grads, copies) for s in segments if grads is not None]
             units.append(
@@ -174,7 +171,7 @@ class Stepping:
                     layout,
                     [self.inner.param_groups[index] for index in given],
                     gradient.dtype,
-                    None if self.policy.whole or self.axis.world_size == 1 else self.axis,
+                    None if self.policy.whole or axis.world_size == 1 else axis,
                     self.masters[gradient.buffer].device,
                     self.axis_device,
                 )

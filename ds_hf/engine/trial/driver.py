@@ -64,7 +64,7 @@ class Driver:
         self.engine, self.request = engine, request
         self.measured = self.done = False
         self._file: TextIO | None = None
-        if engine.axis.rank == 0:
+        if engine.mesh.world.rank == 0:
             self._file = Path(request.events).open("a", encoding="utf-8")  # noqa: SIM115  # until the process ends
         self.meter = memory_meter(engine, request.memory_limit)
         self.loaders = LoaderWatch()
@@ -163,7 +163,7 @@ class Driver:
         except Exception as error:  # the data set is the script's; any fault in it only costs the check
             found = f"{type(error).__name__}: {error}"
         flag = torch.tensor([isinstance(found, str)], dtype=torch.int32, device=self.engine.device)
-        collectives.all_reduce_max(flag, self.engine.axis, "whether the longest batch is known")
+        collectives.all_reduce_max(flag, self.engine.mesh.world, "whether the longest batch is known")
         self.emit("longest", known=not bool(flag))
         if isinstance(found, str):
             self.emit("note", text=f"memory was not checked with the longest batch: {found}")
@@ -230,7 +230,7 @@ class Driver:
         if not self.request.finish:
             self.engine.__dict__.pop("forward", None)
             return
-        collectives.barrier(self.engine.axis)
+        collectives.barrier(self.engine.mesh.world)
         with suppress(Exception):
             dist.destroy_process_group()
         leave(0)

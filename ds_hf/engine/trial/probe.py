@@ -50,7 +50,9 @@ class Probe:
             work()  # memory is touched, libraries are awake, and the ranks are where the others are
         self._settle()
         found = torch.tensor([self._mean(work, beats) for work in works.values()], dtype=torch.float64)
-        found = collectives.all_reduce_max(found.to(self.device), self.engine.axis, "how fast the machine is").cpu()
+        found = collectives.all_reduce_max(
+            found.to(self.device), self.engine.mesh.world, "how fast the machine is"
+        ).cpu()
         self._beat = float(found.sum())
         self.spent += time.perf_counter() - start
         return dict(zip(works, found.tolist(), strict=True))
@@ -83,7 +85,7 @@ class Probe:
                 target.copy_(source)
 
         works: dict[str, Callable[[], object]] = {"compute": multiply, "copy": copy}
-        axis = self.engine.axis
+        axis = self.engine.mesh.world
         if axis.world_size > 1:
             works["communication"] = lambda: dist.all_reduce(sent, group=axis.group)
         if cuda:

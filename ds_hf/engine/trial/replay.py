@@ -123,7 +123,7 @@ class Replay:
         engine = self.engine
         engine.accumulation.steps = accumulation
         engine.reducer.raw_factor = 1 / accumulation
-        engine.batch = BatchSizes(batch.numel * accumulation * engine.axis.world_size, batch.numel, accumulation)
+        engine.batch = BatchSizes(batch.numel * accumulation * engine.mesh.shape.data, batch.numel, accumulation)
         for index in range(accumulation):
             engine.accumulation.forced = index == accumulation - 1
             loss = loss_in(engine(*batch.args, **batch.kwargs))
@@ -144,7 +144,7 @@ class Replay:
         fine = True
         try:
             # the meter is inside: what the ranks say to each other must not cross the limit again
-            with shared_out_of_memory(self.engine.axis, is_out_of_memory):
+            with shared_out_of_memory(self.engine.mesh.world, is_out_of_memory):
                 sized = resized(batch, numel)  # the inputs alone may be too large
                 with self.meter.watch(peaks):
                     self.step(sized, min(accumulation, 2))  # the second micro-batch adds to the sums of the first
@@ -154,7 +154,7 @@ class Replay:
             fine = False
             self.clean_up()
         most = peaks[0] if peaks else self.meter.at_rest()
-        peak = agree_max(self.engine, most, lambda t: collectives.all_reduce_max(t, self.engine.axis, "a peak"))
+        peak = agree_max(self.engine, most, lambda t: collectives.all_reduce_max(t, self.engine.mesh.world, "a peak"))
         return fine, peak
 
     def clean_up(self) -> None:
@@ -270,5 +270,5 @@ class Replay:
     def _of_rank_0(self, value: float) -> float:
         """Rank 0's value on all ranks: clocks differ, and what is done next must not."""
         tensor = torch.tensor([value], dtype=torch.float64, device=self.engine.device)
-        collectives.broadcast(tensor, self.engine.axis, what="a time")
+        collectives.broadcast(tensor, self.engine.mesh.world, what="a time")
         return float(tensor)

@@ -28,6 +28,7 @@ from ds_hf.engine.dist.streams import Awaited, Lane, wait
 from ds_hf.engine.zero.landing import can_land_later, landed, take_off
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Slot
 from ds_hf.engine.zero.param_names import mark_sharded, unmark
+from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.rest import DeviceRest, ShardRest
 from ds_hf.errors import DsHfError
 
@@ -112,6 +113,7 @@ class FlatBuffer:
         rest: where a sharded buffer's shard is between uses; default on ``device``.
         peers: ranks that read each other's memory, if they shall for this buffer.
         alignment: see ``FlatLayout``.
+        replicas: of the parameters, by default the processes of ``axis``.
     """
 
     _next_id = 0
@@ -127,10 +129,12 @@ class FlatBuffer:
         rest: ShardRest | None = None,
         peers: Peers | None = None,
         alignment: int = ALIGNMENT,
+        replicas: Replicas | None = None,
     ) -> None:
         self.params = tuple(params)
         self.owners = self.params  # the model's parameters whose values lie here
         self.axis = axis
+        self.replicas = replicas or Replicas.along(axis)
         self.name_for_logs(f"parameters of shape {', '.join(str(tuple(logical_shape(p))) for p in self.params[:3])}")
         self.dtype = dtype
         self.device = device

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "cut_of", "even_cut", "set_cut", "tiles", "whole_shape"]
+__all__ = ["Cut", "cut_of", "even_cut", "is_cut", "is_marked", "set_cut", "tiles", "whole_shape"]
 
 _ATTRIBUTE = "_ds_cut"
 
@@ -94,6 +94,16 @@ def even_cut(local: Sequence[int], dim: int, rank: int, size: int, stride: int =
 def cut_of(param: Tensor) -> Cut | None:
     """The cut of a parameter, ``None`` if this process holds the whole of it (before ZeRO divides it)."""
     return getattr(param, _ATTRIBUTE, None)
+
+
+def is_marked(param: Tensor) -> bool:
+    """The model's author says that processes hold different parts: Megatron-LM's mark, of old or now."""
+    return bool(getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False))
+
+
+def is_cut(param: Tensor) -> bool:
+    """Whether this process holds a part of the parameter. A mark may leave open which: then there is no ``cut_of``."""
+    return cut_of(param) is not None or is_marked(param)
 
 
 def set_cut(param: Tensor, cut: Cut) -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hf.engine.dist.mesh import Mesh
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 from ds_hf.engine.zero.comm_dtype import comm_dtype
 from ds_hf.engine.zero.experts import find_choices, holder_of, is_container
 from ds_hf.engine.zero.leaf import is_leaf
 from ds_hf.engine.zero.opaque import is_opaque
+from ds_hf.engine.zero.replicas import Replicas, replicas_of
 from ds_hf.engine.zero.unit import Unit
 
 __all__ = [
@@ -175,21 +177,26 @@ def keep_small_whole(units: list[Unit], below: int, in_all: int) -> list[Unit]:
 
 
 def by_layout(
-    params: list[nn.Parameter], group_of: dict[int, int], dtype: torch.dtype | None, sent: torch.dtype | None
-) -> list[list[nn.Parameter]]:
-    """Split a unit's parameters by (dtype or opaque, dtype of reductions if trained); one flat buffer for each.
+    params: list[nn.Parameter],
+    group_of: dict[int, int],
+    dtype: torch.dtype | None,
+    sent: torch.dtype | None,
+    mesh: Mesh,
+) -> list[tuple[Replicas, list[nn.Parameter]]]:
+    """Split a unit's parameters by (replicas, dtype or opaque, dtype of reductions if trained); one flat buffer for
+    each.
 
     Args:
         group_of: id of each trained parameter -> its group; groups lie one after another.
         dtype: of all parameters, ``None`` for their own.
         sent: in which gradients are reduced, ``None`` for the parameters' dtype; a parameter's ``comm_dtype`` wins.
     """
-    found: dict[tuple[Any, torch.dtype | None], list[nn.Parameter]] = {}
+    found: dict[tuple[Replicas, Any, torch.dtype | None], list[nn.Parameter]] = {}
     for param in params:
         own = dtype or own_dtype(param)
         reduced = comm_dtype(param, sent or own) if group_of.get(id(param), FROZEN) != FROZEN else None
-        found.setdefault(("bytes" if is_opaque(param) else own, reduced), []).append(param)
-    return [sorted(each, key=lambda p: group_of.get(id(p), FROZEN)) for each in found.values()]
+        found.setdefault((replicas_of(param, mesh), "bytes" if is_opaque(param) else own, reduced), []).append(param)
+    return [(key[0], sorted(each, key=lambda p: group_of.get(id(p), FROZEN))) for key, each in found.items()]
 
 
 def own_dtype(param: Tensor) -> torch.dtype:

@@ -36,6 +36,9 @@ def publish(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
         buffer.check_views()
         if whole:
             continue
+        if together and buffer.axis != together[0].axis:
+            _gather(together)
+            together, nbytes = [], 0
         together.append(buffer)
         nbytes += buffer.full.nbytes
         if nbytes >= enough:

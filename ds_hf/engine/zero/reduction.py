@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_hf.engine.dist import collectives
+from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
@@ -34,6 +35,8 @@ class Reducer:
         every_micro_batch: the plan shards gradients, so each backward reduces.
         at_the_end: nothing is gained by reducing earlier than when backward ends: no memory, for whole gradients are
             kept, and no time, for nothing runs beside it; ranks then wait for each other once.
+        world: the processes that reduce in one order, by default those that share the buffers. Where other collectives
+            come between, as in a model that is parallel itself, other orders could wait for each other in a circle.
     """
 
     def __init__(
@@ -43,11 +46,13 @@ class Reducer:
         every_micro_batch: bool,
         *,
         at_the_end: bool = False,
+        world: Axis | None = None,
     ) -> None:
         self.units = list(units)
         self.by_unit = buffers
         self.every_micro_batch = every_micro_batch
         self.at_the_end = at_the_end
+        self.world = world
         self.at_boundary: Callable[[], bool] = lambda: True  # whether the present backward is the last before a step
         self.driven = False  # the engine runs the backward, and has divided the loss by the accumulation steps
         self.raw_factor = 1.0  # that division, for the gradients of other backwards
@@ -164,7 +169,7 @@ class Reducer:
         first = self._order[0].buffer
         places = [len(self.used), *(self.units.index(unit) for unit in used)]
         indices = torch.tensor(places, device=first.device)
-        collectives.broadcast(indices, first.axis, what="the order of the units")
+        collectives.broadcast(indices, self.world or first.axis, what="the order of the units")
         count, *places = indices.tolist()
         ordered = [self.units[place] for place in places]
         self._order = self._reversed(ordered)

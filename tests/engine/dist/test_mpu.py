@@ -1,11 +1,9 @@
-"""An ``mpu`` or a mesh in which the model is parallel is refused by name, before anything is built."""
+"""Parallel models that the engine does not train are refused by name, before anything is built."""
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,7 +11,6 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from ds_hf import initialize
-from ds_hf.engine.dist.mpu import check_mesh_param, check_mpu
 from ds_hf.engine.zero.init import Init
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
@@ -21,95 +18,27 @@ from tests.helpers.distributed import run_distributed
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
 
 
-def mpu(**sizes: Any) -> Any:
-    """A module of functions, as Megatron's ``parallel_state`` is one."""
-    module = types.ModuleType("parallel_state")
-    module.get_data_parallel_group = lambda: None  # type: ignore[attr-defined]
-    for name, size in {"data": 8, "sequence_data": 8, "expert_data": 8, **sizes}.items():
-        setattr(module, f"get_{name}_parallel_world_size", lambda size=size: size)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("model", "model parallel"),
-        ("tensor_model", "tensor model parallel"),
-        ("slice", "slice parallel"),
-        ("pipeline_model", "pipeline model parallel"),
-        ("pipe", "pipe parallel"),
-        ("sequence", "sequence parallel"),
-        ("context", "context parallel"),
-        ("expert_model", "expert model parallel"),
-        ("hierarchical_context", "hierarchical context parallel"),  # in no list: found by its form
-    ],
-)
-def test_a_size_above_one_is_refused_by_name(name: str, kind: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_mpu(mpu(**{name: 3}))
-    text = str(caught.value)
-    assert f"mpu.get_{name}_parallel_world_size() is 3: {kind} training is not supported yet" in text
-    assert "ZeRO stage 3" in text
-
-
-def test_sizes_of_one_and_groups_that_were_never_made_pass() -> None:
-    def not_initialized() -> int:
-        raise AssertionError("context parallel group is not initialized")
-
-    plain = mpu(model=1, tensor_model=1, sequence=1, expert_model=0, slice=None)
-    plain.get_context_parallel_world_size = not_initialized
-    plain.get_expert_parallel_world_size = lambda group_name: 4  # DeepSpeed's groups: of one group of experts
-    check_mpu(plain)
-
-
-def test_names_that_only_getattr_knows() -> None:
-    class Wrapper:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(mpu(tensor_model=2), name)
-
-    with pytest.raises(ConfigError, match=r"mpu\.get_tensor_model_parallel_world_size\(\) is 2"):
-        check_mpu(Wrapper())
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (mpu(model="two"), r"get_model_parallel_world_size\(\) gives 'two', not a number"),
-        (object(), r"object has no get_data_parallel_group\(\)"),
-    ],
-)
-def test_what_cannot_tell(given: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        check_mpu(given)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "said"),
-    [
-        ((2, 2), "the sequence-parallel size is 2"),
-        ((8, 1), "it has 8 data-parallel processes, and 4 run"),
-        ((4,), "is not a mesh"),
-        ("41", "is not a mesh"),
-        (4, "is not a mesh"),
-        ((4, 0), "is not a mesh"),
-        ((4, True), "is not a mesh"),
-    ],
-)
-def test_meshes_that_are_refused(mesh: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        check_mesh_param(mesh, 4)
-    check_mesh_param((4, 1), 4)
-    check_mesh_param([4, 1], 4)
-
-
-class Tensors:
-    """Two processes that share each layer, as Megatron says it."""
+class Stages:
+    """Two stages of a pipeline, as Megatron says it."""
 
     def get_data_parallel_group(self) -> Any:
         return None
 
-    def get_tensor_model_parallel_world_size(self) -> int:
+    def get_pipeline_model_parallel_world_size(self) -> int:
         return dist.get_world_size()
+
+
+class Topology:
+    def get_axis_names(self) -> list[str]:
+        return ["pipe", "data"]
+
+    def get_dim(self, axis: str) -> int:
+        return 2 if axis == "pipe" else 1
+
+
+class Pipeline(nn.Linear):
+    def topology(self) -> Topology:
+        return Topology()
 
 
 def refusal(**given: Any) -> str:
@@ -123,14 +52,18 @@ def refusal(**given: Any) -> str:
 
 def on_two_ranks() -> dict[str, str]:
     found = {
-        "mpu": refusal(mpu=Tensors()),
+        "mpu": refusal(mpu=Stages()),
+        "topology": refusal(model=Pipeline(4, 2)),
         "sequence": refusal(mesh_param=(1, 2)),
         "data": refusal(mesh_param=(2, 1)),
+        "too many": refusal(mesh_param=(8, 1)),
         "json": refusal(config={**CONFIG, "tensor_parallel": {"autotp_size": 2}}),
         "json sequence": refusal(config={**CONFIG, "sequence_parallel_size": 2}),
+        "json data": refusal(config={**CONFIG, "data_parallel_size": 4}),
+        "all": refusal(mpu=Stages(), config={**CONFIG, "sequence_parallel_size": 2}),
     }
     try:
-        with Init(mpu=Tensors()):
+        with Init(mpu=Stages()):
             nn.Linear(4, 2)
     except ConfigError as error:
         found["zero.Init"] = str(error)
@@ -146,12 +79,16 @@ def on_two_ranks() -> dict[str, str]:
 
 def test_initialize_refuses_what_is_parallel() -> None:
     for found in run_distributed(on_two_ranks, 2):
-        for case in ("mpu", "zero.Init"):
-            assert "mpu.get_tensor_model_parallel_world_size() is 2" in found[case], case
-        assert "the sequence-parallel size is 2" in found["sequence"]
+        for case in ("mpu", "zero.Init", "all"):
+            assert "mpu.get_pipeline_model_parallel_world_size() is 2: pipeline parallelism is not" in found[case], case
+        assert "topology.get_dim('pipe') is 2: pipeline parallelism is not supported yet" in found["topology"]
+        assert "mesh_param[1] is 2: sequence parallelism is not supported yet" in found["sequence"]
         assert found["data"] == ""
+        assert "is 8, and there are 2 processes" in found["too many"]
         assert "tensor parallelism is not" in found["json"]
         assert "sequence parallelism is not" in found["json sequence"]
+        assert "sequence parallelism is not" in found["all"]
+        assert "data-parallel 4 (data_parallel_size) is 4, and there are 2 processes" in found["json data"]
         assert "0.weight is a DTensor" in found["DTensor"]
         assert "(2 processes, tp; placements S(0))" in found["DTensor"]
         assert "weight is a DTensor" in found["frozen DTensor"]

@@ -1,0 +1,63 @@
+"""Replicas: the processes that hold the same values of a parameter.
+
+ZeRO divides a parameter's states over its replicas; its gradient is summed over them and divided by the number of
+processes whose losses are averaged. Then every element of every sharded state has one owner among the replicas, and the
+gradient norm of the model is the sum of what every process of the world owns, each counted once.
+
+=============================================  =========================  ==============  ===================
+parameter                                      axis                       divisor         copies
+=============================================  =========================  ==============  ===================
+ordinary, or cut over tensor                   data x sequence            its size        1
+whole, where the engine cuts others            data x sequence x tensor   its size        1
+whole, where an ``mpu`` made the groups        its data group             its size        model-parallel size
+=============================================  =========================  ==============  ===================
+
+The third row is because nothing is averaged over somebody else's model-parallel group: there each of its processes owns
+the parameter and makes the same update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ds_hf.engine.dist.mesh import Axis, Mesh
+from ds_hf.engine.zero.cut import is_cut
+
+__all__ = ["Replicas", "replicas_of"]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Of the parameters of one flat buffer.
+
+    Attributes:
+        axis: the processes over which states are divided and gradients summed.
+        divisor: processes whose losses are averaged: gradients are divided by it.
+        copies: in how many such axes of the world the same values are.
+        inner: part of ``axis`` over which hierarchical ZeRO divides some states, ``None`` for all of it.
+    """
+
+    axis: Axis
+    divisor: int
+    copies: int = 1
+    inner: Axis | None = None
+
+    @classmethod
+    def along(cls, axis: Axis) -> Replicas:
+        """Of ordinary parameters, where ``axis`` is all processes that hold them."""
+        return cls(axis, axis.world_size)
+
+    def owners(self, *, whole: bool) -> int:
+        """How many processes of the world own each element of a state; ``whole``: of one that is not divided."""
+        return self.copies * (self.axis.world_size if whole else 1)
+
+
+def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
+    """The row of the table for ``param``. The first call for a new kind is collective: all ranks make it."""
+    if is_cut(param) or mesh.shape.tensor == 1:
+        return Replicas.along(mesh.replicas)
+    if mesh.is_given:
+        return Replicas(mesh.replicas, mesh.replicas.world_size, copies=mesh.shape.model)
+    return Replicas.along(mesh.axis("data", "sequence", "tensor"))
