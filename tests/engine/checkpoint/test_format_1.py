@@ -52,3 +52,20 @@ def test_it_is_whole(folder: Path) -> None:
     sums = json.loads((folder / "expected.json").read_text())["sums"]
     found = get_fp32_state_dict_from_zero_checkpoint(folder)
     assert found["blocks.1.linear.weight"].double().sum().item() == sums["blocks.1.linear.weight/master"]
+
+
+def _save(folder: Path) -> None:
+    with engine_of(config(2, "fp16")) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(folder)
+
+
+def test_without_slices_the_same_is_written_today(folder: Path, tmp_path: Path) -> None:
+    """Older versions of ds_hf read what this one saves of a model that is not cut."""
+    run_distributed(_save, 2, tmp_path, timeout=30)
+    then, now = (json.loads((place / "global_step3/manifest.json").read_text()) for place in (folder, tmp_path))
+    assert list(now) == list(then)
+    for key in ("format", "version", "world_size", "parameters", "excluded", "tied", "buffers", "groups", "optimizer"):
+        assert now[key] == then[key], key
+    assert now["digest"].keys() == then["digest"].keys()
+    assert now["digest"]["tensors"].keys() == then["digest"]["tensors"].keys()

@@ -28,6 +28,7 @@ from ds_hf.engine.checkpoint.zero_to_fp32 import (
 )
 from ds_hf.engine.zero.cut import Cut
 from ds_hf.errors import CheckpointError
+from tests.engine.checkpoint.hostile import mutated
 
 Cuts = list[SavedCut | None]
 
@@ -223,6 +224,25 @@ def test_many_ranges_take_no_longer_than_their_number(tmp_path: Path) -> None:
     state = get_fp32_state_dict_from_zero_checkpoint(folder)
     assert torch.equal(state["w"], whole)
     assert time.thread_time() - began < 20
+
+
+def test_a_manifest_changed_anywhere_is_refused_or_read(tmp_path: Path) -> None:
+    """No other exception, however the table of cuts and the fragments were changed."""
+    source = random.Random(5)
+    whole = {"a": torch.randn(6, 4), "b": torch.randn(5), "c": torch.randn(4, 2, 3)}
+    folder = write(tmp_path, whole, {name: random_cuts(source, tuple(t.shape)) for name, t in whole.items()}, parts=2)
+    content = json.loads((folder / "manifest.json").read_text())
+    refused = 0
+    for _ in range(400):
+        (folder / "manifest.json").write_text(json.dumps(mutated(content, source)))
+        try:
+            manifest, files = opened(folder)
+            for saved in manifest.parameters.values():
+                files.value(saved)
+        except CheckpointError as error:
+            assert str(folder) in str(error)
+            refused += 1
+    assert refused > 200
 
 
 def test_no_fragments_at_all() -> None:
