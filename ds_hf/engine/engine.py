@@ -32,7 +32,6 @@ from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.python_gc import switch_off_for
-from ds_hf.engine.zero.model_parallel import refuse_parts
 from ds_hf.engine.zero.offload_view import ParameterOffload
 from ds_hf.errors import DsHfError, LossError, NonFiniteError
 from ds_hf.log import logger
@@ -355,7 +354,6 @@ class Engine(EngineFacade, nn.Module):
             ValueError: ``client_state`` and ``client_sd`` are both given.
         """
         self._require_states()
-        refuse_parts(self.mesh, "save_checkpoint()")
         self._settle()
         if self.optimizer is not None:
             self.optimizer.look_back(wait=True)
@@ -396,7 +394,6 @@ class Engine(EngineFacade, nn.Module):
             CheckpointError: it is incomplete, damaged or does not fit the model.
         """
         self._require_states()
-        refuse_parts(self.mesh, "load_checkpoint()")
         if self.optimizer is not None:
             self.optimizer.forget_failure()
         self._settle()

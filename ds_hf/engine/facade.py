@@ -23,7 +23,6 @@ from ds_hf.engine.dist.process_group import get_local_rank
 from ds_hf.engine.facade_settings import SettingsFacade
 from ds_hf.engine.facade_states import StatesFacade
 from ds_hf.engine.zero.buffer import unshard
-from ds_hf.engine.zero.model_parallel import refuse_parts
 
 if TYPE_CHECKING:
     from ds_hf.config.plan import StatePlan
@@ -311,7 +310,6 @@ class EngineFacade(SettingsFacade, StatesFacade):
         Raises:
             ValueError: ``stage3_gather_16bit_weights_on_model_save`` is off.
         """
-        refuse_parts(self.mesh, "_zero3_consolidated_16bit_state_dict()")
         adapters = exclude_frozen_parameters and any(not param.requires_grad for param in self.module.parameters())
         if self.plan.shards_parameters and not adapters and not self.zero_gather_16bit_weights_on_model_save():
             raise ValueError(
@@ -332,7 +330,6 @@ class EngineFacade(SettingsFacade, StatesFacade):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write whole weights in the model's dtype; ``False`` when sharded weights may not be gathered."""
-        refuse_parts(self.mesh, "save_16bit_model()")
         self._finish_update()
         return checkpoint_save.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
@@ -348,7 +345,6 @@ class EngineFacade(SettingsFacade, StatesFacade):
         Raises:
             CheckpointError: on every rank, when it could not be written.
         """
-        refuse_parts(self.mesh, "export_pretrained()")
         export_engine(self, save_dir, dtype=dtype, max_shard_size=max_shard_size)
 
     def compile(

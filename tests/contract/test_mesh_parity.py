@@ -21,7 +21,7 @@ from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
-from ds_hf.errors import CheckpointError, ConfigError
+from ds_hf.errors import ConfigError
 from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model, reference
 from tests.helpers.distributed import run_distributed
 from tests.helpers.megatron import Mpu, OldMpu, divide, gathered_weights
@@ -375,26 +375,6 @@ def test_bad_groups_and_marks_are_refused_on_every_rank() -> None:
         assert "norm.weight is marked sequence_parallel" in found["sequence"]
         assert "built under zero.Init on 4 processes" in found["zero.Init"]
         assert "Give zero.Init the same mpu=" in found["zero.Init"]
-
-
-def saving(folder: str) -> dict[str, str]:
-    mpu = Mpu(TENSOR)
-    engine, *_ = initialize(model=divide(model(), mpu), mpu=mpu, config=config(1))
-    found = {}
-    for name in ("save_checkpoint", "load_checkpoint", "save_16bit_model", "export_pretrained"):
-        with pytest.raises(CheckpointError) as caught:
-            getattr(engine, name)(folder)
-        found[name] = str(caught.value)
-    engine.destroy()
-    return found
-
-
-def test_files_of_one_part_are_refused(tmp_path: Any) -> None:
-    for found in run_distributed(saving, DATA * TENSOR, str(tmp_path)):
-        for name, text in found.items():
-            assert text.startswith(f"{name}() does not know models that are divided over model-parallel processes yet")
-            assert "(data 2 x tensor 2)" in text
-    assert list(tmp_path.iterdir()) == []
 
 
 def forgotten_marks() -> list[str]:

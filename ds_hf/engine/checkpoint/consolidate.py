@@ -70,7 +70,7 @@ def consolidated_state_dict(
         exclude_frozen_parameters: leave out what does not train; adapters stay, also those that are switched off.
     """
     holders = find_holders(engine)
-    holders.check_slices()
+    holders.check(engine, "gathering whole weights")
     holders.check_first()
     first = holders.rank == 0
     adapters = adapter_names(engine.module)
@@ -97,7 +97,8 @@ def consolidated_state_dict(
     if not first:
         return None
     buffers, tied = module_buffers(engine.module)
-    state.update({name: value.detach().to("cpu", copy=True) for name, value in buffers.items()})
+    kept = {name: value for name, value in buffers.items() if name not in holders.own}
+    state.update({name: value.detach().to("cpu", copy=True) for name, value in kept.items()})
     state.update({name: child.get_extra_state() for name, child in extra_states(engine.module).items()})
     for alias, name in {**aliases(engine), **tied}.items():
         if name in state:

@@ -329,7 +329,9 @@ def _whole_entries(
         entries[key] = TensorEntry.of(param.detach().reshape(-1), stretches)
     buffers, tied = module_buffers(engine.module)
     for name, value in buffers.items():
-        if holders.writes_whole(name):
+        if name in holders.own:
+            report.excluded.append(name)
+        elif holders.writes_whole(name):
             report.buffers[name] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
             entries[buffer_key(name)] = TensorEntry.of(value, Stretch.whole(name, "buffer", value))
     if not holders.alike or holders.rank == 0:
@@ -341,9 +343,8 @@ def _whole_entries(
 
 
 def _identity(engine: Checkpointable) -> dict[str, Any]:
-    world, data = world_of(engine), engine.axis.world_size
-    sizes = {"dp_world_size": data, "mp_world_size": world.world_size // data}
-    return {"rank": world.rank, **sizes, **counters(engine)}
+    sizes = {"dp_world_size": engine.axis.world_size, "mp_world_size": engine.mesh.shape.model}
+    return {"rank": world_of(engine).rank, **sizes, **counters(engine)}
 
 
 def _rank_state(engine: Checkpointable, irregular: list[dict[str, Any]]) -> dict[str, Any]:

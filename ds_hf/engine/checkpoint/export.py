@@ -123,10 +123,10 @@ def export_engine(
         CheckpointError: on every rank, when writing failed on rank 0.
     """
     holders, world = find_holders(engine), world_of(engine)
-    holders.check_slices()
+    holders.check(engine, f"writing {folder}")
     holders.check_first()
     first = holders.rank == 0
-    specs = _engine_specs(engine, dtype)
+    specs = [spec for spec in _engine_specs(engine, dtype) if spec.name not in holders.own]
     writer: ShardedWriter | None = None
     problem: list[BaseException] = []
     with together(world, f"preparing {folder}"):
@@ -147,7 +147,8 @@ def export_engine(
             for name, param in zip(names_of(engine, buffer), buffer.owners, strict=True):
                 put(name, param)
     for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
-        put(name, value)
+        if name not in holders.own:
+            put(name, value)
     with together(world, f"writing {target}"):
         if writer is not None:
             error = problem[0] if problem else None

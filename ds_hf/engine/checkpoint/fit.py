@@ -48,6 +48,7 @@ def check_fit(
     """
     shapes, frozen = _model_shapes(engine)
     buffers, tied_buffers = module_buffers(engine.module)
+    buffers = {name: value for name, value in buffers.items() if name not in holders.own}
     further = {**aliases(engine), **tied_buffers}
     partners: dict[str, list[str]] = {}
     for alias, name in further.items():
@@ -69,8 +70,9 @@ def check_fit(
     if lenient_names:
         return fit
     _check_shapes(manifest, shapes, {name: tuple(b.shape) for name, b in buffers.items()}, fit)
-    missing = [n for n, place in places.items() if place is None and not (n in frozen and n in manifest.excluded)]
-    known = {*places, *further}
+    left_out = manifest.excluded & {*frozen, *buffers}
+    missing = [n for n, place in places.items() if place is None and n not in left_out]
+    known = {*places, *further, *holders.own}
     used = {place for place in places.values() if place is not None}
     for name in holders.names:  # what only other processes have
         known.add(name)

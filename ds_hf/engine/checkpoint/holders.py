@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hf.engine.checkpoint.agreement import collect
-from ds_hf.engine.checkpoint.digest import digest_of
+from ds_hf.engine.checkpoint.digest import digest_of, digests_of
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     aliases,
@@ -32,6 +32,7 @@ from ds_hf.engine.checkpoint.interface import (
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut, SavedFragment, cover_fault
 from ds_hf.engine.dist.mesh import Axis
 from ds_hf.engine.zero.cut import Cut, cut_of
+from ds_hf.engine.zero.model_parallel import check_copies
 from ds_hf.errors import CheckpointError
 
 __all__ = ["Holders", "find_holders", "whole_value"]
@@ -44,33 +45,46 @@ class Holders:
     """What ``find_holders`` found.
 
     Attributes:
-        rank: of this process among all.
+        world: all processes; those below are numbered along it.
         alike: all processes divide everything, and the tables are empty.
         divided: for each parameter or slice in flat buffers the first process of the first axis that holds it.
         whole: for what lies whole on its processes, the first of them.
         names: of all parameters and buffers that any process has, further names of tied ones among them.
         slices: for each parameter that is cut, its slices with the first process that has each.
         shapes: of the parameters that are cut, whole.
+        own: buffers of modules that differ over the processes that share layers: each has built its own, as one that
+            says where its part begins, so they are neither saved nor loaded.
     """
 
-    rank: int
+    world: Axis
     alike: bool
     divided: dict[_Key, int] = field(default_factory=dict)
     whole: dict[_Key, int] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
     slices: dict[str, dict[SavedCut, int]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all."""
+        return self.world.rank
 
     def writes(self, axis: Axis, name: str, cut: SavedCut | None) -> bool:
         """Whether the processes of ``axis`` write their shards of a parameter or slice."""
-        return self.alike or self.divided[name, cut] == axis.global_rank(0)
+        return self.alike or self.divided[name, cut] == _first_of(axis, self.world)
 
     def writes_whole(self, name: str, cut: SavedCut | None = None) -> bool:
         """Whether this process writes what it holds whole."""
         return self.rank == (0 if self.alike else self.whole[name, cut])
 
-    def check_slices(self) -> None:
-        """Raise ``CheckpointError``, alike on all processes, where slices are not each element of the whole once."""
+    def check(self, engine: Checkpointable, what: str) -> None:
+        """Raise ``CheckpointError``, alike on all processes, where files would not hold the whole model."""
+        self._check_slices()
+        check_copies(engine.module, engine.mesh, what)
+
+    def _check_slices(self) -> None:
+        """Slices are each element of the whole once."""
         for name, slices in self.slices.items():
             whole = self.shapes[name]
             rows = [SavedFragment("", 0, 0, cut.numel(whole), cut) for cut in slices]
@@ -100,14 +114,14 @@ def find_holders(engine: Checkpointable) -> Holders:
     if engine.axis.world_size == world.world_size and all(
         buffer.axis.world_size == world.world_size for buffer in flat_buffers(engine)
     ):
-        return Holders(world.rank, alike=True)
+        return Holders(world, alike=True)
     table = _own_table(engine)
     digest = digest_of(table)
     digests = collect(world, digest)
     first = digests.index(digest) == world.rank  # tables that are alike are sent once
     tables = collect(world, table if first else None)
     names = frozenset(name for each in tables if each for name in each["names"])
-    found = Holders(world.rank, alike=False, names=names)
+    found = Holders(world, alike=False, names=names, own=_own_buffers(engine))
     for rank, each in enumerate(tables):
         for name, cut, leader in each["divided"] if each else ():
             key = name, _saved(cut)
@@ -126,11 +140,26 @@ def find_holders(engine: Checkpointable) -> Holders:
     return found
 
 
+def _first_of(axis: Axis, world: Axis) -> int:
+    """The first process of ``axis``, numbered along ``world``."""
+    return world.axis_rank(axis.global_rank(0))
+
+
+def _own_buffers(engine: Checkpointable) -> frozenset[str]:
+    """Names of the module's buffers that differ over the processes that share layers. Collective."""
+    if engine.mesh.shape.tensor == 1:
+        return frozenset()
+    digests = digests_of(module_buffers(engine.module)[0])
+    others = collect(engine.mesh.axis("tensor"), digests)
+    here = {name for other in others for name in {**digests, **other} if digests.get(name) != other.get(name)}
+    return frozenset(name for names in collect(world_of(engine), sorted(here)) for name in names)
+
+
 def _own_table(engine: Checkpointable) -> dict[str, Any]:
     buffers, tied = module_buffers(engine.module)
     loose = loose_parameters(engine)
     divided = [
-        (name, _plain(cut_in(param)), buffer.axis.global_rank(0))
+        (name, _plain(cut_in(param)), _first_of(buffer.axis, world_of(engine)))
         for buffer in flat_buffers(engine)
         for name, param in zip(names_of(engine, buffer), buffer.params, strict=True)
     ]
@@ -155,7 +184,7 @@ def _saved(cut: Any) -> SavedCut | None:
 def whole_value(engine: Checkpointable, holders: Holders, name: str, param: Tensor) -> Tensor | None:
     """A gathered parameter of the live model, whole: on process 0, which the others send their slices to.
 
-    All processes call it for the same parameters in the same order, after ``check_slices``.
+    All processes call it for the same parameters in the same order, after ``check``.
 
     Returns:
         ``None`` on other processes where the parameter is cut.
@@ -174,5 +203,5 @@ def whole_value(engine: Checkpointable, holders: Holders, name: str, param: Tens
         if rank:
             part = torch.empty(each.shape(cut.whole), dtype=param.dtype, device=param.device)
             dist.recv(part, world.global_rank(rank), group=world.group)
-        Cut(each.dim, each.ranges, cut.whole).put(whole, part)
+        Cut(each.dim, each.ranges, cut.whole).put(whole, part.view(each.shape(cut.whole)))
     return whole

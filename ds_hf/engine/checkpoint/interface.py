@@ -73,7 +73,7 @@ class Checkpointable(Protocol):
 
 def world_of(engine: Checkpointable) -> Axis:
     """All processes: those that a checkpoint is of."""
-    return engine.axis
+    return engine.mesh.world
 
 
 def cut_in(param: Tensor) -> SavedCut | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ds_hf.config.types.mesh import AXES
 from ds_hf.engine.checkpoint.checksum import add, hexadecimal
 from ds_hf.engine.checkpoint.files import tensors_name
 from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, loose_parameters, names_of, world_of
@@ -106,8 +107,8 @@ def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
 
 def mesh_sizes(engine: Checkpointable) -> Json:
     """How the processes are divided, where not all of them are data-parallel."""
-    world, data = world_of(engine).world_size, engine.axis.world_size
-    return {} if data == world else {"mesh": {"data": data, "model": world // data}}
+    sizes = {axis: getattr(engine.mesh.shape, axis) for axis in AXES}
+    return {} if sizes["data"] == world_of(engine).world_size else {"mesh": sizes}
 
 
 def complete(description: Json, reports: Sequence[RankReport]) -> Json:

@@ -70,7 +70,7 @@ def save_checkpoint(
     staged = hidden_beside(target, "saving", writer)
     in_background = engine.settings.ds_hf.checkpoint.async_
     holders = find_holders(engine)
-    holders.check_slices()
+    holders.check(engine, f"saving {target}")
     try:
         with together(axis, f"saving {target}") as meeting:
             part = gather_part(engine, holders, client_state, exclude_frozen_parameters)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Cut", "cut_of", "even_cut", "is_cut", "is_marked", "set_cut", "tiles", "whole_shape"]
+__all__ = ["Cut", "cut_of", "even_cut", "is_cut", "is_marked", "part_of_stack", "set_cut", "tiles", "whole_shape"]
 
 _ATTRIBUTE = "_ds_cut"
 
@@ -91,6 +91,13 @@ def even_cut(local: Sequence[int], dim: int, rank: int, size: int, stride: int =
     return Cut(dim, ranges, whole)
 
 
+def part_of_stack(local: Sequence[int], rank: int, size: int) -> Cut:
+    """The cut of process ``rank`` of ``size`` that hold parts of a whole which nothing says how to put together: they
+    count as slices of a stack ``[size, *local]``, so the shape of the cut has a first dimension more than the tensor.
+    """
+    return Cut(0, ((rank, 1),), torch.Size([size, *local]))
+
+
 def cut_of(param: Tensor) -> Cut | None:
     """The cut of a parameter, ``None`` if this process holds the whole of it (before ZeRO divides it)."""
     return getattr(param, _ATTRIBUTE, None)
@@ -102,7 +109,7 @@ def is_marked(param: Tensor) -> bool:
 
 
 def is_cut(param: Tensor) -> bool:
-    """Whether this process holds a part of the parameter. A mark may leave open which: then there is no ``cut_of``."""
+    """Whether this process holds a part of the parameter; a mark says so before there is a ``cut_of``."""
     return cut_of(param) is not None or is_marked(param)
 
 

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from ds_hf.engine.dist import collectives
 from ds_hf.engine.dist.mesh import Axis, Mesh
 from ds_hf.engine.zero.buffer import home_of, logical_shape
-from ds_hf.engine.zero.cut import even_cut, is_cut, is_marked, set_cut
+from ds_hf.engine.zero.cut import even_cut, is_cut, is_marked, part_of_stack, set_cut
 from ds_hf.errors import CheckpointError, ConfigError
 from ds_hf.log import warn_once
 
-__all__ = ["mark_cuts", "refuse_parts", "warn_of_differences"]
+__all__ = ["check_copies", "mark_cuts", "warn_of_differences"]
 
 _SHOWN = 8  # names in a message
 _CHUNK = 1 << 22  # elements
+_ROUNDING = 0.01  # of the largest value: copies that rounding alone has moved apart stay well below
 
 
 def mark_cuts(model: nn.Module, mesh: Mesh) -> None:
@@ -34,6 +35,7 @@ def mark_cuts(model: nn.Module, mesh: Mesh) -> None:
     if mesh.shape.tensor == 1 or not mesh.is_given:
         return
     tensor, faults = mesh.axis("tensor"), []
+    placeless = []
     for name, param in model.named_parameters():
         home = home_of(param)
         if home is not None and home.buffer.axis.world_size > mesh.replicas.world_size:
@@ -48,8 +50,12 @@ def mark_cuts(model: nn.Module, mesh: Mesh) -> None:
                 f"{name} is marked sequence_parallel: its gradient would have to be summed over the model-parallel "
                 "group, which ds_hf leaves to the model"
             )
+        if not is_marked(param):
+            continue
         dim = getattr(param, "partition_dim", None)
-        if not is_marked(param) or dim is None or dim < 0:  # -1 is Megatron's for unset
+        if dim is None or dim < 0:  # -1 is Megatron's for unset
+            set_cut(param, part_of_stack(logical_shape(param), tensor.rank, tensor.world_size))
+            placeless.append(name)
             continue
         try:
             stride = getattr(param, "partition_stride", 1)
@@ -58,6 +64,12 @@ def mark_cuts(model: nn.Module, mesh: Mesh) -> None:
             faults.append(f"{name}: {error}")
     if faults:
         raise ConfigError("; ".join(faults[:_SHOWN]), "initialize(mpu=...)")
+    if placeless:
+        warn_once(
+            f"{_listed(placeless)} {'are' if len(placeless) > 1 else 'is'} marked as divided over the model-parallel "
+            "group, and no partition_dim says along which dimension: files hold the parts side by side, as one tensor "
+            f"[{tensor.world_size}, ...], which only as many parts load. Set param.partition_dim"
+        )
 
 
 def warn_of_differences(model: nn.Module, mesh: Mesh) -> None:
@@ -79,32 +91,61 @@ def warn_of_differences(model: nn.Module, mesh: Mesh) -> None:
             "every part of the model needs the same parameters, in the same order",
             "initialize(mpu=...)",
         )
-    sums = torch.stack([_checksum(param, count.device) for _, param in named])
-    differing = _differs(sums, axis, "parameters that are not marked as divided").flatten().to(torch.int32)
-    collectives.all_reduce_max(differing, mesh.world, "parameters that differ")  # each replica saw its shards
-    names = [name for (name, _), differs in zip(named, differing.tolist(), strict=True) if differs]
+    names = _differing(model, mesh)
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         warn_once(
-            f"{', '.join(names[:_SHOWN])}{more} differ over the model-parallel group of the mpu and are not marked as "
+            f"{_listed(names)} differ over the model-parallel group of the mpu and are not marked as "
             "divided over it. They train apart, and the gradient norm takes them for one: set "
             "param.tensor_model_parallel = True (with partition_dim) on those that are parts, give the others the same "
             "values on all ranks"
         )
 
 
-def refuse_parts(mesh: Mesh, what: str) -> None:
-    """Refuse files of a model of which each process has a part only.
+def check_copies(model: nn.Module, mesh: Mesh, what: str) -> None:
+    """Before files hold one copy of each parameter that is not marked: the others are the same, but for rounding.
+
+    Collective.
 
     Raises:
-        CheckpointError: the model is divided.
+        CheckpointError: they are not, on all processes.
     """
-    if mesh.shape.model > 1:
-        raise CheckpointError(
-            f"{what} does not know models that are divided over model-parallel processes yet ({mesh.shape}): one part "
-            "would take the place of all. Save each part by yourself: module.state_dict() under "
-            "deepspeed.zero.GatheredParameters, in a file for each model-parallel rank"
+    if mesh.shape.tensor == 1 or not mesh.is_given:
+        return
+    names = _differing(model, mesh)
+    if not names:
+        return
+    apart = torch.zeros(len(names), 2, device=next(model.parameters()).device)  # how far, and how large they are
+    for row, name in zip(apart, names, strict=True):
+        here = torch.cat(
+            [torch.zeros(1, device=row.device), *(p.float().to(row.device) for p in _pieces(model.get_parameter(name)))]
         )
+        extremes = collectives.all_reduce_max(torch.stack([here, -here]), mesh.axis("tensor"), "parameters that differ")
+        row.copy_(torch.stack([extremes.sum(0).max(), extremes.abs().max()]))
+    apart = collectives.all_reduce_max(apart, mesh.world, "parameters that differ")
+    far = [name for name, (spread, size) in zip(names, apart.tolist(), strict=True) if not spread <= _ROUNDING * size]
+    if far:
+        raise CheckpointError(
+            f"{what}: {_listed(far)} differ over the model-parallel group and are not marked as divided over it: files "
+            "would hold the first part's values alone. Set param.tensor_model_parallel = True and partition_dim before "
+            "initialize(); to keep what this run has learnt, save module.state_dict() under "
+            "deepspeed.zero.GatheredParameters in a file for each model-parallel rank"
+        )
+    warn_once(f"{_listed(names)} differ a little over the model-parallel group: files hold the first part's values")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def _differing(model: nn.Module, mesh: Mesh) -> list[str]:
+    """Names of parameters without a mark that differ over the model-parallel group. Collective."""
+    axis, named = mesh.axis("tensor"), list(model.named_parameters())
+    device = next((param.device for _, param in named), torch.device("cpu"))
+    sums = torch.stack([_checksum(param, device) for _, param in named])
+    differing = _differs(sums, axis, "parameters that are not marked as divided").flatten().to(torch.int32)
+    collectives.all_reduce_max(differing, mesh.world, "parameters that differ")  # each replica saw its shards
+    return [name for (name, _), differs in zip(named, differing.tolist(), strict=True) if differs]
 
 
 def _differs(values: Tensor, axis: Axis, what: str) -> Tensor:
@@ -119,18 +160,22 @@ def _checksum(param: Tensor, device: torch.device) -> Tensor:
     total = torch.zeros(1, dtype=torch.int64, device=device)
     if is_cut(param):
         return total
-    home = home_of(param)
-    pieces: Sequence[Tensor] = [param.detach().reshape(-1)]
-    if home is not None and home.buffer.sharded:
-        shard, rank = home.buffer.shard, home.buffer.axis.rank
-        fragments = [f for f in home.buffer.layout.fragments(rank) if f.slot is home.slot]
-        pieces = [shard[f.shard_start : f.shard_start + f.numel] for f in fragments]
-    for piece in pieces:
+    for piece in _pieces(param):
         for part in torch.split(piece, _CHUNK):
             ints = part.contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64)
             weights = torch.arange(1, ints.numel() + 1, device=ints.device)
             total += (ints * weights).sum().to(device)
     return total
+
+
+def _pieces(param: Tensor) -> list[Tensor]:
+    """What this process has of a parameter now, flat."""
+    home = home_of(param)
+    if home is None or not home.buffer.sharded:
+        return [param.detach().reshape(-1)]
+    shard, rank = home.buffer.owned(whole=False, write=False), home.buffer.axis.rank
+    fragments = [f for f in home.buffer.layout.fragments(rank) if f.slot is home.slot]
+    return [shard[f.shard_start : f.shard_start + f.numel].detach() for f in fragments]
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

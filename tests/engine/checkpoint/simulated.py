@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from ds_hf.engine import builder
+from ds_hf.engine.dist import mesh
 from ds_hf.engine.dist.mesh import Axis
 
 __all__ = ["run_threads"]
@@ -34,7 +34,7 @@ def _threaded_groups() -> Iterator[None]:
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     multi_threaded_pg._install_threaded_pg()
     try:
-        with mock.patch.object(builder, "data_parallel_axis", _axis):
+        with mock.patch.object(mesh, "axis_of", _axis):
             yield
     finally:
         multi_threaded_pg._uninstall_threaded_pg()
