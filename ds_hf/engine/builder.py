@@ -51,6 +51,7 @@ from ds_hf.engine.rehearsal import rehearsal
 from ds_hf.engine.zero.advice import whole_model_advice
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
 from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
+from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy, summed_by_copies
 from ds_hf.engine.zero.grouping import FROZEN, by_layout, join_small, keep_small_whole, make_units, own_dtype
 from ds_hf.engine.zero.hooks import UnitHooks
@@ -263,7 +264,7 @@ def _make_parts(
     if plan.shards_parameters:
         units = keep_small_whole(units, plan.whole_below, plan.whole_in_all)
     in_halves = _keeps_halves(settings, plan, device, inner)
-    offload = build_offload(settings, plan, axis, device, _managed(model, plan), inner, in_halves=in_halves)
+    offload = build_offload(settings, plan, mesh, device, _managed(model, plan), inner, in_halves=in_halves)
     masters: dict[FlatBuffer, Tensor] = {}
     lows: dict[FlatBuffer, Tensor] = {}
     gradients: dict[Unit, list[GradientBuffer]] = {}
@@ -272,7 +273,9 @@ def _make_parts(
     gathers, reductions = Lane(device), Lane(device if axis.world_size > 1 else None)
     gathers_some = plan.shards_optimizer or plan.shards_parameters
     large = any(_worth_copying(unit.params, dtype) for unit in units if not unit.joined)
-    peers = open_peers(axis, device, gathers) if settings.ds_hf.peer_copies and gathers_some and large else None
+    # Ranks that meet in memory beside the collectives of a parallel model could wait for each other in a circle.
+    copies = settings.ds_hf.peer_copies and gathers_some and large and axis == mesh.world
+    peers = open_peers(axis, device, gathers) if copies else None
     sums: PeerSums | None = None
     for unit in units:
         kinds = (unit.params, unit.whole)
@@ -428,10 +431,7 @@ def _make_master(
 
 
 def _gradient_policy(settings: Config, plan: StatePlan, divisor: int) -> GradientPolicy:
-    """
-    Args:
-        divisor: processes whose losses are averaged.
-    """
+    """How gradients travel that are divided by ``divisor``, the number of processes whose losses are averaged."""
     mean = settings.gradient_allreduce_op == "mean"
     # All of the division before the sum, as fp16 needs it, unless the user splits it by gradient_predivide_factor.
     factor = settings.gradient_predivide_factor
@@ -450,6 +450,12 @@ def _gradient_policy(settings: Config, plan: StatePlan, divisor: int) -> Gradien
 
 def _policy(settings: Config, plan: StatePlan, axis: Axis, store: StateStore, inner: Optimizer) -> OptimizerPolicy:
     elementwise = is_elementwise(inner)
+    if isinstance(inner, TensorwiseOptimizer) and any(is_cut(p) for g in inner.param_groups for p in g["params"]):
+        raise ConfigError(
+            f"{type(inner).__name__} looks at whole parameters, of which the model-parallel processes of the mpu hold "
+            "parts: use AdamW, Adam, Lion, Adagrad or SGD",
+            "initialize(mpu=...)",
+        )
     knows_pieces = elementwise or isinstance(inner, TensorwiseOptimizer)
     if not knows_pieces and plan.shards_optimizer and axis.world_size > 1:
         warn_once(

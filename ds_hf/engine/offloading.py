@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ds_hf.config.plan import StatePlan
 from ds_hf.config.types import Config
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.dist.mesh import Axis, Mesh
 from ds_hf.engine.offload.aio import Aio
 from ds_hf.engine.offload.folder import SwapFolder, examine
 from ds_hf.engine.offload.link import Link
@@ -40,7 +40,7 @@ _ONE_MOMENT = ("Lion", "Adagrad", "SGD", "RMSprop")  # of the rules that can be 
 class _Machine:
     """Where and for how many elements: ``numel`` of this rank's shards."""
 
-    axis: Axis
+    world: Axis
     device: torch.device
     trained: int
     numel: int
@@ -72,7 +72,7 @@ class Offload:
             if not _same_disk(path, settings.zero_optimization.offload_optimizer.nvme_path):
                 promised = 0
             self._pool = _pool(
-                settings, machine.axis, "parameters", str(path), slots, nbytes, pinned, promised=promised
+                settings, machine.world, "parameters", str(path), slots, nbytes, pinned, promised=promised
             )
         self._order = Order(depth=1 if self._pool is None else max(1, self._section.buffer_count - 2))
 
@@ -96,7 +96,7 @@ class Offload:
 def build_offload(
     settings: Config,
     plan: StatePlan,
-    axis: Axis,
+    mesh: Mesh,
     device: torch.device,
     parameters: list[torch.nn.Parameter],
     inner: Optimizer | None,
@@ -111,12 +111,13 @@ def build_offload(
     Raises:
         OffloadError: a disk cannot be used, or has too little space.
     """
+    shards = mesh.replicas.world_size
     trained = {id(p): p for group in inner.param_groups for p in group["params"]} if inner is not None else {}
     machine = _Machine(
-        axis,
+        mesh.world,
         device,
-        trained=sum(logical_shape(p).numel() for p in trained.values()) // axis.world_size,
-        numel=sum(logical_shape(p).numel() for p in parameters) // axis.world_size,
+        trained=sum(logical_shape(p).numel() for p in trained.values()) // shards,
+        numel=sum(logical_shape(p).numel() for p in parameters) // shards,
     )
     store: StateStore = DeviceStore(device, accumulation_dtype(plan))
     promised = 0
@@ -133,7 +134,7 @@ def _host_store(
     section, own = settings.zero_optimization.offload_optimizer, settings.ds_hf.offload
     ratio = section.ratio if own.ratio is None else own.ratio
     share, streamed = (0.0 if ratio == "auto" else 1.0 - float(ratio)), 0.0 if own.stream == "auto" else own.stream
-    room = Room(machine.device, machine.axis) if ratio == "auto" else None
+    room = Room(machine.device, machine.world) if ratio == "auto" else None
     by_unit = streamed_update(inner, Narrow()) is not None
     if not by_unit and (share or streamed or room or own.delayed):
         warn_once(
@@ -169,7 +170,7 @@ def _auto_share(settings: Config, machine: _Machine, inner: Optimizer, by_unit: 
     if reason:
         say_none(reason)
         return None
-    return AutoShare(machine.device, machine.axis, _processes_here())
+    return AutoShare(machine.device, machine.world, _processes_here())
 
 
 def _room_for_streams(device: torch.device) -> int:
@@ -203,7 +204,7 @@ def _file_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Opt
     assert plan.optimizer.dtype is not None
     width = getattr(torch, plan.optimizer.dtype).itemsize + _moments_nbytes(plan, inner)
     slots, path, nbytes = max(3, section.buffer_count), str(section.nvme_path), machine.trained * width
-    pool = _pool(settings, machine.axis, "optimizer states", path, slots, nbytes, pinned=False)
+    pool = _pool(settings, machine.world, "optimizer states", path, slots, nbytes, pinned=False)
     return FileStore(machine.device, _host_settings(settings, plan, machine, inner), pool), nbytes
 
 

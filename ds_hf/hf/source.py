@@ -26,4 +26,8 @@ def checked_config(source: Any) -> Config:
 
 def plain_config(source: Any) -> dict[str, Any]:
     """``source``, checked, as a dict of its own: comments gone, presets spelt out, old names replaced."""
-    return copy.deepcopy(checked_config(source).resolved)
+    tree = copy.deepcopy(checked_config(source).resolved)
+    tensor = tree.get("tensor_parallel")
+    if isinstance(tensor, dict) and tensor.get("autotp_size") == 0:  # off, by which Trainer.get_tp_size() divides
+        del tensor["autotp_size"]
+    return tree

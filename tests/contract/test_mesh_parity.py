@@ -1,11 +1,13 @@
 """Model parallelism beside ZeRO: 2 data-parallel x 2 model-parallel processes against plain torch in one process.
 
-The model is divided by hand, as users of ``mpu=`` do. fp32 weights agree to 1e-6 relative and gradient norms to 1e-5;
-fp64 gradients to 1e-12; bf16 losses stay within 1 %. Every element of the model's states has the owners it should.
+The model is divided by hand, as users of ``mpu=`` do; the one process sums in the same parts. fp32 weights agree to
+1e-6 relative and gradient norms to 1e-5; fp64 gradients to 1e-12; bf16 losses stay within 1 %. Every element of the
+model's states has the owners it should.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from itertools import product
@@ -22,9 +24,9 @@ from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
 from ds_hf.errors import ConfigError
-from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model, reference
+from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
-from tests.helpers.megatron import Mpu, OldMpu, divide, gathered_weights
+from tests.helpers.megatron import Mpu, OldMpu, divide, gathered_weights, in_parts
 from tests.helpers.parity import full_weights
 
 DATA, TENSOR = 2, 2
@@ -68,7 +70,7 @@ def train(stage: int, accumulation: int, clip: float, steps: int = 10, **more: A
 
 
 def check_parity(found: list[dict[str, Any]], accumulation: int, clip: float, steps: int = 10) -> None:
-    losses, norms, weights = reference_of(accumulation, clip, steps)
+    losses, norms, weights = reference(accumulation, clip, steps)
     for one in found:
         assert one["losses"] == pytest.approx(losses, rel=1e-5)
         assert one["norms"] == pytest.approx(norms, rel=1e-5)
@@ -77,22 +79,24 @@ def check_parity(found: list[dict[str, Any]], accumulation: int, clip: float, st
             assert float((one["weights"][name] - value).norm() / value.norm()) < 1e-6, name
 
 
-def reference_of(
-    accumulation: int, clip: float, steps: int
+@functools.cache
+def reference(
+    accumulation: int, clip: float, steps: int = 10, data: int = DATA, tensor: int = TENSOR
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    if steps == 10:
-        return reference(accumulation, clip, DATA)
-    trained = model()
+    """Losses, gradient norms and final weights of plain torch in one process."""
+    trained = in_parts(model(), tensor)
     optimizer = torch.optim.AdamW(trained.parameters(), **ADAMW)
     losses, norms = [], []
-    for step in batches(accumulation, DATA)[:steps]:
+    for step in batches(accumulation, data)[:steps]:
         optimizer.zero_grad()
-        shares = [trained(ids) / (accumulation * DATA) for micro in step for ids in micro]
-        for share in shares:
-            share.backward()
+        total = 0.0
+        for ids in (ids for micro in step for ids in micro):
+            loss = trained(ids) / (accumulation * data)
+            loss.backward()
+            total += float(loss.detach())
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.parameters(), clip or 1e9)))
         optimizer.step()
-        losses.append(float(sum(share.detach() for share in shares)))
+        losses.append(total)
     return losses, norms, {name: param.detach() for name, param in trained.named_parameters()}
 
 
@@ -116,14 +120,14 @@ def test_the_matrix_in_fp32(stage: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_losses_in_bf16(stage: int) -> None:
-    losses, _, _ = reference(4, CLIP, DATA)
+    losses, _, _ = reference(4, CLIP)
     for found in run_distributed(train, DATA * TENSOR, stage, 4, CLIP, bf16={"enabled": True}, timeout=120):
         assert found["losses"] == pytest.approx(losses, rel=1e-2)
 
 
 @pytest.mark.slow
 def test_four_parts_and_one_data_parallel_process() -> None:
-    _, _, weights = reference(1, CLIP, 1)
+    _, _, weights = reference(1, CLIP, data=1, tensor=4)
     for found in run_distributed(train_mp4, 4, timeout=120):
         for name, value in weights.items():
             assert float((found[name] - value).norm() / value.norm()) < 1e-6, name
@@ -351,6 +355,11 @@ def refusals() -> dict[str, str]:
     bad = divide(model(), mpu)
     bad.blocks[0].up.weight.partition_dim = 5
     attempt("dimension", mpu, bad)
+    attempt("lamb", mpu, optimizer={"type": "Lamb", "params": {"lr": 1e-3}})
+    uneven = divide(model(), mpu)
+    rows = 8 + mpu.get_tensor_model_parallel_rank()
+    uneven.extra = torch.nn.Linear(rows, 1)
+    attempt("uneven", mpu, uneven)
     marked = divide(model(), mpu)
     marked.norm.weight.sequence_parallel = True
     attempt("sequence", mpu, marked)
@@ -373,6 +382,8 @@ def test_bad_groups_and_marks_are_refused_on_every_rank() -> None:
         assert "data-parallel size 2: 4 processes" in found["batch"]
         assert "blocks.0.up.weight: partition_dim is 5, and the parameter has shape (64, 32)" in found["dimension"]
         assert "norm.weight is marked sequence_parallel" in found["sequence"]
+        assert "extra.weight has another size on other processes of the model-parallel group" in found["uneven"]
+        assert "FusedLamb looks at whole parameters, of which the model-parallel processes" in found["lamb"]
         assert "built under zero.Init on 4 processes" in found["zero.Init"]
         assert "Give zero.Init the same mpu=" in found["zero.Init"]
 

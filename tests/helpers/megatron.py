@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import linear
 
 from tests.helpers.models import Block, TinyLM
 
-__all__ = ["Mpu", "OldMpu", "divide", "gathered_weights"]
+__all__ = ["Mpu", "OldMpu", "divide", "gathered_weights", "in_parts"]
 
 
 class Mpu:
@@ -122,6 +123,21 @@ def divide(model: TinyLM, mpu: Any) -> TinyLM:
         assert isinstance(block, Block)
         block.up = ColumnLinear(block.up, mpu)  # type: ignore[assignment]
         block.down = RowLinear(block.down, mpu)  # type: ignore[assignment]
+    return model
+
+
+def in_parts(model: TinyLM, parts: int) -> TinyLM:
+    """Let one process compute the blocks as ``parts`` processes do, in place: sums over the width in as many parts. In
+    another order they round otherwise, and a ``relu`` whose input is zero but for rounding makes that visible."""
+
+    def forward(block: Block, x: Tensor) -> Tensor:
+        h = block.norm(x)
+        up, bias, down = block.up.weight.chunk(parts), block.up.bias.chunk(parts), block.down.weight.chunk(parts, 1)
+        total = sum(linear(torch.relu(linear(h, w, b)), d) for w, b, d in zip(up, bias, down, strict=True))
+        return x + total
+
+    for block in model.blocks:
+        block.forward = functools.partial(forward, block)  # type: ignore[method-assign]
     return model
 
 

@@ -56,6 +56,14 @@ def test_users_dict_stays_as_it_is(tmp_path: Path) -> None:
     assert json.dumps(config) == before
 
 
+def test_tensor_parallelism_that_is_off(tmp_path: Path) -> None:
+    """0 is DeepSpeed's default, and Trainer.get_tp_size() would divide by it."""
+    config = {**AUTO, "tensor_parallel": {"autotp_size": 0}}
+    assert make(tmp_path, config).hf_deepspeed_config.config["tensor_parallel"] == {}
+    config = {**AUTO, "tensor_parallel": {"autotp_size": 1}}
+    assert make(tmp_path, config).hf_deepspeed_config.config["tensor_parallel"] == {"autotp_size": 1}
+
+
 def test_faults_come_before_any_device_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: TrainingArguments) -> torch.device:
         raise AssertionError("the device was set up first")

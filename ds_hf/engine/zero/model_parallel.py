@@ -78,7 +78,7 @@ def warn_of_differences(model: nn.Module, mesh: Mesh) -> None:
     Collective; compares checksums of what this rank holds, which is of the same elements in the whole group.
 
     Raises:
-        ConfigError: the parts of the model have other numbers of parameters.
+        ConfigError: the parts of the model have other numbers of parameters, or parameters of other sizes.
     """
     if mesh.shape.tensor == 1 or not mesh.is_given:
         return
@@ -89,6 +89,15 @@ def warn_of_differences(model: nn.Module, mesh: Mesh) -> None:
         raise ConfigError(
             f"this process has {len(named)} parameters, and others of its model-parallel group have another number: "
             "every part of the model needs the same parameters, in the same order",
+            "initialize(mpu=...)",
+        )
+    numels = torch.tensor([logical_shape(param).numel() for _, param in named], device=device)
+    uneven = _differs(numels, axis, "the sizes of parameters").tolist()
+    if any(uneven):
+        names = [name for (name, _), differs in zip(named, uneven, strict=True) if differs]
+        raise ConfigError(
+            f"{_listed(names)} {'have' if len(names) > 1 else 'has'} another size on other processes of the "
+            "model-parallel group: what is divided is divided equally, and the rest is the same on all",
             "initialize(mpu=...)",
         )
     names = _differing(model, mesh)
