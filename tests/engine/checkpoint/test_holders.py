@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ds_hf
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
+from ds_hf.engine.checkpoint.convert import write_own
+from ds_hf.engine.checkpoint.dcp import write_dcp
+from ds_hf.engine.checkpoint.export import export_source
+from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
+from ds_hf.engine.checkpoint.formats import open_source
+from ds_hf.engine.checkpoint.inspect import inspect
 from ds_hf.engine.checkpoint.verify import verify
 from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
 from ds_hf.engine.zero.cut import Cut, set_cut
@@ -128,10 +135,32 @@ def test_any_slices_become_any_others(tmp_path: Path) -> None:
         state = get_fp32_state_dict_from_zero_checkpoint(folder)
         assert state.keys() == ranks[0][0].keys()
         assert all(torch.equal(value, expected[n]) for n, value in state.items())
+    check_conversions(tmp_path / "rows", tmp_path)
     back = run_distributed(loaded_and_saved, 1, tmp_path / "columns", tmp_path / "back", "whole", 3)[0]
     assert back is not None
     assert all(torch.equal(back[name], value) for name, value in expected.items())
     assert digests(tmp_path / "back/b") == alone
+
+
+def check_conversions(saved: Path, root: Path) -> None:
+    """Every format that is written of slices has the same whole states."""
+    before = open_source(saved)
+    write_deepspeed(before, root / "deepspeed", Target(2, 3), "a")
+    write_dcp(before, root / "dcp")
+    write_own(before, root / "own", "a")
+    export_source(before, root / "pretrained")
+    assert inspect(before).elements == sum(torch.Size(shape).numel() for shape in WHOLE.values())
+    for kind in ("deepspeed", "dcp", "own"):
+        after = open_source(root / kind)
+        assert after.manifest.extra.get("version", 1) == 1
+        for name, shape in WHOLE.items():
+            one, other = before.manifest.parameters[name], after.manifest.parameters[name]
+            assert one.shape == other.shape == shape
+            assert {"master", "exp_avg", "exp_avg_sq"} <= {*one.states} & {*other.states}
+            for state in one.states:
+                assert torch.equal(before.state(one, state), after.state(other, state)), (kind, name, state)
+    pretrained = load_file(root / "pretrained/model.safetensors")
+    assert all(torch.equal(pretrained[n], before.files.value(p)) for n, p in before.manifest.parameters.items())
 
 
 def failures(folder: Path) -> dict[str, str]:
