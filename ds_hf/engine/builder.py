@@ -168,7 +168,8 @@ def _load(source: Any, model: nn.Module, mpu: Any, mesh_param: Any) -> tuple[Con
         processes = dist.get_world_size(mpu.get_data_parallel_group())  # the others may train something else
     settings = load_config(source, world_size=processes, given=claims)
     assert settings.mesh is not None
-    return settings, Mesh(settings.mesh) if mpu is None else Mesh.given(mpu, settings.mesh)
+    Mesh.latest = mesh = Mesh(settings.mesh) if mpu is None else Mesh.given(mpu, settings.mesh)
+    return settings, mesh
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 
 from ds_hf.config.types.mesh import MeshShape
 from ds_hf.engine.builder import initialize
@@ -298,6 +299,12 @@ def sizes() -> dict[str, Any]:
         "dp": (engine.dp_world_size, engine.axis.rank),
         "mp": engine.mp_world_size,
         "world": engine.world_size,
+        "groups": (
+            groups.get_data_parallel_group() is mpu.get_data_parallel_group(),
+            groups.get_data_parallel_rank(),
+            groups.get_tensor_model_parallel_world_size(),
+            groups.get_tensor_model_parallel_rank(),
+        ),
         "samples": list(loader),
     }
     engine.set_train_batch_size(DATA * MICRO * 5)
@@ -317,6 +324,7 @@ def test_sizes_that_follow_from_the_mesh() -> None:
         assert found["triple"] == (DATA * MICRO * 3, MICRO, 3)
         assert found["dp"] == (DATA, rank // TENSOR)
         assert (found["mp"], found["world"], found["steps"]) == (TENSOR, 4, 5)
+        assert found["groups"] == (True, rank // TENSOR, TENSOR, rank % TENSOR)
     assert ranks[0]["samples"] == ranks[1]["samples"]
     assert ranks[2]["samples"] == ranks[3]["samples"]
     seen = sorted(i for rank in (ranks[0], ranks[2]) for batch in rank["samples"] for i in batch)

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -72,7 +72,10 @@ class Mesh:
     Attributes:
         shape: number of processes along each axis.
         world: all processes that train the model together.
+        latest: of the last engine that ``initialize`` made: what DeepSpeed's module-level functions speak of.
     """
+
+    latest: ClassVar[Mesh | None] = None
 
     def __init__(self, shape: MeshShape, axes: Mapping[frozenset[str], Axis] | None = None) -> None:
         self.shape = shape
