@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "training.jsonl"
 CHART = ROOT / "docs" / "img" / "step-time.svg"
 ENGINES = {"deepspeed": "DeepSpeed 0.19.8", "fsdp2": "FSDP2", "ds_hf": "ds_hf"}
 SETTINGS = {
@@ -38,10 +38,9 @@ STYLE = """
 
 
 class Group(NamedTuple):
-    """One setting: its label, the record's file, and milliseconds a step by engine."""
+    """One setting: its label, and milliseconds a step by engine."""
 
     label: str
-    file: Path
     machine: str
     torch: str
     date: str
@@ -49,13 +48,13 @@ class Group(NamedTuple):
 
 
 def newest(setting: str) -> Group:
-    """The newest record of ``setting`` in which all engines ran."""
-    for file in sorted(RESULTS.glob(f"*-training-{setting}.json"), reverse=True):
-        found: dict[str, Any] = json.loads(file.read_text())
+    """The newest run of ``setting`` in which all engines ran."""
+    for line in reversed(RESULTS.read_text("utf-8").splitlines()):
+        found: dict[str, Any] = json.loads(line)
         ms = {record["name"]: record["step_ms"] for record in found["records"] if not record["error"]}
-        if set(ENGINES) <= set(ms):
-            return Group(SETTINGS[setting], file, found["machine"], found["torch"], found["date"], ms)
-    raise SystemExit(f"no record of {setting} in {RESULTS} has {', '.join(ENGINES)}")
+        if found["setting"] == setting and set(ENGINES) <= set(ms):
+            return Group(SETTINGS[setting], found["machine"], found["torch"], found["date"], ms)
+    raise SystemExit(f"no run of {setting} in {RESULTS} has {', '.join(ENGINES)}")
 
 
 def draw(groups: list[Group]) -> str:

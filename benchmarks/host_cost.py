@@ -29,8 +29,8 @@ import training
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_hf.engine import builder
-from ds_hf.engine.dist.peers import Peers
+from ds_hf.engine import parts
+from ds_hf.engine.comm.peers import Peers
 
 training.MODELS["t24"] = (64, 172, 24, 4, 4, 512)
 STEPS = 5  # timed together
@@ -120,8 +120,8 @@ def main() -> None:
         print("no GPU: this tries the script; on a CPU the computation is most of a step", file=sys.stderr)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     if not args.nccl:
-        builder.open_peers = lambda axis, device, lane: Peers(
-            axis, lane, lambda numel, dtype: own_memory(numel, dtype, args.device), lambda channel: None
+        parts.open_peers = lambda axis, device, comm_stream: Peers(
+            axis, comm_stream, lambda numel, dtype: own_memory(numel, dtype, args.device), lambda channel: None
         )
     ways = (True, False) if args.alone else (True,)
     rows = [measure(args, int(stage), joined=joined) for stage in args.stages.split(",") for joined in ways]

@@ -5,7 +5,7 @@ suggestion, and at what fastai's (valley) and Lightning's (steepest) rules say o
 warm-up of 6 % and a linear decay, other initial weights and orders than the search had, and their held-out loss is the
 mean over the seeds. A rate is good when its loss is within 2 % of the best of the grid.
 
-    python benchmarks/lr_range.py --json benchmarks/results/lr_range.json
+    python benchmarks/lr_range.py --json FILE
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.memory import Prediction, Predictor, Workload
 from ds_hf.memory.models import example_inputs
 

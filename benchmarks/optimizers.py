@@ -1,7 +1,7 @@
 """How fast the optimizer kernels are: the whole job, from the 16-bit gradient to the 16-bit parameter.
 
-    python benchmarks/optimizers.py --device cuda --numel 500000000 --json optimizers.json
-    python benchmarks/optimizers.py --device cpu --numel 64000000 --threads 2 --deepspeed /path/to/its/venv/bin/python
+    python benchmarks/rules.py --device cuda --numel 500000000 --json optimizers.json
+    python benchmarks/rules.py --device cpu --numel 64000000 --threads 2 --deepspeed /path/to/its/venv/bin/python
 
 Contenders do the same job: ds_hf's kernels, torch's fused kernels with the casts they need, and DeepSpeed's optimizers
 with theirs, in a process of another interpreter (``--deepspeed``), since ds_hf takes the name. All take turns within
@@ -87,12 +87,12 @@ def ds_hf_jobs(t: Tensors) -> dict[str, Job]:
     lamb = {"eps_inside_sqrt": False, "bias_correction": True, "min_coeff": 0.01, "max_coeff": 10.0}
     sizes = segments(t.numel)
 
-    def control(grad: Tensor) -> Tensor:
+    def scale_and_skip(grad: Tensor) -> Tensor:
         return ops.norm_control([grad], scale=1.0, max_norm=1.0, checked=False)[:2]
 
     def adamw(index: int, clip: bool = False) -> None:
         g, p, m, v, out = t.at(index)
-        ops.adam_([p], [g], [m], [v], [out], [t.step], control(g) if clip else None, **adam)
+        ops.adam_([p], [g], [m], [v], [out], [t.step], scale_and_skip(g) if clip else None, **adam)
 
     def lamb_(index: int) -> None:
         g, p, m, v, out = (tensor.split(sizes) for tensor in t.at(index))

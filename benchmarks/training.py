@@ -154,7 +154,7 @@ class DsHfCopies(DsHf):
     """The same with copies for small buffers too."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from ds_hf.engine.dist import peers
+        from ds_hf.engine.comm import peers
 
         usual, peers.LEAST_COPIED_NBYTES = peers.LEAST_COPIED_NBYTES, 0
         try:

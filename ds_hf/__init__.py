@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_hf.arguments import add_config_arguments
     from ds_hf.config import Config, load_config
-    from ds_hf.engine.builder import initialize
-    from ds_hf.engine.dist.process_group import init_distributed
-    from ds_hf.engine.engine import Engine
+    from ds_hf.deepspeed_api.arguments import add_config_arguments
+    from ds_hf.deepspeed_api.engine import Engine
+    from ds_hf.deepspeed_api.initialize import initialize
+    from ds_hf.engine.comm.process_group import init_distributed
     from ds_hf.engine.zero.gather import GatheredParameters
     from ds_hf.engine.zero.init import Init
     from ds_hf.errors import CheckpointError, ConfigError, DsHfError
@@ -40,12 +40,12 @@ _HOMES = {
     "Config": "ds_hf.config",
     "ConfigError": "ds_hf.errors",
     "DsHfError": "ds_hf.errors",
-    "Engine": "ds_hf.engine.engine",
+    "Engine": "ds_hf.deepspeed_api.engine",
     "GatheredParameters": "ds_hf.engine.zero.gather",
     "Init": "ds_hf.engine.zero.init",
-    "add_config_arguments": "ds_hf.arguments",
-    "init_distributed": "ds_hf.engine.dist.process_group",
-    "initialize": "ds_hf.engine.builder",
+    "add_config_arguments": "ds_hf.deepspeed_api.arguments",
+    "init_distributed": "ds_hf.engine.comm.process_group",
+    "initialize": "ds_hf.deepspeed_api.initialize",
     "load_config": "ds_hf.config",
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds_hf.printable import printable
 
-__all__ = ["complain", "log_once", "logger", "say", "warn_once"]
+__all__ = ["complain", "log_once", "logger", "say", "set_log_level_from_string", "warn_once"]
 
 
 class _Arguments(logging.Filter):
@@ -31,6 +31,18 @@ _seen: set[str] = set()
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """``"debug"``, ``"info"``, ``"warning"``, ``"error"`` or ``"critical"``.
+
+    Raises:
+        ValueError: another word.
+    """
+    level = logging.getLevelName(log_level_str.upper())
+    if not isinstance(level, int):
+        raise ValueError(f"{log_level_str!r} is not a logging level: debug, info, warning, error, critical")
+    (custom_logger or logger).setLevel(level)
 
 
 def log_once(message: str, level: int = logging.INFO) -> None:

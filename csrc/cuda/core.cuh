@@ -133,7 +133,7 @@ struct None {
   static __device__ __forceinline__ raw narrow(float) { return 0; }
 };
 
-// The low half of an fp32 whose high half is bf16, see ds_hf/engine/ops/halves.py.
+// The low bits of an fp32 whose high half is bf16, see ds_hf/engine/ops/split_master.py.
 struct Low {
   using raw = u16;
   static constexpr bool exists = true;

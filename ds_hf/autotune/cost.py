@@ -246,13 +246,17 @@ class CostModel:
         if self.world == 1:
             return 0.0, 0.0, 0.0
         plan = self.plan(setting)
-        share = (self.world - 1) / self.world
+        shards, neighbours = (plan.shards(row.over, self.world) for row in (plan.optimizer, plan.parameters))
+        share, near = (shards - 1) / shards, (neighbours - 1) / neighbours
         parameter = ITEM_NBYTES[plan.parameters.dtype or self._dtype]
         sent = ITEM_NBYTES[plan.communication_dtype] if plan.communication_dtype else parameter
-        weights, gradients = share * self.size.total * parameter, share * self.size.trainable * sent
-        reduction = gradients if plan.optimizer.placement is Placement.SHARDED else 2 * gradients
-        gathers = 2 * weights if plan.shards_parameters else 0.0
-        publish = weights if plan.shards_optimizer and not plan.shards_parameters else 0.0
+        weights, gradients = self.size.total * parameter, self.size.trainable * sent
+        reduction = share * gradients * (1 if plan.optimizer.placement is Placement.SHARDED else 2)
+        reduction += 2 * (1 - shards / self.world) * gradients / shards  # shards that several have
+        gathers = 2 * near * weights if plan.shards_parameters else 0.0
+        publish = share * weights if plan.shards_optimizer and not plan.shards_parameters else 0.0
+        if plan.shards_parameters and neighbours < shards:
+            publish = share * self.size.trainable * parameter / neighbours  # second shards
         if plan.reduces_every_micro_batch:
             return gathers + reduction, 0.0, publish
         return gathers, reduction, publish

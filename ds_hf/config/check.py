@@ -2,6 +2,12 @@
 
 jsonschema applies the rules; this module adds what was meant: the nearest key, the place where a key belongs, the
 legal values. "auto" is settled first, because only the keys that the Trainer fills may hold it.
+
+``check_status`` says what becomes of settings that ds_hf knows and does not act upon.
+
+A setting that changes the training and is not implemented is a fault (``x-status: unsupported``); one that only
+tunes or reports is a warning with its reason (``no-effect``). Both only when it is switched on: not at its default,
+or as ``x-on`` says. A block that carries a status speaks for everything inside it.
 """
 
 from __future__ import annotations
@@ -18,9 +24,9 @@ from jsonschema.exceptions import ValidationError
 from ds_hf.config.draft import Draft
 from ds_hf.config.parse import escape
 from ds_hf.config.presets import preset_like
-from ds_hf.config.schema import Node, Path, dotted, load_schema, nearest, pointer_of, types_of, walk_for
+from ds_hf.config.schema import Node, Path, dotted, holds, load_schema, nearest, pointer_of, types_of, walk_for
 
-__all__ = ["check", "show"]
+__all__ = ["check", "check_status", "show"]
 
 _KINDS = {
     "integer": "an integer",
@@ -185,3 +191,49 @@ def _wrong_type(value: Any, node: Node) -> tuple[str, str]:
     if isinstance(value, str) and re.fullmatch(r"(?i)yes|no|on|off|enabled|disabled", value) and "boolean" in kinds:
         fix = "write true or false"
     return f"{found}; expected {expected}", fix + default
+
+
+# -- keys without effect -----------------------------------------------------------------------------------------------
+
+
+def check_status(draft: Draft, tree: dict[str, Any]) -> None:
+    """Collect faults and warnings for what is switched on in ``tree`` (the draft's tree without faulty values)."""
+    _object(draft, load_schema(), tree, ())
+
+
+def _object(draft: Draft, node: Node, tree: dict[str, Any], path: Path) -> None:
+    for key, value in tree.items():
+        child = node.get("properties", {}).get(key)
+        if child is None or child.get("deprecated"):
+            continue
+        here = (*path, key)
+        status = child.get("x-status", "implemented")
+        if status != "implemented":
+            if _is_on(child, value):
+                _report(draft, child, value, here)
+        elif isinstance(value, str) and value.lower() in child.get("x-unsupported-values", {}):
+            reason = child["x-unsupported-values"][value.lower()]
+            fix = child.get("x-fix", "choose another")
+            draft.fault(pointer_of(here), f"{show(value)} is not supported by ds_hf: {reason}", fix)
+        elif isinstance(value, dict):
+            _object(draft, child, value, here)
+
+
+def _report(draft: Draft, node: Node, value: Any, path: Path) -> None:
+    shown = "this block" if isinstance(value, dict) else show(value)
+    reason = node["x-reason"]
+    if node["x-status"] == "unsupported":
+        fix = node.get("x-fix", f"remove it (default {show(node.get('default'))})")
+        draft.fault(pointer_of(path), f"{shown} is not supported by ds_hf: {reason}", fix)
+    else:
+        draft.warn(pointer_of(path), f"no effect: {reason}")
+
+
+def _is_on(node: Node, value: Any) -> bool:
+    if "x-on" in node:
+        return holds(node["x-on"], value)
+    if isinstance(value, dict) and "properties" in node:
+        return any(_is_on(node["properties"][key], item) for key, item in value.items() if key in node["properties"])
+    if value == "auto" and node.get("x-auto"):
+        return False
+    return bool(value != node.get("default"))

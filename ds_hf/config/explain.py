@@ -77,6 +77,9 @@ def summary(config: Config) -> str:
     for name, row in (("optimizer", plan.optimizer), ("parameters", plan.parameters)):
         if row.device != "device":
             parts.append(f"{name} on {row.device}")
+    if plan.inner is not None:
+        copied = "parameters once more" if plan.optimizer.over == "replicas" else "states"
+        parts.append(f"{copied} divided over groups of {plan.inner}")
     return ", ".join(parts)
 
 

@@ -15,15 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ds_hf.config.plan import plan_states
 from ds_hf.config.types.mesh import AXES, MeshShape
 from ds_hf.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
     from ds_hf.config.types import Config
 
-__all__ = ["Claim", "MeshShape", "find_mesh", "given_claims", "mesh_shape", "require_features"]
+__all__ = ["MODEL", "Claim", "MeshShape", "find_mesh", "given_claims", "mesh_shape", "require_features"]
 
-MPU, MESH_PARAM = "initialize(mpu=...)", "initialize(mesh_param=...)"
+MPU, MESH_PARAM, MODEL = "initialize(mpu=...)", "initialize(mesh_param=...)", "initialize(model=...)"
 _ENVIRONMENT = "environment"
 _NAMES = {
     "pipe": "pipeline-parallel",
@@ -40,7 +41,6 @@ _FEATURES = {  # that the engine does not have
     "sequence": "sequence parallelism",
     "context": "context parallelism",
     "expert": "expert parallelism",
-    "inner": "hierarchical ZeRO",
 }
 
 
@@ -85,7 +85,7 @@ def find_mesh(config: Config, world: int, given: Sequence[Claim]) -> tuple[MeshS
     """The mesh, and what is wrong about it and about what was given: sources that disagree, sizes that do not fit the
     ``world`` (0: unknown, which fits everything), features that are missing."""
     claims = [*_file_claims(config), *given]
-    missing = _missing_features(claims)
+    missing = _missing_features(claims) + _nothing_divided(config, claims)
     shape, faults = _resolve(claims, 0 if missing else world)
     return shape, missing + faults
 
@@ -250,12 +250,13 @@ def require_features(claims: Sequence[Claim]) -> None:
 
 
 def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
-    """Faults of the claims that need what the engine does not have. It divides no layers, and trains layers that the
-    model's author has divided, which an ``mpu`` says."""
+    """Faults of the claims that need what the engine does not have. It divides no layers, and trains layers that are
+    divided already, which an ``mpu`` or the model's DTensors say, and accelerate too then."""
     faults = []
+    divided = {MPU, MODEL, _ENVIRONMENT} if any(claim.pointer == MODEL for claim in claims) else {MPU}
     for claim in claims:
-        known = claim.axis in ("data", "model") or (claim.axis == "tensor" and claim.pointer == MPU)
-        if known or (claim.size == 1 and claim.axis != "inner"):
+        known = claim.axis in ("data", "inner", "model") or (claim.axis == "tensor" and claim.pointer in divided)
+        if known or claim.size == 1:
             continue
         what = _FEATURES.get(claim.axis, f"{claim.axis.replace('_', ' ')} parallelism")
         if claim.axis == "context" and claim.pointer == _ENVIRONMENT:
@@ -271,6 +272,20 @@ def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
         what = "tensor parallelism" if claim.axis == "tensor" else what
         faults.append(Fault(claim.pointer, f"{claim.source} is {claim.size}: {what} is not supported yet", fix))
     return faults
+
+
+def _nothing_divided(config: Config, claims: Sequence[Claim]) -> list[Fault]:
+    """Faults where accelerate is asked to shard and the stage divides nothing; of keys of the file the rules tell."""
+    if plan_states(config).shards_optimizer:
+        return []
+    return [
+        Fault(claim.pointer, f"{claim.source} is {claim.size}, and ZeRO stage 0 divides nothing", _STAGE_FIX)
+        for claim in claims
+        if claim.axis == "inner" and claim.pointer == _ENVIRONMENT
+    ]
+
+
+_STAGE_FIX = "set zero_optimization.stage to 1, 2 or 3, or leave dp_shard_size out"
 
 
 def _resolve(claims: Sequence[Claim], world: int) -> tuple[MeshShape, list[Fault]]:
@@ -299,11 +314,12 @@ def _resolve(claims: Sequence[Claim], world: int) -> tuple[MeshShape, list[Fault
     if world and shape.processes != world:
         return shape, [_product_fault(claims, shape, world, free="data" not in sizes)]
     shape = replace(shape, expert=sizes.get("expert", 1), inner=sizes.get("inner"))
+    whole = shape.data * shape.sequence
     for axis in ("expert", "inner") if world else ():
-        part, whole = sizes.get(axis, 1), shape.data * shape.sequence
+        part = sizes.get(axis, 1)
         if whole % part:
             faults.append(_part_fault(next(c for c in claims if c.axis == axis), shape, whole))
-    return shape, faults
+    return replace(shape, inner=None) if shape.inner == whole else shape, faults
 
 
 def _disagreement(name: str, about: Sequence[Claim], note: str = "") -> Fault:

@@ -12,6 +12,17 @@ stage     parameters  gradients                                   optimizer stat
 2         replicated  sharded every micro-batch                    sharded
 3         sharded     sharded every micro-batch                    sharded
 ========  ==========  ==========================================  ================
+
+What is divided is divided over all replicas of a parameter, or *over inner*: over neighbouring processes among them, as
+a rule those of a host.
+
+==========================================================  ==========  =======================
+asked for by                                                parameters  gradients and optimizer
+==========================================================  ==========  =======================
+the stage alone                                             replicas    replicas
+``mics_shard_size``, accelerate's ``dp_shard_size``         inner       inner
+``zero_hpz_partition_size`` (stage 3)                       inner       replicas
+==========================================================  ==========  =======================
 """
 
 from __future__ import annotations
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SAFE_MODULES",
     "NonFiniteMode",
+    "Over",
     "Placement",
     "StatePlan",
     "StateSpec",
@@ -37,6 +49,7 @@ __all__ = [
 ]
 
 NonFiniteMode = Literal["warn", "skip", "error"]
+Over = Literal["replicas", "inner"]
 
 # Classes whose gradients travel in the dtype of torch_autocast unless the configuration names others.
 SAFE_MODULES = tuple(
@@ -70,11 +83,13 @@ class StateSpec:
         placement: over the data-parallel axis.
         device: ``"device"`` (where the model computes), ``"cpu"`` or ``"nvme"``.
         dtype: torch's dtype name, or ``None`` for "as the module has it" (gradients: as the parameters).
+        over: the processes over which it is divided where it is: all replicas, or an inner part of them.
     """
 
     placement: Placement
     device: str = "device"
     dtype: str | None = None
+    over: Over = "replicas"
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,7 @@ class StatePlan:
         may_split_masters: where the device updates bf16 parameters that lie there, with fp32 masters, only the half of
             each master that its parameter lacks is kept, if the optimizer's rule can.
         joins_blocks: small blocks of the model are communicated several together.
+        inner: processes over which rows are divided that are so over "inner"; ``None`` where none is.
     """
 
     parameters: StateSpec
@@ -106,6 +122,7 @@ class StatePlan:
     whole_in_all: int = 0
     may_split_masters: bool = False
     joins_blocks: bool = False
+    inner: int | None = None
 
     @property
     def scales_loss(self) -> bool:
@@ -119,6 +136,10 @@ class StatePlan:
     @property
     def shards_optimizer(self) -> bool:
         return self.optimizer.placement is Placement.SHARDED
+
+    def shards(self, over: Over, processes: int) -> int:
+        """Into how many shards a row is divided, with so many replicas."""
+        return processes if over == "replicas" or self.inner is None else min(self.inner, processes)
 
     @property
     def reduces_every_micro_batch(self) -> bool:
@@ -148,15 +169,18 @@ def plan_states(config: Config) -> StatePlan:
     parameter_dtype = "bfloat16" if config.bf16.enabled else "float16" if config.fp16.enabled else None
     parameter_device = _device(zero.offload_param.device) if parameters is Placement.SHARDED else "device"
     optimizer_device = _device(zero.offload_optimizer.device)
+    inner, parameters_over, others_over = _inside(config)
     narrow = config.bf16.enabled and config.bf16.bf16_master_weights_and_grads
     accumulation_dtype = dtype_name(config.data_types.grad_accum_dtype) or ("bfloat16" if narrow else None)
     section = config.torch_autocast
     autocast = (dtype_name(section.dtype) or "bfloat16") if section.enabled and section.dtype != "fp32" else None
     safe = SAFE_MODULES if section.lower_precision_safe_modules is None else section.lower_precision_safe_modules
     return StatePlan(
-        parameters=StateSpec(parameters, parameter_device, parameter_dtype),
-        gradients=StateSpec(gradients, "cpu" if optimizer_device == "nvme" else optimizer_device, accumulation_dtype),
-        optimizer=StateSpec(optimizer, optimizer_device, "bfloat16" if narrow else "float32"),
+        parameters=StateSpec(parameters, parameter_device, parameter_dtype, parameters_over),
+        gradients=StateSpec(
+            gradients, "cpu" if optimizer_device == "nvme" else optimizer_device, accumulation_dtype, others_over
+        ),
+        optimizer=StateSpec(optimizer, optimizer_device, "bfloat16" if narrow else "float32", others_over),
         moments="bfloat16" if narrow and config.bf16.bf16_optimizer_states else "float32",
         communication_dtype=dtype_name(config.communication_data_type),
         narrow_modules=safe if autocast else (),
@@ -169,6 +193,7 @@ def plan_states(config: Config) -> StatePlan:
         and parameter_device == "device"
         and optimizer_device != "nvme",
         joins_blocks=config.ds_hf.join_blocks and parameter_device == "device" and optimizer_device != "nvme",
+        inner=inner,
     )
 
 
@@ -182,6 +207,18 @@ def nonfinite_mode(config: Config) -> NonFiniteMode:
 def is_parameter_sharded(config: Config) -> bool:
     """Whether parameters are sharded, for code that runs before an engine exists (``zero.Init``)."""
     return plan_states(config).shards_parameters
+
+
+def _inside(config: Config) -> tuple[int | None, Over, Over]:
+    """How many processes are "inner", and over what parameters and the other rows are divided: "replicas" too for
+    rows that are not divided."""
+    zero, mesh = config.zero_optimization, config.mesh
+    second = zero.zero_hpz_partition_size > 1
+    asked = max(zero.mics_shard_size, zero.zero_hpz_partition_size if second else 0)  # before the mesh is known
+    inner = mesh.inner if mesh is not None else asked if asked > 0 else None
+    if inner is None or zero.stage == 0 or (second and zero.stage != 3):
+        return None, "replicas", "replicas"
+    return inner, "inner" if zero.stage == 3 else "replicas", "replicas" if second else "inner"
 
 
 def _is_set(config: Config, pointer: str) -> bool:

@@ -1,15 +1,26 @@
 """Rules across several keys, applied to a typed configuration whose single values are legal.
 
 With ``plan.py`` this is the place that may look at the ZeRO stage.
+
+``check_optimizer`` checks the name and the keyword arguments of ``optimizer`` against what the optimizer takes.
+
+The arguments of ds_hf's own optimizers stand in the schema (``x-arguments``). Other classes of torch.optim are asked
+for their signature; torch is imported only then.
 """
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from typing import Any
+
 from ds_hf.config.draft import Draft
+from ds_hf.config.parse import escape
+from ds_hf.config.schema import Node, load_schema, nearest
 from ds_hf.config.types.root import Config
 from ds_hf.config.types.zero import OffloadOptimizerSection, OffloadParamSection
 
-__all__ = ["check_rules"]
+__all__ = ["check_optimizer", "check_rules"]
 
 
 def check_rules(config: Config, draft: Draft) -> None:
@@ -22,6 +33,7 @@ def check_rules(config: Config, draft: Draft) -> None:
         _masters(config, draft)
         _offload(config, draft)
         _offload_details(config, draft)
+        _hierarchy(config, draft)
     _gradients(config, draft)
     _nonfinite(config, draft)
     _schedule(config, draft)
@@ -156,6 +168,19 @@ def _offload_details(config: Config, draft: Draft) -> None:
         draft.warn("/ds_hf/offload/stream", message, "remove one of the two")
 
 
+def _hierarchy(config: Config, draft: Draft) -> None:
+    """States divided over a part of the processes, at stages that do not divide them."""
+    zero, base = config.zero_optimization, "/zero_optimization"
+    if draft.get(("zero_optimization", "stage")) == "auto":
+        return
+    if zero.zero_hpz_partition_size > 1 and zero.stage != 3:
+        message = f"no effect: parameters are divided at stage 3 alone, and the stage is {zero.stage}"
+        draft.warn(f"{base}/zero_hpz_partition_size", message, 'set "stage": 3, or remove it')
+    if zero.mics_shard_size > 0 and zero.stage == 0:
+        message = "no effect: nothing is divided at stage 0"
+        draft.warn(f"{base}/mics_shard_size", message, 'set "stage": 3, or remove it')
+
+
 def _gradients(config: Config, draft: Draft) -> None:
     pointer = "/gradient_allreduce_op"
     if config.gradient_allreduce_op == "sum":
@@ -206,3 +231,59 @@ def _elasticity(config: Config, draft: Draft) -> None:
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if getattr(config, key) is not None:
             draft.fault(f"/{key}", f"elasticity chooses the batch, and {key} is set too", f"remove {key} or elasticity")
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def check_optimizer(config: Config, draft: Draft) -> None:
+    """Collect faults of ``optimizer.type`` and ``optimizer.params``."""
+    section = config.optimizer
+    if section is None or draft.faulty("/optimizer/type"):
+        return
+    name = section.type
+    if name.lower() in _type_node()["x-unsupported-values"]:
+        return  # check.py says why.
+    own: dict[str, list[str]] = _type_node()["x-arguments"]
+    params = draft.get(("optimizer", "params"))
+    params = params if isinstance(params, dict) else {}
+    torch_adam = name.lower() in ("adam", "adamw") and params.get("torch_adam") is True
+    known = own.get("torch_adam" if torch_adam else name.lower()) or _torch_arguments(name, draft)
+    if known is None:
+        return
+    shown = f"{name} with torch_adam" if torch_adam else name
+    for key in params:
+        pointer = f"/optimizer/params/{escape(key)}"
+        if key not in known and not any(fault.pointer == pointer for fault in draft.faults):
+            only_torch = not torch_adam and name.lower() in ("adam", "adamw") and key in own["torch_adam"]
+            fix = 'set "torch_adam": true, or remove it' if only_torch else nearest(key, ("optimizer", "params"), known)
+            draft.fault(pointer, f'{shown} takes no argument "{key[:60]}"', fix)
+
+
+def _type_node() -> Node:
+    node: Node = load_schema()["properties"]["optimizer"]["properties"]["type"]
+    return node
+
+
+def _torch_arguments(name: str, draft: Draft) -> list[str] | None:
+    """Names of the arguments of ``torch.optim.<name>``; None, with a fault, when there is no such class."""
+    try:
+        import torch.optim as optim
+    except ImportError:
+        return None
+    classes: dict[str, Any] = {
+        key.lower(): cls
+        for key, cls in vars(optim).items()
+        if inspect.isclass(cls) and issubclass(cls, optim.Optimizer) and cls is not optim.Optimizer
+    }
+    like = {"muadam": "adam", "muadamw": "adamw", "musgd": "sgd"}.get(name.lower(), name.lower())  # of the package mup
+    if like in classes:
+        name = like
+    if name.lower() in classes:
+        return [key for key in inspect.signature(classes[name.lower()]).parameters if key not in ("params", "self")]
+    names = {"lamb": "Lamb", "lion": "Lion", "muon": "Muon", **{key: cls.__name__ for key, cls in classes.items()}}
+    names = {key: names[key] for key in sorted(names) if key not in _type_node()["x-unsupported-values"]}
+    near = [names[key] for key in difflib.get_close_matches(name.lower()[:60], names, n=2, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    draft.fault("/optimizer/type", f'there is no optimizer "{name[:60]}"', f"{hint}Known: {', '.join(names.values())}")
+    return None

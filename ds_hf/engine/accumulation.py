@@ -86,7 +86,7 @@ class UnmanagedAccumulation(Accumulation):
 
     @property
     def at_boundary(self) -> bool:
-        """Nobody knows which backward is the last; ``step`` reduces what they left."""
+        """It is not known which backward is the last; ``step`` reduces what they left."""
         return self.stepping if self.forced is None else self.forced
 
     @property

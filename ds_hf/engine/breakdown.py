@@ -9,38 +9,52 @@ are not timed. Rank 0 speaks, on standard output; names are DeepSpeed's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Protocol
 
+from torch import nn
+
+from ds_hf.config.types import Config
+from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.flops import FlopsProfiler
+from ds_hf.engine.monitor import MonitorMaster
+from ds_hf.engine.timers import SynchronizedWallClockTimer
 from ds_hf.log import say
 
-if TYPE_CHECKING:
-    from ds_hf.engine.engine import Engine
-
-__all__ = ["Breakdown", "NoBreakdown", "breakdown_of", "phase"]
-
-F = TypeVar("F", bound=Callable[..., Any])
+__all__ = ["Breakdown", "NoBreakdown", "breakdown_of"]
 
 _TIMERS = {"forward": "fwd", "backward": "bwd", "step": "step"}
 _MICRO = "_microstep"  # behind a timer's name: of one micro-batch; without it of a whole step
 
 
+class Phased(Protocol):
+    """The engine as its phases see it."""
+
+    module: nn.Module
+    training: bool
+    settings: Config
+    mesh: Mesh
+    monitor: MonitorMaster
+    breakdown: NoBreakdown
+    global_steps: int
+    global_samples: int
+
+
 class NoBreakdown:
-    """Nobody asked: phases cost nothing.
+    """Without any of the settings: phases cost nothing.
 
     Attributes:
+        on: the engine says when it is in a phase.
         latest: milliseconds of the latest micro-batch and step, by timer.
+        timers: those of the phases, and the user's own.
     """
+
+    on = False
 
     def __init__(self) -> None:
         self.latest: dict[str, float] = {}
-
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        """The engine is in the phase ``forward``, ``backward`` or ``step``."""
-        return _NOTHING
+        self.timers = SynchronizedWallClockTimer()
 
 
 _NOTHING = nullcontext()
@@ -49,7 +63,9 @@ _NOTHING = nullcontext()
 class Breakdown(NoBreakdown):
     """Times the phases of ``engine``, and counts the operations of one forward."""
 
-    def __init__(self, engine: Engine) -> None:
+    on = True
+
+    def __init__(self, engine: Phased) -> None:
         super().__init__()
         settings = engine.settings
         self._engine = weakref.ref(engine)
@@ -61,16 +77,17 @@ class Breakdown(NoBreakdown):
             self._profiler = FlopsProfiler(engine.module, None, self._flops.recompute_fwd_factor)
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
+        """The engine is in the phase ``forward``, ``backward`` or ``step``."""
         engine = self._engine()
         if engine is None or (name == "forward" and not engine.training):
             return _NOTHING
         return self._phase(engine, name)
 
     @contextmanager
-    def _phase(self, engine: Engine, name: str) -> Iterator[None]:
+    def _phase(self, engine: Phased, name: str) -> Iterator[None]:
         steps = engine.global_steps
         profiler = self._profiler if steps == self._flops.profile_step else None
-        timers = [engine.timers(_TIMERS[name] + kind) for kind in (_MICRO, "")] if self._times else []
+        timers = [self.timers(_TIMERS[name] + kind) for kind in (_MICRO, "")] if self._times else []
         self._say_memory(engine, f"before {name}")
         if profiler is not None and name == "forward":
             profiler.start_profile()
@@ -87,11 +104,11 @@ class Breakdown(NoBreakdown):
         if name == "step":
             self._end_micro_batch(engine, whole=engine.global_steps > steps)
 
-    def _say_memory(self, engine: Engine, when: str) -> None:
+    def _say_memory(self, engine: Phased, when: str) -> None:
         if self._memory and engine.mesh.world.rank == 0:
-            say(f"{when}: {engine.timers.memory_usage()}")
+            say(f"{when}: {self.timers.memory_usage()}")
 
-    def _end_micro_batch(self, engine: Engine, *, whole: bool) -> None:
+    def _end_micro_batch(self, engine: Phased, *, whole: bool) -> None:
         if self._times:
             self._say_times(engine, _MICRO)
             if whole:
@@ -104,13 +121,13 @@ class Breakdown(NoBreakdown):
             )
             self._profiler.end_profile()
 
-    def _say_times(self, engine: Engine, kind: str) -> None:
-        found = {name + kind: engine.timers(name + kind).elapsed() for name in _TIMERS.values()}
+    def _say_times(self, engine: Phased, kind: str) -> None:
+        found = {name + kind: self.timers(name + kind).elapsed() for name in _TIMERS.values()}
         self.latest.update(found)
         if engine.mesh.world.rank == 0:
             say("time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in found.items()))
 
-    def _tell_monitor(self, engine: Engine) -> None:
+    def _tell_monitor(self, engine: Phased) -> None:
         if engine.monitor.enabled and engine.mesh.world.rank == 0:
             events = [
                 (f"Train/Samples/elapsed_time_ms_{name}", self.latest[timer], engine.global_samples)
@@ -119,22 +136,8 @@ class Breakdown(NoBreakdown):
             engine.monitor.write_events(events)
 
 
-def breakdown_of(engine: Engine) -> NoBreakdown:
+def breakdown_of(engine: Phased) -> NoBreakdown:
     """What the engine's settings ask for."""
     settings = engine.settings
     asked = settings.wall_clock_breakdown or settings.memory_breakdown or settings.flops_profiler.enabled
     return Breakdown(engine) if asked else NoBreakdown()
-
-
-def phase(name: str) -> Callable[[F], F]:
-    """A method of the engine is one of its phases."""
-
-    def decorate(method: F) -> F:
-        @wraps(method)
-        def run(self: Engine, *args: Any, **kwargs: Any) -> Any:
-            with self.breakdown(name):
-                return method(self, *args, **kwargs)
-
-        return cast(F, run)
-
-    return decorate

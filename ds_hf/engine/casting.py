@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ds_hf.config.plan import dtype_name
 from ds_hf.config.types import DataTypesSection
-from ds_hf.engine.dist import collectives
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.fp32_buffers import buffers_to_keep_in_fp32, keep_buffers_in_fp32, keep_in_fp32_pattern
 
 __all__ = ["cast_floats", "hint_at_buffers", "place_buffers", "set_buffer_dtypes"]

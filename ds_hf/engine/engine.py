@@ -1,7 +1,7 @@
 """The engine: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
 
 It owns the counters and the order of things; gathers and reductions happen in the hooks of ``zero``, the update in
-``optim.sharded``, files in ``checkpoint``. It never asks which ZeRO stage it runs: ``builder.initialize`` gave it
+``optim.sharded``, files in ``checkpoint``. It never asks which ZeRO stage it runs: ``builder`` gave it
 parts that already follow the state plan.
 """
 
@@ -10,40 +10,58 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
 from ds_hf.config.types import Config
-from ds_hf.engine.accumulation import BatchSizes, accumulation_of
-from ds_hf.engine.autocast import autocast_if_enabled
-from ds_hf.engine.breakdown import breakdown_of, phase
+from ds_hf.engine.accumulation import BatchSizes
+from ds_hf.engine.autocast import autocast_of
+from ds_hf.engine.breakdown import NoBreakdown, breakdown_of
 from ds_hf.engine.casting import cast_floats, hint_at_buffers
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.checkpoint.interface import world_of
 from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
-from ds_hf.engine.facade import EngineFacade
 from ds_hf.engine.monitor import MonitorMaster, NoFeed, feed_of
 from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.python_gc import switch_off_for
-from ds_hf.engine.zero.offload_view import ParameterOffload
 from ds_hf.errors import DsHfError, LossError, NonFiniteError
 from ds_hf.log import logger
 
-__all__ = ["Engine"]
+__all__ = ["CoreEngine"]
 
 _PARKED = "offload_states() has moved states of this engine away: call reload_states() first"
 _NO_OPTIMIZER = "this engine has no optimizer: give initialize() one, or name one in the configuration"
 
 
-class Engine(EngineFacade, nn.Module):
-    """Trains ``module`` as the configuration says.
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _phase(name: str) -> Callable[[F], F]:
+    """A method of the engine is one of its phases, see ``breakdown``."""
+
+    def decorate(method: F) -> F:
+        @wraps(method)
+        def run(self: CoreEngine, *args: Any, **kwargs: Any) -> Any:
+            if not self.breakdown.on:
+                return method(self, *args, **kwargs)
+            with self.breakdown(name):  # type: ignore[operator]  # only one that is on is called
+                return method(self, *args, **kwargs)
+
+        return cast(F, run)
+
+    return decorate
+
+
+class CoreEngine(nn.Module):
+    """Trains ``module`` as the configuration says; ``deepspeed_api.engine.Engine`` adds DeepSpeed's names.
 
     Attributes:
         module: the user's model, the same object.
@@ -69,35 +87,30 @@ class Engine(EngineFacade, nn.Module):
         self.compute_dtype = parts.compute_dtype
         self.param_names = parts.param_names
         self.optimizer: ShardedOptimizer | None = parts.optimizer
-        if self.optimizer is not None and self.plan.shards_parameters:
-            self.optimizer.parameter_offload = ParameterOffload(module)
         self.lr_scheduler: Any = None
-        self.accumulation = accumulation_of(settings)
+        self.accumulation = parts.accumulation
         self.training_dataloader: Any = None
         self.checkpoint_writer = BackgroundWriter(world_of(self))
         self.parking = Parking()
         self.global_steps = self.global_samples = self._skipped_steps = 0
         self.step_samples = 0  # of the last step, of all processes
-        self.step_hooks: list[Callable[[Engine], None]] = []
+        self.step_hooks: list[Callable[[CoreEngine], None]] = []
         self.monitor = monitor
         self.feed: NoFeed = feed_of(self, monitor)
-        self.breakdown = breakdown_of(self)
+        self.breakdown: NoBreakdown = breakdown_of(self)
         self._no_collector = switch_off_for(self) if settings.disable_python_gc else _nothing
         self._applied = False
         self._undo: Callable[[], None] | None = None  # of a step that may turn out to have been skipped
         self._destroyed = False
         if self.optimizer is not None:
-            self.optimizer.before_overflow = self._settle
-        self.hooks.needs_scale = parts.plan.scales_loss
-        self.reducer.raw_factor = 1 / self.batch.accumulation_steps
-        self.reducer.at_boundary = self.is_gradient_accumulation_boundary
+            self.optimizer.before_overflow = self._settle  # bound late: the engine steps the optimizer, which asks it
         self.hooks.install(module)
         self.compiler = ModuleCompiler(m for unit in parts.units for m in unit.modules)
         self.step_hooks.append(tell_of_compilation)
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    @phase("forward")
+    @_phase("forward")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, under ``torch.autocast`` if the configuration says so and not under a caller's;
         floating-point inputs are cast to its dtype where that is 16-bit."""
@@ -108,13 +121,13 @@ class Engine(EngineFacade, nn.Module):
         if self.compute_dtype is not None:
             args, kwargs = cast_floats(args, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
         try:
-            with autocast_if_enabled(self):
+            with autocast_of(self.plan, self.device):
                 return self.module(*args, **kwargs)
         except RuntimeError as error:
             hint_at_buffers(error, self.module, self.compute_dtype)
             raise
 
-    @phase("backward")
+    @_phase("backward")
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
         """Backward of one micro-batch; gradients are reduced as the plan says.
 
@@ -157,7 +170,7 @@ class Engine(EngineFacade, nn.Module):
         self._require_alive()
         _check_loss(loss)
         self.hooks.scaled = True
-        self.feed.on_loss(loss, self.reducer.raw_factor)
+        self.feed.on_loss(loss, 1 / self.accumulation.steps)
         return self._scaled(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -167,7 +180,7 @@ class Engine(EngineFacade, nn.Module):
         scale = self.optimizer.loss_scaler.scale
         return loss.float() * scale if scale != 1.0 else loss  # fp32: an fp16 loss times 2**16 would overflow
 
-    @phase("step")
+    @_phase("step")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the boundary update the weights, unless a gradient overflowed.
 
@@ -256,6 +269,11 @@ class Engine(EngineFacade, nn.Module):
         """
         self.accumulation.force(is_boundary)
 
+    @property
+    def begun_micro_batches(self) -> int:
+        """Micro-batches whose gradients wait for a step."""
+        return self.accumulation.begun(self.reducer.backwards)
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-batch ends with an optimizer step."""
         return self.accumulation.at_boundary
@@ -324,6 +342,11 @@ class Engine(EngineFacade, nn.Module):
         """Whether the last ``step`` changed the weights."""
         self._settle()
         return self._applied
+
+    def _finish_update(self) -> None:
+        """Nothing of a step is outstanding. Collective."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
 
     # -- files ----------------------------------------------------------------------------------------------------
 
@@ -409,6 +432,28 @@ class Engine(EngineFacade, nn.Module):
             load_module_only,
             custom_load_fn,
         )
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Compile the forward of each repeated block with ``torch.compile``; what ZeRO does stays outside.
+
+        A model without such blocks is compiled whole, or in the parts that are gathered apart.
+        After two steps the log tells how many graphs and graph breaks there are, see ``compile_report``.
+
+        Raises:
+            ValueError: ``schedule`` (of DeepCompile's passes) or compiled autograd is asked for.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError("engine.compile() compiles blocks: it takes no schedule and no compiled autograd")
+        blocks = [m for unit in self.units if unit.name for m in unit.modules if any(m.children())]
+        for block in blocks or [self.module]:
+            self.compiler.compile(block, backend=backend, **(compile_kwargs or {}), **kwargs)
 
     # -- life -----------------------------------------------------------------------------------------------------
 

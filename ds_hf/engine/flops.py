@@ -22,7 +22,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf.engine.comm.device import synchronize
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 
 __all__ = [
@@ -61,14 +61,14 @@ class FlopsProfiler:
         self.reset_profile()
         self._counter = FlopCounterMode(display=False, custom_mapping=_formulas(self._add_macs))
         self._counter.__enter__()  # type: ignore[no-untyped-call]
-        get_accelerator().synchronize()
+        synchronize()
         self._since, self.started = time.perf_counter(), True
 
     def stop_profile(self) -> None:
         """Stop counting; what was counted stays until ``end_profile``."""
         if self._counter is None:
             return
-        get_accelerator().synchronize()
+        synchronize()
         self._duration = time.perf_counter() - self._since
         self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._flops = {name: sum(found.values()) for name, found in self._counter.get_flop_counts().items()}

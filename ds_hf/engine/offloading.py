@@ -12,9 +12,10 @@ import psutil
 import torch
 from torch.optim import Optimizer
 
+from ds_hf.config.optimizer_traits import most_moments
 from ds_hf.config.plan import StatePlan
 from ds_hf.config.types import Config
-from ds_hf.engine.dist.mesh import Axis, Mesh
+from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.offload.aio import Aio
 from ds_hf.engine.offload.folder import SwapFolder, examine
 from ds_hf.engine.offload.link import Link
@@ -23,17 +24,14 @@ from ds_hf.engine.ops.cpu import THREADS_VARIABLE, rank_cores
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.file_store import FileStore
 from ds_hf.engine.optim.host_store import DelayedStore, HostStore
-from ds_hf.engine.optim.room import Room
 from ds_hf.engine.optim.store import DeviceStore, HostSettings, StateStore
-from ds_hf.engine.optim.stream_share import AutoShare, say_none, slots_room
+from ds_hf.engine.optim.stream_share import AutoShare, Room, say_none, slots_room
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import logical_shape
-from ds_hf.engine.zero.rest import DeviceRest, FileRest, HostRest, Order, ShardRest
+from ds_hf.engine.zero.storage import DeviceShardStorage, FetchOrder, FileShardStorage, HostShardStorage, ShardStorage
 from ds_hf.log import log_once, logger, warn_once
 
 __all__ = ["Offload", "accumulation_dtype", "build_offload"]
-
-_ONE_MOMENT = ("Lion", "Adagrad", "SGD", "RMSprop")  # of the rules that can be on NVMe; the others keep two
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,9 @@ class Offload:
             self._pool = _pool(
                 settings, machine.world, "parameters", str(path), slots, nbytes, pinned, promised=promised
             )
-        self._order = Order(depth=1 if self._pool is None else max(1, self._section.buffer_count - 2))
+        self._order = FetchOrder(depth=1 if self._pool is None else max(1, self._section.buffer_count - 2))
 
-    def rest(self, name: str, numel: int, *, sharded: bool) -> ShardRest | None:
+    def shard_storage(self, name: str, numel: int, *, sharded: bool) -> ShardStorage | None:
         """Where the shard of one more buffer rests, ``None`` for one that is not sharded.
 
         Args:
@@ -86,11 +84,11 @@ class Offload:
         if not sharded:
             return None
         if self._where == "device":
-            return DeviceRest(self._device, self._device)
+            return DeviceShardStorage(self._device, self._device)
         if self._pool is not None and self._in_host_memory + numel > self._section.max_in_cpu:
-            return FileRest(self._pool, self._link, self._order, f"{name}.weights")
+            return FileShardStorage(self._pool, self._link, self._order, f"{name}.weights")
         self._in_host_memory += numel
-        return HostRest(self._link, self._order, pinned=self._section.pin_memory)
+        return HostShardStorage(self._link, self._order, pinned=self._section.pin_memory)
 
 
 def build_offload(
@@ -101,35 +99,38 @@ def build_offload(
     parameters: list[torch.nn.Parameter],
     inner: Optimizer | None,
     *,
-    in_halves: bool = False,
+    splits_masters: bool = False,
 ) -> Offload:
     """The objects for one engine. Files are made, and disks tried, where something goes to NVMe.
 
     Args:
-        in_halves: where masters are updated by the device, they may be kept in halves.
+        splits_masters: where masters are updated by the device, they may be split.
 
     Raises:
         OffloadError: a disk cannot be used, or has too little space.
     """
-    shards = mesh.replicas.world_size
+    shards, parts = (
+        mesh.replicas.world_size if over == "replicas" or mesh.shape.inner is None else mesh.shape.inner
+        for over in (plan.optimizer.over, plan.parameters.over)
+    )
     trained = {id(p): p for group in inner.param_groups for p in group["params"]} if inner is not None else {}
     machine = _Machine(
         mesh.world,
         device,
         trained=sum(logical_shape(p).numel() for p in trained.values()) // shards,
-        numel=sum(logical_shape(p).numel() for p in parameters) // shards,
+        numel=sum(logical_shape(p).numel() for p in parameters) // parts,
     )
     store: StateStore = DeviceStore(device, accumulation_dtype(plan))
     promised = 0
     if inner is not None and plan.optimizer.device == "cpu":
-        store = _host_store(settings, plan, machine, inner, in_halves=in_halves)
+        store = _host_store(settings, plan, machine, inner, splits_masters=splits_masters)
     elif inner is not None and plan.optimizer.device == "nvme":
         store, promised = _file_store(settings, plan, machine, inner)
     return Offload(store, settings, plan, machine, promised)
 
 
 def _host_store(
-    settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer, *, in_halves: bool
+    settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer, *, splits_masters: bool
 ) -> HostStore:
     section, own = settings.zero_optimization.offload_optimizer, settings.ds_hf.offload
     ratio = section.ratio if own.ratio is None else own.ratio
@@ -143,7 +144,7 @@ def _host_store(
         )
         share, streamed, room = 0.0, 0.0, None
     kept = _host_settings(settings, plan, machine, inner, share, streamed)
-    kept = dataclasses.replace(kept, halves=in_halves, room=_room_for_streams(machine.device))
+    kept = dataclasses.replace(kept, split=splits_masters, room=_room_for_streams(machine.device))
     _look_for_memory(kept, plan)
     store: HostStore
     if own.delayed and by_unit:
@@ -210,8 +211,7 @@ def _file_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Opt
 
 def _moments_nbytes(plan: StatePlan, inner: Optimizer) -> int:
     """Of one element."""
-    moments = 1 if any(name in type(inner).__name__ for name in _ONE_MOMENT) else 2
-    return moments * int(getattr(torch, plan.moments).itemsize)
+    return most_moments(type(inner).__name__) * int(getattr(torch, plan.moments).itemsize)
 
 
 def _host_settings(

@@ -1,19 +1,62 @@
-"""What ``builder`` hands to the engine: the parts of one training set-up, already wired to each other."""
+"""The parts of one training set-up, made from the plan and wired to each other: ``make_parts``, for ``builder``.
+
+Order: marks on the model -> units and buffers planned -> storage and links -> for each buffer its values, master and
+gradients -> reducer -> optimizer -> hooks. Which buffers there are is ``zero/planning.py``; here they are made.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ds_hf.config.plan import StatePlan
-from ds_hf.engine.dist.mesh import Mesh
-from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.config.plan import StatePlan, nonfinite_mode
+from ds_hf.config.types import Config
+from ds_hf.engine.accumulation import Accumulation, BatchSizes, accumulation_of
+from ds_hf.engine.casting import place_buffers, set_buffer_dtypes
+from ds_hf.engine.comm import peers as peer_memory
+from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
+from ds_hf.engine.comm.peer_sums import PeerSums
+from ds_hf.engine.comm.peers import Peers, open_peers
+from ds_hf.engine.comm.streams import CommStream
+from ds_hf.engine.given import whole_model_advice
+from ds_hf.engine.offloading import Offload, accumulation_dtype, build_offload
+from ds_hf.engine.ops import library
+from ds_hf.engine.ops.split_master import write_split
+from ds_hf.engine.optim.base import TensorwiseOptimizer
+from ds_hf.engine.optim.loss_scaler import build_loss_scaler
+from ds_hf.engine.optim.outcome import NonFinite
+from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
+from ds_hf.engine.optim.store import StateStore
+from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
+from ds_hf.engine.zero.buffer import FlatBuffer, Labels, home_of, logical_shape
+from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
+from ds_hf.engine.zero.cut import is_cut
+from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy, summed_by_copies
 from ds_hf.engine.zero.hooks import UnitHooks
+from ds_hf.engine.zero.leaf import mark_leaves
+from ds_hf.engine.zero.model_parallel import mark_cuts, warn_of_differences
+from ds_hf.engine.zero.packed import (
+    PackedBuffer,
+    check_packed,
+    is_packed,
+    move_packed,
+    packed_parts,
+    shards_packed,
+)
+from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, own_dtype, plan_units
 from ds_hf.engine.zero.reduction import Reducer
-from ds_hf.engine.zero.unit import Unit
+from ds_hf.engine.zero.replicas import replicas_of
+from ds_hf.engine.zero.second_shard import SecondShard
+from ds_hf.engine.zero.unit import Prefetch, Unit
+from ds_hf.errors import ConfigError
+from ds_hf.log import warn_once
 
-__all__ = ["EngineParts"]
+__all__ = ["EngineParts", "make_parts"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +64,7 @@ class EngineParts:
     """Attributes:
     plan: the state plan. mesh: the processes. device: where the model computes.
     compute_dtype: 16-bit dtype of the model, ``None`` when it keeps its own.
-    units, reducer, hooks, optimizer: see their modules.
+    units, accumulation, reducer, hooks, optimizer: see their modules.
     param_names: id of each parameter -> its first name in the model.
     """
 
@@ -30,7 +73,372 @@ class EngineParts:
     device: torch.device
     compute_dtype: torch.dtype | None
     units: list[Unit]
+    accumulation: Accumulation
     reducer: Reducer
     hooks: UnitHooks
     optimizer: ShardedOptimizer | None
     param_names: dict[int, str]
+
+
+def make_parts(
+    settings: Config,
+    plan: StatePlan,
+    mesh: Mesh,
+    model: nn.Module,
+    inner: Optimizer | None,
+    optimizer_type: type[ShardedOptimizer],
+) -> EngineParts:
+    """Lay the states of ``model`` out and wire what trains them. All ranks call it.
+
+    Args:
+        inner: the optimizer over the model's own parameters; ``None`` for an engine that only infers.
+        optimizer_type: what is made around it.
+
+    Raises:
+        ConfigError: the model, the optimizer and the configuration do not go together.
+    """
+    device = compute_device()
+    group_of = _prepare(settings, plan, mesh, model, inner, device)
+    policy = _unit_policy(settings, plan)
+    planned = plan_units(model, _managed(model, plan), policy, group_of, partial(replicas_of, mesh=mesh))
+    split = _splits_masters(settings, plan, device, inner)
+    offload = build_offload(settings, plan, mesh, device, _managed(model, plan), inner, splits_masters=split)
+    states = _States(settings, plan, device, offload, split, _links(settings, plan, mesh, device, planned))
+    for unit, specs in planned.items():
+        for spec in specs:
+            states.add(unit, spec)
+    for param in model.parameters():
+        if home_of(param) is None and not is_packed(param):
+            param.data = param.data.to(device)
+    warn_of_differences(model, mesh)
+    set_buffer_dtypes(model, settings.data_types, policy.dtype)
+    place_buffers(model, mesh.replicas, device)
+    units = list(planned)
+    waits = device.type == "cpu" and not plan.shards_optimizer
+    accumulation = accumulation_of(settings)
+    reducer = Reducer(
+        units,
+        states.gradients,
+        plan.reduces_every_micro_batch,
+        at_the_end=waits,
+        world=mesh.world,
+        accumulation=accumulation,
+    )
+    names = _parameter_names(model)
+    optimizer = None
+    if inner is not None:
+        optimizer = _make_optimizer(settings, plan, mesh, inner, states, reducer, names, optimizer_type)
+    for unit in units:
+        for buffer in unit.buffers:
+            buffer.count_users()
+    zero = settings.zero_optimization
+    prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
+    hooks = UnitHooks(units, reducer, prefetch, needs_scale=plan.scales_loss)
+    return EngineParts(plan, mesh, device, policy.dtype, units, accumulation, reducer, hooks, optimizer, names)
+
+
+def _prepare(
+    settings: Config, plan: StatePlan, mesh: Mesh, model: nn.Module, inner: Optimizer | None, device: torch.device
+) -> dict[int, int]:
+    """Check and mark the model; the group of each parameter that the optimizer updates, by ``id``."""
+    leaf = settings.zero_optimization.leaf_module
+    mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
+    _refuse_meta(model)
+    if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
+        warn_once(advice)
+    group_of = _groups_by_parameter(model, inner)
+    check_packed(model, sharded=plan.shards_parameters)
+    mark_cuts(model, mesh)
+    move_packed(model, device)
+    mark_comm_dtypes(model, plan.narrow_modules, plan.autocast)
+    return group_of
+
+
+def _unit_policy(settings: Config, plan: StatePlan) -> UnitPolicy:
+    most = settings.zero_optimization.stage3_max_live_parameters
+    return UnitPolicy(
+        sharded=plan.shards_parameters,
+        whole_below=plan.whole_below,
+        whole_in_all=plan.whole_in_all,
+        joins=plan.joins_blocks,
+        max_live=most if plan.shards_parameters else None,
+        dtype=_torch_dtype(plan.parameters.dtype),
+        sent=_torch_dtype(plan.communication_dtype),
+    )
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+# -- what buffers are made of -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Links:
+    """How the buffers of one engine communicate.
+
+    Attributes:
+        gathers, reductions: the streams on which they do.
+        peers: ranks that read each other's memory, if large buffers shall go that way.
+        sums: of gradients by copies between them, made when the first buffer wants it.
+    """
+
+    gathers: CommStream
+    reductions: CommStream
+    peers: Peers | None
+    sums: PeerSums | None = None
+
+
+def _links(
+    settings: Config, plan: StatePlan, mesh: Mesh, device: torch.device, planned: dict[Unit, list[BufferSpec]]
+) -> _Links:
+    axis, dtype = mesh.replicas, _torch_dtype(plan.parameters.dtype)
+    gathers, reductions = CommStream(device), CommStream(device if axis.world_size > 1 else None)
+    gathers_some = plan.shards_optimizer or plan.shards_parameters
+    large = any(_worth_copying(unit.params, dtype) for unit in planned if not unit.joined)
+    # Ranks that meet in memory beside the collectives of a parallel model could wait for each other in a circle.
+    copies = settings.ds_hf.peer_copies and gathers_some and large and axis == mesh.world and plan.inner is None
+    return _Links(gathers, reductions, open_peers(axis, device, gathers) if copies else None)
+
+
+@dataclass
+class _States:
+    """The states of one engine, buffer after buffer.
+
+    Attributes:
+        split: masters that the device updates may be kept as the parameter and the low bits beside it.
+        masters: of each buffer that trains.
+        low_bits: of those that are split.
+        gradients: of the buffers that train, by unit.
+        groups: for each of them, the parameter group of each of its parameters.
+    """
+
+    settings: Config
+    plan: StatePlan
+    device: torch.device
+    offload: Offload
+    split: bool
+    links: _Links
+    masters: dict[FlatBuffer, Tensor] = field(default_factory=dict)
+    low_bits: dict[FlatBuffer, Tensor] = field(default_factory=dict)
+    gradients: dict[Unit, list[GradientBuffer]] = field(default_factory=dict)
+    groups: dict[GradientBuffer, list[int]] = field(default_factory=dict)
+
+    def add(self, unit: Unit, spec: BufferSpec) -> None:
+        """Make one more buffer of ``unit``, take the parameters' values over, and make what trains it. Collective."""
+        label = unit.label or "the model's root"
+        buffer = self._make_buffer(spec, f"{unit.name or 'root'}.{len(unit.buffers)}", label)
+        buffer.labels = Labels.of(label)
+        buffer.comm_stream = self.links.gathers
+        buffer.hold.reports_changes = self.settings.zero_optimization.enable_sanity_checks
+        buffer.kept_whole = self.plan.shards_parameters and not buffer.sharded
+        staged = buffer.adopt()
+        unit.buffers.append(buffer)
+        buffer.frozen = not spec.trains
+        if not spec.trains:
+            return
+        self.masters[buffer], low = _make_master(buffer, staged, self.plan, self.offload.store, splits=self.split)
+        if low is not None:
+            self.low_bits[buffer] = low
+        gradient = self._make_gradient(buffer, spec)
+        self.gradients.setdefault(unit, []).append(gradient)
+        self.groups[gradient] = list(spec.groups)
+
+    def _make_buffer(self, spec: BufferSpec, name: str, label: str) -> FlatBuffer:
+        assert spec.replicas is not None
+        inside = spec.replicas.over(self.plan.parameters.over)
+        # What no optimizer updates has no states that could be divided otherwise.
+        axis = spec.replicas.over(self.plan.optimizer.over) if spec.trains else inside
+        storage = self.offload.shard_storage(name, spec.numel // inside.world_size, sharded=spec.sharded or spec.packed)
+        if spec.packed:
+            return PackedBuffer(spec.params, axis, device=self.device, shard_storage=storage, replicas=spec.replicas)
+        if storage is not None and axis != inside:
+            storage = SecondShard(
+                storage, axis, inside, device=self.device, comm_stream=self.links.gathers, label=label
+            )
+        gathered = spec.sharded or (spec.trains and self.plan.shards_optimizer)
+        copied = gathered and not spec.spares_host and _worth_copying(spec.params, spec.dtype)
+        return FlatBuffer(
+            spec.params,
+            axis,
+            dtype=spec.dtype,
+            device=self.device,
+            sharded=storage is not None,
+            shard_storage=storage,
+            peers=self.links.peers if copied else None,
+            replicas=spec.replicas,
+            gathered_over=None if storage is None else inside,
+        )
+
+    def _make_gradient(self, buffer: FlatBuffer, spec: BufferSpec) -> GradientBuffer:
+        assert spec.replicas is not None
+        policy, links = _gradient_policy(self.settings, self.plan, spec.replicas.divisor), self.links
+        sums = None
+        if links.peers is not None and not spec.spares_host and summed_by_copies(buffer, policy):
+            sums = links.sums = links.sums or links.peers.sums()
+        storage = self.offload.store.gradient_storage(buffer)
+        return GradientBuffer(buffer, policy, links.reductions, storage, sums)
+
+
+def _worth_copying(params: Sequence[nn.Parameter], dtype: torch.dtype | None) -> bool:
+    """Whether the other ranks' parts of these values are fetched by copies, where that is possible."""
+    # Masters may be fp32 parameters themselves, and be written to by others than ``owned``.
+    narrow = [param for param in params if (dtype or own_dtype(param)).itemsize <= 2]
+    nbytes = sum(logical_shape(param).numel() * (dtype or own_dtype(param)).itemsize for param in narrow)
+    return bool(narrow) and nbytes >= peer_memory.LEAST_COPIED_NBYTES
+
+
+def _splits_masters(settings: Config, plan: StatePlan, device: torch.device, inner: Optimizer | None) -> bool:
+    """Whether of fp32 masters beside bf16 parameters only the half is kept that those lack."""
+    if not plan.may_split_masters or inner is None or isinstance(inner, TensorwiseOptimizer):
+        return False
+    by_kernels = device.type == "cuda" and library.choose(device)[1] is None
+    return streamed_update(inner) is not None and (by_kernels or settings.ds_hf.split_masters is True)
+
+
+def _make_master(
+    buffer: FlatBuffer, staged: Tensor, plan: StatePlan, store: StateStore, *, splits: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Master weights over what the rank owns: the parameters' own storage where dtype and device allow it. Where
+    masters may be split and are, both parts."""
+    whole = not plan.shards_optimizer
+    owned = buffer.owned(whole=whole, write=False)
+    assert plan.optimizer.dtype is not None
+    target = getattr(torch, plan.optimizer.dtype) if owned.dtype in (torch.float16, torch.bfloat16) else owned.dtype
+    low, high = (0, buffer.layout.numel) if whole else buffer.layout.shard_range(buffer.axis.rank)
+    exact = staged[low:high]
+    if (
+        splits
+        and store.takes_split_masters
+        and buffer.stays
+        and owned.dtype is torch.bfloat16
+        and target is torch.float32
+    ):
+        master = store.place(buffer, owned, exact, owned.dtype)
+        missing = store.place_low_bits(buffer)
+        if not buffer.sharded:
+            write_split(staged, buffer.full)  # the other ranks' parts too: ties are rounded as the updates will
+        write_split(exact, buffer.owned(whole=whole), missing)
+        if buffer.sharded:
+            buffer.refresh()
+        return master, missing
+    return store.place(buffer, owned, exact, target), None
+
+
+def _gradient_policy(settings: Config, plan: StatePlan, divisor: int) -> GradientPolicy:
+    """How gradients travel that are divided by ``divisor``, the number of processes whose losses are averaged."""
+    mean = settings.gradient_allreduce_op == "mean"
+    # All of the division before the sum, as fp16 needs it, unless the user splits it by gradient_predivide_factor.
+    factor = settings.gradient_predivide_factor
+    split = mean and not settings.prescale_gradients and factor != 1.0
+    before = 1.0 / factor if split else 1.0 / divisor if mean else 1.0
+    after = factor / divisor if split else 1.0
+    return GradientPolicy(
+        whole=not plan.shards_optimizer,
+        every_micro_batch=plan.reduces_every_micro_batch,
+        scale_before=before,
+        scale_after=after,
+        communication_dtype=getattr(torch, plan.communication_dtype) if plan.communication_dtype else None,
+        accumulation_dtype=accumulation_dtype(plan),
+    )
+
+
+# -- the optimizer ------------------------------------------------------------------------------------------------
+
+
+def _make_optimizer(
+    settings: Config,
+    plan: StatePlan,
+    mesh: Mesh,
+    inner: Optimizer,
+    states: _States,
+    reducer: Reducer,
+    names: dict[int, str],
+    optimizer_type: type[ShardedOptimizer],
+) -> ShardedOptimizer:
+    store = states.offload.store
+    policy = _policy(settings, plan, mesh.replicas, store, inner)
+    steps = BatchSizes.of(settings).accumulation_steps
+    nonfinite = NonFinite(nonfinite_mode(settings), mesh.world, whole=policy.whole, names=names, accumulation=steps)
+    scaler = build_loss_scaler(settings, sharded=plan.shards_optimizer, autocast=plan.autocast)
+    optimizer = optimizer_type(
+        inner, states.groups, reducer, scaler, mesh, policy, states.masters, store, nonfinite, states.low_bits
+    )
+    if settings.ds_hf.split_masters is True and states.masters and not optimizer.low_bits:
+        warn_once(
+            "ds_hf.split_masters has no effect: it is for bf16 parameters on the device with fp32 masters that the "
+            'device updates, and for AdamW, Adam, Lion, Adagrad and SGD; "auto" uses it where it can'
+        )
+    return optimizer
+
+
+def _policy(settings: Config, plan: StatePlan, axis: Axis, store: StateStore, inner: Optimizer) -> OptimizerPolicy:
+    elementwise = is_elementwise(inner)
+    if isinstance(inner, TensorwiseOptimizer) and any(is_cut(p) for g in inner.param_groups for p in g["params"]):
+        raise ConfigError(
+            f"{type(inner).__name__} looks at whole parameters, of which the model-parallel processes of the mpu hold "
+            "parts: use AdamW, Adam, Lion, Adagrad or SGD",
+            "initialize(mpu=...)",
+        )
+    knows_pieces = elementwise or isinstance(inner, TensorwiseOptimizer)
+    if not knows_pieces and plan.shards_optimizer and axis.world_size > 1:
+        warn_once(
+            f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: "
+            "its result depends on the number of processes; ZeRO stage 0 gives it whole tensors"
+        )
+    return OptimizerPolicy(
+        whole=not plan.shards_optimizer,
+        device=store.device,
+        max_norm=float(settings.gradient_clipping or 0.0),
+        check_overflow=nonfinite_mode(settings) == "skip",
+        elementwise=elementwise,
+        moments=getattr(torch, plan.moments),
+        stochastic=settings.ds_hf.stochastic_rounding,
+    )
+
+
+# -- the model ----------------------------------------------------------------------------------------------------
+
+
+def _parameter_names(model: nn.Module) -> dict[int, str]:
+    """By ``id``, in the order of the model, those of the parts of quantized parameters too."""
+    names: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        for path, part in packed_parts(param):
+            names.setdefault(id(part), f"{name}.{path}" if path else name)
+        names.setdefault(id(param), name)
+    return names
+
+
+def _managed(model: nn.Module, plan: StatePlan) -> list[nn.Parameter]:
+    """The parameters that lie in flat buffers: packed ones only where that shards them."""
+    params = model.parameters()
+    return [p for p in params if not is_packed(p) or (plan.shards_parameters and shards_packed(p))]
+
+
+def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int, int]:
+    """Index of the parameter group of each of the model's parameters that the optimizer updates."""
+    if inner is None:
+        return {}
+    known = {id(p) for p in model.parameters()}
+    found: dict[int, int] = {}
+    for index, group in enumerate(inner.param_groups):
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ConfigError(
+                    f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is "
+                    "not a parameter of the model; build the optimizer from this model's parameters"
+                )
+            if param.requires_grad and param.is_floating_point():
+                found[id(param)] = index
+    return found
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    meta = [name for name, param in model.named_parameters() if param.is_meta]
+    if meta:
+        raise ConfigError(
+            f"{len(meta)} parameters are on the meta device and have no values ({meta[0]}, ...): load the "
+            "weights first, or build the model under zero.Init"
+        )

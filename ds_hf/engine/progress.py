@@ -16,14 +16,14 @@ import torch
 from ds_hf.log import logger, say
 
 if TYPE_CHECKING:
-    from ds_hf.engine.engine import Engine
+    from ds_hf.engine.engine import CoreEngine
 
 __all__ = ["attach", "precisions"]
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: CoreEngine) -> None:
     """Announce ``engine`` and arrange what its settings ask to be printed (``dump_state``, ``steps_per_print``)."""
     if engine.mesh.world.rank != 0:
         return
@@ -35,7 +35,7 @@ def attach(engine: Engine) -> None:
         engine.step_hooks.append(_Progress(max(int(every), 1), engine.settings.timers.throughput.enabled))
 
 
-def _announce(engine: Engine) -> None:
+def _announce(engine: CoreEngine) -> None:
     """transformers' own tests look for the words "DeepSpeed info"."""
     plan = engine.plan
     where = "" if plan.optimizer.device == "device" else f" on {plan.optimizer.device}"
@@ -53,7 +53,7 @@ def _announce(engine: Engine) -> None:
     logger.info("precision: %s", ", ".join(f"{row} {dtypes}" for row, dtypes in precisions(engine).items()))
 
 
-def precisions(engine: Engine) -> dict[str, str]:
+def precisions(engine: CoreEngine) -> dict[str, str]:
     """In which dtype each row of the model states is kept, sent and summed; rows that there are not are left out."""
     buffers = [buffer for unit in engine.units for buffer in unit.buffers]
     reduced = engine.reducer.buffers
@@ -84,7 +84,7 @@ class _Progress:
         self._every, self._throughput = every, throughput
         self._samples, self._since = 0, 0.0
 
-    def __call__(self, engine: Engine) -> None:
+    def __call__(self, engine: CoreEngine) -> None:
         if self._since:
             self._samples += engine.step_samples
         elif self._throughput:
@@ -93,12 +93,13 @@ class _Progress:
         if engine.global_steps % self._every == 0:
             self._say(engine)
 
-    def _say(self, engine: Engine) -> None:
-        lr = ", ".join(f"{value:.3g}" for value in engine.get_lr())
-        norm = engine.get_global_grad_norm()
+    def _say(self, engine: CoreEngine) -> None:
+        norm = engine.get_global_grad_norm()  # now it is known whether the schedule stays advanced
+        assert engine.optimizer is not None
+        lr = ", ".join(f"{group['lr']:.3g}" for group in engine.optimizer.param_groups)
         line = (
             f"step {engine.global_steps}: lr [{lr}], grad norm {norm:.3g}, skipped {engine.skipped_steps}, "
-            f"loss scale {engine.loss_scale():g}"
+            f"loss scale {engine.optimizer.loss_scaler.scale:g}"
         )
         if self._samples:
             now = time.perf_counter()

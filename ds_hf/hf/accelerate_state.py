@@ -1,5 +1,5 @@
-"""Hooks on accelerate: the backend of a machine without an accelerator, what a DeepSpeed config may be, and checkpoints
-that are written in the background.
+"""Hooks on accelerate: the backend of a machine without an accelerator, what a DeepSpeed config may be, the sizes of a
+``ParallelismConfig``, and checkpoints that are written in the background.
 
 accelerate asks for a backend only where it finds a device it knows. On a CPU machine it finds none, lets DeepSpeed make
 the process group all the same, and then believes on every rank that it is alone: no data are divided. Naming gloo
@@ -9,7 +9,8 @@ there is all that it needs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -47,7 +48,8 @@ def wrap_config(module: ModuleType) -> None:
 
 def wrap_accelerator(module: ModuleType) -> None:
     """Hook of ``accelerate.accelerator``: what is being written in the background is on disk before ``save_state()``
-    removes older checkpoints (``total_limit``), and when ``end_training()`` returns."""
+    removes older checkpoints (``total_limit``), and when ``end_training()`` returns; and ``initialize`` learns of the
+    sizes of a ``ParallelismConfig``."""
 
     def written(end: str) -> Callable[..., Any]:
         def wait_first(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
@@ -59,8 +61,37 @@ def wrap_accelerator(module: ModuleType) -> None:
 
         return wait_first
 
+    def with_sizes(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        with _environment(_sizes(accelerator.parallelism_config)):
+            return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", with_sizes)
     wrapt.wrap_function_wrapper(module, "Accelerator.save_state", written("wait"))
     wrapt.wrap_function_wrapper(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
+
+
+def _sizes(config: Any) -> dict[str, str]:
+    """What accelerate's launcher sets for a ``ParallelismConfig``: scripts that make one themselves tell nobody."""
+    if config is None:
+        return {}
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    found = {f"PARALLELISM_CONFIG_{name.upper()}": str(getattr(config, name, 1)) for name in names}
+    return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **found}
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """With these variables of the environment, for as long as the block runs."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def has_accelerator() -> bool:

@@ -22,7 +22,7 @@ import wrapt
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
 from ds_hf.config.presets import preset
-from ds_hf.engine.dist import process_group
+from ds_hf.engine.comm import process_group
 from ds_hf.engine.zero.estimate import ModelSize, StateBytes, estimate_states, measure
 from ds_hf.errors import ConfigError
 from ds_hf.hf.accelerate_state import has_accelerator

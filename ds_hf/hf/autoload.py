@@ -20,7 +20,7 @@ from types import ModuleType
 
 import wrapt
 
-from ds_hf.engine.dist.failure_record import record_failures
+from ds_hf.engine.comm.failure_record import record_failures
 from ds_hf.log import logger, warn_once
 from ds_hf.stand_in import beside_real
 

@@ -31,7 +31,7 @@ from ds_hf.log import logger
 from ds_hf.measure.saving import being_measured
 
 if TYPE_CHECKING:
-    from ds_hf.engine.engine import Engine
+    from ds_hf.deepspeed_api.engine import Engine
 
 __all__ = ["wrap_trainer", "wrap_trainer_utils"]
 
@@ -72,7 +72,7 @@ def _engine(trainer: Any) -> Engine | None:
     engine = getattr(trainer, "deepspeed", None)
     if engine is None:
         return None
-    from ds_hf.engine.engine import Engine
+    from ds_hf.deepspeed_api.engine import Engine
 
     return engine if isinstance(engine, Engine) else None
 
@@ -123,9 +123,9 @@ def _fail_together(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -
         return wrapped(*args, **kwargs)
     from accelerate.utils.memory import should_reduce_batch_size
 
-    from ds_hf.engine.dist.memory import shared_out_of_memory
+    from ds_hf.engine.comm.memory import shared_out_of_memory
 
-    with shared_out_of_memory(engine.axis, should_reduce_batch_size):
+    with shared_out_of_memory(engine.mesh, should_reduce_batch_size):
         return wrapped(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Which process failed first, and how it is told.
 
-torch's agent knows exit codes and, where the worker recorded it (``engine.dist.failure_record``), the traceback and its
+torch's agent knows exit codes and, where the worker recorded it (``engine.comm.failure_record``), the traceback and its
 time. Ages and not clock times travel between hosts, so that their clocks may differ.
 """
 

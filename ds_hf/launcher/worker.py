@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     local_rank = int(os.environ["LOCAL_RANK"])
     if setup["restart"]:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(setup["restart"])
-    if setup.get("tells"):  # ds_hf.engine.dist.failure_record: the launcher shows the traceback
+    if setup.get("tells"):  # ds_hf.engine.comm.failure_record: the launcher shows the traceback
         os.environ["DS_HF_LAUNCH_TELLS"] = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if setup["cores"]:
         cores = setup["cores"][local_rank]

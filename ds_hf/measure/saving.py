@@ -41,7 +41,7 @@ WRITERS: Mapping[str, tuple[str, ...]] = {
     "transformers.utils.hub": ("PushToHubMixin.push_to_hub",),
     "accelerate.accelerator": ("Accelerator.save", "Accelerator.save_model", "Accelerator.save_state"),
     "peft.peft_model": ("PeftModel.save_pretrained",),
-    "ds_hf.engine.engine": ("Engine.save_checkpoint", "Engine.save_16bit_model", "Engine.save_fp16_model"),
+    "ds_hf.deepspeed_api.engine": ("Engine.save_checkpoint", "Engine.save_16bit_model", "Engine.save_fp16_model"),
 }
 TRAINING_IS_OVER = "Trainer._finalize_training"
 CACHES = ("HF_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")

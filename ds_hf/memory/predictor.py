@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from ds_hf.config import load_config
+from ds_hf.config.mesh import mesh_shape
+from ds_hf.config.optimizer_traits import Traits, traits_of
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine.casting import set_buffer_dtypes
@@ -35,12 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Predictor", "largest_micro_batch", "predict"]
 
 _LIMIT = 1 << 16  # samples; no micro-batch is larger
-# tensors of state that are as large as the parameters; anything else is taken for an Adam
-_MOMENTS = {"sgd": 0, "lion": 1, "fusedlion": 1, "cpulion": 1, "adagrad": 1, "cpuadagrad": 1, "rmsprop": 1, "muon": 1}
-_MOMENTS |= {"adafactor": 0}  # a row and a column of each matrix
-# updated unit by unit, without a copy of all gradients
-_BY_ELEMENT = {"adam", "adamw", "fusedadam", "cpuadam", "lion", "fusedlion", "cpulion", "adagrad", "cpuadagrad", "sgd"}
-_STREAMED = _BY_ELEMENT | {"lamb", "fusedlamb", "muon"}  # these are on the device or on the host, never on the way
 
 
 class Predictor:
@@ -142,32 +138,33 @@ class Predictor:
         zero = settings.zero_optimization
         optimizer = settings.optimizer.type if settings.optimizer is not None else self.workload.optimizer
         params = dict(settings.optimizer.params) if settings.optimizer is not None else {}
-        moments = _MOMENTS.get(optimizer.lower(), 2)
-        if optimizer.lower() == "sgd" and params.get("momentum"):
-            moments = 1
+        traits = traits_of(optimizer)
+        with_momentum = optimizer.lower() == "sgd" and params.get("momentum")
         plan = plan_states(settings)
+        if plan.inner is not None:
+            mesh_shape(settings, world_size)  # refuses groups that do not divide the processes
         return Costs(
             world_size=world_size,
-            moments=moments,
+            moments=1 if with_momentum else traits.moments,
             accumulation_steps=_accumulation(settings, world_size),
             source_itemsize=max((p.element_size() for p in self._model.parameters()), default=4),
-            whole_step=optimizer.lower() not in _STREAMED,
+            whole_step=not traits.streamed,
             optimizer_place=_place(plan.shards_optimizer, zero.offload_optimizer.device),
             parameter_place=_place(plan.shards_parameters, zero.offload_param.device),
             pinned=zero.offload_optimizer.pin_memory,
             streams=self.streams,
             split_masters=plan.may_split_masters
-            and optimizer.lower() in _BY_ELEMENT
+            and traits.by_element
             and (self.streams or settings.ds_hf.split_masters is True),
-            device_share=_device_share(settings) if optimizer.lower() in _STREAMED else 0.0,
-            streamed_share=self._streamed_share(settings, optimizer.lower()),
+            device_share=_device_share(settings) if traits.streamed else 0.0,
+            streamed_share=self._streamed_share(settings, traits),
             device_memory=device_memory,
         )
 
-    def _streamed_share(self, settings: Config, optimizer: str) -> float | Literal["auto"]:
+    def _streamed_share(self, settings: Config, traits: Traits) -> float | Literal["auto"]:
         """As ``engine.offloading`` has it before the engine looks at sizes and link."""
         own = settings.ds_hf.offload
-        if optimizer not in _BY_ELEMENT or own.delayed:
+        if not traits.by_element or own.delayed:
             return 0.0
         if own.stream == "auto" and not (self.streams and settings.zero_optimization.offload_optimizer.pin_memory):
             return 0.0

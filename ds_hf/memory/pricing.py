@@ -15,8 +15,9 @@ from ds_hf.config.plan import Placement, StatePlan
 from ds_hf.engine.optim.stream_share import HostUnit, Streaming, auto_share, slots_room, streaming
 from ds_hf.engine.zero.estimate import ITEM_NBYTES
 from ds_hf.engine.zero.layout import FlatLayout
+from ds_hf.engine.zero.planning import BufferSpec
 from ds_hf.memory.prediction import Prediction
-from ds_hf.memory.timeline import BufferSpec, Event, Step, Timeline
+from ds_hf.memory.timeline import Event, Step, Timeline
 from ds_hf.memory.tracker import Kind, rounded
 
 __all__ = ["DEVICE_MEMORY", "Costs", "price"]
@@ -70,6 +71,8 @@ class _Sizes:
     """Bytes of one buffer: whole and owned parameters and gradients, masters, moments.
 
     Attributes:
+        shard: what it is gathered from.
+        first: where that is a second shard (``zero_hpz_partition_size``), the one beside it that the optimizer writes.
         here: its states are on the device.
         waits: its reduced gradient waits for the step on the device.
     """
@@ -78,6 +81,7 @@ class _Sizes:
     waits: bool
     whole: int
     shard: int
+    first: int
     rests: int
     gathered: int
     upload: int
@@ -89,7 +93,7 @@ class _Sizes:
     moments: int
 
 
-_NOTHING = _Sizes(False, False, *[0] * 11)
+_NOTHING = _Sizes(False, False, *[0] * 12)
 
 
 @dataclass
@@ -142,7 +146,7 @@ def _streamed(timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: C
     if costs.optimizer_place != "cpu":
         return 0.0, streaming((), 0.0, 0)
     away = [index for index, size in enumerate(sizes) if timeline.buffers[index].trains and not size.here]
-    halved = [_master_in_halves(timeline.buffers[index], sizes[index], plan, costs) for index in away]
+    split = [_master_in_halves(timeline.buffers[index], sizes[index], plan, costs) for index in away]
     summed = plan.reduces_every_micro_batch and costs.accumulation_steps > 1
     units = [
         HostUnit(
@@ -151,19 +155,19 @@ def _streamed(timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: C
             gradient=sizes[index].owned_summed if summed else sizes[index].owned,
             movable=_may_stream(timeline.buffers[index], plan, costs),
         )
-        for index, master in zip(away, halved, strict=True)
+        for index, master in zip(away, split, strict=True)
     ]
     share, room = costs.streamed_share, slots_room(costs.device_memory)
     if share == "auto":
         share = auto_share(units, costs.world_size, room)
     found = streaming(units, share, room)
-    for index, master, goes, waits in zip(away, halved, found.up, found.stays, strict=True):
+    for index, master, goes, waits in zip(away, split, found.up, found.stays, strict=True):
         sizes[index] = replace(sizes[index], master=master if goes else sizes[index].master, waits=waits)
     return share, found
 
 
 def _master_in_halves(spec: BufferSpec, size: _Sizes, plan: StatePlan, costs: Costs) -> int:
-    """Bytes of the master of a unit that goes up: in halves where it may be."""
+    """Bytes of the master of a unit that goes up: split where it may be."""
     if costs.split_masters and spec.itemsize == 2:
         return rounded(_owned(spec, plan, costs) * (ITEM_NBYTES[plan.optimizer.dtype or "float32"] - spec.itemsize))
     return size.master
@@ -178,12 +182,18 @@ def _may_stream(spec: BufferSpec, plan: StatePlan, costs: Costs) -> bool:
 
 def _owned(spec: BufferSpec, plan: StatePlan, costs: Costs) -> int:
     """Elements that this process updates."""
-    layout = FlatLayout(spec.shapes, costs.world_size)
+    layout = FlatLayout(spec.shapes, _shards(spec, plan, costs))
     return layout.shard_numel if plan.shards_optimizer else layout.numel
 
 
+def _shards(spec: BufferSpec, plan: StatePlan, costs: Costs) -> int:
+    """Into how many shards the states of a buffer are divided."""
+    return plan.shards(plan.optimizer.over if spec.trains else plan.parameters.over, costs.world_size)
+
+
 def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Sizes:
-    layout = FlatLayout(spec.shapes, costs.world_size)
+    shards, neighbours = _shards(spec, plan, costs), plan.shards(plan.parameters.over, costs.world_size)
+    layout = FlatLayout(spec.shapes, shards)
     owned = _owned(spec, plan, costs)
     sixteen = spec.itemsize == 2
     grad = ITEM_NBYTES[plan.communication_dtype] if plan.communication_dtype else spec.itemsize
@@ -191,8 +201,10 @@ def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Size
     target = ITEM_NBYTES[plan.optimizer.dtype or "float32"] if sixteen else spec.itemsize
     aliased = target == spec.itemsize and here
     beside = target - spec.itemsize if costs.split_masters and sixteen and here else target
-    apart = spec.sharded and (costs.world_size > 1 or costs.parameter_place != "device")
-    whole, shard = rounded(layout.numel * spec.itemsize), rounded(layout.shard_numel * spec.itemsize)
+    apart = spec.sharded and (neighbours > 1 or costs.parameter_place != "device")
+    whole, first = rounded(layout.numel * spec.itemsize), rounded(layout.shard_numel * spec.itemsize)
+    twice = spec.sharded and neighbours != shards
+    shard = rounded(layout.numel // neighbours * spec.itemsize) if twice else first
     trains = int(spec.trains)
     moment = ITEM_NBYTES[plan.moments] if sixteen else spec.itemsize
     return _Sizes(
@@ -200,9 +212,10 @@ def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Size
         waits=here,
         whole=whole,
         shard=shard,
-        rests=shard if apart else whole,
+        first=first if twice else 0,
+        rests=shard + (first if twice else 0) if apart else whole,
         gathered=whole if apart else 0,
-        upload=shard if apart and costs.parameter_place != "device" and costs.world_size > 1 else 0,
+        upload=shard if apart and costs.parameter_place != "device" and neighbours > 1 else 0,
         flat=trains * rounded(layout.numel * grad),
         summed=trains * rounded(layout.numel * summed),
         owned=trains * rounded(owned * grad),
@@ -260,7 +273,7 @@ class _Run:
         self.many = costs.accumulation_steps > 1
         self.moment = "forward"
         self.gathered = 0
-        self.kept = 0  # flat gradients that are being reduced: ``Lane.keep``
+        self.kept = 0  # flat gradients that are being reduced: ``CommStream.keep``
         # sums of the micro-batches before: reduced where every one is, and this process's own where only the last is
         self.flat = sum(self._before(size.flat, size.summed) for size in sizes) if self.many and not self.every else 0
         reduced = self.many and self.every
@@ -297,7 +310,7 @@ class _Run:
             self._offer(step.before, max(together, size.summed if before != size.summed else 0))
             self.flat += size.summed - before
         else:
-            self.kept = 0  # ``Lane.settle``
+            self.kept = 0  # ``CommStream.settle``
             self._offer(step.before, 0)
             self.flat += size.flat  # where backward left them, until they are reduced
 
@@ -324,7 +337,8 @@ class _Run:
         """Everything reduced; optimizers that step as a whole want gradients in the masters' dtype, all at once."""
         self.moment, self.kept = "step", 0
         cast = sum(size.owned_summed for size in self.sizes if size.here) if self.costs.whole_step else 0
-        self._offer(tuple(0 for _ in Kind), cast)
+        sent = max((size.shard for size in self.sizes if size.first), default=0)  # of second shards, unit after unit
+        self._offer(tuple(0 for _ in Kind), cast + sent)
 
     def _offer(self, live: tuple[int, ...], extra: int) -> None:
         parts = {
@@ -354,7 +368,7 @@ def _elsewhere(
 
 
 def _loaded(spec: BufferSpec) -> int:
-    return sum(shape.numel() for shape in spec.shapes)
+    return spec.numel
 
 
 def _rows(
@@ -373,3 +387,7 @@ def _rows(
     yield "gradients", kept, sum(gradients), max(gradients)
     if plan.parameters.placement is Placement.SHARDED:
         yield "parameters", costs.parameter_place, sum(shards), max(shards)
+        firsts = [size.first for size in sizes]
+        # In host memory also where the second shards are in files.
+        kept = "device" if costs.parameter_place == "device" else "cpu"
+        yield "first shards of parameters", kept, sum(firsts), max(firsts)

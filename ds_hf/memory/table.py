@@ -133,7 +133,9 @@ def _variant(config: dict[str, Any], stage: int, keys: dict[str, str]) -> dict[s
         path = {"nvme_path": "/nvme"} if device == "nvme" else {}
         zero[name] = path | given[name] | {"device": device}
     if stage != 3:
-        zero = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
+        zero = {key: value for key, value in zero.items() if not key.startswith(("stage3_", "zero_hpz_"))}
+    if stage == 0:
+        zero.pop("mics_shard_size", None)
     variant["zero_optimization"] = zero | {"stage": stage}
     return variant
 

@@ -8,25 +8,25 @@ for any number of processes: what the noted events cost is priced by ``pricing``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
-from ds_hf.engine.zero.grouping import join_small, keep_small_whole, make_units
 from ds_hf.engine.zero.hooks import UnitHooks
-from ds_hf.engine.zero.prefetch import Prefetch
+from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_units
 from ds_hf.engine.zero.reduction import Reducer
-from ds_hf.engine.zero.unit import Unit
+from ds_hf.engine.zero.replicas import Replicas
+from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.memory.kernels import AsOnCuda
 from ds_hf.memory.tracker import Kind, LiveTensors
 
-__all__ = ["BufferSpec", "Event", "Sharding", "Step", "Timeline", "between", "record"]
+__all__ = ["Event", "Sharding", "Step", "Timeline", "between", "record"]
 
 _META = torch.device("meta")
 _ALONE = Axis(None, 0, 1)
@@ -59,7 +59,7 @@ class Sharding:
         parameters: units are gathered and released.
         whole_below, whole_in_all: see ``StatePlan``.
         prefetch, max_live: see ``Prefetch``.
-        joins: small blocks are joined (``grouping.join_small``).
+        joins: small blocks are joined (``planning.join_small``).
     """
 
     parameters: bool
@@ -69,24 +69,10 @@ class Sharding:
     max_live: int | None = None
     joins: bool = False
 
-
-@dataclass(frozen=True)
-class BufferSpec:
-    """A flat buffer: the parameters of a unit that are alike.
-
-    Attributes:
-        unit: name of the unit.
-        shapes: of the parameters, in layout order.
-        itemsize: bytes an element.
-        trains: gets gradients and optimizer states.
-        sharded: rests as a shard.
-    """
-
-    unit: str
-    shapes: tuple[torch.Size, ...]
-    itemsize: int
-    trains: bool
-    sharded: bool
+    @property
+    def units(self) -> UnitPolicy:
+        """What decides the units."""
+        return UnitPolicy(self.parameters, self.whole_below, self.whole_in_all, self.joins, self.max_live)
 
 
 @dataclass
@@ -200,17 +186,15 @@ def record(
         wide: size of the vocabulary, by which logits are known.
         keeps_outputs: see ``Workload``.
     """
-    units = make_units(model)
-    if sharding.joins:
-        units = join_small(units, None, sharding.max_live)
-    if sharding.parameters:
-        units = keep_small_whole(units, sharding.whole_below, sharding.whole_in_all)
+    trained = {id(param): 0 for param in model.parameters() if param.requires_grad}
+    planned = plan_units(model, None, sharding.units, trained, lambda param: Replicas.along(_ALONE))
+    units = list(planned)
     constants = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
     timeline = Timeline([], constants)
     tracker = LiveTensors(timeline.changed, wide)
     for tensor in (*model.parameters(), *model.buffers()):
         tracker.ignore(tensor)
-    gradients = _stand_in(units, sharding, timeline, tracker)
+    gradients = _stand_in(planned, timeline, tracker)
     reducer = Reducer(units, gradients, every_micro_batch=True)
     hooks = UnitHooks(units, reducer, Prefetch(sharding.prefetch, sharding.max_live))
     labels = [param.register_post_accumulate_grad_hook(_Label(tracker)) for param in _trained(gradients)]  # type: ignore[no-untyped-call]
@@ -285,7 +269,7 @@ def _trained(gradients: Mapping[Unit, Sequence[GradientBuffer]]) -> list[nn.Para
 
 
 def _stand_in(
-    units: Sequence[Unit], sharding: Sharding, timeline: Timeline, tracker: LiveTensors
+    planned: Mapping[Unit, Sequence[BufferSpec]], timeline: Timeline, tracker: LiveTensors
 ) -> dict[Unit, list[GradientBuffer]]:
     """Give the units buffers that note what is done to them."""
     gradients: dict[Unit, list[GradientBuffer]] = {}
@@ -293,28 +277,16 @@ def _stand_in(
     def noter(index: int) -> Callable[[Event], None]:
         return lambda event: timeline.note(event, index, tracker.live)
 
-    for unit in units:
-        for params, whole in ((unit.params, False), (unit.whole, True)):
-            for alike in _alike(params):
-                sharded = sharding.parameters and not whole
-                buffer = _Buffer(alike, _ALONE, dtype=alike[0].dtype, device=_META, sharded=sharded)
-                buffer.state = BufferState.RELEASED if sharded else BufferState.GATHERED
-                buffer.device = torch.device("cpu")  # where the reducer makes the little it needs
-                buffer.note = noter(len(timeline.buffers))
-                unit.buffers.append(buffer)
-                trains = alike[0].requires_grad
-                shapes = tuple(param.shape for param in alike)
-                timeline.buffers.append(BufferSpec(unit.name, shapes, alike[0].element_size(), trains, sharded))
-                if trains:
-                    gradient = _Gradient(buffer, _POLICY)
-                    gradient.note = buffer.note
-                    gradients.setdefault(unit, []).append(gradient)
+    for unit, specs in planned.items():
+        for spec in specs:
+            buffer = _Buffer(spec.params, _ALONE, dtype=spec.dtype, device=_META, sharded=spec.sharded)
+            buffer.state = BufferState.RELEASED if spec.sharded else BufferState.GATHERED
+            buffer.device = torch.device("cpu")  # where the reducer makes the little it needs
+            buffer.note = noter(len(timeline.buffers))
+            unit.buffers.append(buffer)
+            timeline.buffers.append(replace(spec, params=(), replicas=None))
+            if spec.trains:
+                gradient = _Gradient(buffer, _POLICY)
+                gradient.note = buffer.note
+                gradients.setdefault(unit, []).append(gradient)
     return gradients
-
-
-def _alike(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """As the builder splits a unit: by dtype and whether they train."""
-    found: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-    for param in params:
-        found.setdefault((param.dtype, param.requires_grad), []).append(param)
-    return list(found.values())

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_hf.autotune import run_from_deepspeed
-from ds_hf.cli import app
+from ds_hf.cli.root import app
 from ds_hf.config import load_config
 from ds_hf.measure.protocol import TRIAL_ENV
 from tests.autotune.scripts import SLOW_DATA, script

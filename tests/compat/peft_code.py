@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig, Trainer
 from transformers.integrations import HfDeepSpeedConfig
 
-from ds_hf.engine.zero.opaque import is_opaque, opaque_parts
+from ds_hf.engine.zero.packed import is_packed, packed_parts
 from tests.compat.common import largest_difference
 from tests.compat.scripts.trainer_script import Sentences
 from tests.compat.trainer_code import TOLERANCE, arguments, config, history, start_afresh
@@ -272,7 +272,7 @@ def fit_quantized(model: str, folder: str, kind: str) -> dict[int | None, Any]:
         trainer = Trainer(model=get_peft_model(net, adapter("lora")), args=args, train_dataset=Sentences(60, seed=1))
         trainer.train()
         trainer.save_model()
-        parts = [part for param in net.parameters() if is_opaque(param) for _, part in opaque_parts(param)]
+        parts = [part for param in net.parameters() if is_packed(param) for _, part in packed_parts(param)]
         found[stage] = (history(trainer), sum(part.untyped_storage().nbytes() for part in parts))
         gc.collect()
     return found

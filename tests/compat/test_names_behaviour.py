@@ -159,7 +159,7 @@ def test_checkpointing_reads_the_section_and_refuses_what_it_cannot(tmp_path: Pa
     section = {"partition_activations": True, "cpu_checkpointing": True, "profile": True}
     file = tmp_path / "ds.json"
     write_json(file, {"train_batch_size": 1, "activation_checkpointing": section})
-    from ds_hf.engine.activation import ActivationCheckpointing
+    from ds_hf.deepspeed_api.activation_checkpointing import ActivationCheckpointing
 
     class Parallel:
         def __init__(self, size: int) -> None:

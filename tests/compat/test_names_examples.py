@@ -37,7 +37,7 @@ from deepspeed.utils.zero_to_fp32 import (
 )
 from torch import nn
 
-from ds_hf.engine.dist.accelerator import CpuAccelerator
+from ds_hf.deepspeed_api.accelerator import CpuAccelerator
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 

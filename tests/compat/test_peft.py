@@ -164,7 +164,7 @@ def test_the_adapter_that_does_not_train_is_saved_too(tiny_model: Path, tmp_path
     ],
 )
 def test_quantized_bases_train_as_without_deepspeed(tiny_model: Path, tmp_path: Path, kind: str) -> None:
-    pytest.importorskip(kind.split()[0])  # neither is among the development tools: tests/engine/zero/test_opaque.py is
+    pytest.importorskip(kind.split()[0])  # neither is among the development tools: tests/engine/zero/test_packed.py is
     for found in run_user_code(fit_quantized, str(tiny_model), str(tmp_path), kind):
         plain, _ = found.get(None, found[0])
         adapter = saved_adapter(place(tmp_path, 0))

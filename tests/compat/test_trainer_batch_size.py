@@ -70,6 +70,22 @@ def test_batch_size_is_lowered_until_it_fits(stage: int, only_rank: int | None, 
             assert largest_difference(logged, expected) <= TOLERANCE
 
 
+def find_inside(folder: Path, zero: dict[str, int]) -> tuple[int, int, int]:
+    """One of four processes runs out of memory between collectives of groups that it is not in."""
+    Hungry.where, Hungry.only_rank = "backward", 3
+    more = {"auto_find_batch_size": True, "max_steps": 2, "trainer_class": Hungry}
+    trainer = make_trainer(folder, config(3, zero=zero), per_device_train_batch_size=FITS + 1, **more)
+    trainer.train()
+    return trainer.deepspeed.get_batch_info()  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="four gloo processes")
+@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}])
+def test_out_of_memory_where_states_are_divided_inside(zero: dict[str, int], tmp_path: Path) -> None:
+    batches = run_user_code(find_inside, tmp_path, zero, world_size=4, timeout=60)
+    assert batches == [(FITS * 4, FITS, 1)] * 4
+
+
 def never(folder: Path) -> str:
     Hungry.where, Hungry.only_rank = "forward", None
     trainer = make_trainer(folder, config(2), per_device_train_batch_size=4, trainer_class=Hungry)

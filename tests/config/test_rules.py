@@ -218,3 +218,35 @@ def test_a_long_key_in_a_warning_is_shortened(caplog: pytest.LogCaptureFixture) 
     load_config({"train_batch_size": 1, f"fp16.{LONG}": 1}, world_size=1)
     assert "a key with a dot" in caplog.text
     assert len(caplog.text) < 1000
+
+
+@pytest.mark.parametrize(
+    ("zero", "warned"),
+    [
+        ({"stage": 0, "mics_shard_size": 2}, "no effect: nothing is divided at stage 0"),
+        ({"stage": 2, "zero_hpz_partition_size": 2}, "no effect: parameters are divided at stage 3 alone"),
+        ({"stage": 3, "mics_shard_size": 2, "mics_hierarchical_params_gather": True}, "no effect: NCCL finds the way"),
+        ({"stage": 1, "mics_shard_size": 2}, ""),
+        ({"stage": "auto", "mics_shard_size": 2}, ""),
+    ],
+)
+def test_states_divided_inside_at_stages_that_do_not(zero: dict[str, Any], warned: str) -> None:
+    tree = {"train_batch_size": 4, "zero_optimization": zero}
+    found = load_config(tree, world_size=4, allow_auto=True)
+    assert len(found.warnings) == bool(warned)
+    assert all(warned in warning.message for warning in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        ({"stage": 3, "mics_shard_size": 2}, "states divided over groups of 2"),
+        ({"stage": 3, "zero_hpz_partition_size": 2}, "parameters once more divided over groups of 2"),
+        ({"stage": 2, "zero_hpz_partition_size": 2}, ""),
+        ({"stage": 3, "mics_shard_size": 4}, ""),
+    ],
+)
+def test_explain_tells_of_groups(zero: dict[str, Any], said: str) -> None:
+    found = summary(load_config({"train_batch_size": 4, "zero_optimization": zero}, world_size=4))
+    assert said in found
+    assert ("groups of" in found) is bool(said)

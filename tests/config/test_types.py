@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from ds_hf.config import Config
-from ds_hf.config.build import _section_class
+from ds_hf.config.load import _section_class
 from ds_hf.config.schema import Node, dotted, load_schema, types_of, walk
 
 OWN_FIELDS = {"source", "mesh", "resolved", "provenance", "warnings"}

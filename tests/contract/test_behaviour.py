@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches
 from tests.helpers.parity import Outcome, base_config, full_weights, sgd, train_both, weight_error

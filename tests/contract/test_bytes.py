@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from ds_hf.engine.zero.layout import ALIGNMENT
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches

@@ -1,14 +1,17 @@
 """Checkpoints that any mesh reads: saved by data- and model-parallel processes in one division, loaded in another.
 
 The model is divided by hand (``tests.helpers.megatron``) over 1, 2 or 4 of four processes; the others are
-data-parallel and read the same batches, so that the losses of every mesh are the same numbers but for rounding.
+data-parallel and read the same batches, so that the losses of every mesh are the same numbers but for rounding. Or the
+four are two "hosts" of two, inside which states are divided (MiCS, hybrid sharding) or parameters once more (hpZ).
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,10 +25,17 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.megatron import Mpu, divide
 from tests.helpers.models import TinyLM, token_batches
 
-Cell = tuple[int, int]  # model-parallel size, stage
+Mesh = int | str  # model-parallel size, or how states are divided inside hosts
+Cell = tuple[Mesh, int]  # mesh, stage
 
 WORLD = 4
 STEPS = 2
+INSIDE: dict[Mesh, dict[str, int]] = {"mics": {"mics_shard_size": 2}, "hpz": {"zero_hpz_partition_size": 2}}
+HYBRID = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
 
 
 class NextToken(TinyLM):
@@ -36,15 +46,19 @@ class NextToken(TinyLM):
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def engine_on(parts: int, stage: int, dtype: str = "fp32", seed: int = 0, **more: Any) -> Any:
+def engine_on(mesh: Mesh, stage: int, dtype: str = "fp32", seed: int = 0, **more: Any) -> Any:
     torch.manual_seed(seed)
-    model, mpu = NextToken(), Mpu(parts) if parts > 1 else None
+    model, mpu = NextToken(), Mpu(mesh) if isinstance(mesh, int) and mesh > 1 else None
     model.embedding.weight.requires_grad_(dtype != "frozen")
     if mpu is not None:
         divide(model, mpu)
     content = config(stage, "fp32" if dtype == "frozen" else dtype, **more)
+    content["zero_optimization"].update(INSIDE.get(mesh, {}))
     params = [p for p in model.parameters() if p.requires_grad]
-    return ds_hf.initialize(model=model, model_parameters=params, config=content, mpu=mpu)[0]
+    with patch.dict(os.environ, HYBRID if mesh == "hybrid" else {}):
+        engine = ds_hf.initialize(model=model, model_parameters=params, config=content, mpu=mpu)[0]
+    assert (engine.mesh.shape.inner == 2) is isinstance(mesh, str)
+    return engine
 
 
 def steps(engine: Any, first: int, count: int) -> list[float]:
@@ -57,9 +71,9 @@ def steps(engine: Any, first: int, count: int) -> list[float]:
     return losses
 
 
-def save(folder: Path, parts: int, stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
+def save(folder: Path, mesh: Mesh, stage: int, dtype: str = "fp32", **more: Any) -> dict[str, Any]:
     """Train, save, train on: losses after saving, and the whole weights at the moment of saving (on rank 0)."""
-    engine = engine_on(parts, stage, dtype, **more)
+    engine = engine_on(mesh, stage, dtype, **more)
     steps(engine, 0, STEPS)
     engine.save_checkpoint(folder, "saved", client_state={"epoch": 3})
     engine.wait_for_checkpoint()
@@ -72,9 +86,9 @@ def save(folder: Path, parts: int, stage: int, dtype: str = "fp32", **more: Any)
     return found
 
 
-def load(folder: Path, again: Path, parts: int, stage: int, dtype: str = "fp32") -> dict[str, Any]:
+def load(folder: Path, again: Path, mesh: Mesh, stage: int, dtype: str = "fp32") -> dict[str, Any]:
     """Load into another model of another mesh, save again, train on."""
-    engine = engine_on(parts, stage, dtype, seed=7)
+    engine = engine_on(mesh, stage, dtype, seed=7)
     steps(engine, 50, 1)
     _, client = engine.load_checkpoint(folder, "saved")
     engine.save_checkpoint(again, "saved")
@@ -93,7 +107,7 @@ def digests(folder: Path) -> dict[str, Any]:
 def run_pairs(root: Path, pairs: list[tuple[Cell, Cell]], dtype: str) -> None:
     """Save in each first cell, load in each second, and compare everything."""
     sources = list(dict.fromkeys(source for source, _ in pairs))
-    places = {cell: root / f"mp{cell[0]}-stage{cell[1]}" for cell in sources}
+    places = {cell: root / f"{cell[0]}-stage{cell[1]}" for cell in sources}
     agains = {pair: root / f"again-{number}" for number, pair in enumerate(pairs)}
     calls: list[Any] = [(save, (places[cell], *cell, dtype)) for cell in sources]
     calls += [(load, (places[pair[0]], agains[pair], *pair[1], dtype)) for pair in pairs]
@@ -102,7 +116,7 @@ def run_pairs(root: Path, pairs: list[tuple[Cell, Cell]], dtype: str) -> None:
         saved = dict(zip(sources, found, strict=False))
         for pair, loaded in zip(pairs, found[len(sources) :], strict=True):
             (source, target), one = pair, saved[pair[0]]
-            if source == target:
+            if source == target or {source, target} == {(1, 3), ("hpz", 3)}:
                 assert loaded["losses"] == one["losses"], pair
             narrow = dtype in ("bf16", "fp16")
             assert loaded["losses"] == pytest.approx(one["losses"], rel=1e-2 if narrow else 1e-5), pair
@@ -112,7 +126,7 @@ def run_pairs(root: Path, pairs: list[tuple[Cell, Cell]], dtype: str) -> None:
     for (source, target), again in agains.items():
         assert digests(again) == digests(places[source]), (source, target)
         assert verify(again, "saved") == []
-        assert read_manifest(again / "saved").extra["version"] == (1 if target[0] == 1 else 2)
+        assert read_manifest(again / "saved").extra["version"] == (2 if target[0] in (2, 4) else 1)
     for cell in sources:
         check_whole(places[cell], ranks[0][sources.index(cell)]["state"])
 
@@ -141,6 +155,22 @@ def test_every_mesh_to_another(tmp_path: Path) -> None:
     run_pairs(tmp_path, pairs, "fp32")
 
 
+def test_states_divided_inside_hosts_to_every_other_mesh(tmp_path: Path) -> None:
+    """What several hosts hold is written once; the second shards of hpZ not at all."""
+    pairs: list[tuple[Cell, Cell]] = [
+        (("mics", 3), (1, 1)),
+        ((1, 3), ("mics", 3)),
+        (("hpz", 3), (1, 3)),
+        ((1, 3), ("hpz", 3)),
+        (("mics", 1), ("hpz", 3)),
+        (("hpz", 3), ("hybrid", 2)),
+        (("hybrid", 2), (2, 3)),
+        ((2, 1), ("mics", 2)),
+        (("mics", 3), ("mics", 3)),
+    ]
+    run_pairs(tmp_path, pairs, "bf16")
+
+
 def test_masters_and_the_scaler_in_fp16(tmp_path: Path) -> None:
     run_pairs(tmp_path, [((2, 3), (4, 1)), ((4, 0), (2, 3))], "fp16")
 
@@ -153,3 +183,11 @@ def test_the_matrix(tmp_path: Path, stage: int, dtype: str) -> None:
     cells = itertools.product((1, 2, 4), (0, 1, 2, 3))
     pairs = [((parts, stage), cell) for cell in cells for parts in (1, 2, 4)]
     run_pairs(tmp_path, pairs, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "frozen"])
+def test_the_matrix_of_states_divided_inside_hosts(tmp_path: Path, dtype: str) -> None:
+    """From each mesh to each other."""
+    cells: list[Cell] = [(1, 3), ("hybrid", 3), ("hpz", 3), ("mics", 2), ("mics", 1), (2, 3), (4, 1)]
+    run_pairs(tmp_path, list(itertools.product(cells, cells)), dtype)

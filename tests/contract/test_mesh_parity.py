@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
+from ds_hf import initialize
 from ds_hf.config.types.mesh import MeshShape
-from ds_hf.engine.builder import initialize
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.gather import GatheredParameters
@@ -168,7 +168,7 @@ def owned_elements(stage: int) -> tuple[Counter[tuple[str, int]], dict[str, int]
             local = (places if cut is None else cut.take(places)).flatten()
             mine = local[fragment.start : fragment.start + fragment.numel].tolist()
             counts.update((name, place) for place in mine)
-            owners[name] = buffer.replicas.owners(whole=whole)
+            owners[name] = buffer.replicas.owners(whole=whole, shards=buffer.axis)
             shapes[name] = tuple(shape)
     engine.destroy()
     return counts, owners, shapes

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf import log
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize, log
 from tests.contract.test_parity import NextTokenLM
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import token_batches

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
 from tests.helpers.distributed import run_distributed

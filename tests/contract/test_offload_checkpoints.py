@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from ds_hf.engine.offload.swap import SwapPool
 from ds_hf.engine.optim.stepping import _UnitsJob
 from ds_hf.engine.zero.gather import GatheredParameters

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.muon import MuonWithAuxAdam
@@ -192,7 +192,7 @@ def layouts() -> list[tuple[int, int]]:
     engine, *_ = initialize(model=model(), config=config("Muon", 3))
     assert engine.optimizer is not None
     found = []
-    for gradient, indices in engine.optimizer._groups.items():
+    for gradient, indices in engine.optimizer._apply.groups.items():
         layout, cut = gradient.buffer.layout, [0] * dist.get_world_size()
         muon = {s.index for s in layout.slots if engine.optimizer.param_groups[indices[s.index]]["use_muon"]}
         for rank in range(dist.get_world_size()):

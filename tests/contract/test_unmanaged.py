@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from ds_hf.errors import DsHfError
 from tests.contract.test_behaviour import SGD, check, model, tokens
 from tests.helpers.distributed import run_distributed

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_hf.engine.autocast import get_autocast_dtype, init_autocast_params, is_autocast_initialized
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.dist import collectives
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
+from ds_hf.deepspeed_api.autocast import get_autocast_dtype, init_autocast_params, is_autocast_initialized
+from ds_hf.engine.comm import collectives
 from ds_hf.errors import ConfigError, DsHfError
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_hf import Engine, initialize
 from ds_hf.engine.breakdown import Breakdown, NoBreakdown
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config
 

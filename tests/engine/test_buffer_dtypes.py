@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hf import initialize
 from ds_hf.config import load_config
-from ds_hf.engine.builder import initialize
 from ds_hf.engine.zero.fp32_buffers import buffers_to_keep_in_fp32, keep_buffers_in_fp32, keep_in_fp32_pattern
 from ds_hf.engine.zero.init import Init
 from ds_hf.errors import ConfigError

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
+from ds_hf import Engine, initialize
 from ds_hf.engine.compiling import CompileReport
-from ds_hf.engine.engine import Engine
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, full_weights
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from ds_hf.errors import ConfigError, DsHfError
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
@@ -454,7 +453,7 @@ def test_what_users_read() -> None:
 
 def test_layers_are_units() -> None:
     """The zoo's Stack has the units that other tests count on."""
-    from ds_hf.engine.zero.grouping import make_units
+    from ds_hf.engine.zero.planning import make_units
 
     assert [unit.name for unit in make_units(Stack())] == ["", "blocks.0", "blocks.1", "blocks.2"]
     assert isinstance(Stack().blocks[0], Layer)

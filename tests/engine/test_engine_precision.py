@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError, LossScaleError
 from tests.helpers.distributed import run_distributed

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from ds_hf.engine.zero.access import safe_get_full_grad, safe_set_full_grad
 from ds_hf.errors import DsHfError
 from tests.helpers.distributed import run_distributed

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_hf import Engine, initialize
 from ds_hf.engine import python_gc
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
 from ds_hf.errors import DsHfError
 from tests.helpers.parity import base_config
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ds_hf.cli import app
+from ds_hf.cli.root import app
 from tests.compat.common import WORLD, run_user_code, save_tiny_model
 from tests.helpers.distributed import free_port
 from tests.helpers.pages import ROOT, blocks, commands

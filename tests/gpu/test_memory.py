@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.memory import Predictor, Workload
 from tests.helpers.distributed import run_distributed
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
 

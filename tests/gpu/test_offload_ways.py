@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf import initialize
 from ds_hf.engine import offloading
-from ds_hf.engine.builder import initialize
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.optim import stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.stream_share import AutoShare
-from ds_hf.engine.zero.gradient_home import DeviceHome
+from ds_hf.engine.zero.storage import DeviceGradientStorage
 from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
 from tests.engine.offload.test_host_store import not_made
 from tests.helpers.distributed import run_distributed
@@ -50,10 +50,10 @@ def train(stage: int, accumulation: int, zero: dict[str, Any], own: dict[str, An
         optimizer, streamed = engine.optimizer, {b for b, p in store.places.items() if p is Place.STREAMED}
         assert all(optimizer.masters[b].is_pinned() for b, place in store.places.items() if place is Place.HOST)
         here = not (zero.get("offload_param") or {})
-        assert all(optimizer.lows[b].is_pinned() for b in streamed if here)
+        assert all(optimizer.low_bits[b].is_pinned() for b in streamed if here)
         for gradient in optimizer.segments:
             stays = gradient.buffer in streamed or store.places[gradient.buffer] is Place.DEVICE
-            assert isinstance(gradient.home, DeviceHome) == stays
+            assert isinstance(gradient.storage, DeviceGradientStorage) == stays
     engine.destroy()
     return losses, places
 
@@ -153,7 +153,7 @@ def as_on_the_device(stage: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_update_is_that_of_states_on_the_device(stage: int, world: int) -> None:
-    """The same kernel, over masters in halves: bit for bit."""
+    """The same kernel, over split masters: bit for bit."""
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
     run_distributed(as_on_the_device, world, stage, timeout=120, backend="nccl")
@@ -267,7 +267,7 @@ def test_auto_streams_where_the_link_is_fast(world: int) -> None:
 
 
 def seconds_to_measure() -> float:
-    from ds_hf.engine.dist.mesh import Axis
+    from ds_hf.engine.comm.mesh import Axis
 
     device = torch.device("cuda", torch.cuda.current_device())
     auto, link = AutoShare(device, Axis(None, 0, 1)), Link(device)

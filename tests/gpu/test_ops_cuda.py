@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_hf.engine.ops import cuda, cuda_lamb, cuda_launch
-from ds_hf.engine.ops.halves import LOW
+from ds_hf.engine.ops.split_master import LOW
 from tests.helpers import ops_cases as cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -35,7 +35,7 @@ def test_available() -> None:
 @pytest.mark.parametrize("rule", cases.UPDATES)
 def test_rule(rule: str, offset: int) -> None:
     data = cases.make(SIZES, "cuda", rule=rule, grad=BF16, out=BF16, offset=offset)
-    cases.check_update(cuda, rule, data, cases.control_of("cuda") if offset else None)
+    cases.check_update(cuda, rule, data, cases.scale_and_skip_of("cuda") if offset else None)
 
 
 @pytest.mark.parametrize("out", [None, BF16, F16, F32])
@@ -52,7 +52,7 @@ def test_dtypes(param: torch.dtype, grad: torch.dtype, moment: torch.dtype, out:
 @pytest.mark.parametrize("rule", cases.UPDATES)
 def test_masters_in_halves(rule: str, offset: int) -> None:
     data = cases.make([1, 7, 4096, 100_003], "cuda", rule=rule, param=BF16, grad=BF16, out=LOW, offset=offset)
-    cases.check_halves(cuda, rule, data, cases.control_of("cuda"))
+    cases.check_split(cuda, rule, data, cases.scale_and_skip_of("cuda"))
 
 
 def test_many_tensors() -> None:
@@ -141,8 +141,8 @@ def test_clipped_updates_one_after_another_are_right() -> None:
     for _ in range(50):
         for each, stream in zip(data, streams, strict=True):
             with torch.cuda.stream(stream):
-                control = cuda.norm_control(each.grads, scale=1.0, max_norm=10.0, checked=True)
-                cuda.sgd_(each.params, each.grads, [], each.outs, control[:2], lr=0.5, **plain)
+                scale_and_skip = cuda.norm_control(each.grads, scale=1.0, max_norm=10.0, checked=True)
+                cuda.sgd_(each.params, each.grads, [], each.outs, scale_and_skip[:2], lr=0.5, **plain)
     torch.cuda.synchronize()
     for each, was, grad in zip(data, before, grads, strict=True):
         want = was - 50 * 0.5 * grad * 10.0 / grad.norm()
@@ -171,7 +171,7 @@ def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 def test_lamb(numels: list[int], fused: bool) -> None:
     for offset in (0, 1):
         data = cases.make(numels, "cuda", grad=BF16, out=BF16, offset=offset)
-        cases.check_lamb(cuda, data, cases.control_of("cuda"), fused=fused)
+        cases.check_lamb(cuda, data, cases.scale_and_skip_of("cuda"), fused=fused)
     data = cases.make(numels, "cuda", param=BF16, grad=F16, moment=BF16)
     cases.check_lamb(cuda, data, fused=fused, eps_inside_sqrt=True)
 
@@ -204,18 +204,18 @@ def test_lamb_is_deterministic(fused: bool) -> None:
 def test_lamb_flag_writes_nothing(fused: bool) -> None:
     for offset in (0, 1):
         data = cases.make([*SIZES, 9_000_000], "cuda", out=BF16, offset=offset)
-        cases.check_skip(data, lambda control, data=data: cases.call_lamb(cuda, data, control, fused))
+        cases.check_skip(data, lambda scale_and_skip, data=data: cases.call_lamb(cuda, data, scale_and_skip, fused))
 
 
 def test_flag_writes_nothing() -> None:
     calls: list[Callable[[cases.Data, torch.Tensor], Any]] = [
-        lambda data, control: cases.call_update(cuda, "adamw", data, control),
-        lambda data, control: cases.call_update(cuda, "sgd", data, control),
+        lambda data, scale_and_skip: cases.call_update(cuda, "adamw", data, scale_and_skip),
+        lambda data, scale_and_skip: cases.call_update(cuda, "sgd", data, scale_and_skip),
     ]
     for call in calls:
         for offset in (0, 1):
             data = cases.make(SIZES, "cuda", out=BF16, offset=offset)
-            cases.check_skip(data, lambda control, data=data, call=call: call(data, control))
+            cases.check_skip(data, lambda scale_and_skip, data=data, call=call: call(data, scale_and_skip))
 
 
 Job = Callable[[cases.Data, torch.Tensor, torch.Tensor], Any]
@@ -225,32 +225,32 @@ Job = Callable[[cases.Data, torch.Tensor, torch.Tensor], Any]
 def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A call with data, control and learning rate."""
     if request.param == "adamw":
-        return lambda data, control, lr: cases.call_update(cuda, "adamw", data, control, lr=lr)
+        return lambda data, scale_and_skip, lr: cases.call_update(cuda, "adamw", data, scale_and_skip, lr=lr)
     if request.param == "norm":
-        return lambda data, control, lr: data.outs[0].copy_(cuda.squared_norm(data.grads))
+        return lambda data, scale_and_skip, lr: data.outs[0].copy_(cuda.squared_norm(data.grads))
     fused = take(request.param, monkeypatch)
-    return lambda data, control, lr: cases.call_lamb(cuda, data, control, fused, lr=lr)
+    return lambda data, scale_and_skip, lr: cases.call_lamb(cuda, data, scale_and_skip, fused, lr=lr)
 
 
 def test_graph(job: Job) -> None:
     """Replays take what control and lr are then, and each gives what a call would."""
     numels = [1_000_003, 2_000_000, 5, 8_000_000]
     eager, graphed = (cases.make(numels, "cuda", grad=BF16, out=BF16) for _ in range(2))
-    control, lr = cases.control_of("cuda"), torch.tensor(0.01, device="cuda")
+    scale_and_skip, lr = cases.scale_and_skip_of("cuda"), torch.tensor(0.01, device="cuda")
     warm = cases.make(numels, "cuda", grad=BF16, out=BF16)
-    job(warm, control, lr)
+    job(warm, scale_and_skip, lr)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        job(graphed, control, lr)
+        job(graphed, scale_and_skip, lr)
     for scale, flag, rate in ((0.5, 0.0, 0.01), (0.25, 0.0, 0.1), (1.0, 1.0, 0.1), (1.0, 0.0, 0.02)):
-        control.copy_(torch.tensor([scale, flag]))
+        scale_and_skip.copy_(torch.tensor([scale, flag]))
         lr.fill_(rate)
         for data in (eager, graphed):
             for step in data.steps:
                 step.add_(1)
         graph.replay()
-        job(eager, control, lr)
+        job(eager, scale_and_skip, lr)
         for one, other in zip(eager.written(), graphed.written(), strict=True):
             assert torch.equal(one, other)
 
@@ -267,12 +267,12 @@ def test_capture_of_kernels_not_yet_loaded() -> None:
 
 def test_host_does_not_wait(job: Job) -> None:
     data = cases.make([1_000_003, 77], "cuda", grad=BF16, out=BF16)
-    control, lr = cases.control_of("cuda"), torch.tensor(0.01, device="cuda")
-    job(data, control, lr)
+    scale_and_skip, lr = cases.scale_and_skip_of("cuda"), torch.tensor(0.01, device="cuda")
+    job(data, scale_and_skip, lr)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            job(data, control, lr)
+            job(data, scale_and_skip, lr)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -280,14 +280,14 @@ def test_host_does_not_wait(job: Job) -> None:
 def test_other_streams_and_threads(job: Job) -> None:
     """Two streams at once, each fed by its own thread: both finish, with the same result."""
     numels = [9_000_000, 100, 3_000_000]
-    control, lr = cases.control_of("cuda"), torch.tensor(0.01, device="cuda")
+    scale_and_skip, lr = cases.scale_and_skip_of("cuda"), torch.tensor(0.01, device="cuda")
     several = [cases.make(numels, "cuda", grad=BF16, out=BF16) for _ in range(2)]
     torch.cuda.synchronize()
 
     def work(data: cases.Data) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(20):
-                job(data, control, lr)
+                job(data, scale_and_skip, lr)
 
     threads = [threading.Thread(target=work, args=(data,)) for data in several]
     for thread in threads:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hf.engine.dist import peers
+from ds_hf.engine.comm import peers
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.gpu.test_overlap import data, engine_of, step
 from tests.helpers.distributed import run_distributed

@@ -36,7 +36,7 @@ from tests.helpers.patience import LONGEST_S, PATIENCE, patient
 __all__ = ["DistributedFailure", "RankSpec", "free_port", "run_distributed", "run_torchrun"]
 
 PRELOAD = [
-    "ds_hf.engine.builder",
+    "ds_hf.deepspeed_api.initialize",
     "torch",
     "torch.distributed",
     "torch._dynamo",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.ops import reference
-from ds_hf.engine.ops.halves import LOW, halves, join
+from ds_hf.engine.ops.split_master import LOW, join, split_fp32
 
 GUARD = 9
 ADAM = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
@@ -103,7 +103,7 @@ def make(
     return data
 
 
-def control_of(device: str, scale: float = 0.5, flag: float = 0.0) -> Tensor:
+def scale_and_skip_of(device: str, scale: float = 0.5, flag: float = 0.0) -> Tensor:
     """A control tensor."""
     return torch.tensor([scale, flag], device=device)
 
@@ -121,33 +121,33 @@ def close(got: Tensor, want: Tensor, what: str, slack: Tensor | float = 0.0) -> 
         raise AssertionError(message)
 
 
-def call_update(ops: Any, rule: str, data: Data, control: Tensor | None, **changes: Any) -> None:
+def call_update(ops: Any, rule: str, data: Data, scale_and_skip: Tensor | None, **changes: Any) -> None:
     """``ops``'s operator of ``rule`` on ``data``."""
     name, states, steps, numbers = UPDATES[rule]
     lists = [data.params, data.grads, *(data.states[:states] if states or name != "sgd_" else [[]]), data.outs]
     if steps:
         lists.append(data.steps)
-    getattr(ops, name)(*lists, control, **{**numbers, **changes})
+    getattr(ops, name)(*lists, scale_and_skip, **{**numbers, **changes})
 
 
 def check_update(
     ops: Any,
     rule: str,
     data: Data,
-    control: Tensor | None = None,
+    scale_and_skip: Tensor | None = None,
     *,
     dtype: torch.dtype | None = torch.float64,
     **changes: Any,
 ) -> None:
     """One call of ``rule`` gives what the reference gives in ``dtype``, and writes nothing else."""
     want = data.copied(dtype)
-    call_update(reference, rule, want, control, **changes)
-    call_update(ops, rule, data, control, **changes)
+    call_update(reference, rule, want, scale_and_skip, **changes)
+    call_update(ops, rule, data, scale_and_skip, **changes)
     _check(data, want, UPDATES[rule][1])
 
 
-def check_halves(ops: Any, rule: str, data: Data, control: Tensor | None = None, **changes: Any) -> None:
-    """A master in halves becomes what the whole one becomes; ``data`` has bf16 params and LOW outs.
+def check_split(ops: Any, rule: str, data: Data, scale_and_skip: Tensor | None = None, **changes: Any) -> None:
+    """A split master becomes what the whole one becomes; ``data`` has bf16 params and LOW outs.
 
     To a unit of the last place, for a GPU's compiler may join another product and sum for each kernel.
     """
@@ -155,12 +155,12 @@ def check_halves(ops: Any, rule: str, data: Data, control: Tensor | None = None,
     want = data.copied(None)
     want.params = [join(high, low) for high, low in zip(data.params, data.outs, strict=True)]
     want.outs = [torch.empty_like(param, dtype=torch.bfloat16) for param in want.params]
-    call_update(ops, rule, want, control, **changes)
-    call_update(ops, rule, data, control, **changes)
+    call_update(ops, rule, want, scale_and_skip, **changes)
+    call_update(ops, rule, data, scale_and_skip, **changes)
     for index, (high, low) in enumerate(zip(data.params, data.outs, strict=True)):
         master = join(high, low)
         close(master, want.params[index].double(), f"params[{index}]")
-        assert torch.equal(halves(master)[0].nan_to_num(7), high.nan_to_num(7)), f"params[{index}]"
+        assert torch.equal(split_fp32(master)[0].nan_to_num(7), high.nan_to_num(7)), f"params[{index}]"
     for place in range(UPDATES[rule][1]):
         for state, wanted in zip(data.states[place], want.states[place], strict=True):
             close(state, wanted.double(), f"states[{place}]")
@@ -178,26 +178,26 @@ def _check(data: Data, want: Data, states: int, slack: Sequence[Tensor] = ()) ->
     data.check_guards()
 
 
-def call_lamb(ops: Any, data: Data, control: Tensor | None, fused: bool, **changes: Any) -> Tensor | None:
+def call_lamb(ops: Any, data: Data, scale_and_skip: Tensor | None, fused: bool, **changes: Any) -> Tensor | None:
     """LAMB in one call, or in two with the norms in between, which are returned."""
     numbers = {**LAMB, **TRUST, **changes}
     first = {name: numbers[name] for name in LAMB}
     lists = (data.params, data.grads, *data.states)
     if fused:
-        ops.lamb_(*lists, data.outs, data.steps, control, **numbers)
+        ops.lamb_(*lists, data.outs, data.steps, scale_and_skip, **numbers)
         return None
-    norms: Tensor = ops.lamb_moments_(*lists, control, **first)
-    ops.lamb_apply_(data.params, *data.states, data.outs, data.steps, norms, control, **numbers)
+    norms: Tensor = ops.lamb_moments_(*lists, scale_and_skip, **first)
+    ops.lamb_apply_(data.params, *data.states, data.outs, data.steps, norms, scale_and_skip, **numbers)
     return norms
 
 
-def check_lamb(ops: Any, data: Data, control: Tensor | None = None, *, fused: bool, **changes: Any) -> None:
+def check_lamb(ops: Any, data: Data, scale_and_skip: Tensor | None = None, *, fused: bool, **changes: Any) -> None:
     """As ``check_update``. The second pass takes moments as stored, so those of 16 bits must be the reference's too."""
     narrow = any(tensor.dtype is not torch.float32 for tensors in data.states for tensor in tensors)
     want = data.copied(None if narrow else torch.float64)
     before = [param.clone() for param in want.params]
-    wanted = call_lamb(reference, want, control, False, **changes)
-    norms = call_lamb(ops, data, control, fused, **changes)
+    wanted = call_lamb(reference, want, scale_and_skip, False, **changes)
+    norms = call_lamb(ops, data, scale_and_skip, fused, **changes)
     if norms is not None and wanted is not None:
         assert norms.dtype is torch.float32
         close(norms.flatten() / (1 + norms.flatten()), (wanted / (1 + wanted)).double().flatten(), "norms")
@@ -271,9 +271,9 @@ def check_control(ops: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def check_skip(data: Data, call: Callable[[Tensor], Any]) -> None:
-    """With the flag of ``control`` set, nothing is written."""
+    """With the flag of ``scale_and_skip`` set, nothing is written."""
     before = [tensor.clone() for tensor in data.written()]
     for flag in (1.0, float("nan")):
-        call(control_of(data.device, flag=flag))
+        call(scale_and_skip_of(data.device, flag=flag))
     for tensor, was in zip(data.written(), before, strict=True):
         assert torch.equal(tensor, was)

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from ds_hf.engine.zero.gather import GatheredParameters
 
 __all__ = ["Outcome", "adamw", "base_config", "full_weights", "sgd", "train_both", "weight_error"]

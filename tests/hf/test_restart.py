@@ -83,7 +83,7 @@ Trainer(model, args, train_dataset=rows, callbacks=[Break()]).train()
 def test_under_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/ds_hf/compat", "OMP_NUM_THREADS": "1"}
-    code = "import sys; from ds_hf.launch_cli import deepspeed_main; deepspeed_main()"
+    code = "import sys; from ds_hf.cli.launch import deepspeed_main; deepspeed_main()"
     options = ["--num_gpus", "2", "--max_restarts", "1", "--no_local_rank"]
     done = subprocess.run(
         [sys.executable, "-c", code, *options, "train.py"],

@@ -44,7 +44,7 @@ def main() -> None:
 
 def recorded(kind: type, error: BaseException, trace: object) -> None:
     """What ds_hf's engine does in a training script."""
-    from ds_hf.engine.dist.failure_record import _recording
+    from ds_hf.engine.comm.failure_record import _recording
 
     _recording(os.environ["TORCHELASTIC_ERROR_FILE"], os.getpid(), sys.__excepthook__)(kind, error, trace)
 

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import DistNetworkError
 from typer.testing import CliRunner
 
-from ds_hf.cli import app
+from ds_hf.cli.root import app
 from ds_hf.launcher import agent, front, node, resources
 from ds_hf.launcher.cores import cores_by_rank, physical_cores
 from ds_hf.launcher.errors import LaunchError
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 START = """
 import os, sys
 from ds_hf.launcher import front
-from ds_hf.launch_cli import deepspeed_main
+from ds_hf.cli.launch import deepspeed_main
 sys.argv[0] = "deepspeed"
 front.DEFAULT_PORT = int(os.environ["TEST_PORT"])  # 29500 may be anybody's
 deepspeed_main()

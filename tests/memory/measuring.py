@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 
 __all__ = ["LiveStorages", "train"]
 

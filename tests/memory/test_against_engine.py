@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.dist import streams
+from ds_hf.engine.comm import streams
+from ds_hf.errors import ConfigError
 from ds_hf.memory import Predictor, Workload
 from tests.helpers.distributed import run_distributed
 from tests.memory.measuring import train
@@ -33,12 +34,12 @@ CELLS = [
 FEW = [CELLS[index] for index in (6, 9, 10)]
 
 
-def configuration(stage: int, dtype: str, accumulation: int) -> dict[str, Any]:
+def configuration(stage: int, dtype: str, accumulation: int, **zero: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **zero},
     }
     return config | ({dtype: {"enabled": True}} if dtype != "fp32" else {})
 
@@ -99,3 +100,40 @@ def test_peaks_of_real_training(world_size: int, cells: list[Any]) -> None:
                 )
             )
     assert not wrong, "\n".join(map(str, wrong))
+
+
+INSIDE = [(3, {"zero_hpz_partition_size": 2}), (3, {"mics_shard_size": 2}), (2, {"mics_shard_size": 2})]
+
+
+def measured_inside() -> list[int]:
+    """Peak bytes on this rank where states are divided among two of four processes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    streams._UNDER_WAY_NBYTES = 0
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    found = []
+    for stage, zero in INSIDE:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=3)).train()
+        batch = {"input_ids": tokens, "labels": tokens}
+        found.append(train(model, configuration(stage, "bf16", 1, **zero), batch))
+    return found
+
+
+def test_peaks_where_states_are_divided_inside() -> None:
+    from transformers import LlamaConfig
+
+    predictor = Predictor(LlamaConfig(**LLAMA, num_hidden_layers=3), Workload(seq_len=LENGTH))
+    predictor.streams = False
+    for peaks in run_distributed(measured_inside, 4, timeout=110):
+        for (stage, zero), seen in zip(INSIDE, peaks, strict=True):
+            prediction = predictor.predict(configuration(stage, "bf16", 1, **zero), world_size=4)
+            assert prediction.device_peak - prediction.device["workspaces"] == pytest.approx(seen, rel=0.01)
+
+
+def test_groups_that_do_not_divide_the_processes_are_not_predicted() -> None:
+    from transformers import LlamaConfig
+
+    predictor = Predictor(LlamaConfig(**LLAMA, num_hidden_layers=1), Workload(seq_len=8))
+    with pytest.raises(ConfigError, match="mics_shard_size 2 does not divide the 3 processes"):
+        predictor.predict(configuration(3, "bf16", 1, mics_shard_size=2), world_size=3)

@@ -82,9 +82,9 @@ def test_frozen_parameters_have_no_states() -> None:
 @pytest.mark.parametrize(("name", "tensors"), [("AdamW", 2), ("Lion", 1), ("SGD", 0), ("Adagrad", 1)])
 def test_optimizers(tiny: Predictor, name: str, tensors: int) -> None:
     config = stage(2, optimizer={"type": name, "params": {"lr": 0.1}})
-    halves, whole = tiny.predict(config), tiny.predict({**config, "ds_hf": {"split_masters": False}})
-    assert whole.device.get("moments", 0) == tensors * whole.device["masters"] == halves.device.get("moments", 0)
-    assert 2 * halves.device["masters"] - whole.device["masters"] in range(4096)  # gaps
+    split, whole = tiny.predict(config), tiny.predict({**config, "ds_hf": {"split_masters": False}})
+    assert whole.device.get("moments", 0) == tensors * whole.device["masters"] == split.device.get("moments", 0)
+    assert 2 * split.device["masters"] - whole.device["masters"] in range(4096)  # gaps
 
 
 def test_masters_that_cannot_be_halves(tiny: Predictor) -> None:

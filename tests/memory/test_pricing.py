@@ -11,10 +11,11 @@ import torch
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
 from ds_hf.engine.optim import stream_share
+from ds_hf.engine.zero.planning import BufferSpec
 from ds_hf.memory import Predictor, Workload
 from ds_hf.memory.prediction import Prediction
 from ds_hf.memory.pricing import CUBLAS, NCCL, Costs, price
-from ds_hf.memory.timeline import BufferSpec, Event, Step, Timeline
+from ds_hf.memory.timeline import Event, Step, Timeline
 
 N = 1 << 20  # elements of each of the two buffers; 2 bytes each
 MB = 1 << 20
@@ -32,7 +33,7 @@ ALONE = Costs(
 
 def timeline(*, sharded: bool) -> Timeline:
     """Backward of the second buffer, then of the first: 2 MB of gradient each, 6 MB of activations before them."""
-    specs = [BufferSpec(name, (torch.Size([N]),), 2, True, sharded) for name in ("a", "b")]
+    specs = [BufferSpec(name, (torch.Size([N]),), torch.bfloat16, True, sharded) for name in ("a", "b")]
     found = Timeline(specs, constants=0)
 
     def step(event: Event, buffer: int, activations: int, gradients: int) -> None:
@@ -137,7 +138,7 @@ def test_ratio_of_the_file() -> None:
     whole = masters()[1]
     here, away = masters(ratio=0.5)
     assert masters()[0] == 0
-    assert 2 * here + away == pytest.approx(whole, rel=1e-2)  # those on the device are in halves
+    assert 2 * here + away == pytest.approx(whole, rel=1e-2)  # those on the device are split
     assert 0 < here <= 0.25 * whole
 
 

@@ -10,11 +10,11 @@ from ds_hf.hf.autoload import install as _install_hooks
 
 from ds_hf import Engine as DeepSpeedEngine
 from ds_hf import add_config_arguments, initialize
-from ds_hf.config.deepspeed_view import DeepSpeedConfig
-from ds_hf.engine.dist.accelerator import get_accelerator
-from ds_hf.engine.dist.process_group import init_distributed
-from ds_hf.engine.optim.kinds import DeepSpeedOptimizer
-from ds_hf.engine.zero.on_device import OnDevice
+from ds_hf.deepspeed_api.config import DeepSpeedConfig
+from ds_hf.deepspeed_api.accelerator import get_accelerator
+from ds_hf.engine.comm.process_group import init_distributed
+from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedOptimizer
+from ds_hf.deepspeed_api.on_device import OnDevice
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
 from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, moe, monitor, ops

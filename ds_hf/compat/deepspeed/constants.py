@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.process_group import DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT
+from ds_hf.engine.comm.process_group import DEFAULT_PORT as TORCH_DISTRIBUTED_DEFAULT_PORT
 
 from ._missing import missing
 

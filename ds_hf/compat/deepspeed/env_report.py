@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.doctor_cli import report_main as cli_main
-from ds_hf.doctor_cli import report_main as main
+from ds_hf.cli.doctor import report_main as cli_main
+from ds_hf.cli.doctor import report_main as main
 
 from ._missing import missing
 

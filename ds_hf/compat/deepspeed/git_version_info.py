@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.accelerator import get_accelerator as _get_accelerator
-from ds_hf.engine.dist.native_ops import compatible_ops as _compatible_ops
-from ds_hf.engine.runtime_utils import torch_info as _torch_info
+from ds_hf.deepspeed_api.accelerator import get_accelerator as _get_accelerator
+from ds_hf.deepspeed_api.op_builder import compatible_ops as _compatible_ops
+from ds_hf.deepspeed_api.runtime_utils import torch_info as _torch_info
 
 from ._missing import missing
 

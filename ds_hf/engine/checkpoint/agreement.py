@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.errors import CheckpointError
 
 __all__ = ["Meeting", "collect", "share", "together"]

@@ -29,7 +29,7 @@ from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.contents import Part, write_part
 from ds_hf.engine.checkpoint.files import TensorEntry, in_file_order
 from ds_hf.engine.checkpoint.manifest import RankReport
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 

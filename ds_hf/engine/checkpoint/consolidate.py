@@ -114,7 +114,7 @@ def whole_state_dict(module: nn.Module) -> dict[str, Tensor] | None:
         ``None`` on other ranks than 0 where the model is sharded; the gathered weights are on the CPU.
     """
     buffers = buffers_of(module.parameters())
-    first = not buffers or buffers[0].axis.rank == 0
+    first = not buffers or buffers[0].replicas.axis.rank == 0
     whole: dict[int, Tensor] = {}
     for buffer in buffers:
         with torch.no_grad(), unshard([buffer]):

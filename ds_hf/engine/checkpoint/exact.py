@@ -26,8 +26,8 @@ from ds_hf.engine.checkpoint.resume import same_mesh
 from ds_hf.engine.checkpoint.rng import random_states
 from ds_hf.engine.checkpoint.states import encode_scalar, kinds, pieces
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest
-from ds_hf.engine.dist.collectives import all_reduce_sum
-from ds_hf.engine.dist.mesh import compute_device
+from ds_hf.engine.comm.collectives import all_reduce_sum
+from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.errors import CheckpointError
 
 __all__ = ["Restored", "check_restored"]

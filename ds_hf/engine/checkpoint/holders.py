@@ -30,7 +30,7 @@ from ds_hf.engine.checkpoint.interface import (
     world_of,
 )
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut, SavedFragment, cover_fault
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.cut import Cut, cut_of
 from ds_hf.engine.zero.model_parallel import check_copies
 from ds_hf.errors import CheckpointError

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.config.plan import StatePlan
-from ds_hf.engine.accumulation import Accumulation
+from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
-from ds_hf.engine.dist.mesh import Axis, Mesh
+from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.cut import cut_of
-from ds_hf.engine.zero.opaque import opaque_parts
+from ds_hf.engine.zero.packed import packed_parts
 from ds_hf.engine.zero.unit import Unit
 
 __all__ = [
@@ -54,7 +54,7 @@ class Checkpointable(Protocol):
     global_steps: int
     global_samples: int
     skipped_steps: int
-    micro_steps: int
+    batch: BatchSizes
     accumulation: Accumulation
     training_dataloader: Any
     step_hooks: list[Any]
@@ -63,12 +63,6 @@ class Checkpointable(Protocol):
     @property
     def begun_micro_batches(self) -> int:
         """Micro-batches whose gradients wait for a step."""
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one micro-batch of one rank."""
 
 
 def world_of(engine: Checkpointable) -> Axis:
@@ -128,7 +122,7 @@ def loose_parameters(engine: Checkpointable) -> dict[str, Tensor]:
         parameter_name(engine, part, f"{name}.{path}" if path else name): part
         for name, param in engine.module.named_parameters()
         if id(param) not in placed
-        for path, part in opaque_parts(param)
+        for path, part in packed_parts(param)
     }
 
 

@@ -1,7 +1,7 @@
 """Loading a checkpoint into an engine of any world size, stage, offload and dtype.
 
 Order: rank 0 finds the folder -> all check that it is whole, undamaged and fits, before anything is changed -> each
-rank reads the fragments that it owns, by then from the page cache -> the parameters are published. A failure on any
+rank reads the fragments that it owns, by then from the page cache -> the weights are synced. A failure on any
 rank is raised on every rank, and between two meetings no collective is issued.
 """
 
@@ -48,7 +48,7 @@ from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder, folder_of
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer, unshard
-from ds_hf.engine.zero.publish import publish
+from ds_hf.engine.zero.weight_sync import sync_weights
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
@@ -264,11 +264,11 @@ def _publish(engine: Checkpointable) -> None:
 @torch.no_grad()
 def _publish_buffer(engine: Checkpointable, buffer: FlatBuffer) -> None:
     if _read_by_all(engine, buffer):
-        publish([buffer], whole=True)
+        sync_weights([buffer], whole=True)
     elif engine.optimizer is not None and engine.optimizer.updates(buffer):
         engine.optimizer.masters_changed(buffer)
     else:
-        publish([buffer], whole=False)
+        sync_weights([buffer], whole=False)
 
 
 def _load_custom(engine: Checkpointable, manifest: Manifest, files: TensorFiles, load: Callable[..., Any]) -> None:

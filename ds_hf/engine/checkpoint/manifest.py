@@ -215,7 +215,7 @@ def counters(engine: Checkpointable) -> dict[str, int]:
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
-        "micro_steps": engine.micro_steps,
+        "micro_steps": engine.accumulation.micro_steps,
     }
 
 

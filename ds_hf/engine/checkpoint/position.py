@@ -21,7 +21,7 @@ def data_position(engine: Checkpointable) -> dict[str, Any] | None:
         return None
     state = dict(loader.state_dict())
     begun = engine.begun_micro_batches
-    handed_out = begun * engine.train_micro_batch_size_per_gpu() * engine.mesh.shape.data
+    handed_out = begun * engine.batch.micro * engine.mesh.shape.data
     if begun and state.get("samples", 0) >= handed_out:  # else it began in the epoch before, which is over
         state["samples"] -= handed_out
     return state

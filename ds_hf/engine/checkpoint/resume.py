@@ -20,7 +20,7 @@ from ds_hf.engine.checkpoint.manifest import mesh_sizes
 from ds_hf.engine.checkpoint.pickled import read_pickled
 from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.errors import CheckpointError
 
 __all__ = [

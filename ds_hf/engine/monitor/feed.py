@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ds_hf.config.types import Config
 from ds_hf.engine.monitor.late import HostCopy, later
 from ds_hf.engine.monitor.master import MonitorMaster, wait_at_exit
 from ds_hf.engine.optim.sharded import ShardedOptimizer
@@ -33,12 +34,7 @@ class Trained(Protocol):
     optimizer: ShardedOptimizer | None
     global_steps: int
     global_samples: int
-
-    def fp16_enabled(self) -> bool:
-        """Whether there is a loss scale to tell."""
-
-    def loss_scale(self) -> float:
-        """The present one."""
+    settings: Config
 
     def _settle(self) -> None:
         """Find out what became of the last step."""
@@ -85,7 +81,7 @@ class Feed(NoFeed):
         assert engine.optimizer is not None
         values = {"train_loss": loss.item() if isinstance(loss, HostCopy) else loss}
         values["lr"] = engine.optimizer.param_groups[0]["lr"]
-        values["loss_scale"] = engine.loss_scale() if engine.fp16_enabled() else None
+        values["loss_scale"] = engine.optimizer.loss_scaler.scale if engine.settings.fp16.enabled else None
         x = engine.global_samples
         self.monitor.write_events([(f"Train/Samples/{key}", v, x) for key, v in values.items() if v is not None])
 

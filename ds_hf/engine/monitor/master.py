@@ -18,7 +18,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ds_hf.config.types import CometSection, Config, CsvMonitorSection, TensorboardSection, WandbSection
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.monitor.base import Event, Monitor, Writer, is_writing_rank
 from ds_hf.engine.monitor.comet import CometMonitor
 from ds_hf.engine.monitor.csv_files import CsvMonitor

@@ -1,6 +1,6 @@
 """What one flat buffer keeps, as one stretch of bytes that can lie in host memory, on the device or in a file.
 
-A block has planes: its values (a shard, masters, or the low halves of those) and, of an optimizer, from the first step
+A block has planes: its values (a shard, masters, or the low bits of those) and, of an optimizer, from the first step
 on one plane for each moment, each ``[numel]`` and aligned to pages. Values, the optimizer's cuts of them and moments
 stay the same tensor objects wherever the bytes are; ``attach`` points them there. At rest in a file they have their
 shapes and no values: reading gives NaN, writing is an error of torch.
@@ -93,7 +93,7 @@ class Block:
 
     @property
     def writes(self) -> list[int]:
-        """Counts what torch wrote to the tensors in place, whoever asked for it."""
+        """Counts what torch wrote to the tensors in place, for the engine or for users."""
         return [tensor._version for plane, _ in self._laid_out for _, tensor in self._tensors(plane)]
 
     def _all_in(self, memory: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """The folder in which one process keeps offloaded states, and what is known of its disk before training starts.
 
-Its files are worth nothing to anybody else: it is removed when the engine is destroyed, when Python exits, and, after a
+Its files are of no use to another process: it is removed when the engine is destroyed, when Python exits, and, after a
 kill, by the next run that offloads to the same place. A lock on a file in it tells living owners from dead ones.
 """
 
@@ -44,10 +44,10 @@ class SwapFolder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             _remove_left_over(self.root)
-            # Locked before it has its name: whoever finds it there unlocked knows that its owner is dead.
+            # Locked before it has its name: found there unlocked, its owner is dead.
             unnamed = self.root / f".{name}"
             lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with contextlib.suppress(OSError):  # a file system without locks: then nobody cleans up after a kill
+            with contextlib.suppress(OSError):  # a file system without locks: what a kill leaves stays
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.path.mkdir(mode=0o700)
             unnamed.rename(self.path / _LOCK)

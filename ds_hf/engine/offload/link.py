@@ -1,11 +1,11 @@
 """Copies between host and device beside the computation.
 
-Invariants: a copy down waits for what the current stream has enqueued; whoever reads the result waits for its
+Invariants: a copy down waits for what the current stream has enqueued; to read the result is to wait for its
 ``Arrival``. A copy up is ordered before what the current stream gets next, once ``Arrival.on_stream`` was called. The
 host never waits but in ``Arrival.on_host``. Where the model computes on the CPU every copy is done at once.
 
 A GPU has one engine for each direction. It takes from one stream until what is next there has to wait, and only then
-from another, whatever the priorities: what is given late, as a loss that somebody looks at, would come after all that
+from another, whatever the priorities: what is given late, as a loss that a script looks at, would come after all that
 was given before (``benchmarks/results/2026-11-23-copy-engine-turns-h200.txt``). A link that carries much therefore
 copies in parts, by two streams in turn, each part after the one before, so that others' copies get between.
 """
@@ -130,7 +130,7 @@ class Link:
         return DONE if self._up is None else Arrival(torch.cuda.current_stream().record_event())
 
     def up(self, target: Tensor, source: Tensor, *, after: Arrival = DONE, unused: Arrival | None = None) -> Arrival:
-        """Copy host memory into a device tensor that nobody uses after ``unused``, by default what the current stream
+        """Copy host memory into a device tensor that is not used after ``unused``, by default what the current stream
         was given so far."""
         if self._up is None or not target.is_cuda:
             after.on_host()

@@ -36,7 +36,7 @@ class _Pages(mmap.mmap):
         # Before the pages are unmapped; a forked child has neither the registration nor, at exit, perhaps modules.
         if self.registered_at is not None and os.getpid() == self.registered_at[1]:
             with contextlib.suppress(Exception):
-                torch.cuda.synchronize()  # a copy that nobody waited for may still use the pages
+                torch.cuda.synchronize()  # a copy that was not waited for may still use the pages
                 _runtime().cudaHostUnregister(self.registered_at[0])
             self.registered_at = None
 

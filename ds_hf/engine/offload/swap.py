@@ -80,7 +80,7 @@ class SwapPool:
             self._load(block, read=True)
 
     def flush(self, block: Block) -> None:
-        """Begin to write the block if it was changed. Whoever wants to change it again visits it again."""
+        """Begin to write the block if it was changed. To change it again, visit it again."""
         slot = self._find(block)
         if slot is None or not slot.dirty:
             return

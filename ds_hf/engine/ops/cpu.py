@@ -60,7 +60,7 @@ class _Lists(ctypes.Structure):
         ("count", c_int64),
         ("numels", POINTER(c_int64)),
         *((name, POINTER(c_void_p)) for name in ("params", "grads", "firsts", "seconds", "outs", "steps")),
-        ("control", c_void_p),
+        ("scale_and_skip", c_void_p),
         ("seed", c_uint64),
         *((name, c_int32) for name in ("stochastic", "threads")),
         *((name, c_int32) for name in ("param_type", "grad_type", "moment_type", "out_type")),
@@ -115,7 +115,7 @@ def beside_threads() -> int:
 
     All of the rank's cores but one (2.7 B beside a forward, 16 cores of an H100's host: 726 ms with 12 threads, 679
     with 14, 630 with 16). Fewer where OMP_NUM_THREADS or ``torch.set_num_threads`` say so, but for the number 1, which
-    launchers and images set for everybody.
+    launchers and images set for all programs.
     """
     cores = len(rank_cores())
     limit = torch.get_num_threads()
@@ -169,7 +169,7 @@ def adam_(
     exp_avg_sqs: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -180,7 +180,7 @@ def adam_(
     bias_correction: bool = True,
     seed: int | None = None,
 ) -> None:
-    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, outs, steps, control, seed)
+    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, seed)
     _call("adam", lists, _Adam(float(lr), beta1, beta2, eps, weight_decay, decoupled, bias_correction))
 
 
@@ -189,7 +189,7 @@ def lion_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     outs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -197,7 +197,7 @@ def lion_(
     weight_decay: float,
     seed: int | None = None,
 ) -> None:
-    lists = _lists(params, grads, exp_avgs, (), outs, (), control, seed)
+    lists = _lists(params, grads, exp_avgs, (), outs, (), scale_and_skip, seed)
     _call("lion", lists, _Lion(float(lr), beta1, beta2, weight_decay))
 
 
@@ -207,7 +207,7 @@ def adagrad_(
     sums: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     lr_decay: float,
@@ -215,7 +215,7 @@ def adagrad_(
     weight_decay: float,
     seed: int | None = None,
 ) -> None:
-    lists = _lists(params, grads, sums, (), outs, steps, control, seed)
+    lists = _lists(params, grads, sums, (), outs, steps, scale_and_skip, seed)
     _call("adagrad", lists, _Adagrad(float(lr), lr_decay, eps, weight_decay))
 
 
@@ -224,7 +224,7 @@ def sgd_(
     grads: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     outs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     momentum: float,
@@ -234,7 +234,7 @@ def sgd_(
     first: bool,
     seed: int | None = None,
 ) -> None:
-    lists = _lists(params, grads, momentum_buffers if momentum else (), (), outs, (), control, seed)
+    lists = _lists(params, grads, momentum_buffers if momentum else (), (), outs, (), scale_and_skip, seed)
     _call("sgd", lists, _Sgd(float(lr), momentum, dampening, weight_decay, nesterov, first))
 
 
@@ -243,7 +243,7 @@ def lamb_moments_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     beta1: float,
     beta2: float,
@@ -252,7 +252,7 @@ def lamb_moments_(
     weight_decay: float,
 ) -> Tensor:
     norms = torch.zeros(len(params), 2)
-    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, (), (), control, None)
+    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, (), (), scale_and_skip, None)
     numbers = _Lamb(0, beta1, beta2, eps, weight_decay, 0, 0, eps_inside_sqrt, False)
     _call("lamb_moments", lists, numbers, norms)
     return norms
@@ -265,7 +265,7 @@ def lamb_apply_(
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
     norms: Tensor,
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -277,7 +277,7 @@ def lamb_apply_(
     min_coeff: float,
     max_coeff: float,
 ) -> None:
-    lists = _lists(params, (), exp_avgs, exp_avg_sqs, outs, steps, control, None)
+    lists = _lists(params, (), exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, None)
     coefficients = (min_coeff, max_coeff)
     numbers = _Lamb(float(lr), beta1, beta2, eps, weight_decay, *coefficients, eps_inside_sqrt, bias_correction)
     _call("lamb_apply", lists, numbers, norms.float().contiguous())
@@ -290,7 +290,7 @@ def lamb_(
     exp_avg_sqs: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -305,8 +305,8 @@ def lamb_(
     coefficients = (min_coeff, max_coeff)
     numbers = _Lamb(float(lr), beta1, beta2, eps, weight_decay, *coefficients, eps_inside_sqrt, bias_correction)
     norms = torch.zeros(len(params), 2)
-    _call("lamb_moments", _lists(params, grads, exp_avgs, exp_avg_sqs, (), (), control, None), numbers, norms)
-    _call("lamb_apply", _lists(params, (), exp_avgs, exp_avg_sqs, outs, steps, control, None), numbers, norms)
+    _call("lamb_moments", _lists(params, grads, exp_avgs, exp_avg_sqs, (), (), scale_and_skip, None), numbers, norms)
+    _call("lamb_apply", _lists(params, (), exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, None), numbers, norms)
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -338,7 +338,7 @@ def _lists(
     seconds: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     seed: int | None,
 ) -> _Lists:
     """The struct of one call. It holds addresses: the caller's tensors must outlive it."""
@@ -353,7 +353,7 @@ def _lists(
         seconds=_addresses(seconds),
         outs=_addresses(outs),
         steps=_addresses(steps),
-        control=None if control is None else control.data_ptr(),
+        scale_and_skip=None if scale_and_skip is None else scale_and_skip.data_ptr(),
         seed=0 if seed is None else seed & (2**64 - 1),
         stochastic=seed is not None,
         threads=threads(),

@@ -95,7 +95,7 @@ def adam_(
     exp_avg_sqs: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -107,7 +107,7 @@ def adam_(
     seed: int | None = None,
 ) -> None:
     """``reference.adam_``."""
-    call = call_of(lr, (beta1, beta2, eps, weight_decay), control, steps, seed)
+    call = call_of(lr, (beta1, beta2, eps, weight_decay), scale_and_skip, steps, seed)
     call.flags = DECOUPLED * decoupled | BIAS_CORRECTION * bias_correction
     _update("Adam", call, (params, grads, outs, exp_avgs, exp_avg_sqs), seed is not None)
 
@@ -117,7 +117,7 @@ def lion_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     outs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -126,7 +126,7 @@ def lion_(
     seed: int | None = None,
 ) -> None:
     """``reference.lion_``."""
-    call = call_of(lr, (beta1, beta2, weight_decay), control, (), seed)
+    call = call_of(lr, (beta1, beta2, weight_decay), scale_and_skip, (), seed)
     _update("Lion", call, (params, grads, outs, exp_avgs), seed is not None)
 
 
@@ -136,7 +136,7 @@ def adagrad_(
     sums: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     lr_decay: float,
@@ -145,7 +145,7 @@ def adagrad_(
     seed: int | None = None,
 ) -> None:
     """``reference.adagrad_``."""
-    call = call_of(lr, (lr_decay, eps, weight_decay), control, steps, seed)
+    call = call_of(lr, (lr_decay, eps, weight_decay), scale_and_skip, steps, seed)
     _update("Adagrad", call, (params, grads, outs, sums), seed is not None)
 
 
@@ -154,7 +154,7 @@ def sgd_(
     grads: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     outs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     momentum: float,
@@ -165,7 +165,7 @@ def sgd_(
     seed: int | None = None,
 ) -> None:
     """``reference.sgd_``."""
-    call = call_of(lr, (momentum, dampening, weight_decay), control, (), seed)
+    call = call_of(lr, (momentum, dampening, weight_decay), scale_and_skip, (), seed)
     call.flags = NESTEROV * nesterov | FIRST * first
     places = (params, grads, outs, momentum_buffers) if momentum else (params, grads, outs)
     _update("Sgd", call, places, seed is not None)
@@ -176,7 +176,7 @@ def _update(rule: str, call: Call, places: Sequence[Sequence[Tensor]], stochasti
         return
     machine = cuda_launch.machine_of(places[0][0])
     tuning = machine.tunings.update.holding(len(places[0]))
-    early = call.control is not None and machine.starts_early()  # beside the norm
+    early = call.scale_and_skip is not None and machine.starts_early()  # beside the norm
     own = (("DS_RULE", rule), ("DS_STOCHASTIC", int(stochastic)), ("DS_AFTER", int(early)))
     macros = macros_of(tuning, own, tuple(map(dtype_number, places)))
     kernel = machine.kernel("update.cu", "update", macros)

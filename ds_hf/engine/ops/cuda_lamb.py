@@ -44,7 +44,7 @@ def lamb_moments_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     beta1: float,
     beta2: float,
@@ -56,7 +56,7 @@ def lamb_moments_(
     if not params:
         return torch.zeros(0, 2)
     flags = EPS_INSIDE * eps_inside_sqrt
-    call = call_of(0.0, (beta1, beta2, eps, weight_decay), control, flags=flags)
+    call = call_of(0.0, (beta1, beta2, eps, weight_decay), scale_and_skip, flags=flags)
     places = (params, grads, (), exp_avgs, exp_avg_sqs)
     machine = cuda_launch.machine_of(params[0])
     tuning = machine.tunings.lamb
@@ -81,7 +81,7 @@ def lamb_apply_(
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
     norms: Tensor,
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -97,7 +97,7 @@ def lamb_apply_(
     if not params:
         return
     flags = EPS_INSIDE * eps_inside_sqrt | BIAS_CORRECTION * bias_correction
-    call = call_of(lr, (beta1, beta2, eps, weight_decay, min_coeff, max_coeff), control, steps, flags=flags)
+    call = call_of(lr, (beta1, beta2, eps, weight_decay, min_coeff, max_coeff), scale_and_skip, steps, flags=flags)
     places = (params, (), outs, exp_avgs, exp_avg_sqs)
     machine = cuda_launch.machine_of(params[0])
     tuning = machine.tunings.lamb
@@ -114,7 +114,7 @@ def lamb_(
     exp_avg_sqs: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -130,7 +130,7 @@ def lamb_(
     if not params:
         return
     flags = EPS_INSIDE * eps_inside_sqrt | BIAS_CORRECTION * bias_correction
-    call = call_of(lr, (beta1, beta2, eps, weight_decay, min_coeff, max_coeff), control, steps, flags=flags)
+    call = call_of(lr, (beta1, beta2, eps, weight_decay, min_coeff, max_coeff), scale_and_skip, steps, flags=flags)
     places = (params, grads, outs, exp_avgs, exp_avg_sqs)
     small = sum(param.numel() for param in params) <= STREAMED_NUMEL
     if not ((small and _streamed(call, places)) or _fused(call, places)):
@@ -138,8 +138,8 @@ def lamb_(
         numbers["eps_inside_sqrt"] = eps_inside_sqrt
         trust: dict[str, Any] = {"lr": lr, "bias_correction": bias_correction}
         trust |= {"min_coeff": min_coeff, "max_coeff": max_coeff}
-        norms = lamb_moments_(params, grads, exp_avgs, exp_avg_sqs, control, **numbers)
-        lamb_apply_(params, exp_avgs, exp_avg_sqs, outs, steps, norms, control, **numbers, **trust)
+        norms = lamb_moments_(params, grads, exp_avgs, exp_avg_sqs, scale_and_skip, **numbers)
+        lamb_apply_(params, exp_avgs, exp_avg_sqs, outs, steps, norms, scale_and_skip, **numbers, **trust)
 
 
 def _streamed(call: Call, places: Sequence[Sequence[Tensor]]) -> bool:

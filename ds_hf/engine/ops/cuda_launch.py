@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_hf.engine.ops import cuda_build
 from ds_hf.engine.ops.cuda_build import Macros
-from ds_hf.engine.ops.halves import LOW
+from ds_hf.engine.ops.split_master import LOW
 
 __all__ = [
     "COUNTERS",
@@ -57,7 +57,7 @@ def table_type(capacity: int) -> type[Any]:
     """``struct Table`` of core.cuh, for up to ``capacity`` entries."""
     fields = (
         ("workspace", ctypes.c_uint64),
-        ("control", ctypes.c_uint64),
+        ("scale_and_skip", ctypes.c_uint64),
         ("lr", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
         ("scalars", ctypes.c_double * 8),
@@ -233,7 +233,7 @@ class Call:
 
     scalars: Sequence[float] = ()
     flags: int = 0
-    control: Tensor | None = None
+    scale_and_skip: Tensor | None = None
     rate: Tensor | None = None
     seed: int = 0
     steps: Sequence[Tensor] = ()
@@ -242,7 +242,7 @@ class Call:
 def call_of(
     lr: float | Tensor,
     scalars: tuple[float, ...],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     steps: Sequence[Tensor] = (),
     seed: int | None = None,
     flags: int = 0,
@@ -250,7 +250,7 @@ def call_of(
     """A ``Call`` whose first scalar is the rate, if it is a number."""
     rate = lr if isinstance(lr, Tensor) else None
     number = 0.0 if isinstance(lr, Tensor) else float(lr)
-    return Call((number, *scalars), flags, control, rate, (seed or 0) & (2**64 - 1), steps)
+    return Call((number, *scalars), flags, scale_and_skip, rate, (seed or 0) & (2**64 - 1), steps)
 
 
 @functools.cache
@@ -291,10 +291,10 @@ def tables(call: Call, places: Sequence[Sequence[Tensor]], tuning: Tuning) -> It
 def new_table(call: Call, tuning: Tuning, tiles: int = 0, entries: int = 0, first_entry: int = 0) -> Any:
     """A table without its entries."""
     table = table_type(tuning.capacity)()
-    control = 0 if call.control is None else call.control.data_ptr()
+    scale_and_skip = 0 if call.scale_and_skip is None else call.scale_and_skip.data_ptr()
     rate = 0 if call.rate is None else call.rate.data_ptr()
     scalars = (*call.scalars, *_NO_SCALARS[len(call.scalars) :])
-    _HEADER.pack_into(table, 0, 0, control, rate, call.seed, *scalars, tiles, entries, first_entry, call.flags)
+    _HEADER.pack_into(table, 0, 0, scale_and_skip, rate, call.seed, *scalars, tiles, entries, first_entry, call.flags)
     return table
 
 

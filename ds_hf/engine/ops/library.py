@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.ops import reference
-from ds_hf.engine.ops.halves import LOW
+from ds_hf.engine.ops.split_master import LOW
 from ds_hf.log import log_once
 
 __all__ = [
@@ -46,7 +46,7 @@ _GRADIENT = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATING = (*_GRADIENT, torch.float64)
 _MOMENTS = ("exp_avgs", "exp_avg_sqs", "sums", "momentum_buffers")
 _MAY_BE_EMPTY = ("outs", "momentum_buffers")
-_IN_HALVES = ("adam_", "adagrad_", "lion_", "sgd_")  # whose outs may be the low halves of masters
+_SPLITTABLE = ("adam_", "adagrad_", "lion_", "sgd_")  # whose outs may be the low bits of masters
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Op:
 
     @functools.cached_property
     def rule(self) -> bool:
-        """Whether it takes a ``control`` and, but for LAMB's first pass, a rate."""
+        """Whether it takes a ``scale_and_skip`` and, but for LAMB's first pass, a rate."""
         return _END in self.schema
 
 
@@ -78,7 +78,7 @@ _ADAM = "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[
 _LAMB = "float beta1, float beta2, float eps, bool eps_inside_sqrt, float weight_decay"
 _TRUST = "bool bias_correction, float min_coeff, float max_coeff"
 _CLIP = "float scale, float max_norm, bool checked"
-_END = "Tensor? control, Tensor? rate, *"
+_END = "Tensor? scale_and_skip, Tensor? rate, *"
 
 OPS: dict[str, Op] = {
     op.name: op
@@ -163,10 +163,10 @@ def _backend(device_type: str) -> ModuleType:
 
 
 def _run(op: Op, args: Sequence[Any], scalars: dict[str, Any]) -> Any:
-    """Check, choose, compute. ``args`` are positional as in ``reference.py``: lists, perhaps norms, control."""
+    """Check, choose, compute. ``args`` are positional as in ``reference.py``: lists, perhaps norms, scale_and_skip."""
     lists = args[: len(op.lists)]
-    control = args[-1] if len(args) > len(op.lists) else None
-    tensors = _check(op, lists, control, scalars.get("lr"))
+    scale_and_skip = args[-1] if len(args) > len(op.lists) else None
+    tensors = _check(op, lists, scale_and_skip, scalars.get("lr"))
     if tensors == 0:
         return getattr(reference, op.name)(*args, **scalars)
     first = lists[0][0]
@@ -191,7 +191,7 @@ def _dtypes(op: Op, lists: Sequence[Sequence[Tensor]]) -> set[torch.dtype]:
     return found | {torch.float64} if narrow else found
 
 
-def _check(op: Op, lists: Sequence[Sequence[Tensor]], control: Tensor | None, lr: Any) -> int:
+def _check(op: Op, lists: Sequence[Sequence[Tensor]], scale_and_skip: Tensor | None, lr: Any) -> int:
     """Refuse what a kernel would read or write wrongly; returns the number of entries.
 
     Raises:
@@ -210,8 +210,8 @@ def _check(op: Op, lists: Sequence[Sequence[Tensor]], control: Tensor | None, lr
     if op.name == "clip_control":
         for index, square in enumerate(lists[0]):
             _check_small(op, f"squares[{index}]", square, 1, device)
-    if control is not None:
-        _check_small(op, "control", control, 2, device)
+    if scale_and_skip is not None:
+        _check_small(op, "scale_and_skip", scale_and_skip, 2, device)
     if isinstance(lr, Tensor):
         _check_small(op, "lr", lr, 1, device)
     return count
@@ -221,9 +221,9 @@ def _check_list(
     op: Op, name: str, tensors: Sequence[Tensor], params: Sequence[Tensor], device: torch.device | None
 ) -> None:
     dtype = tensors[0].dtype
-    if name == "outs" and dtype is LOW and op.name in _IN_HALVES:
+    if name == "outs" and dtype is LOW and op.name in _SPLITTABLE:
         if params[0].dtype is not torch.bfloat16:
-            raise TypeError(f"{op.name}: outs are low halves of masters, whose high ones, params, must be bfloat16")
+            raise TypeError(f"{op.name}: outs are low bits of masters, whose high ones, params, must be bfloat16")
     elif dtype not in _FLOATING:
         raise TypeError(f"{op.name}: {name} are {_short(dtype)}, not floating-point tensors")
     for index, tensor in enumerate(tensors):

@@ -5,10 +5,10 @@ All functions update lists of tensors in place; entries of one index belong toge
 Legend
 - ``params``: masters, fp32 or bf16. ``grads``: fp32, bf16 or fp16, never written.
 - moments: fp32 or bf16. ``outs``: 16-bit copies of the updated params, or an empty list for none. Or int16, with bf16
-  params: these are the high halves of fp32 masters and ``outs`` the low ones (``halves.py``).
+  params: these are the high halves of fp32 masters and ``outs`` the low bits (``split_master.py``).
 - ``steps``: 0-dim fp32, the number of the step being made (1 for the first).
-- ``control``: ``None``, or fp32 ``[2]``: what gradients are multiplied by (unscale × clip), and a flag; where the flag
-  is not 0, nothing is written.
+- ``scale_and_skip``: ``None``, or fp32 ``[2]``: what gradients are multiplied by (unscale × clip), and a flag; where
+  that is not 0, nothing is written.
 - ``lr``: a number, or a 0-dim fp32 tensor on the params' device (CUDA graphs replay with another rate).
 - ``seed``: ``None`` rounds bf16 params and moments to nearest; a number rounds them stochastically, so that an update
   too small for bf16 is not lost on average.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ds_hf.engine.ops.halves import LOW, halves, join
+from ds_hf.engine.ops.split_master import LOW, join, split_fp32
 
 __all__ = [
     "adagrad_",
@@ -49,7 +49,7 @@ def adam_(
     exp_avg_sqs: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -71,7 +71,7 @@ def adam_(
         zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
     ):
         p, m, v = _master(param, index, outs), _wide(exp_avg), _wide(exp_avg_sq)
-        g = _gradient(grad, control, p.dtype)
+        g = _gradient(grad, scale_and_skip, p.dtype)
         if weight_decay and not decoupled:
             g = g + weight_decay * p
         m = beta1 * m + (1 - beta1) * g
@@ -80,7 +80,7 @@ def adam_(
         if weight_decay and decoupled:
             p = p * (1 - lr * weight_decay)
         p = p - (lr / c1).to(p.dtype) * (m / ((v / c2.to(p.dtype)).sqrt() + eps))
-        _write(control, seed, index, [(param, p), (exp_avg, m), (exp_avg_sq, v)], outs)
+        _write(scale_and_skip, seed, index, [(param, p), (exp_avg, m), (exp_avg_sq, v)], outs)
 
 
 def lion_(
@@ -88,7 +88,7 @@ def lion_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     outs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -103,10 +103,10 @@ def lion_(
     """
     for index, (param, grad, exp_avg) in enumerate(zip(params, grads, exp_avgs, strict=True)):
         p, m = _master(param, index, outs), _wide(exp_avg)
-        g = _gradient(grad, control, p.dtype)
+        g = _gradient(grad, scale_and_skip, p.dtype)
         p = p * (1 - lr * weight_decay) - lr * (beta1 * m + (1 - beta1) * g).sign()
         m = beta2 * m + (1 - beta2) * g
-        _write(control, seed, index, [(param, p), (exp_avg, m)], outs)
+        _write(scale_and_skip, seed, index, [(param, p), (exp_avg, m)], outs)
 
 
 def adagrad_(
@@ -115,7 +115,7 @@ def adagrad_(
     sums: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     lr_decay: float,
@@ -130,13 +130,13 @@ def adagrad_(
     """
     for index, (param, grad, total, step) in enumerate(zip(params, grads, sums, steps, strict=True)):
         p, s = _master(param, index, outs), _wide(total)
-        g = _gradient(grad, control, p.dtype)
+        g = _gradient(grad, scale_and_skip, p.dtype)
         if weight_decay:
             g = g + weight_decay * p
         s = s + g * g
         rate = lr / (1 + (step.to(p.device, torch.float64) - 1) * lr_decay)
         p = p - rate.to(p.dtype) * (g / (s.sqrt() + eps))
-        _write(control, seed, index, [(param, p), (total, s)], outs)
+        _write(scale_and_skip, seed, index, [(param, p), (total, s)], outs)
 
 
 def sgd_(
@@ -144,7 +144,7 @@ def sgd_(
     grads: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     outs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     momentum: float,
@@ -161,7 +161,7 @@ def sgd_(
     """
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         p = _master(param, index, outs)
-        g = _gradient(grad, control, p.dtype)
+        g = _gradient(grad, scale_and_skip, p.dtype)
         if weight_decay:
             g = g + weight_decay * p
         written = []
@@ -170,7 +170,7 @@ def sgd_(
             b = g if first else momentum * _wide(buffer) + (1 - dampening) * g
             written.append((buffer, b))
             g = g + momentum * b if nesterov else b
-        _write(control, seed, index, [(param, p - lr * g), *written], outs)
+        _write(scale_and_skip, seed, index, [(param, p - lr * g), *written], outs)
 
 
 def lamb_moments_(
@@ -178,7 +178,7 @@ def lamb_moments_(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     beta1: float,
     beta2: float,
@@ -198,12 +198,12 @@ def lamb_moments_(
     norms = []
     for index, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         p, m, v = _wide(param), _wide(exp_avg), _wide(exp_avg_sq)
-        g = _gradient(grad, control, p.dtype)
+        g = _gradient(grad, scale_and_skip, p.dtype)
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         update = _lamb_update(p, m, v, eps, eps_inside_sqrt, weight_decay)
         norms.append(torch.stack([p.square().sum(), update.square().sum()]))
-        _write(control, None, index, [(exp_avg, m), (exp_avg_sq, v)], [])
+        _write(scale_and_skip, None, index, [(exp_avg, m), (exp_avg_sq, v)], [])
     if not norms:
         return torch.zeros(0, 2)
     return torch.stack(norms).float()
@@ -216,7 +216,7 @@ def lamb_apply_(
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
     norms: Tensor,
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -241,7 +241,7 @@ def lamb_apply_(
         ratio = torch.where((weight > 0) & (size > 0), ratio, torch.ones_like(ratio))
         c1, c2 = _corrections(step, beta1, beta2, bias_correction)
         p = p - (lr * c2.sqrt() / c1 * ratio).to(p.dtype) * update
-        _write(control, None, index, [(param, p)], outs)
+        _write(scale_and_skip, None, index, [(param, p)], outs)
 
 
 def lamb_(
@@ -251,7 +251,7 @@ def lamb_(
     exp_avg_sqs: Sequence[Tensor],
     outs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     lr: Rate,
     beta1: float,
@@ -269,7 +269,7 @@ def lamb_(
         grads,
         exp_avgs,
         exp_avg_sqs,
-        control,
+        scale_and_skip,
         beta1=beta1,
         beta2=beta2,
         eps=eps,
@@ -283,7 +283,7 @@ def lamb_(
         outs,
         steps,
         norms,
-        control,
+        scale_and_skip,
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -307,7 +307,7 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def clip_control(squares: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
-    """What the rules take as ``control``, and the norm, from its square.
+    """What the rules take as ``scale_and_skip``, and the norm, from its square.
 
     Clips as ``torch.nn.utils.clip_grad_norm_``: by ``max_norm / (norm + 1e-6)`` where that is below 1. By 0 where the
     norm is nan, as where it is infinite: one bad gradient does not make all parameters nan.
@@ -373,11 +373,11 @@ def sum_parts_(
 
 def _master(param: Tensor, index: int, outs: Sequence[Tensor]) -> Tensor:
     """What the rule updates: the param, or what it is the high half of."""
-    return join(param, outs[index].view_as(param)) if in_halves(outs) else _wide(param)
+    return join(param, outs[index].view_as(param)) if splits_masters(outs) else _wide(param)
 
 
-def in_halves(outs: Sequence[Tensor]) -> bool:
-    """Whether ``outs`` are the low halves of masters."""
+def splits_masters(outs: Sequence[Tensor]) -> bool:
+    """Whether ``outs`` are the low bits of masters."""
     return bool(outs) and outs[0].dtype is LOW
 
 
@@ -385,9 +385,9 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
-def _gradient(grad: Tensor, control: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _gradient(grad: Tensor, scale_and_skip: Tensor | None, dtype: torch.dtype) -> Tensor:
     grad = grad.to(dtype)
-    return grad if control is None else grad * control[0].to(dtype)
+    return grad if scale_and_skip is None else grad * scale_and_skip[0].to(dtype)
 
 
 def _corrections(step: Tensor, beta1: float, beta2: float, wanted: bool) -> tuple[Tensor, Tensor]:
@@ -403,7 +403,7 @@ def _lamb_update(p: Tensor, m: Tensor, v: Tensor, eps: float, inside: bool, weig
 
 
 def _write(
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     seed: int | None,
     index: int,
     results: Sequence[tuple[Tensor, Tensor]],
@@ -413,16 +413,16 @@ def _write(
     rounded = [
         (target, _rounding(seed, index, place)(value, target.dtype)) for place, (target, value) in enumerate(results)
     ]
-    if in_halves(outs):
-        high, low = halves(results[0][1])
+    if splits_masters(outs):
+        high, low = split_fp32(results[0][1])
         rounded[0] = (rounded[0][0], high)
         rounded.append((outs[index], low))
     elif outs:
         rounded.append((outs[index], rounded[0][1].to(outs[index].dtype)))
     for target, value in rounded:
         value = value.view_as(target)
-        if control is not None:  # no host synchronisation: the flag is read on the device
-            value = torch.where(control[1] != 0, target, value)
+        if scale_and_skip is not None:  # no host synchronisation: the flag is read on the device
+            value = torch.where(scale_and_skip[1] != 0, target, value)
         target.copy_(value)
 
 

@@ -55,12 +55,12 @@ class FusedAdagrad(StreamingOptimizer):
         params: list[Tensor],
         grads: list[Tensor],
         outs: list[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
         states = [self._init_state(param, ("sum",), group["initial_accumulator_value"]) for param in params]
-        advance(states, control)
+        advance(states, scale_and_skip)
         seed = next_seed(group, params, self.stochastic_rounding)
-        adagrad_update(group, params, grads, outs, states, control, seed)
+        adagrad_update(group, params, grads, outs, states, scale_and_skip, seed)
 
 
 def adagrad_update(
@@ -69,7 +69,7 @@ def adagrad_update(
     grads: Sequence[Tensor],
     outs: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     seed: int | None = None,
 ) -> None:
     """Adagrad over torch's names of states and groups; the step is counted already."""
@@ -81,7 +81,7 @@ def adagrad_update(
             sums,
             copies,
             steps,
-            control,
+            scale_and_skip,
             lr=rate_of(group, work[0].device),
             lr_decay=group["lr_decay"],
             eps=group["eps"],

@@ -39,12 +39,12 @@ class _Adam(StreamingOptimizer):
         params: list[Tensor],
         grads: list[Tensor],
         outs: list[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
         states = [self._init_state(param, ("exp_avg", "exp_avg_sq")) for param in params]
-        advance(states, control)
+        advance(states, scale_and_skip)
         seed = next_seed(group, params, self.stochastic_rounding)
-        adam_update(group, params, grads, outs, states, control, decoupled=self.adam_w_mode, seed=seed)
+        adam_update(group, params, grads, outs, states, scale_and_skip, decoupled=self.adam_w_mode, seed=seed)
 
 
 def adam_update(
@@ -53,7 +53,7 @@ def adam_update(
     grads: Sequence[Tensor],
     outs: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     *,
     decoupled: bool,
     seed: int | None = None,
@@ -70,7 +70,7 @@ def adam_update(
             exp_avg_sqs,
             copies,
             steps,
-            control,
+            scale_and_skip,
             lr=rate_of(group, work[0].device),
             beta1=beta1,
             beta2=beta2,

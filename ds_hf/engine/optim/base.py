@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.layout import FlatLayout
 
 __all__ = [
@@ -103,18 +103,18 @@ class StreamingOptimizer(Optimizer):
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         outs: Sequence[Tensor] = (),
-        control: Tensor | None = None,
+        scale_and_skip: Tensor | None = None,
     ) -> None:
         """One step of exactly ``params`` (members of ``group``) with ``grads``, ignoring ``param.grad``.
 
         Args:
             outs: 16-bit tensors of the params' sizes that take the new values as well; none by default.
-            control: fp32 ``[2]``: factor of the gradients (unscale × clip), and a flag that forbids the step.
+            scale_and_skip: fp32 ``[2]``: factor of the gradients (unscale × clip), and a flag that forbids the step.
         """
         # torch's schedulers warn that step() was never called unless they see this mark.
         self._opt_called = True
         if params:
-            self._update(group, list(params), list(grads), list(outs), control)
+            self._update(group, list(params), list(grads), list(outs), scale_and_skip)
 
     @abstractmethod
     def _update(
@@ -123,7 +123,7 @@ class StreamingOptimizer(Optimizer):
         params: list[Tensor],
         grads: list[Tensor],
         outs: list[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
         """The rule itself; called without autograd and with at least one param."""
 
@@ -199,7 +199,7 @@ class TensorwiseOptimizer(StreamingOptimizer):
     """A rule that looks at whole parameters, and knows how to when each rank holds a piece of them."""
 
     @abstractmethod
-    def update_pieces(self, units: Sequence[UnitPieces], control: Tensor | None) -> None:
+    def update_pieces(self, units: Sequence[UnitPieces], scale_and_skip: Tensor | None) -> None:
         """One step of everything. Collective where an axis is given."""
 
 
@@ -236,15 +236,15 @@ def rate_of(group: dict[str, Any], device: torch.device) -> float | Tensor:
     return float(lr)
 
 
-def advance(states: Sequence[dict[str, Any]], control: Tensor | None) -> None:
-    """Count a step, unless ``control`` forbids it."""
+def advance(states: Sequence[dict[str, Any]], scale_and_skip: Tensor | None) -> None:
+    """Count a step, unless ``scale_and_skip`` forbids it."""
     steps = [state["step"] for state in states]
     if not steps:  # a rank that owns nothing of a unit takes part in its collectives all the same
         return
-    if control is None:
+    if scale_and_skip is None:
         torch._foreach_add_(steps, 1)
     else:
-        one = (control[1] == 0).float()
+        one = (scale_and_skip[1] == 0).float()
         torch._foreach_add_(steps, [one] * len(steps))  # of a single tensor it would ask for the value: the host waits
 
 

@@ -1,8 +1,8 @@
 """What the optimizer keeps of single buffers: masters, gradients and moments; for checkpoints, DeepSpeed's functions
-that read and write them, and for everybody else who asks beside the step.
+that read and write them, and for all else that asks beside the step.
 
 Tensors are flat and cover what this rank owns. The first question about a buffer waits for an update of it that still
-goes on; another buffer's question may send its states away again. Masters that are kept in halves are made whole for
+goes on; another buffer's question may send its states away again. Masters that are split are made whole for
 who reads them, and taken apart again by ``write_master``.
 """
 
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hf.engine.ops.halves import join, write_halves
+from ds_hf.engine.ops.split_master import join, write_split
 from ds_hf.engine.optim.base import StreamingOptimizer
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
 from ds_hf.engine.optim.store import StateStore
-from ds_hf.engine.optim.streaming import UnitUpdate
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
 
@@ -37,11 +36,10 @@ class BufferStates:
         policy: OptimizerPolicy
         loss_scaler: LossScaler
         masters: dict[FlatBuffer, Tensor]
-        lows: dict[FlatBuffer, Tensor]
+        low_bits: dict[FlatBuffer, Tensor]
         segments: dict[GradientBuffer, list[Segment]]
         store: StateStore
         _apply: Stepping
-        _update: UnitUpdate | None
         _gradients: dict[FlatBuffer, GradientBuffer]
 
         @property
@@ -58,7 +56,7 @@ class BufferStates:
     def master(self, buffer: FlatBuffer) -> Tensor | None:
         """Master weights over what this rank owns; states of the buffer may be used until another's are asked for.
 
-        Where they are kept in halves, made of them: who writes to it gives it to ``write_master``.
+        Where they are split, made of them: who writes to it gives it to ``write_master``.
         """
         if buffer not in self.masters:
             return None
@@ -67,39 +65,39 @@ class BufferStates:
 
     def master_part(self, buffer: FlatBuffer, start: int, end: int) -> Tensor:
         """Some of the master weights that may be used now."""
-        part, low = self.masters[buffer][start:end], self.lows.get(buffer)
+        part, low = self.masters[buffer][start:end], self.low_bits.get(buffer)
         return part if low is None else join(part.to(low.device), low[start:end])
 
     def master_dtype(self, buffer: FlatBuffer) -> torch.dtype:
         """Dtype of the master weights, however they are kept."""
-        return torch.float32 if buffer in self.lows else self.masters[buffer].dtype
+        return torch.float32 if buffer in self.low_bits else self.masters[buffer].dtype
 
     def states_device(self, buffer: FlatBuffer) -> torch.device:
         """Where the buffer's states are between steps."""
-        return self.lows.get(buffer, self.masters[buffer]).device
+        return self.low_bits.get(buffer, self.masters[buffer]).device
 
     @torch.no_grad()
     def _split_master(self, buffer: FlatBuffer) -> None:
-        """Keep the buffer's masters in halves from now on."""
+        """Keep the buffer's masters split from now on."""
         master, owned = self.masters[buffer], buffer.owned(whole=self.policy.whole)
-        low = self.store.place_low(buffer)
-        write_halves(master, owned, low)
-        self.masters[buffer], self.lows[buffer] = owned, low
+        low = self.store.place_low_bits(buffer)
+        write_split(master, owned, low)
+        self.masters[buffer], self.low_bits[buffer] = owned, low
         for gradient, segments in self.segments.items():
             for segment in segments if gradient.buffer is buffer else ():
                 segment.low = low[segment.start : segment.end].view(segment.shape)
                 segment.param.data = owned[segment.start : segment.end].view(segment.shape)
 
     def join_masters(self) -> None:
-        """Keep no masters in halves any more: somebody needs them as tensors that can be written to."""
+        """Keep no masters split any more: they are needed as tensors that can be written to."""
         for gradient, segments in self.segments.items():
             buffer = gradient.buffer
-            if buffer in self.lows:
+            if buffer in self.low_bits:
                 master = self.master(buffer)
                 assert master is not None
                 owned = buffer.owned(whole=self.policy.whole, write=False)
                 self.masters[buffer] = master = self.store.place(buffer, owned, master, torch.float32)
-                del self.lows[buffer]
+                del self.low_bits[buffer]
                 for segment in segments:
                     segment.low = None
                     segment.param.data = master[segment.start : segment.end].view(segment.shape)
@@ -111,22 +109,22 @@ class BufferStates:
             return
         self.store.visit(buffer)
         master, owned = self.masters[buffer], buffer.owned(whole=self.policy.whole)
-        if buffer in self.lows:
-            self.lows[buffer].zero_()
+        if buffer in self.low_bits:
+            self.low_bits[buffer].zero_()
         elif owned.data_ptr() != master.data_ptr():
             master.copy_(owned)
 
     @torch.no_grad()
     def write_master(self, buffer: FlatBuffer, master: Tensor) -> None:
         """``master``, which ``master()`` gave, has new values; ``masters_changed`` follows."""
-        if buffer in self.lows:
-            write_halves(master, buffer.owned(whole=self.policy.whole), self.lows[buffer])
+        if buffer in self.low_bits:
+            write_split(master, buffer.owned(whole=self.policy.whole), self.low_bits[buffer])
 
     @torch.no_grad()
     def masters_changed(self, buffer: FlatBuffer) -> None:
         """The masters were written from outside: the parameters follow. Collective."""
         self.store.visit(buffer)
-        self._apply.publish({buffer: None})
+        self._apply.write_weights({buffer: None})
 
     def gradient(self, buffer: FlatBuffer) -> Tensor | None:
         """Averaged, unscaled fp32 gradient over what this rank owns; collective while sums are still partial."""
@@ -176,7 +174,7 @@ class BufferStates:
         """Dtype of the buffer's moments on every rank, also on one that has none of them, or before the first step."""
         master = self.master_dtype(buffer)
         wide = isinstance(self.optimizer, StreamingOptimizer) and self.optimizer.fp32_optimizer_states
-        narrow = master is torch.bfloat16 and self._update is not None and self.policy.moments is torch.float32
+        narrow = master is torch.bfloat16 and self._apply.update is not None and self.policy.moments is torch.float32
         return torch.promote_types(master, torch.float32) if wide or narrow else master
 
     def moment(self, buffer: FlatBuffer, key: str) -> Tensor | None:
@@ -218,7 +216,7 @@ class BufferStates:
         """Bytes of masters (not counting those that are the parameters themselves) and tensor states."""
         total = 0
         for buffer, master in self.masters.items():
-            beside = self.lows.get(buffer, master)
+            beside = self.low_bits.get(buffer, master)
             if beside.data_ptr() != buffer.owned(whole=self.policy.whole).data_ptr():
                 total += beside.numel() * beside.element_size()
         for state in self.state.values():
@@ -226,10 +224,10 @@ class BufferStates:
         return total
 
     def _whole_master(self, buffer: FlatBuffer) -> Tensor:
-        """The master, or a copy in host memory: made of halves, all of them would not have room on the device."""
+        """The master, or a copy in host memory: put together, all of them would not have room on the device."""
         master = self.master(buffer)
         assert master is not None
-        return master.cpu() if buffer in self.lows else master
+        return master.cpu() if buffer in self.low_bits else master
 
     @contextlib.contextmanager
     def _params_beside_states(self) -> Iterator[None]:

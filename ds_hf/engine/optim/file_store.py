@@ -16,12 +16,12 @@ from ds_hf.engine.offload.blocks import Block
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.swap import SwapPool
 from ds_hf.engine.offload.worker import Worker
-from ds_hf.engine.optim.outputs import Outputs
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.store import HostSettings, MakeJob
+from ds_hf.engine.optim.streamed_updates import Outputs
 from ds_hf.engine.zero.buffer import FlatBuffer
-from ds_hf.engine.zero.gradient_home import GradientHome
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.storage import GradientStorage
 
 __all__ = ["FileStore"]
 
@@ -35,7 +35,7 @@ class FileStore:
     """
 
     splits: str | None = "its optimizer states are on NVMe and come to memory unit by unit"
-    takes_halves = False
+    takes_split_masters = False
     skips = False
 
     def __init__(self, device: torch.device, settings: HostSettings, pool: SwapPool) -> None:
@@ -46,20 +46,20 @@ class FileStore:
         self._blocks: dict[FlatBuffer, Block] = {}
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-        block = Block(values.to(device=self.device, dtype=dtype, copy=True), f"{buffer.label}.states")
+        block = Block(values.to(device=self.device, dtype=dtype, copy=True), f"{buffer.labels.name}.states")
         self._blocks[buffer] = block
         self._pool.add(block)
         return block.values
 
-    def home(self, buffer: FlatBuffer) -> GradientHome:
-        return self._settings.gradient_home(self._link, self._worker)
+    def gradient_storage(self, buffer: FlatBuffer) -> GradientStorage:
+        return self._settings.new_gradient_storage(self._link, self._worker)
 
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
         for gradient, cut in segments.items():
             self._blocks[gradient.buffer].bind(cut, inner.state)
         return ()
 
-    def place_low(self, buffer: FlatBuffer) -> Tensor:
+    def place_low_bits(self, buffer: FlatBuffer) -> Tensor:
         raise AssertionError("the CPU updates whole masters")
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
@@ -82,7 +82,7 @@ class FileStore:
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         self._pool.visit(self._blocks[buffer], write=write)
 
-    def come_home(self) -> None:
+    def wait_for_states(self) -> None:
         """They are read and written unit by unit, by ``visit``."""
 
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:

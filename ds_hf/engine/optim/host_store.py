@@ -5,7 +5,7 @@ while the next one is updated. STREAMED units take another way at the same time:
 them, they go down again; the CPU and the link work on different units. The first of them go up for the next step when
 the CPU is done. Units on the DEVICE are updated where they are.
 A step returns while updates go on: the next forward waits for each unit when it gets there, so that most of it is
-computed beside them (``zero/landing.py`` holds up everybody else who touches a parameter). Where ranks gather what they
+computed beside them (``zero/weight_sync.py`` holds up every other use of a parameter). Where ranks gather what they
 updated, that is so for streamed units; those of the CPU are waited for, as all ranks must gather in one order.
 Which unit has which place follows from the sizes and the settings, so that it is the same on every rank and in every
 run; with ``stream: auto`` also from what the machine can do (``stream_share.py``).
@@ -27,16 +27,14 @@ from ds_hf.engine.offload.blocks import Block
 from ds_hf.engine.offload.link import Arrival, Link
 from ds_hf.engine.offload.memory import host_copy, host_empty
 from ds_hf.engine.offload.worker import Worker
-from ds_hf.engine.ops.halves import LOW
-from ds_hf.engine.optim.detour import Detour, Way
-from ds_hf.engine.optim.outputs import Outputs
-from ds_hf.engine.optim.room import Room
+from ds_hf.engine.ops.split_master import LOW
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.store import HostSettings, MakeJob, update_target
-from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, streaming
+from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, Room, streaming
+from ds_hf.engine.optim.streamed_updates import InFlightUpdate, Outputs, StreamedUpdates
 from ds_hf.engine.zero.buffer import FlatBuffer
-from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage
 
 __all__ = ["DelayedStore", "HostStore", "Place"]
 
@@ -53,14 +51,14 @@ class HostStore:
     Args:
         device: where the model computes.
         room: moves units to the device while there is memory; ``None`` leaves all where the settings put them.
-        gradient_places: see ``HostHome``.
+        gradient_places: see ``HostGradientStorage``.
         auto: finds the share that is streamed; ``None`` takes that of the settings.
     """
 
     splits: str | None = None
-    takes_halves = False  # the CPU updates whole masters
+    takes_split_masters = False  # the CPU updates whole masters
     delays = False  # updates go on while the parameters are in use
-    lands_later = True  # updates may go on until the parameters are used
+    defers = True  # updates may go on until the parameters are used
     skips = True
 
     def __init__(
@@ -79,8 +77,8 @@ class HostStore:
         self._blocks: dict[FlatBuffer, Block] = {}
         self._inner: Optimizer | None = None
         self._segments: Mapping[GradientBuffer, Sequence[Segment]] = {}
-        self._landing: dict[GradientBuffer, _Landing] = {}
-        self._detour = Detour(device, pinned=settings.pinned)
+        self._pending: dict[GradientBuffer, _PendingUpdate] = {}
+        self._streamed = StreamedUpdates(device, pinned=settings.pinned)
         self._on_device = 0  # elements
         self._fixed: set[FlatBuffer] = set()  # updated on the host in any case
         self._next: list[Block] = []  # streamed in this order by the next step, as long as none of them went up
@@ -89,16 +87,16 @@ class HostStore:
     # -- building -------------------------------------------------------------------------------------------------
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-        before = self.places.get(buffer)  # its masters were in halves: they come to where the moments are
+        before = self.places.get(buffer)  # its masters were split: they come to where the moments are
         place = self._choose(values.numel()) if buffer.stays and before is None else Place.HOST
         if before is Place.DEVICE:
             place = before
-        home = self._compute if place is Place.DEVICE else self.device
-        if owned.dtype == dtype and owned.device == home and buffer.stays and not self.delays:
+        device = self._compute if place is Place.DEVICE else self.device
+        if owned.dtype == dtype and owned.device == device and buffer.stays and not self.delays:
             self._fixed.add(buffer)
             master = owned
         elif place is Place.DEVICE:
-            master = values.to(device=home, dtype=dtype, copy=True)
+            master = values.to(device=device, dtype=dtype, copy=True)
         else:
             master = host_copy(values, dtype, pinned=self._settings.pinned)
         if not buffer.stays:
@@ -107,10 +105,10 @@ class HostStore:
         self._on_device += values.numel() if place is Place.DEVICE and before is None else 0
         self._set_block(buffer, master)
         if before is not None:
-            self._gradient_of(buffer).home = self.home(buffer)
+            self._gradient_of(buffer).storage = self.gradient_storage(buffer)
         return master
 
-    def place_low(self, buffer: FlatBuffer) -> Tensor:
+    def place_low_bits(self, buffer: FlatBuffer) -> Tensor:
         numel = self._blocks[buffer].values.numel()
         if self.places[buffer] is Place.DEVICE:
             low = torch.empty(numel, dtype=LOW, device=self._compute)
@@ -120,7 +118,7 @@ class HostStore:
         return low
 
     def _set_block(self, buffer: FlatBuffer, values: Tensor) -> None:
-        self._blocks[buffer] = block = Block(values, buffer.label)
+        self._blocks[buffer] = block = Block(values, buffer.labels.name)
         if self._inner is not None:
             block.bind(self._segments[self._gradient_of(buffer)], self._inner.state)
 
@@ -133,10 +131,10 @@ class HostStore:
         fits = self._on_device + numel <= settings.device_share * settings.numel * (1 + 1e-9)
         return Place.DEVICE if fits else Place.HOST
 
-    def home(self, buffer: FlatBuffer) -> GradientHome:
+    def gradient_storage(self, buffer: FlatBuffer) -> GradientStorage:
         if self.places[buffer] is Place.DEVICE:
-            return DeviceHome(self._settings.accumulation_dtype)
-        return self._settings.gradient_home(self.link, self.worker, self._gradient_places)
+            return DeviceGradientStorage(self._settings.accumulation_dtype)
+        return self._settings.new_gradient_storage(self.link, self.worker, self._gradient_places)
 
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
         self._inner, self._segments = inner, segments
@@ -148,44 +146,48 @@ class HostStore:
         if self._auto is not None:
             share, room = self._auto.decide(units, self.link)
         found = streaming(units, share, room)
-        self._detour.open(found.ways)
+        self._streamed.open(found.in_flight)
         for gradient, goes, stays in zip(offloaded, found.up, found.stays, strict=True):
             self.places[gradient.buffer] = Place.STREAMED if goes else Place.HOST
             if stays and not self.delays:
-                gradient.home = DeviceHome(self._settings.accumulation_dtype)
+                gradient.storage = DeviceGradientStorage(self._settings.accumulation_dtype)
         buffers = [gradient.buffer for gradient in segments]
-        return [b for b in buffers if self.places[b] is not Place.HOST and self._may_halve(b)]
+        return [b for b in buffers if self.places[b] is not Place.HOST and self._may_split(b)]
 
     def _unit(self, gradient: GradientBuffer) -> HostUnit:
         settings, values = self._settings, self._blocks[gradient.buffer].values
-        master = LOW.itemsize if self._may_halve(gradient.buffer) else values.dtype.itemsize
+        master = LOW.itemsize if self._may_split(gradient.buffer) else values.dtype.itemsize
         states = master + settings.moments_nbytes
         summed = settings.accumulation_dtype if settings.accumulates else gradient.dtype
         numel = values.numel()
         return HostUnit(numel, numel * states, numel * summed.itemsize, gradient.buffer not in self._fixed)
 
-    def _may_halve(self, buffer: FlatBuffer) -> bool:
+    def _may_split(self, buffer: FlatBuffer) -> bool:
         """Whether the master, if the GPU updates it, need not be more than its parameter lacks."""
         widths = buffer.dtype, self._blocks[buffer].values.dtype
-        may = self._settings.halves and not self.delays and buffer not in self._fixed
+        may = self._settings.split and not self.delays and buffer not in self._fixed
         return may and widths == (torch.bfloat16, torch.float32)
 
     # -- the step -------------------------------------------------------------------------------------------------
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
-        yield from self.settle()  # what nobody has used since the last step
+        yield from self.settle()  # what was not used since the last step
         at = {place: [g for g in gradients if self.places[g.buffer] is place] for place in Place}
         unused = self.link.now()
-        later = self.lands_later and (self._room is None or self._room.decided)
+        later = self.defers and (self._room is None or self._room.decided)
         # What the GPU updates is queued while it computes, what the CPU updates waits for the end of backward here.
-        ways = {g: self._detour.go(self._blocks[g.buffer], make([g]), self._target(g)) for g in at[Place.STREAMED]}
+        in_flight = {
+            g: self._streamed.start(self._blocks[g.buffer], make([g]), self._target(g)) for g in at[Place.STREAMED]
+        }
         self._update_here(at[Place.DEVICE], make)
         updates = list(self._submitted(at[Place.HOST], make))
         yield at[Place.DEVICE]
         if later:
-            updates = [update for update in updates if not self._land_later(*update, unused)]
-        joined = [g for g, way in ways.items() if not (later and _is_alone(g) and g.buffer.take_off(way))]
-        yield from self._in_order(dict(updates), {gradient: ways[gradient] for gradient in joined}, gradients)
+            updates = [update for update in updates if not self._defer(*update, unused)]
+        joined = [
+            g for g, update in in_flight.items() if not (later and _is_alone(g) and g.buffer.defer_gather(update))
+        ]
+        yield from self._in_order(dict(updates), {gradient: in_flight[gradient] for gradient in joined}, gradients)
         if self._room is not None:
             self._fill_room(gradients)
         if later:
@@ -195,7 +197,7 @@ class HostStore:
     def _in_order(
         self,
         updates: Mapping[GradientBuffer, Future[None]],
-        ways: Mapping[GradientBuffer, Way | None],
+        in_flight: Mapping[GradientBuffer, InFlightUpdate | None],
         gradients: Sequence[GradientBuffer],
     ) -> Iterator[Sequence[GradientBuffer]]:
         """Units as they are needed by the next forward: gathers of streamed ones come after their updates, and only
@@ -203,31 +205,31 @@ class HostStore:
         for gradient in gradients:
             if gradient in updates:
                 yield from self._finished([(gradient, updates[gradient])])
-            elif gradient in ways:
-                way = ways[gradient]
-                if way is not None and (gradient.buffer.sharded or gradient.policy.whole):
-                    way.wait()  # nothing is gathered now
-                elif way is not None:
-                    way.precede(gradient.buffer.lane, gradient.lane)
+            elif gradient in in_flight:
+                update = in_flight[gradient]
+                if update is not None and (gradient.buffer.sharded or gradient.policy.whole):
+                    update.wait()  # nothing is gathered now
+                elif update is not None:
+                    update.precede(gradient.buffer.comm_stream, gradient.comm_stream)
                 yield [gradient]
 
-    def _land_later(self, gradient: GradientBuffer, update: Future[None], unused: Arrival) -> bool:
-        """Let whoever uses the unit's parameters next, the forward as a rule, wait for their update.
+    def _defer(self, gradient: GradientBuffer, update: Future[None], unused: Arrival) -> bool:
+        """Have the next use of the unit's parameters, the forward as a rule, wait for their update.
 
         Not where processes gather them: who uses them first need not be the same on each.
         """
         if not _is_alone(gradient):
             return False
         gradient.buffer.check_views()
-        landing = _Landing(self, gradient, update, unused)
-        if not gradient.buffer.take_off(landing):
+        pending = _PendingUpdate(self, gradient, update, unused)
+        if not gradient.buffer.defer_gather(pending):
             return False
-        self._landing[gradient] = landing
+        self._pending[gradient] = pending
         return True
 
-    def land(self, gradient: GradientBuffer, update: Future[None], unused: Arrival) -> None:
+    def finish_pending(self, gradient: GradientBuffer, update: Future[None], unused: Arrival) -> None:
         """Wait for the update of a unit, and have its parameters brought where they are used."""
-        del self._landing[gradient]
+        del self._pending[gradient]
         update.result()
         self.outputs.finish(gradient, unused)
         self._go_ahead()
@@ -235,8 +237,8 @@ class HostStore:
     def _go_ahead(self) -> None:
         """Bring up what the next step begins with, once the CPU has updated all that it has to: both want the same
         memory, and the forward waits for the CPU."""
-        if not self._landing:
-            self._detour.ahead(self._next)
+        if not self._pending:
+            self._streamed.ahead(self._next)
             self._next = []
 
     def _update_here(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> None:
@@ -270,14 +272,14 @@ class HostStore:
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         if not buffer.sharded:
             buffer.gather()
-        self._detour.arrived(self._blocks[buffer], write=write)
+        self._streamed.arrived(self._blocks[buffer], write=write)
 
-    def come_home(self) -> None:
+    def wait_for_states(self) -> None:
         for block in self._blocks.values():
-            self._detour.arrived(block)
+            self._streamed.arrived(block)
 
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:
-        for gradient in list(self._landing):
+        for gradient in list(self._pending):
             gradient.buffer.gather()
             yield [gradient]
 
@@ -293,33 +295,33 @@ class HostStore:
             fixed = self.places[gradient.buffer] is Place.DEVICE or not gradient.buffer.stays
             if left is None or fixed or needed > left:
                 continue
-            self._detour.arrived(block)
+            self._streamed.arrived(block)
             self._move(gradient, block)
             left -= needed
         if left is not None and Place.STREAMED not in self.places.values():
-            self._detour.close()  # nobody goes that way any more
+            self._streamed.close()  # nothing is streamed any more
 
     def _move(self, gradient: GradientBuffer, block: Block) -> None:
         """The block's states to the device; the host memory goes back with the last tensor that lay there."""
         block.adopt(torch.empty(block.nbytes, dtype=torch.uint8, device=self._compute))
         self.places[gradient.buffer] = Place.DEVICE
-        gradient.home = DeviceHome(self._settings.accumulation_dtype)
+        gradient.storage = DeviceGradientStorage(self._settings.accumulation_dtype)
         self.outputs.drop(gradient)
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # of an update: it was said, or nobody wants the parameters
+        with contextlib.suppress(Exception):  # of an update: it was said, or the parameters are not wanted
             for _ in self.settle():
                 pass
         self.worker.close()
-        self._detour.close()
+        self._streamed.close()
         self.link.close()
         self._blocks.clear()
         self.outputs.close()
 
 
 @dataclass(eq=False)
-class _Landing:
-    """The update of a unit that is waited for when its parameters are used; what ``FlatBuffer.take_off`` takes."""
+class _PendingUpdate:
+    """The update of a unit that is waited for when its parameters are used; what ``FlatBuffer.defer_gather`` takes."""
 
     store: HostStore
     gradient: GradientBuffer
@@ -330,7 +332,7 @@ class _Landing:
     def wait(self) -> None:
         if not self.over:
             self.over = True  # a fault is raised once: after it nothing is saved, and a checkpoint may be loaded
-            self.store.land(self.gradient, self.update, self.unused)
+            self.store.finish_pending(self.gradient, self.update, self.unused)
 
 
 def _is_alone(gradient: GradientBuffer) -> bool:
@@ -341,7 +343,7 @@ def _is_alone(gradient: GradientBuffer) -> bool:
 class DelayedStore(HostStore):
     """States in host memory, updated there while the next step computes: its weights are one step old.
 
-    An update is finished, and its parameters are published, when the next one begins, or in ``settle``.
+    An update is finished, and its weights are synced, when the next one begins, or in ``settle``.
     """
 
     delays = True

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ds_hf.engine.dist import collectives
+from ds_hf.engine.comm import collectives
 from ds_hf.engine.ops import library as ops
 from ds_hf.engine.optim.base import (
     Piece,
@@ -86,15 +86,15 @@ class FusedLamb(TensorwiseOptimizer):
         params: list[Tensor],
         grads: list[Tensor],
         outs: list[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
         if group["max_grad_norm"] > 0:
-            control = _clipped(grads, control, group["max_grad_norm"])
+            scale_and_skip = _clipped(grads, scale_and_skip, group["max_grad_norm"])
         states = [self._init_state(param, _MOMENTS) for param in params]
-        advance(states, control)
+        advance(states, scale_and_skip)
         columns = [[state[key] for state in states] for key in (*_MOMENTS, "step")]
         for work, gradients, exp_avgs, exp_avg_sqs, steps, copies in alike([params, grads, *columns, outs]):
-            self._step_whole(group, work, gradients, exp_avgs, exp_avg_sqs, copies, steps, control)
+            self._step_whole(group, work, gradients, exp_avgs, exp_avg_sqs, copies, steps, scale_and_skip)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratios of the last step, of the parameters that this process updated, in the order of updating.
@@ -117,23 +117,23 @@ class FusedLamb(TensorwiseOptimizer):
         return {**settings, "eps_inside_sqrt": self.eps_inside_sqrt}
 
     @torch.no_grad()
-    def update_pieces(self, units: Sequence[UnitPieces], control: Tensor | None) -> None:
+    def update_pieces(self, units: Sequence[UnitPieces], scale_and_skip: Tensor | None) -> None:
         """Whole parameters at once, or both passes with the norms summed over the ranks in between."""
         for unit in units:
-            advance([self._init_state(piece.param, _MOMENTS) for piece in unit.pieces], control)
+            advance([self._init_state(piece.param, _MOMENTS) for piece in unit.pieces], scale_and_skip)
         if all(unit.axis is None for unit in units):
             for group, pieces in by_group([piece for unit in units for piece in unit.pieces]):
-                self._whole(group, pieces, control)
+                self._whole(group, pieces, scale_and_skip)
             return
-        tables = [self._moments(unit, control) for unit in units]
+        tables = [self._moments(unit, scale_and_skip) for unit in units]
         norms = torch.cat(tables)
         axis = next(unit.axis for unit in units if unit.axis is not None)
         shared = collectives.all_reduce_sum(norms.to(units[0].axis_device), axis, "LAMB's norms").to(norms.device)
         for unit, table in zip(units, torch.split(shared, [unit.slots for unit in units]), strict=True):
             for group, pieces in by_group(unit.pieces):
-                self._apply(group, pieces, table, control)
+                self._apply(group, pieces, table, scale_and_skip)
 
-    def _whole(self, group: dict[str, Any], pieces: list[Piece], control: Tensor | None) -> None:
+    def _whole(self, group: dict[str, Any], pieces: list[Piece], scale_and_skip: Tensor | None) -> None:
         self._step_whole(
             group,
             [p.param for p in pieces],
@@ -142,7 +142,7 @@ class FusedLamb(TensorwiseOptimizer):
             self._states(pieces, "exp_avg_sq"),
             outs_of(pieces),
             self._states(pieces, "step"),
-            control,
+            scale_and_skip,
         )
 
     def _step_whole(
@@ -154,23 +154,23 @@ class FusedLamb(TensorwiseOptimizer):
         exp_avg_sqs: Sequence[Tensor],
         outs: Sequence[Tensor],
         steps: Sequence[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
-        """Both passes; in one call where nobody wants the norms between them, or where that is no faster."""
+        """Both passes; in one call where the norms between them are not wanted, or where that is no faster."""
         rate = rate_of(group, params[0].device)
         settings, trust = self._settings(group), _trust(group)
         if params[0].is_cuda and not self._asked:
-            ops.lamb_(params, grads, exp_avgs, exp_avg_sqs, outs, steps, control, lr=rate, **settings, **trust)
+            ops.lamb_(params, grads, exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, lr=rate, **settings, **trust)
             return
-        norms = ops.lamb_moments_(params, grads, exp_avgs, exp_avg_sqs, control, **settings)
+        norms = ops.lamb_moments_(params, grads, exp_avgs, exp_avg_sqs, scale_and_skip, **settings)
         self._remember(group, params, norms)
-        ops.lamb_apply_(params, exp_avgs, exp_avg_sqs, outs, steps, norms, control, lr=rate, **settings, **trust)
+        ops.lamb_apply_(params, exp_avgs, exp_avg_sqs, outs, steps, norms, scale_and_skip, lr=rate, **settings, **trust)
 
     def _remember(self, group: dict[str, Any], params: Sequence[Tensor], norms: Tensor) -> None:
         for param, row in zip(params, norms, strict=True):
             self._norms[param] = (row, group["min_coeff"], group["max_coeff"])
 
-    def _moments(self, unit: UnitPieces, control: Tensor | None) -> Tensor:
+    def _moments(self, unit: UnitPieces, scale_and_skip: Tensor | None) -> Tensor:
         """First pass: squares of this rank's pieces, ``[slots, 2]`` with zeros for parameters it holds nothing of."""
         table = torch.zeros(unit.slots, 2, dtype=torch.float32, device=unit.device)
         for group, pieces in by_group(unit.pieces):
@@ -179,12 +179,12 @@ class FusedLamb(TensorwiseOptimizer):
                 [p.grad for p in pieces],
                 self._states(pieces, "exp_avg"),
                 self._states(pieces, "exp_avg_sq"),
-                control,
+                scale_and_skip,
                 **self._settings(group),
             )
         return table
 
-    def _apply(self, group: dict[str, Any], pieces: list[Piece], table: Tensor, control: Tensor | None) -> None:
+    def _apply(self, group: dict[str, Any], pieces: list[Piece], table: Tensor, scale_and_skip: Tensor | None) -> None:
         params, norms = [p.param for p in pieces], table[[p.slot for p in pieces]]
         self._remember(group, params, norms)
         ops.lamb_apply_(
@@ -194,7 +194,7 @@ class FusedLamb(TensorwiseOptimizer):
             outs_of(pieces),
             self._states(pieces, "step"),
             norms,
-            control,
+            scale_and_skip,
             lr=rate_of(group, pieces[0].param.device),
             **self._settings(group),
             **_trust(group),
@@ -205,10 +205,12 @@ def _trust(group: dict[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in ("bias_correction", "min_coeff", "max_coeff")}
 
 
-def _clipped(grads: Sequence[Tensor], control: Tensor | None, max_norm: float) -> Tensor:
-    """``control`` times what clips all gradients to ``max_norm``."""
+def _clipped(grads: Sequence[Tensor], scale_and_skip: Tensor | None, max_norm: float) -> Tensor:
+    """``scale_and_skip`` times what clips all gradients to ``max_norm``."""
     norm = ops.squared_norm(grads).sqrt()
-    if control is None:
-        control = torch.stack([torch.ones_like(norm), torch.zeros_like(norm)])
-    scale = torch.where(norm * control[0] > max_norm, max_norm / (norm * control[0]), torch.ones_like(norm))
-    return torch.stack([control[0] * scale, control[1]])
+    if scale_and_skip is None:
+        scale_and_skip = torch.stack([torch.ones_like(norm), torch.zeros_like(norm)])
+    scale = torch.where(
+        norm * scale_and_skip[0] > max_norm, max_norm / (norm * scale_and_skip[0]), torch.ones_like(norm)
+    )
+    return torch.stack([scale_and_skip[0] * scale, scale_and_skip[1]])

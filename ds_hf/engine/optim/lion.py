@@ -40,10 +40,10 @@ class _Lion(StreamingOptimizer):
         params: list[Tensor],
         grads: list[Tensor],
         outs: list[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
         states = [self._init_state(param, ("exp_avg",)) for param in params]
-        advance(states, control)
+        advance(states, scale_and_skip)
         beta1, beta2 = group["betas"]
         seed = next_seed(group, params, self.stochastic_rounding)
         for work, gradients, exp_avgs, copies in alike([params, grads, [s["exp_avg"] for s in states], outs]):
@@ -52,7 +52,7 @@ class _Lion(StreamingOptimizer):
                 gradients,
                 exp_avgs,
                 copies,
-                control,
+                scale_and_skip,
                 lr=rate_of(group, work[0].device),
                 beta1=beta1,
                 beta2=beta2,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ds_hf.engine.dist import collectives
+from ds_hf.engine.comm import collectives
 from ds_hf.engine.ops import library as ops
 from ds_hf.engine.optim.adam import adam_update
 from ds_hf.engine.optim.base import (
@@ -97,22 +97,22 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
         params: list[Tensor],
         grads: list[Tensor],
         outs: list[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
         if not group["use_muon"]:
-            self._adam(group, params, grads, outs, control)
+            self._adam(group, params, grads, outs, scale_and_skip)
             return
-        updates = _moved(group, [self._buffer(param) for param in params], grads, control)
+        updates = _moved(group, [self._buffer(param) for param in params], grads, scale_and_skip)
         done = _orthogonal(updates, [param.shape for param in params], group["ns_method"])
-        self._apply(group, params, done, [_scale(param.shape) for param in params], outs, control)
+        self._apply(group, params, done, [_scale(param.shape) for param in params], outs, scale_and_skip)
 
     @torch.no_grad()
-    def update_pieces(self, units: Sequence[UnitPieces], control: Tensor | None) -> None:
+    def update_pieces(self, units: Sequence[UnitPieces], scale_and_skip: Tensor | None) -> None:
         """Unit after unit: only one unit's updates exist at a time."""
         for unit in units:
             for group, pieces in by_group(p for p in unit.pieces if not p.group["use_muon"]):
-                self._adam(group, [p.param for p in pieces], [p.grad for p in pieces], outs_of(pieces), control)
-            self._muon(unit, control)
+                self._adam(group, [p.param for p in pieces], [p.grad for p in pieces], outs_of(pieces), scale_and_skip)
+            self._muon(unit, scale_and_skip)
 
     def _adam(
         self,
@@ -120,20 +120,20 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         outs: Sequence[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
         states = [self._init_state(param, _MOMENTS) for param in params]
-        advance(states, control)
+        advance(states, scale_and_skip)
         seed = next_seed(group, params, self.stochastic_rounding)
-        adam_update(group, params, grads, outs, states, control, decoupled=self.adam_w_mode, seed=seed)
+        adam_update(group, params, grads, outs, states, scale_and_skip, decoupled=self.adam_w_mode, seed=seed)
 
-    def _muon(self, unit: UnitPieces, control: Tensor | None) -> None:
+    def _muon(self, unit: UnitPieces, scale_and_skip: Tensor | None) -> None:
         """Momentum of the pieces, whole matrices from all holders, and this rank's pieces of the result."""
         groups = by_group(p for p in unit.pieces if p.group["use_muon"])
         updates: dict[int, Tensor] = {}
         for group, pieces in groups:
             buffers = [self._buffer(p.param).view(-1) for p in pieces]
-            moved = _moved(group, buffers, [p.grad.view(-1) for p in pieces], control)
+            moved = _moved(group, buffers, [p.grad.view(-1) for p in pieces], scale_and_skip)
             updates.update((p.slot, update) for p, update in zip(pieces, moved, strict=True))
         if unit.axis is not None:
             updates = self._exchanged(unit, updates)
@@ -145,7 +145,7 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
                 for p, matrix in zip(pieces, done, strict=True)
             ]
             scales = [_scale(p.shape) for p in pieces]
-            self._apply(group, [p.param for p in pieces], mine, scales, outs_of(pieces), control)
+            self._apply(group, [p.param for p in pieces], mine, scales, outs_of(pieces), scale_and_skip)
 
     def _apply(
         self,
@@ -154,7 +154,7 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
         updates: Sequence[Tensor],
         scales: Sequence[float],
         outs: Sequence[Tensor],
-        control: Tensor | None,
+        scale_and_skip: Tensor | None,
     ) -> None:
         """Decay and step in one pass: SGD with L2 decay is ``p - r (u + w p)``, which is to be ``(1 - l d) p - l s u``.
 
@@ -162,8 +162,8 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
             scales: ``s``, the factors that go by the parameters' shapes.
         """
         updates = [update.reshape(param.shape) for param, update in zip(params, updates, strict=True)]
-        if control is not None:  # the gradients' factor is in the updates already
-            control = torch.stack([torch.ones_like(control[0]), control[1]])
+        if scale_and_skip is not None:  # the gradients' factor is in the updates already
+            scale_and_skip = torch.stack([torch.ones_like(scale_and_skip[0]), scale_and_skip[1]])
         for scale in dict.fromkeys(scales):
             chosen = [index for index, other in enumerate(scales) if other == scale]
             columns = [[column[index] for index in chosen] if column else [] for column in (params, updates, outs)]
@@ -173,7 +173,7 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
                     steps,
                     [],
                     copies,
-                    control,
+                    scale_and_skip,
                     lr=rate_of(group, work[0].device) * scale,
                     momentum=0.0,
                     dampening=0.0,
@@ -320,17 +320,17 @@ def _require_matrix(param: Tensor) -> None:
 
 
 def _moved(
-    group: dict[str, Any], buffers: Sequence[Tensor], grads: Sequence[Tensor], control: Tensor | None
+    group: dict[str, Any], buffers: Sequence[Tensor], grads: Sequence[Tensor], scale_and_skip: Tensor | None
 ) -> list[Tensor]:
     """Move the momenta; returns Nesterov's look ahead, ``(1 - momentum) g + momentum m``."""
     updates = []
     for buffer, grad in zip(buffers, grads, strict=True):
         gradient, momentum = grad.to(_wide(buffer)), buffer.to(_wide(buffer))
-        if control is not None:
-            gradient = gradient * control[0]
+        if scale_and_skip is not None:
+            gradient = gradient * scale_and_skip[0]
         moved = torch.lerp(momentum, gradient, 1 - group["momentum"])
         updates.append(torch.lerp(gradient, moved, group["momentum"]))
-        buffer.copy_(moved if control is None else torch.where(control[1] != 0, momentum, moved))
+        buffer.copy_(moved if scale_and_skip is None else torch.where(scale_and_skip[1] != 0, momentum, moved))
     return updates
 
 

@@ -66,7 +66,7 @@ def muon_of_json(
     groups = [item for item in given if isinstance(item, dict)]
     loose = [item for item in given if not isinstance(item, dict)]
     groups += [{"params": loose}] if loose else []
-    halves = []
+    split = []
     for index, group in enumerate(groups):
         prefix = group.get("name") or (f"group{index}" if len(groups) > 1 else None)
         for use_muon, label, keys in ((True, "muon", _MUON_KEYS), (False, "adam", _ADAM_KEYS)):
@@ -77,8 +77,8 @@ def muon_of_json(
             chosen = [p for p in _listed(group) if p.requires_grad and _uses_muon(p) is use_muon]
             if chosen:
                 name = f"{prefix}-{label}-params" if prefix else f"{label}-params"
-                halves.append({"params": chosen, "use_muon": use_muon, "name": name, **settings})
-    return MuonWithAuxAdam(halves, adam_w_mode=adam_w_mode)
+                split.append({"params": chosen, "use_muon": use_muon, "name": name, **settings})
+    return MuonWithAuxAdam(split, adam_w_mode=adam_w_mode)
 
 
 def _listed(group: Mapping[str, Any]) -> list[Tensor]:

@@ -30,7 +30,7 @@ class Segment:
         start, end: elements of the owned tensor.
         shape: the parameter's shape when the segment is exactly one whole parameter handled on its own, else flat.
         param: the master weights as the inner optimizer sees them ...
-        low: ... and their low half, where they are kept in halves: ``param`` is the high one then.
+        low: ... and their low bits, where they are split: ``param`` is the high one then.
         fragment: the part of a parameter that it is, where the rule looks at whole parameters.
     """
 

@@ -3,7 +3,7 @@
 Invariants
 - Each trainable buffer has a master: fp32, over what the rank owns (its shard, or all where the plan replicates
   optimizer states). Where dtype and device allow, the master *is* the parameters' storage, or that is its high half
-  and the low one lies beside it (``ops/halves.py``).
+  and the low one lies beside it (``ops/split_master.py``).
 - A ``Segment`` is a stretch of a master that one parameter group updates; the inner optimizer's ``param_groups``
   hold segments, its group dictionaries stay the live ones, so schedulers built on either object work.
 - ``step`` never leaves weights half updated by an overflow: it looks first, then updates, or the kernels look.
@@ -13,38 +13,35 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hf.engine.dist.mesh import Mesh
+from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
 from ds_hf.engine.optim.buffer_states import BufferStates
-from ds_hf.engine.optim.deepspeed_names import OptimizerNames
-from ds_hf.engine.optim.grad_norm import global_control, shared
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
-from ds_hf.engine.optim.nonfinite import NonFinite
-from ds_hf.engine.optim.outcome import Outcome
+from ds_hf.engine.optim.outcome import NonFinite, Outcome, global_scale_and_skip, shared
 from ds_hf.engine.optim.segments import Segment, cut_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
 from ds_hf.engine.optim.store import StateStore
-from ds_hf.engine.optim.streaming import Narrow, streamed_update
+from ds_hf.engine.optim.streaming import Narrow, UnitUpdate, streamed_update
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.publish import publish
 from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.weight_sync import sync_weights
 from ds_hf.errors import ConfigError, DsHfError, NonFiniteError
 from ds_hf.log import warn_once
 
 __all__ = ["OptimizerPolicy", "Segment", "ShardedOptimizer"]
 
 
-class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
-    """What users hold as ``engine.optimizer``.
+class ShardedOptimizer(BufferStates, Optimizer):
+    """What users hold as ``engine.optimizer``; ``deepspeed_api.optimizer`` adds DeepSpeed's names.
 
     Args:
         inner: the torch optimizer with the user's groups; its ``params`` are replaced by segments.
@@ -53,7 +50,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         scaler: loss scaler.
         mesh: the processes, over which norms are taken.
         nonfinite: told of gradient norms.
-        lows: low halves of the masters that are kept in halves; ``masters`` has the parameters for them.
+        low_bits: of the masters that are split; ``masters`` has the parameters for them.
     """
 
     def __init__(
@@ -67,74 +64,34 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         masters: dict[FlatBuffer, Tensor],
         store: StateStore,
         nonfinite: NonFinite,
-        lows: dict[FlatBuffer, Tensor] | None = None,
+        low_bits: dict[FlatBuffer, Tensor] | None = None,
     ) -> None:
-        self.parameter_offload: Any  # where parameters are sharded, for other libraries
         # Not Optimizer.__init__: groups and state are the inner optimizer's, by property.
         self.optimizer = inner
         self.reducer = reducer
         self.loss_scaler = scaler
         self.axis, self.world = mesh.replicas, mesh.world
+        self.shard_axis = next((buffer.axis for buffer in masters if buffer.axis == mesh.inner), self.axis)
         self.policy = policy
         self.masters = masters
-        self.lows = lows or {}
+        self.low_bits = low_bits or {}
         self.store = store
         self.nonfinite = nonfinite
         self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
         self.brought: set[tuple[int, str]] = set()  # options of a group that a checkpoint added, until the next load
-        self._groups = groups
-        self.segments: dict[GradientBuffer, list[Segment]] = {
-            gradient: list(
-                cut_segments(
-                    gradient,
-                    indices,
-                    masters[gradient.buffer],
-                    self.lows.get(gradient.buffer),
-                    whole=policy.whole,
-                    elementwise=policy.elementwise,
-                )
-            )
-            for gradient, indices in groups.items()
-        }
+        self.segments = _segments(groups, masters, self.low_bits, policy)
         take_over_state(inner, self.segments, whole=policy.whole)
-        self.given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
-        for index, group in enumerate(inner.param_groups):
-            group["params"] = [s.param for ss in self.segments.values() for s in ss if s.group == index]
-        halved = store.bind(inner, self.segments)
-        for buffer in halved:
+        self.given = _give_segments(inner, self.segments)  # what ``free`` gives back
+        split = store.bind(inner, self.segments)
+        for buffer in split:
             self._split_master(buffer)
-        wide = policy.moments is torch.float32
-        narrow = any(m.dtype is torch.bfloat16 and b not in self.lows for b, m in masters.items())
-        if isinstance(inner, StreamingOptimizer) and (narrow or self.lows):
-            inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic and narrow
-        self._update = streamed_update(inner, Narrow(wide, policy.stochastic and narrow))
-        if store.splits and self._update is None:
-            raise ConfigError(
-                f"{type(inner).__name__} does not update unit after unit, and {store.splits}: use AdamW, Lion, Adagrad "
-                'or SGD, or "device": "cpu" in offload_optimizer'
-            )
-        if narrow and policy.stochastic and (self._update is None or isinstance(inner, FusedLamb)):
-            warn_once(
-                f"{type(inner).__name__} rounds bf16 master weights to nearest, so that small updates are lost: "
-                "ds_hf.stochastic_rounding has no effect on it; AdamW and Lion round stochastically"
-            )
+        update = _update_of(inner, policy, masters, self.low_bits, store)
         self._outcome = Outcome()
-        self._stepped = False
-        self._looked = True  # at the norm of the last step, whether it is finite
         self._gradients = {gradient.buffer: gradient for gradient in groups}
-        self._axis_device = next((buffer.device for buffer in masters), policy.device)
-        self._apply = Stepping(
-            inner,
-            self._update,
-            self.segments,
-            groups,
-            masters,
-            policy,
-            self._axis_device,
-            store,
-        )
-        if halved:
-            publish(halved, whole=policy.whole)  # splitting rounds ties away from zero
+        device = next((buffer.device for buffer in masters), policy.device)
+        self._apply = Stepping(inner, update, self.segments, groups, masters, policy, device, store)
+        if split:
+            sync_weights(split, whole=policy.whole)  # splitting rounds ties away from zero
         for buffer in masters:
             buffer.states = self
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -154,8 +111,8 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
     def state(self) -> Any:
         for buffer in self.masters:
             if not buffer.sharded:
-                buffer.gather()  # an update that nobody waited for yet may be writing it
-        self.store.come_home()
+                buffer.gather()  # an update that was not waited for yet may be writing it
+        self.store.wait_for_states()
         return self.optimizer.state
 
     @state.setter
@@ -197,7 +154,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
             "optimizer": self.optimizer.state_dict(),
             "masters": [self._whole_master(buffer) for buffer in self.masters],
             "loss_scaler": self.loss_scaler.state_dict(),
-            "world_size": self.axis.world_size,
+            "world_size": self.shard_axis.world_size,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -206,16 +163,17 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         Raises:
             ValueError: it was made with another world size.
         """
-        if state_dict["world_size"] != self.axis.world_size:
+        if state_dict["world_size"] != self.shard_axis.world_size:
             raise ValueError(
-                f"this optimizer state belongs to world size {state_dict['world_size']}, not {self.axis.world_size}; "
+                f"this optimizer state belongs to world size {state_dict['world_size']}, not "
+                f"{self.shard_axis.world_size}; "
                 "engine.load_checkpoint() loads at any world size"
             )
         self._require_all("load_state_dict()")
         self.settle()
         with self._params_beside_states():
             self.optimizer.load_state_dict(state_dict["optimizer"])
-        self._restore_dtypes(state_dict["optimizer"])
+        _restore_dtypes(self.optimizer, state_dict["optimizer"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         with torch.no_grad():
             for buffer, saved in zip(self.masters, state_dict["masters"], strict=True):
@@ -224,25 +182,15 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
                 self.write_master(buffer, master.copy_(saved))
                 self.masters_changed(buffer)
 
-    def _restore_dtypes(self, saved: dict[str, Any]) -> None:
-        """torch casts every state to the dtype of its parameter: fp32 moments of 16-bit ones lose digits by that."""
-        indices = [index for group in saved["param_groups"] for index in group["params"]]
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        for index, param in zip(indices, params, strict=True):
-            for key, value in saved["state"].get(index, {}).items():
-                live = self.optimizer.state[param].get(key)
-                if isinstance(value, Tensor) and isinstance(live, Tensor) and live.dtype != value.dtype:
-                    self.optimizer.state[param][key] = value.to(live.device, copy=True)
-
     def settle(self) -> None:
-        """Finish updates that go on beside training and publish them. Collective where ``ds_hf.offload.delayed`` is.
+        """Finish updates that go on beside training, sync the weights. Collective where ``ds_hf.offload.delayed`` is.
 
         Raises:
             DsHfError: the last update ended in an exception.
         """
         try:
             for done in self.store.settle():
-                publish([gradient.buffer for gradient in done], whole=self.policy.whole)
+                sync_weights([gradient.buffer for gradient in done], whole=self.policy.whole)
         finally:
             if self._apply.unfinished:
                 raise DsHfError(
@@ -266,7 +214,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Norm, clip and unscale, then update shard after shard and publish; skipped when a gradient overflowed."""
+        """Norm, clip and unscale, then update shard after shard; skipped when a gradient overflowed."""
         if closure is not None:
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
         self.reducer.finish()
@@ -274,25 +222,24 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         owned = [(g.owned, self.owners(g)) for g in self.segments if g.owned is not None and g.squares is None]
         known = [shared(g.squares, self.owners(g)) for g in self.segments if g.squares is not None]
         max_norm, later = self.policy.max_norm, self._decides_later
-        control = global_control(
+        scale_and_skip = global_scale_and_skip(
             [gradient for gradient, _ in owned],
             self.world,
             alone=self.owns_all,
-            device=self._axis_device,
+            device=self._apply.axis_device,
             owners=[owners for _, owners in owned],
             known=known,
             scale=scale,
             max_norm=max_norm,
             checked=checked and later,
         )
-        self._outcome.take(control[2], scale, checked)
-        self._stepped = True
+        self._outcome.take(scale_and_skip[2], scale, checked)
         self._look_ahead()
         if later or not self._outcome.overflow:
-            if self.lows and not self._apply.by_unit:
+            if self.low_bits and not self._apply.by_unit:
                 self.join_masters()
             plain = scale == 1.0 and max_norm <= 0 and not (checked and later)
-            self._apply(None if plain else control[:2])
+            self._apply(None if plain else scale_and_skip[:2])
         self.reducer.clear()
         if not self._decides_later:
             self.loss_scaler.update(self._outcome.overflow)
@@ -304,7 +251,8 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
 
     def owners(self, gradient: GradientBuffer) -> int:
         """How many processes own the same of ``gradient``, where sums are taken over the world."""
-        return 1 if self.owns_all else gradient.buffer.replicas.owners(whole=self.policy.whole)
+        buffer = gradient.buffer
+        return 1 if self.owns_all else buffer.replicas.owners(whole=self.policy.whole, shards=buffer.axis)
 
     def _look_ahead(self) -> None:
         """Before the update: if the host has the norm, or has to wait for it, see whether it is finite.
@@ -312,18 +260,18 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         Raises:
             NonFiniteError: it is not, and that ends training.
         """
-        self._looked = self.loss_scaler.dynamic  # where infinite norms are no news
-        if self._looked or not (self._outcome.on_host or self.nonfinite.waits):
+        self._outcome.looked_at = self.loss_scaler.dynamic  # where infinite norms are no news
+        if self._outcome.looked_at or not (self._outcome.on_host or self.nonfinite.waits):
             return
         together = self._outcome.on_host or self.nonfinite.mode == "error"
-        self._looked = True
+        self._outcome.looked_at = True
         norm = self._outcome.value
         if math.isfinite(norm):
             self.nonfinite.fine()
             return
         values = ((g.buffer, owned) for g in self.segments if (owned := g.settled()) is not None)
         try:
-            self.nonfinite.tell(norm, values, together=together, device=self._axis_device)
+            self.nonfinite.tell(norm, values, together=together, device=self._apply.axis_device)
         except NonFiniteError:
             self.reducer.clear()
             raise
@@ -334,16 +282,16 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         Args:
             wait: until it is.
         """
-        if self._looked or not (wait or self._outcome.known):
+        if self._outcome.looked_at or not (wait or self._outcome.known):
             return
-        self._looked = True
+        self._outcome.looked_at = True
         norm = self._outcome.value
         if math.isfinite(norm):
             self.nonfinite.fine()
             return
         became = not (self._outcome.checked or self.store.splits)
         masters = ((buffer, master) for buffer in self.masters if (master := self.master(buffer)) is not None)
-        self.nonfinite.tell(norm, masters if became else (), together=False, device=self._axis_device)
+        self.nonfinite.tell(norm, masters if became else (), together=False, device=self._apply.axis_device)
 
     @property
     def _decides_later(self) -> bool:
@@ -351,13 +299,13 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
 
         Not with a loss scale that changes, which the next forward needs.
         """
-        own = self._update is not None and not isinstance(self.optimizer, TensorwiseOptimizer)
+        own = self._apply.update is not None and not isinstance(self.optimizer, TensorwiseOptimizer)
         return own and self.store.skips and not self.loss_scaler.dynamic and not self._apply.observed
 
     @property
     def learns_later(self) -> bool:
         """Whether the host may not know yet when ``step`` returns."""
-        return self._decides_later and self._axis_device.type != "cpu"
+        return self._decides_later and self._apply.axis_device.type != "cpu"
 
     @property
     def overflow(self) -> bool:
@@ -380,7 +328,7 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
 
         Infinite when a gradient was inf or nan: accelerate's users compare it with numbers.
         """
-        norm = self._outcome.norm if self._stepped else None
+        norm = self._outcome.norm if self._outcome.taken else None
         self.look_back()
         return norm
 
@@ -392,7 +340,71 @@ class ShardedOptimizer(BufferStates, OptimizerNames, Optimizer):
         self.optimizer.state.clear()
         self.store.close()
         self.masters.clear()
-        self.lows.clear()
+        self.low_bits.clear()
         self.segments.clear()
         self._gradients.clear()
-        self._groups.clear()
+        self._apply.groups.clear()
+
+
+def _segments(
+    groups: Mapping[GradientBuffer, list[int]],
+    masters: Mapping[FlatBuffer, Tensor],
+    low_bits: Mapping[FlatBuffer, Tensor],
+    policy: OptimizerPolicy,
+) -> dict[GradientBuffer, list[Segment]]:
+    """The segments of each master, in the order of the groups' buffers."""
+    found = {}
+    for gradient, indices in groups.items():
+        master, low = masters[gradient.buffer], low_bits.get(gradient.buffer)
+        cut = cut_segments(gradient, indices, master, low, whole=policy.whole, elementwise=policy.elementwise)
+        found[gradient] = list(cut)
+    return found
+
+
+def _give_segments(inner: Optimizer, segments: Mapping[GradientBuffer, list[Segment]]) -> list[list[Any]]:
+    """Let the groups of ``inner`` hold segments; what they held before."""
+    before = [list(group["params"]) for group in inner.param_groups]
+    for index, group in enumerate(inner.param_groups):
+        group["params"] = [s.param for ss in segments.values() for s in ss if s.group == index]
+    return before
+
+
+def _update_of(
+    inner: Optimizer,
+    policy: OptimizerPolicy,
+    masters: Mapping[FlatBuffer, Tensor],
+    low_bits: Mapping[FlatBuffer, Tensor],
+    store: StateStore,
+) -> UnitUpdate | None:
+    """The update of single units, if ``inner`` has one, with the dtypes and the rounding that the policy asks for.
+
+    Raises:
+        ConfigError: it has none, and the store needs it.
+    """
+    wide = policy.moments is torch.float32
+    narrow = any(m.dtype is torch.bfloat16 and b not in low_bits for b, m in masters.items())
+    if isinstance(inner, StreamingOptimizer) and (narrow or low_bits):
+        inner.fp32_optimizer_states, inner.stochastic_rounding = wide, policy.stochastic and narrow
+    update = streamed_update(inner, Narrow(wide, policy.stochastic and narrow))
+    if store.splits and update is None:
+        raise ConfigError(
+            f"{type(inner).__name__} does not update unit after unit, and {store.splits}: use AdamW, Lion, Adagrad "
+            'or SGD, or "device": "cpu" in offload_optimizer'
+        )
+    if narrow and policy.stochastic and (update is None or isinstance(inner, FusedLamb)):
+        warn_once(
+            f"{type(inner).__name__} rounds bf16 master weights to nearest, so that small updates are lost: "
+            "ds_hf.stochastic_rounding has no effect on it; AdamW and Lion round stochastically"
+        )
+    return update
+
+
+def _restore_dtypes(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """torch casts every state to the dtype of its parameter: fp32 moments of 16-bit ones lose digits by that."""
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, param in zip(indices, params, strict=True):
+        for key, value in saved["state"].get(index, {}).items():
+            live = optimizer.state[param].get(key)
+            if isinstance(value, Tensor) and isinstance(live, Tensor) and live.dtype != value.dtype:
+                optimizer.state[param][key] = value.to(live.device, copy=True)

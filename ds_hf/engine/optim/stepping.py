@@ -2,7 +2,7 @@
 
 Three ways, from the best to the one that always works: unit after unit in one pass (rules that treat elements
 independently), all units at once with what each rank holds of every parameter (rules that look at whole tensors), and
-``optimizer.step()`` itself over gradients in ``param.grad`` (every other optimizer, and whoever hooked ``step``).
+``optimizer.step()`` itself over gradients in ``param.grad`` (every other optimizer, and where ``step`` has hooks).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds_hf.engine.optim.store import FrozenGroup, StateStore
 from ds_hf.engine.optim.streaming import UnitUpdate
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.publish import publish
+from ds_hf.engine.zero.weight_sync import sync_weights
 from ds_hf.errors import DsHfError
 
 __all__ = ["OptimizerPolicy", "Stepping"]
@@ -52,7 +52,7 @@ class OptimizerPolicy:
 
 
 class Stepping:
-    """One update of everything; called with ``control``, as the operators take it.
+    """One update of everything; called with ``scale_and_skip``, as the operators take it.
 
     Args:
         inner: the optimizer, whose ``params`` are segments.
@@ -69,7 +69,7 @@ class Stepping:
         inner: Optimizer,
         update: UnitUpdate | None,
         segments: Mapping[GradientBuffer, Sequence[Segment]],
-        groups: Mapping[GradientBuffer, Sequence[int]],
+        groups: dict[GradientBuffer, list[int]],
         masters: Mapping[FlatBuffer, Tensor],
         policy: OptimizerPolicy,
         axis_device: torch.device,
@@ -97,8 +97,8 @@ class Stepping:
     def _note_failure(self) -> None:
         self._failed = True
 
-    def __call__(self, control: Tensor | None) -> None:
-        """Update and publish, unit after unit where the rule can.
+    def __call__(self, scale_and_skip: Tensor | None) -> None:
+        """Update, and sync the weights, unit after unit where the rule can.
 
         Raises:
             DsHfError: ``step`` of the optimizer was hooked, and not all states can be in memory.
@@ -106,7 +106,7 @@ class Stepping:
         if isinstance(self.inner, TensorwiseOptimizer):
             for hook in self.inner._optimizer_step_pre_hooks.values():
                 hook(self.inner, (), {})
-            self._pieces(self.inner, control)
+            self._pieces(self.inner, scale_and_skip)
             for after in self.inner._optimizer_step_post_hooks.values():
                 after(self.inner, (), {})
         elif self.update is None or self.observed:
@@ -114,9 +114,9 @@ class Stepping:
                 raise DsHfError(
                     f"step() of {type(self.inner).__name__} has hooks, but {self.store.splits}: remove them"
                 )
-            self._whole(control)
+            self._whole(scale_and_skip)
         else:
-            self._units(self.update, control)
+            self._units(self.update, scale_and_skip)
 
     @property
     def by_unit(self) -> bool:
@@ -125,34 +125,38 @@ class Stepping:
 
     @property
     def observed(self) -> bool:
-        """Somebody hooked ``step``."""
+        """``step`` has hooks."""
         return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
 
-    def _units(self, update: UnitUpdate, control: Tensor | None) -> None:
+    def _units(self, update: UnitUpdate, scale_and_skip: Tensor | None) -> None:
         groups = [FrozenGroup(group) for group in self.inner.param_groups]
-        make = partial(self._job, update, groups, _Control(control, self.store.device))
+        make = partial(self._job, update, groups, _ScaleAndSkip(scale_and_skip, self.store.device))
         self._stepping = True
         for done in self.store.stream(list(self.segments), make):
-            publish([gradient.buffer for gradient in done], whole=self.policy.whole)
+            sync_weights([gradient.buffer for gradient in done], whole=self.policy.whole)
         self._stepping = False
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
 
     def _job(
-        self, update: UnitUpdate, groups: Sequence[FrozenGroup], control: _Control, batch: Sequence[GradientBuffer]
+        self,
+        update: UnitUpdate,
+        groups: Sequence[FrozenGroup],
+        scale_and_skip: _ScaleAndSkip,
+        batch: Sequence[GradientBuffer],
     ) -> _UnitsJob:
         units = [(self.segments[g], g.settled()) for g in batch]
-        job = _UnitsJob(update, groups, control, units, self._note_failure)
+        job = _UnitsJob(update, groups, scale_and_skip, units, self._note_failure)
         for gradient in batch:
             gradient.clear()
         return job
 
-    def _pieces(self, optimizer: TensorwiseOptimizer, control: Tensor | None) -> None:
+    def _pieces(self, optimizer: TensorwiseOptimizer, scale_and_skip: Tensor | None) -> None:
         copies_of: dict[GradientBuffer, Tensor | None] = {}
-        # Nobody keeps the pieces: as long as one shares a parameter's memory, its gather is waited for.
-        optimizer.update_pieces(self._unit_pieces(copies_of), _on(control, self.policy.device))
+        # The pieces are not kept: as long as one shares a parameter's memory, its gather is waited for.
+        optimizer.update_pieces(self._unit_pieces(copies_of), _on(scale_and_skip, self.policy.device))
         for gradient in copies_of:
             gradient.clear()
-        self.publish({gradient.buffer: copies for gradient, copies in copies_of.items()})
+        self.write_weights({gradient.buffer: copies for gradient, copies in copies_of.items()})
         optimizer._opt_called = True
 
     def _unit_pieces(self, copies_of: dict[GradientBuffer, Tensor | None]) -> list[UnitPieces]:
@@ -178,21 +182,21 @@ class Stepping:
             )
         return units
 
-    def _whole(self, control: Tensor | None) -> None:
+    def _whole(self, scale_and_skip: Tensor | None) -> None:
         """``optimizer.step()`` itself, over gradients in ``param.grad``."""
         for gradient, segments in self.segments.items():
             grads = self._owned_gradient(gradient)
             if grads is not None:
                 grads = grads.to(self.masters[gradient.buffer].dtype)
-                if control is not None:
-                    grads.mul_(control[0].to(grads.device))
+                if scale_and_skip is not None:
+                    grads.mul_(scale_and_skip[0].to(grads.device))
             for s in segments:
                 s.param.grad = None if grads is None else grads[s.start : s.end].view(s.shape)
         self.inner.step()
         for segments in self.segments.values():
             for s in segments:
                 s.param.grad = None
-        self.publish({gradient.buffer: None for gradient in self.segments})
+        self.write_weights({gradient.buffer: None for gradient in self.segments})
 
     def _owned_gradient(self, gradient: GradientBuffer) -> Tensor | None:
         """The reduced gradient beside its master, as it was reduced."""
@@ -209,30 +213,30 @@ class Stepping:
         pin = master.is_pinned()
         return torch.empty(owned.shape, dtype=owned.dtype, device=master.device, pin_memory=pin)
 
-    def publish(self, written: Mapping[FlatBuffer, Tensor | None]) -> None:
+    def write_weights(self, written: Mapping[FlatBuffer, Tensor | None]) -> None:
         """Give the parameters the masters' values, from copies where they were written already."""
         for buffer, copies in written.items():
             owned = buffer.owned(whole=self.policy.whole)
             source = self.masters[buffer] if copies is None else copies
             if owned.data_ptr() != source.data_ptr():
                 owned.copy_(source)
-        publish(list(written), whole=self.policy.whole)
+        sync_weights(list(written), whole=self.policy.whole)
 
 
-class _Control:
+class _ScaleAndSkip:
     """The factor and the flag that kernels read, on whatever device they run.
 
     Args:
         device: where they will be read, if not where they are: they go there ahead of what is copied from here on.
     """
 
-    def __init__(self, control: Tensor | None, device: torch.device) -> None:
-        self._on = {} if control is None else {control.device: control}
+    def __init__(self, scale_and_skip: Tensor | None, device: torch.device) -> None:
+        self._on = {} if scale_and_skip is None else {scale_and_skip.device: scale_and_skip}
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
-        if control is not None and control.is_cuda and device.type == "cpu":
-            there = torch.empty_like(control, device=device, pin_memory=True)
-            there.copy_(control, non_blocking=True)
-            self._coming = there, torch.cuda.current_stream(control.device).record_event()
+        if scale_and_skip is not None and scale_and_skip.is_cuda and device.type == "cpu":
+            there = torch.empty_like(scale_and_skip, device=device, pin_memory=True)
+            there.copy_(scale_and_skip, non_blocking=True)
+            self._coming = there, torch.cuda.current_stream(scale_and_skip.device).record_event()
 
     def on(self, device: torch.device) -> Tensor | None:
         """Copied there once."""
@@ -247,7 +251,9 @@ class _Control:
     @property
     def forbids(self) -> bool:
         """The host has it, and nothing may be updated."""
-        return any(control.device.type == "cpu" and bool(control[1]) for control in self._on.values())
+        return any(
+            scale_and_skip.device.type == "cpu" and bool(scale_and_skip[1]) for scale_and_skip in self._on.values()
+        )
 
 
 class _UnitsJob:
@@ -257,17 +263,19 @@ class _UnitsJob:
         self,
         update: UnitUpdate,
         groups: Sequence[FrozenGroup],
-        control: _Control,
+        scale_and_skip: _ScaleAndSkip,
         units: Sequence[tuple[Sequence[Segment], Tensor | None]],
         failed: Callable[[], None],
     ) -> None:
-        self._note_failure = failed  # before anybody hears of it: it may run beside the next forward
+        self._note_failure = failed  # before the exception is seen: it may run beside the next forward
         self.grads = [grads for _, grads in units]
         self._segments = [segments for segments, _ in units]
-        self._update, self._groups, self._control = update, groups, control
+        self._update, self._groups, self._control = update, groups, scale_and_skip
         for grads in self.grads:
             if grads is not None:
-                control.on(grads.device)  # here and now: the worker that may run this must not wait for the device
+                scale_and_skip.on(
+                    grads.device
+                )  # here and now: the worker that may run this must not wait for the device
 
     @property
     def idle(self) -> bool:
@@ -298,8 +306,8 @@ class _UnitsJob:
         self.grads = [None] * len(self.grads)
 
 
-def _on(control: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if control is None else control.to(device)
+def _on(scale_and_skip: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if scale_and_skip is None else scale_and_skip.to(device)
 
 
 def _piece(segment: Segment, group: dict[str, Any], grads: Tensor, copies: Tensor | None) -> Piece:

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.worker import Worker
-from ds_hf.engine.ops.halves import LOW
+from ds_hf.engine.ops.split_master import LOW
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.zero.buffer import FlatBuffer
-from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome, HostHome
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage, HostGradientStorage
 
 __all__ = [
     "DeviceStore",
@@ -66,43 +66,43 @@ class StateStore(Protocol):
         device: where states are when they are updated.
         splits: not all states can be in memory at once, or they are on several devices: rules that look at whole
             parameters cannot work here.
-        takes_halves: masters may be the parameters, with their low halves beside them.
-        skips: ``stream`` may begin before the host knows whether the step is made; it changes nothing where its control
-            forbids it.
+        takes_split_masters: masters may be the parameters, with their low bits beside them.
+        skips: ``stream`` may begin before the host knows whether the step is made; it changes nothing where the
+            skip flag forbids it.
     """
 
     device: torch.device
     splits: str | None
-    takes_halves: bool
+    takes_split_masters: bool
     skips: bool
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Master weights for ``buffer`` from exact ``values``; possibly ``owned``, the parameters themselves."""
 
-    def home(self, buffer: FlatBuffer) -> GradientHome:
+    def gradient_storage(self, buffer: FlatBuffer) -> GradientStorage:
         """Where the gradients of ``buffer`` go."""
 
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
         """The masters were cut into segments, and ``inner`` keeps moments for them. Collective.
 
         Returns:
-            those whose masters shall be kept in halves from now on.
+            those whose masters shall be split from now on.
         """
 
-    def place_low(self, buffer: FlatBuffer) -> Tensor:
-        """Memory for the low half of the buffer's masters, which are the parameters from now on."""
+    def place_low_bits(self, buffer: FlatBuffer) -> Tensor:
+        """Memory for the low bits of the buffer's masters, which are the parameters from now on."""
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
-        """Update every unit; yields those whose parameters may be published, all ranks in the same order."""
+        """Update every unit; yields those whose weights may be synced, all ranks in the same order."""
 
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         """Return when the buffer's states may be used, until those of another buffer are visited."""
 
-    def come_home(self) -> None:
-        """Return when the states of all buffers are where they rest, to be read and written by anybody there."""
+    def wait_for_states(self) -> None:
+        """Return when the states of all buffers are where they rest, and may be read and written there."""
 
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:
-        """Finish updates that go on beside training; yields units to be published."""
+        """Finish updates that go on beside training; yields units whose weights are to be synced."""
 
     def close(self) -> None:
         """Give memory, threads and files back."""
@@ -120,7 +120,7 @@ class HostSettings:
         accumulates: a step has several micro-batches.
         accumulation_dtype: of sums over them.
         moments_nbytes: bytes of an element's moments, once they are there.
-        halves: of fp32 masters that go up only the halves are kept that bf16 parameters on the device lack.
+        split: of fp32 masters that go up only the bits are kept that bf16 parameters on the device lack.
         room: bytes of the device that may be taken for what goes up.
     """
 
@@ -131,12 +131,12 @@ class HostSettings:
     accumulates: bool = False
     accumulation_dtype: torch.dtype = torch.float32
     moments_nbytes: int = 8
-    halves: bool = False
+    split: bool = False
     room: int = 0
 
-    def gradient_home(self, link: Link, worker: Worker, places: int = 1) -> GradientHome:
+    def new_gradient_storage(self, link: Link, worker: Worker, places: int = 1) -> GradientStorage:
         """Where the gradients of one more buffer go."""
-        return HostHome(
+        return HostGradientStorage(
             link,
             worker,
             self.accumulation_dtype,
@@ -163,7 +163,7 @@ class DeviceStore:
     """States beside the model, always there."""
 
     splits: str | None = None
-    takes_halves = True
+    takes_split_masters = True
 
     def __init__(self, device: torch.device, accumulation_dtype: torch.dtype) -> None:
         self.device = device
@@ -177,13 +177,13 @@ class DeviceStore:
         self._masters[buffer] = master
         return master
 
-    def home(self, buffer: FlatBuffer) -> GradientHome:
-        return DeviceHome(self._accumulation_dtype)
+    def gradient_storage(self, buffer: FlatBuffer) -> GradientStorage:
+        return DeviceGradientStorage(self._accumulation_dtype)
 
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
         return ()  # states never move
 
-    def place_low(self, buffer: FlatBuffer) -> Tensor:
+    def place_low_bits(self, buffer: FlatBuffer) -> Tensor:
         return torch.empty_like(self._masters[buffer], dtype=LOW)
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
@@ -197,7 +197,7 @@ class DeviceStore:
             yield batch
 
     def _batches(self, gradients: Sequence[GradientBuffer]) -> Iterator[list[GradientBuffer]]:
-        """What is updated and published together: a quarter, which on a GPU is gathered during the update of the rest,
+        """What is updated and synced together: a quarter, which on a GPU is gathered during the update of the rest,
         for a launch costs as much as the update of a million elements; ranks of small models on the CPU wait for each
         other once. Parameters in files, and on the CPU bf16 masters, whose roundings each call draws: one unit."""
         by_unit = self.device.type == "cpu" and torch.bfloat16 in {master.dtype for master in self._masters.values()}
@@ -211,7 +211,7 @@ class DeviceStore:
     def visit(self, buffer: FlatBuffer, *, write: bool = True) -> None:
         """They are always there."""
 
-    def come_home(self) -> None:
+    def wait_for_states(self) -> None:
         """They are always there."""
 
     def settle(self) -> Iterator[Sequence[GradientBuffer]]:

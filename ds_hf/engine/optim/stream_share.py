@@ -1,13 +1,18 @@
-"""How many of the units in host memory go up to be updated by the GPU, and which: ``ds_hf.offload.stream``.
+"""How much of the GPU offloaded states take: which units it updates, and which of them move there for good.
+
+Which units in host memory go up to be updated by the GPU is ``ds_hf.offload.stream``.
 
 Which ones, and whose gradients stay on the device for it, follows from their sizes and the share. "auto" is
 ``auto_share`` where that pays, else 0. What sizes say of it is in ``why_not``, for the engine and for predictions
 without a GPU; the engine's ``AutoShare`` also looks at the machine, where the least of all ranks counts.
 
-The update in host memory is bound by that memory, whoever does it: the CPU moves 28 bytes of it for an element of
-AdamW, and 2 go up after that; the link 20, where masters are in halves and the gradient is on the device. One GPU's
+The update in host memory is bound by that memory, on either processor: the CPU moves 28 bytes of it for an element of
+AdamW, and 2 go up after that; the link 20, where masters are split and the gradient is on the device. One GPU's
 link leaves part of the memory's speed to the CPU, those of several GPUs do not. The shares are coarse on purpose: which
 kernel updates a unit shows in the last digits, and two runs of one configuration shall be equal.
+
+``ds_hf.offload.ratio: auto`` is found out after the first steps (``Room``): what is free then, at the peak of a whole
+step, is taken but for a margin; the least of all ranks counts.
 """
 
 from __future__ import annotations
@@ -18,20 +23,30 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_hf.engine.dist import collectives
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.link_speed import speed_both_ways
-from ds_hf.engine.optim.detour import SLOTS
-from ds_hf.log import log_once
+from ds_hf.engine.optim.streamed_updates import SLOTS
+from ds_hf.log import log_once, logger
 
-__all__ = ["AutoShare", "HostUnit", "Streaming", "auto_share", "say_none", "slots_room", "streaming", "why_not"]
+__all__ = [
+    "AutoShare",
+    "HostUnit",
+    "Room",
+    "Streaming",
+    "auto_share",
+    "say_none",
+    "slots_room",
+    "streaming",
+    "why_not",
+]
 
 _SLOW, _ALONE, _SEVERAL = 0.3, 0.6, 1.0  # shares: where the link is no faster than the CPU; one GPU; several
 _FAST_ALONE = 35e9  # bytes a second each way at once, from which on the link does more than the CPU
 _FAST_SEVERAL = 25e9  # where the CPU has as many such tasks as there are processes
 _LEAST_SPEED = 20e9  # PCIe 5 moves twice that, PCIe 4 and what is shared less
-_HALVED = 11  # bytes of an element's states; AdamW has 10 of them with masters in halves, and 12 with whole ones
+_HALVED = 11  # bytes of an element's states; AdamW has 10 of them with masters split, and 12 with whole ones
 _MISSED = 0.2  # of the states: so far from the share may be what units of these sizes allow
 _LEAST_STATES = 64 << 20  # bytes; a CPU updates less in a few milliseconds
 _LARGE = 1.5  # times the median: such a unit makes slots large, and goes only where the share needs it
@@ -63,14 +78,14 @@ class Streaming:
     Attributes:
         up: for each unit, in the order in which they were made, whether it goes up. They lie between the others.
         stays: whether its gradient waits on the device, and does not go down and up again.
-        ways: how many are on their way at once.
+        in_flight: how many are on their way at once.
         slots: bytes on the device for those.
         gradients: bytes of those that stay, at most.
     """
 
     up: tuple[bool, ...]
     stays: tuple[bool, ...]
-    ways: int
+    in_flight: int
     slots: int
     gradients: int
 
@@ -89,8 +104,8 @@ def streaming(units: Sequence[HostUnit], share: float, room: int) -> Streaming:
     gradient = SLOTS * max((unit.gradient for unit in chosen), default=0)
     if states + gradients <= room:
         most = min(room - gradients, sum(unit.states for unit in chosen) // _AHEAD)
-        ways = max(SLOTS, most // max(each, 1))
-        return Streaming(tuple(up), tuple(up), ways, ways * each, gradients)
+        in_flight = max(SLOTS, most // max(each, 1))
+        return Streaming(tuple(up), tuple(up), in_flight, in_flight * each, gradients)
     left, stays = room - states - gradient, []
     for unit, goes in zip(units, up, strict=True):
         stays.append(goes and unit.gradient <= left)
@@ -207,3 +222,43 @@ class AutoShare:
 def say_none(reason: str) -> None:
     """Log that "auto" means 0."""
     log_once(f"offload: the CPU updates all states in host memory (stream: auto): {reason}")
+
+
+_STEPS = 2  # the first makes moments and workspaces, the second has its peak with all of them
+_MARGIN = 0.08  # of the device: fragments, longer batches, workspaces of libraries
+
+
+class Room:
+    """Asks the device once.
+
+    Args:
+        axis: ranks that must decide alike.
+    """
+
+    def __init__(self, device: torch.device, axis: Axis) -> None:
+        self._device, self._axis = device, axis
+        self._steps = 0
+
+    @property
+    def decided(self) -> bool:
+        """``nbytes_for_states`` has given its answer."""
+        return self._steps >= _STEPS
+
+    def nbytes_for_states(self) -> int | None:
+        """Bytes that may move to the device now; ``None`` at every step but one. Collective in that step."""
+        self._steps += 1
+        if self._steps != _STEPS:
+            return None
+        mine = torch.tensor([-self._free()], dtype=torch.float64, device=self._device)
+        left = max(0, int(-collectives.all_reduce_max(mine, self._axis, "the free memory of devices").item()))
+        if self._axis.rank == 0:
+            logger.info("offload: %.1f GiB of the device are free for optimizer states", left / 2**30)
+        return left
+
+    def _free(self) -> int:
+        """Bytes beyond the peak so far, less the margin. Without a CUDA device nothing is gained by moving."""
+        if self._device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        others = total - free - torch.cuda.memory_reserved(self._device)
+        return int(total * (1 - _MARGIN)) - others - torch.cuda.max_memory_allocated(self._device)

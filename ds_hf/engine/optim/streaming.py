@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.engine.ops import library as ops
 from ds_hf.engine.optim.adagrad import adagrad_update
 from ds_hf.engine.optim.adam import adam_update
@@ -21,21 +22,7 @@ from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer, adv
 
 __all__ = ["Narrow", "UnitUpdate", "is_elementwise", "streamed_update"]
 
-UnitUpdate = Callable[..., None]  # (group, params, grads, outs, control), as StreamingOptimizer.update
-
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-)
+UnitUpdate = Callable[..., None]  # (group, params, grads, outs, scale_and_skip), as StreamingOptimizer.update
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -44,7 +31,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     Exact torch classes and ds_hf's own; False for Adafactor, Muon, LBFGS, and everything unknown.
     """
     own = isinstance(optimizer, StreamingOptimizer) and not isinstance(optimizer, TensorwiseOptimizer)
-    return own or type(optimizer) in _ELEMENTWISE
+    kind = type(optimizer)
+    return own or (kind is getattr(torch.optim, kind.__name__, None) and traits_of(kind.__name__).elementwise)
 
 
 @dataclass(frozen=True)
@@ -98,17 +86,17 @@ def _torch_adam_update(optimizer: torch.optim.Optimizer, narrow: Narrow) -> Unit
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         outs: Sequence[Tensor] = (),
-        control: Tensor | None = None,
+        scale_and_skip: Tensor | None = None,
     ) -> None:
         # What torch's schedulers look at to know that a step was made.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if not params:
             return
         states = [_state(optimizer, param, {"exp_avg": 0.0, "exp_avg_sq": 0.0}, narrow) for param in params]
-        advance(states, control)
+        advance(states, scale_and_skip)
         seed = next_seed(group, params, narrow.stochastic)
         decoupled = group["decoupled_weight_decay"]
-        adam_update(group, params, grads, outs, states, control, decoupled=decoupled, seed=seed)
+        adam_update(group, params, grads, outs, states, scale_and_skip, decoupled=decoupled, seed=seed)
 
     return update
 
@@ -120,16 +108,16 @@ def _torch_adagrad_update(optimizer: torch.optim.Optimizer, narrow: Narrow) -> U
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         outs: Sequence[Tensor] = (),
-        control: Tensor | None = None,
+        scale_and_skip: Tensor | None = None,
     ) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         if not params:
             return
         # torch makes this state in its constructor, where the params were not shards yet.
         states = [_state(optimizer, param, {"sum": group["initial_accumulator_value"]}, narrow) for param in params]
-        advance(states, control)
+        advance(states, scale_and_skip)
         seed = next_seed(group, params, narrow.stochastic)
-        adagrad_update(group, params, grads, outs, states, control, seed)
+        adagrad_update(group, params, grads, outs, states, scale_and_skip, seed)
 
     return update
 
@@ -159,7 +147,7 @@ def _torch_sgd_update(optimizer: torch.optim.Optimizer, narrow: Narrow) -> UnitU
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         outs: Sequence[Tensor] = (),
-        control: Tensor | None = None,
+        scale_and_skip: Tensor | None = None,
     ) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         fresh = [optimizer.state[param].get("momentum_buffer") is None for param in params]
@@ -172,7 +160,7 @@ def _torch_sgd_update(optimizer: torch.optim.Optimizer, narrow: Narrow) -> UnitU
                     [params[i] for i in chosen],
                     [grads[i] for i in chosen],
                     [outs[i] for i in chosen] if outs else [],
-                    control,
+                    scale_and_skip,
                     narrow,
                     first=first,
                 )
@@ -186,7 +174,7 @@ def sgd_update(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     outs: Sequence[Tensor],
-    control: Tensor | None,
+    scale_and_skip: Tensor | None,
     narrow: Narrow,
     *,
     first: bool,
@@ -205,7 +193,7 @@ def sgd_update(
             gradients,
             buffers,
             copies,
-            control,
+            scale_and_skip,
             lr=rate_of(group, work[0].device),
             momentum=group["momentum"],
             dampening=group["dampening"],

@@ -1,1 +1,1 @@
-"""ZeRO over flat units: layout -> buffer -> unit -> grouping, reduction -> hooks; then init, gather, access."""
+"""ZeRO over flat units: layout -> buffer -> unit -> planning, reduction -> hooks; then init, gather, access."""

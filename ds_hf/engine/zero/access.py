@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from ds_hf.engine.dist import collectives
+from ds_hf.engine.comm import collectives
 from ds_hf.engine.zero.buffer import FlatBuffer, ParamHome, home_of
 
 __all__ = [
@@ -68,7 +68,7 @@ def _full(home: ParamHome, states: _States, owned: Tensor | None, dtype: torch.d
     whole = owned
     if not states.whole and buffer.axis.world_size > 1:
         whole = torch.empty(buffer.layout.numel, dtype=owned.dtype, device=buffer.device)
-        collectives.all_gather(whole, owned.to(buffer.device), buffer.axis, buffer.states_label)
+        collectives.all_gather(whole, owned.to(buffer.device), buffer.axis, buffer.labels.states)
     return slot.of(whole).to(buffer.device, copy=True)
 
 
@@ -188,7 +188,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set this rank's fragment of the master weight. Collective: the parameter is published again."""
+    """Set this rank's fragment of the master weight. Collective: the weights are synced."""
     home, states = _require(param)
     master = states.master(home.buffer)
     assert master is not None

@@ -7,29 +7,30 @@ Invariants
   error and never a read of freed memory. Gathered again, ``full`` refills *the same storage object*, so tensors that
   autograd saved as views of it (``weight.t()``) are valid again in backward.
 - With one process ``full`` *is* ``shard``: gathering attaches views and copies nothing.
-- Gathers run on the buffer's lane: in flight, ``full`` has its storage, and parameters are as if released. Replicated
-  and in flight, after a step, they are guarded (``landing``).
+- Gathers run on the buffer's stream: in flight, ``full`` has its storage, and parameters are as if released. Replicated
+  and in flight, after a step, they are guarded (``weight_sync``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.dist import collectives
-from ds_hf.engine.dist.mesh import Axis
-from ds_hf.engine.dist.peers import Peers, Region
-from ds_hf.engine.dist.streams import Awaited, Lane, wait
-from ds_hf.engine.zero.landing import can_land_later, landed, take_off
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.peers import Peers, Region
+from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Slot
 from ds_hf.engine.zero.param_names import mark_sharded, unmark
 from ds_hf.engine.zero.replicas import Replicas
-from ds_hf.engine.zero.rest import DeviceRest, ShardRest
+from ds_hf.engine.zero.storage import DeviceShardStorage, ShardStorage
+from ds_hf.engine.zero.weight_sync import can_be_pending, mark_arrived, mark_pending
 from ds_hf.errors import DsHfError
 
 __all__ = [
@@ -101,19 +102,70 @@ class StateHolder(Protocol):
         """The parameters' values were written from outside: take masters from them."""
 
 
+class Labels(NamedTuple):
+    """What the log of collectives calls a buffer and what belongs to it."""
+
+    name: str
+    weights: str
+    gradients: str
+    states: str
+
+    @classmethod
+    def of(cls, name: str) -> Labels:
+        """``name``: the path of its module."""
+        return cls(name, f"the weights of {name}", f"the gradients of {name}", f"an optimizer state of {name}")
+
+
+@dataclass
+class Hold:
+    """The contexts that want a buffer to stay gathered.
+
+    Attributes:
+        count: how many there are.
+        release_wanted: a release came meanwhile.
+        writers: ranks whose changes an open ``GatheredParameters`` will keep.
+        reports_changes: what is written where nothing is kept is an error (``enable_sanity_checks``).
+    """
+
+    count: int = 0
+    release_wanted: bool = False
+    writers: list[int] = field(default_factory=list)
+    reports_changes: bool = False
+
+
+class FullMemory:
+    """The memory of all values of a buffer, given back and filled again in the same storage object.
+
+    Attributes:
+        tensor: ``[numel]``.
+        storage: its storage.
+        own_users: tensors of the engine that share the storage: ``tensor`` and the views of it.
+        users_at_rest: tensors that share that of a replicated buffer when only the engine and the model look at it.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.storage = tensor, tensor.untyped_storage()
+        self.own_users = self.users_at_rest = 0
+
+    def users(self) -> int:
+        """How many tensors share the storage."""
+        return torch._C._storage_Use_Count(self.storage._cdata)
+
+
 class FlatBuffer:
     """Values of ``params`` in one flat tensor.
 
     Args:
         params: distinct parameters, in layout order.
-        axis: data-parallel axis.
+        axis: the processes over which the states of the parameters are divided: shards are numbered along it.
         dtype: dtype of ``full`` and ``shard``; values are cast to it when taken over.
         device: where the model computes.
         sharded: whether each rank keeps only its shard between uses (the plan's parameter placement).
-        rest: where a sharded buffer's shard is between uses; default on ``device``.
+        shard_storage: where a sharded buffer's shard is between uses; default on ``device``.
         peers: ranks that read each other's memory, if they shall for this buffer.
         alignment: see ``FlatLayout``.
         replicas: of the parameters, by default the processes of ``axis``.
+        gathered_over: the processes whose shards, as ``rest`` gives them, are the whole parameters; default ``axis``.
     """
 
     _next_id = 0
@@ -126,47 +178,39 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
         sharded: bool,
-        rest: ShardRest | None = None,
+        shard_storage: ShardStorage | None = None,
         peers: Peers | None = None,
         alignment: int = ALIGNMENT,
         replicas: Replicas | None = None,
+        gathered_over: Axis | None = None,
     ) -> None:
         self.params = tuple(params)
         self.owners = self.params  # the model's parameters whose values lie here
         self.axis = axis
+        self.gathered_over = gathered_over or axis
         self.replicas = replicas or Replicas.along(axis)
-        self.name_for_logs(f"parameters of shape {', '.join(str(tuple(logical_shape(p))) for p in self.params[:3])}")
+        shapes = ", ".join(str(tuple(logical_shape(p))) for p in self.params[:3])
+        self.labels = Labels.of(f"parameters of shape {shapes}")  # the builder gives it the path of the module
         self.dtype = dtype
         self.device = device
         self.sharded = sharded
-        self.rest = rest or DeviceRest(device, device)
-        self.peers = None if self.rest.apart else peers
+        self.shard_storage = shard_storage or DeviceShardStorage(device, device)
+        self.peers = None if self.shard_storage.apart else peers
         self.region: Region | None = None
-        self.reports_changes = False  # what is written where nothing is kept is an error ("enable_sanity_checks")
         self.layout = FlatLayout(self._stored_shapes(), axis.world_size, alignment)
         self.state = BufferState.GATHERED
-        self.holds = 0  # contexts that want it to stay gathered
-        self.release_wanted = False  # a release came while it was held
-        self.writers: list[int] = []  # ranks whose changes an open ``GatheredParameters`` will keep
+        self.hold = Hold()
         self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
         self.kept_whole = False  # small parameters of a model whose others are sharded
         self.frozen = not any(p.requires_grad for p in params)
-        self.lane = Lane()  # the builder gives the buffers of an engine one in common
+        self.comm_stream = CommStream()  # the builder gives the buffers of an engine one in common
         self._arrival: Awaited | None = None
         self._arrived: torch.cuda.Event | None = None  # of gathers of this buffer alone, recorded for each of them
-        self._users_at_rest = 0  # tensors that share the storage of a replicated buffer when nobody else looks at it
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
         self._gone: set[int] = set()  # parameters that another buffer took over
 
     def _stored_shapes(self) -> list[torch.Size]:
         return [logical_shape(p) for p in self.params]
-
-    def name_for_logs(self, name: str) -> None:
-        """What the log of collectives calls this buffer: the path of its module."""
-        self.label = name
-        self.weights_label = f"the weights of {name}"
-        self.gradients_label = f"the gradients of {name}"
-        self.states_label = f"an optimizer state of {name}"
 
     # -- taking values over -------------------------------------------------------------------------------------
 
@@ -189,25 +233,25 @@ class FlatBuffer:
                 slot.of(staged).copy_(param.data)
                 param.data = empty  # free the source at once: the peak is one parameter
         if synchronize:
-            collectives.broadcast(staged, self.axis, what=self.weights_label)
+            collectives.broadcast(staged, self.replicas.axis, what=self.labels.weights)
         self._place(staged.to(self.dtype) if wide != self.dtype else staged)
         return staged
 
     def _place(self, full: Tensor) -> None:
         low, high = self.layout.shard_range(self.axis.rank)
-        if self.sharded and (self.axis.world_size > 1 or self.rest.apart):
+        if self.sharded and (self.axis.world_size > 1 or self.shard_storage.apart):
             if self.peers is not None:
                 self.region = self.peers.region(high - low, self.dtype)
-            self._shard = self.rest.keep(full[low:high], None if self.region is None else self.region.mine)
+            self._shard = self.shard_storage.keep(full[low:high], None if self.region is None else self.region.mine)
             # adopt()'s result may be this very tensor: give back our own storage, never the caller's
-            self._own(torch.empty(self.layout.numel, dtype=self.dtype, device=self.device))
+            self._memory = FullMemory(torch.empty(self.layout.numel, dtype=self.dtype, device=self.device))
         else:
             if self.peers is not None:
                 self.region = self.peers.region(self.layout.numel, self.dtype, visible=True)
                 full = self.region.mine.copy_(full)
-            self._own(full)
+            self._memory = FullMemory(full)
             self._shard = full[low:high]
-        self.aliased = not self.sharded or self._shard.data_ptr() == self._full.data_ptr()
+        self.aliased = not self.sharded or self._shard.data_ptr() == self._memory.tensor.data_ptr()
         self._make_views()
         self._mark_params()
         self._attach()
@@ -218,28 +262,21 @@ class FlatBuffer:
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             _mark(param, self, slot)
 
-    def _own(self, full: Tensor) -> None:
-        self._full, self._storage = full, full.untyped_storage()
-
     def _make_views(self) -> None:
-        self.views = tuple(slot.of(self._full) for slot in self.layout.slots)
+        self.views = tuple(slot.of(self._memory.tensor) for slot in self.layout.slots)
         if self.region is not None:
             ranges = [slice(*self.layout.shard_range(rank)) for rank in range(self.axis.world_size)]
-            self._parts = [self._full[range_] for range_ in ranges]
             theirs = self.region.theirs
-            self._sources = theirs if self.sharded else [t[range_] for t, range_ in zip(theirs, ranges, strict=True)]
-        self._own_users = self._storage_users()
-
-    def _storage_users(self) -> int:
-        """How many tensors share the storage of ``full``."""
-        return torch._C._storage_Use_Count(self._storage._cdata)
+            sources = theirs if self.sharded else [t[range_] for t, range_ in zip(theirs, ranges, strict=True)]
+            self._copies = [self._memory.tensor[range_] for range_ in ranges], sources
+        self._memory.own_users = self._memory.users()
 
     @property
     def full(self) -> Tensor:
         """All values, ``[numel]``, as far as they are here."""
         if not self.sharded:
             self.gather()
-        return self._full
+        return self._memory.tensor
 
     @property
     def shard(self) -> Tensor:
@@ -251,24 +288,24 @@ class FlatBuffer:
     # -- gather and release -------------------------------------------------------------------------------------
 
     def start_gather(self) -> bool:
-        """Begin to fetch the whole parameters, if nobody has; ``gather`` then finds them. Collective as ``gather``."""
+        """Begin to fetch the whole parameters, unless it has begun; collective as ``gather``, which finds them."""
         if self.state is not BufferState.RELEASED:
             return False
         if not self.aliased:
-            with self.lane:
-                self._storage.resize_(self.layout.numel * self.dtype.itemsize)
+            with self.comm_stream:
+                self._memory.storage.resize_(self.layout.numel * self.dtype.itemsize)
                 self.fill()
-            self._arrival = self._arrived = self.lane.event(self._arrived)
+            self._arrival = self._arrived = self.comm_stream.event(self._arrived)
         self.state = BufferState.IN_FLIGHT
         return True
 
     def fill(self) -> None:
-        """Gather the values of all ranks into ``full``, on the lane. Collective."""
+        """Gather the values of all ranks into ``full``, on the communication stream. Collective."""
         if self.region is None:
-            shard = self.rest.fetch() if self.sharded else self._shard
-            collectives.all_gather(self._full, shard, self.axis, self.weights_label)
+            shard = self.shard_storage.fetch() if self.sharded else self._shard
+            collectives.all_gather(self._memory.tensor, shard, self.gathered_over, self.labels.weights)
         else:
-            self.region.gather(self._parts, self._sources, self.weights_label)
+            self.region.gather(*self._copies, self.labels.weights)
 
     def gather(self) -> None:
         """Make the whole parameters available. Collective when sharded over several processes."""
@@ -280,7 +317,7 @@ class FlatBuffer:
         if self.sharded:
             self._attach()
         else:
-            landed(self.params)
+            mark_arrived(self.params)
             self.state = BufferState.GATHERED
 
     def release(self, *, force: bool = False, spare_users: bool = False) -> None:
@@ -293,19 +330,19 @@ class FlatBuffer:
         """
         if not self.sharded or (self.state is BufferState.RELEASED and not force):
             return
-        if self.holds and not force:
-            self.release_wanted = True
+        if self.hold.count and not force:
+            self.hold.release_wanted = True
             return
-        self.release_wanted = False
-        wait(self._arrival)  # in flight still: whoever writes the shard next must not be faster
+        self.hold.release_wanted = False
+        wait(self._arrival)  # in flight still: the next write to the shard must not be faster
         self._arrival = None
         self._point(self.placeholders, ParamStatus.NOT_AVAILABLE)
         if not self.aliased:
-            in_use = spare_users and self._storage_users() > self._own_users
-            if in_use or not self._storage.resizable():  # .numpy() of a parameter pins it
-                self._own(torch.empty_like(self._full))
+            in_use = spare_users and self._memory.users() > self._memory.own_users
+            if in_use or not self._memory.storage.resizable():  # .numpy() of a parameter pins it
+                self._memory = FullMemory(torch.empty_like(self._memory.tensor))
                 self._make_views()
-            self._storage.resize_(0)
+            self._memory.storage.resize_(0)
         self.state = BufferState.RELEASED
 
     def _attach(self) -> None:
@@ -335,13 +372,13 @@ class FlatBuffer:
     @property
     def stays(self) -> bool:
         """Whether the shard is in memory all the time."""
-        return self.aliased or self.rest.stays
+        return self.aliased or self.shard_storage.stays
 
     def owned(self, *, whole: bool, write: bool = True, fresh: bool = False) -> Tensor:
         """The values this rank's optimizer writes: all of them (``whole``) or its shard.
 
         Args:
-            write: the caller may write to them, and then publishes.
+            write: the caller may write to them, and then syncs the weights.
             fresh: the caller writes all of them.
         """
         if whole:
@@ -349,19 +386,19 @@ class FlatBuffer:
         if write and self.region is not None:
             self.region.writing()
         if not self.aliased:
-            self.rest.visit(write=write, fresh=fresh)
+            self.shard_storage.visit(write=write, fresh=fresh)
         return self.shard
 
     def count_users(self) -> None:
-        """Note who shares the parameters' memory: nobody but the engine. A later one will see every step at once."""
-        self._users_at_rest = self._storage_users()
+        """Note how many tensors share the parameters' memory. A tensor that does so later sees every step at once."""
+        self._memory.users_at_rest = self._memory.users()
 
     def refresh(self) -> None:
         """The shard was written: whatever is gathered, or on its way up, is stale."""
-        self.rest.changed()
+        self.shard_storage.changed()
         if self.state is not BufferState.RELEASED:
             self.release(force=True)
-        if self.holds:
+        if self.hold.count:
             self.gather()
 
     def check_views(self) -> None:
@@ -380,13 +417,13 @@ class FlatBuffer:
                     "place (param.data.copy_(...))"
                 )
 
-    def take_off(self, arrival: Awaited | None) -> bool:
-        """Wait for ``arrival`` when somebody needs the values; ``False`` where somebody might see stale ones."""
-        if arrival is None or self._storage_users() > self._users_at_rest or not can_land_later(self.params):
+    def defer_gather(self, arrival: Awaited | None) -> bool:
+        """Wait for ``arrival`` when the values are used; ``False`` where stale ones might be seen."""
+        if arrival is None or self._memory.users() > self._memory.users_at_rest or not can_be_pending(self.params):
             return False
         self._arrival = arrival
         self.state = BufferState.IN_FLIGHT
-        take_off(self.params, self.gather)
+        mark_pending(self.params, self.gather)
         return True
 
     @torch.no_grad()
@@ -401,18 +438,18 @@ class FlatBuffer:
                 view.copy_(param.data)
                 param.data = view
         if source_rank is not None:
-            collectives.broadcast(self._full, self.axis, source_rank, self.weights_label)
+            collectives.broadcast(self._memory.tensor, self.replicas.axis, source_rank, self.labels.weights)
         if not self.aliased:
             low, high = self.layout.shard_range(self.axis.rank)
-            self.owned(whole=False, fresh=True).copy_(self._full[low:high])
-            self.rest.changed()
+            self.owned(whole=False, fresh=True).copy_(self._memory.tensor[low:high])
+            self.shard_storage.changed()
         if self.states is not None:
             self.states.values_changed(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes this buffer holds now on its devices."""
-        held = self._full.untyped_storage().nbytes()
+        held = self._memory.tensor.untyped_storage().nbytes()
         return held if self.aliased else held + self._shard.untyped_storage().nbytes()
 
     def detach(self) -> None:
@@ -459,13 +496,13 @@ def buffers_of(params: Iterable[Any]) -> list[FlatBuffer]:
 def unshard(buffers: Sequence[FlatBuffer]) -> Iterator[None]:
     """Keep ``buffers`` gathered inside the context. Collective; may be nested, also inside a forward that uses them."""
     for buffer in buffers:
-        buffer.release_wanted |= buffer.state is BufferState.RELEASED
+        buffer.hold.release_wanted |= buffer.state is BufferState.RELEASED
         buffer.gather()
-        buffer.holds += 1
+        buffer.hold.count += 1
     try:
         yield
     finally:
         for buffer in buffers:
-            buffer.holds -= 1
-            if buffer.release_wanted and not buffer.holds:
+            buffer.hold.count -= 1
+            if buffer.hold.release_wanted and not buffer.hold.count:
                 buffer.release(spare_users=True)

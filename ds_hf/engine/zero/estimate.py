@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hf.config import load_config
+from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.config.plan import Placement, StatePlan, StateSpec, plan_states
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
 ]
 
 ITEM_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-MOMENTS = 2
 UNITS_IN_USE = 2  # the one that computes and the one that is being gathered
 
 
@@ -90,20 +90,23 @@ def estimate_states(
     master = ITEM_NBYTES["float32"] if parameter < ITEM_NBYTES[plan.optimizer.dtype or "float32"] else 0
     if split_masters and plan.may_split_masters and (plan.parameters.dtype or module_dtype) == "bfloat16":
         master -= parameter
-    moments = MOMENTS * ITEM_NBYTES[plan.moments]
+    moments = traits_of("AdamW").moments * ITEM_NBYTES[plan.moments]
 
+    values = _held(plan, plan.parameters, size.total, world_size)
+    if plan.parameters.over != plan.optimizer.over and plan.shards_parameters:  # the first shard, beside the second
+        values += -(-size.trainable // world_size)
     rows = {
-        "parameters": (plan.parameters, _held(plan.parameters, size.total, world_size) * parameter),
-        "gradients": (plan.gradients, _held(plan.gradients, size.trainable, world_size) * kept),
-        "optimizer": (plan.optimizer, _held(plan.optimizer, size.trainable, world_size) * (master + moments)),
+        "parameters": (plan.parameters, values * parameter),
+        "gradients": (plan.gradients, _held(plan, plan.gradients, size.trainable, world_size) * kept),
+        "optimizer": (plan.optimizer, _held(plan, plan.optimizer, size.trainable, world_size) * (master + moments)),
     }
     device = {name: 0 if _is_away(spec) else nbytes for name, (spec, nbytes) in rows.items()}
     host = sum(nbytes for spec, nbytes in rows.values() if _is_away(spec) and spec.device == "cpu")
     return StateBytes(**device, in_use=_in_use(plan, size, world_size, parameter, communicated), host=host)
 
 
-def _held(spec: StateSpec, numel: int, world_size: int) -> int:
-    return -(-numel // world_size) if spec.placement is Placement.SHARDED else numel
+def _held(plan: StatePlan, spec: StateSpec, numel: int, world_size: int) -> int:
+    return -(-numel // plan.shards(spec.over, world_size)) if spec.placement is Placement.SHARDED else numel
 
 
 def _is_away(spec: StateSpec) -> bool:
@@ -124,9 +127,9 @@ def _in_use(plan: StatePlan, size: ModelSize, world_size: int, parameter: int, c
 
 def measure(model: Any) -> ModelSize:
     """Count the parameters of a torch module; it may lie on the meta device or be sharded."""
-    # Only this function needs torch: whoever has counts already does not pay for it.
+    # Only this function needs torch: with counts at hand it is not paid for.
     from ds_hf.engine.zero.buffer import logical_shape
-    from ds_hf.engine.zero.grouping import make_units
+    from ds_hf.engine.zero.planning import make_units
 
     counts = {param: logical_shape(param).numel() for param in model.parameters()}
     return ModelSize(

@@ -1,14 +1,33 @@
-"""External parameters: a module's forward uses a parameter that another module holds.
+"""Parameters that are used outside the module that holds them.
 
-DeepSpeed's ``register_external_parameter``. The registration is kept on the module, so it may be made before or
-after ``initialize``; the hooks of ``hooks.py`` gather the parameter's unit for the module's forward and backward.
+``register_external_parameter`` is DeepSpeed's: a module's forward uses a parameter that another one holds. The
+registration is kept on the module, so it may be made before or after ``initialize``; the hooks of ``hooks.py`` gather
+the parameter's unit for the module's forward and backward.
+
+``watch`` finds out by itself: ``hidden @ self.lm_head.weight.t()``, as fused losses do. A leaf of the model that is a
+unit by itself tells the hooks when one of its parameters is read by name while none of its calls is open; they gather
+the unit until the model's call is over. Parameters inside blocks are read too often: a ``__getitem__`` in Python costs
+the host as much as half a view. Blocks have to be called, or registered as external.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Iterator
+from typing import Any
 
-__all__ = ["external_parameters", "register_external_parameter", "unregister_external_parameter"]
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.zero.unit import Unit
+
+__all__ = [
+    "ExternalParameters",
+    "external_parameters",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwatch",
+    "watch",
+]
 
 _MARK = "_ds_external_parameters"
 
@@ -44,3 +63,73 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Parameters registered with ``module``."""
     return list(module.__dict__.get(_MARK, {}).values())
+
+
+# -- weights that are read by name -------------------------------------------------------------------------------------
+
+
+class _Watched(dict[str, nn.Parameter | None]):
+    """``module._parameters`` that tells of reads outside the module's own calls. Its copies are those of ``given``.
+
+    Only ``module.weight`` and its like come through here; ``parameters()``, ``state_dict()`` and ``.get()`` do not.
+
+    Args:
+        given: what the module had; it may have a way of its own to read (``dtensor``).
+    """
+
+    __slots__ = ("given", "on_read", "read", "unit")
+
+    def __init__(self, given: dict[str, nn.Parameter | None], unit: Unit, on_read: Callable[[Unit, Any], None]) -> None:
+        super().__init__(given)
+        self.given, self.unit, self.on_read = given, unit, on_read
+        self.read: Callable[[str, Any], Any] | None = getattr(given, "read", None)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        if not self.unit.depth:
+            self.on_read(self.unit, param)
+        return param if self.read is None else self.read(name, param)
+
+    def restored(self) -> dict[str, nn.Parameter | None]:
+        """What the module had, with the parameters that it has now."""
+        self.given.clear()
+        self.given.update(self)
+        return self.given
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (dict, (dict(self),)) if self.read is None else self.restored().__reduce__()  # type: ignore[return-value]
+
+
+def watch(unit: Unit, on_read: Callable[[Unit, Tensor | None], None]) -> bool:
+    """Have ``on_read`` called when a parameter of ``unit.module`` is read by name while no call of ``unit`` is open.
+
+    Code that is being compiled breaks its graph there: what the reader gathers is no part of a graph.
+
+    Returns:
+        whether the unit is watched: it is sharded, and a module without children.
+    """
+    module = unit.module
+    if not unit.name or not unit.sharded or any(True for _ in module.children()):
+        return False
+    eagerly: Callable[[Callable[..., None]], Any] = torch.compiler.disable
+    module.__dict__["_parameters"] = _Watched(module._parameters, unit, eagerly(on_read))
+    return True
+
+
+def unwatch(module: nn.Module) -> None:
+    """Give the module an ordinary ``_parameters`` again, unless it was replaced by something else."""
+    if isinstance(watched := module._parameters, _Watched):
+        module.__dict__["_parameters"] = watched.restored()
+
+
+# -- names under which other libraries look ----------------------------------------------------------------------------
+
+
+class ExternalParameters:
+    """``module.ds_external_parameters()``: pairs of a name and a parameter registered with ``module``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((str(id(param)), param) for param in external_parameters(self.module))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.dist.collectives import all_reduce_max
+from ds_hf.engine.comm.collectives import all_reduce_max
 from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, home_of, unshard
 from ds_hf.engine.zero.external import register_external_parameter
 from ds_hf.errors import DsHfError
@@ -58,24 +58,24 @@ class GatheredParameters:
         self._held.enter_context(unshard(self.buffers))
         if self.modifier_rank is None:
             # A block around this one may keep what is written here.
-            watched = [p for b in self.buffers if b.reports_changes and not b.writers for p in b.params]
+            watched = [p for b in self.buffers if b.hold.reports_changes and not b.hold.writers for p in b.params]
             given = {id(param) for param in self.params}
             self._seen = [(param, _fingerprint(param)) for param in watched if id(param) in given]
         else:
             # What a block around this one writes back anyway is left to it: transformers enters inner blocks on the
             # modifier's rank alone.
-            self._written = [buffer for buffer in self.buffers if self.modifier_rank not in buffer.writers]
+            self._written = [buffer for buffer in self.buffers if self.modifier_rank not in buffer.hold.writers]
             for buffer in self._written:
-                buffer.writers.append(self.modifier_rank)
+                buffer.hold.writers.append(self.modifier_rank)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for buffer in self._written:
             assert self.modifier_rank is not None
-            buffer.writers.remove(self.modifier_rank)
+            buffer.hold.writers.remove(self.modifier_rank)
             if kind is None:
-                buffer.write_back(buffer.axis.axis_rank(self.modifier_rank))
+                buffer.write_back(buffer.replicas.axis.axis_rank(self.modifier_rank))
         self._written = []
         try:
             if kind is None and self._seen:
@@ -96,7 +96,7 @@ def _report_changes(seen: list[tuple[Tensor, tuple[int, int, int]]]) -> None:
     changed = [param for param, before in seen if _fingerprint(param) != before]
     home = home_of(seen[0][0])
     assert home is not None
-    axis = home.buffer.axis
+    axis = home.buffer.replicas.axis
     told = torch.tensor(float(bool(changed)), device=home.buffer.device)
     if all_reduce_max(told, axis, "whether parameters were changed").item():
         shapes = ", ".join(str(tuple(param.shape)) for param in changed[:3])

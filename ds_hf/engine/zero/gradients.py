@@ -11,24 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import ParamSpec, TypeVar
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from ds_hf.engine.dist import collectives, peers
-from ds_hf.engine.dist.peer_sums import PeerSums, Runs
-from ds_hf.engine.dist.streams import Lane
+from ds_hf.engine.comm import collectives, peers
+from ds_hf.engine.comm.peer_sums import PeerSums
+from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.comm_dtype import comm_dtype
-from ds_hf.engine.zero.gradient_home import DeviceHome, GradientHome
+from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage
 from ds_hf.errors import DsHfError
 
 __all__ = ["GradientBuffer", "GradientPolicy", "summed_by_copies"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Hook = Callable[[Tensor], None]
 
 # Gradients that may wait for other ranks while backward goes on. Small units cost the host more than the GPUs, and
 # hosts stumble: ranks that waited for each other at every unit would add up the delays of all.
@@ -77,12 +78,81 @@ def _no_grad(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+class _Into(NamedTuple):
+    """What a new sum is added to: ``before`` in ``storage``; the user's ``hook`` is told of the new one alone."""
+
+    before: Tensor | None
+    storage: GradientStorage
+    hook: Hook | None
+
+    def add(self, reduced: Tensor) -> Tensor:
+        """Both together."""
+        if self.hook is not None:
+            self.hook(reduced)
+        return self.storage.add(self.before, reduced)
+
+
+class _Sum:
+    """The sum over ranks of the gradients of one buffer: by a collective, or by copies between GPUs.
+
+    Attributes:
+        copies: what makes them, ``None`` for collectives.
+    """
+
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        policy: GradientPolicy,
+        comm_stream: CommStream,
+        copies: PeerSums | None,
+    ) -> None:
+        self.copies = copies if summed_by_copies(buffer, policy) else None
+        self._buffer, self._policy, self._comm_stream = buffer, policy, comm_stream
+        self._others = buffer.replicas.others(buffer.axis)
+
+    def by_collective(self, unreduced: Callable[[], Tensor], into: _Into) -> Tensor:
+        """The sum of what ``unreduced`` gives, ``[numel]``, added to what was summed before; collective."""
+        policy = self._policy
+        reads_at_once = into.before is not None or into.hook is not None or not into.storage.adds_in_place
+        if reads_at_once:
+            self._comm_stream.arrive()
+        reduced = collectives.reduce_gradient(
+            unreduced(),
+            self._buffer.axis,
+            scatter=not policy.whole,
+            scale_before=policy.scale_before,
+            scale_after=policy.scale_after,
+            what=self._buffer.labels.gradients,
+            comm_stream=None if reads_at_once else self._comm_stream,
+            others=self._others,
+        )
+        return into.add(reduced)
+
+    def by_copies(self, copies: PeerSums, taken: list[Tensor], flat: Tensor | None, into: _Into) -> Tensor:
+        """The sum of the gradients ``taken`` from the parameters, or of ``flat``, as ``by_collective``."""
+        layout, policy = self._buffer.layout, self._policy
+        runs = layout.runs if flat is None else layout.stretches
+        if flat is not None:
+            taken = [flat[start:end] for start, end in runs]
+        adds = into.before is not None and into.storage.adds_in_place and into.hook is None
+        reduced = copies.reduce_scatter(
+            taken,
+            runs,
+            layout.numel,
+            factor=policy.scale_before * policy.scale_after,
+            what=self._buffer.labels.gradients,
+            before=into.before if adds else None,
+            dtype=policy.accumulation_dtype if adds else None,
+        )
+        return reduced if adds else into.add(reduced)
+
+
 class GradientBuffer:
     """Gradients of the trainable parameters of ``buffer``.
 
     Args:
-        lane: on which they are collected and reduced; default the current stream.
-        home: where reduced gradients are kept, by default on the device.
+        comm_stream: on which they are collected and reduced; default the current stream.
+        storage: where reduced gradients are kept, by default on the device.
         sums: by copies between GPUs, for shards of large buffers; default by collectives.
     """
 
@@ -90,19 +160,20 @@ class GradientBuffer:
         self,
         buffer: FlatBuffer,
         policy: GradientPolicy,
-        lane: Lane | None = None,
-        home: GradientHome | None = None,
+        comm_stream: CommStream | None = None,
+        storage: GradientStorage | None = None,
         sums: PeerSums | None = None,
     ) -> None:
         self.buffer = buffer
         self.policy = policy
-        self.lane = lane or Lane()
-        self.home: GradientHome = home or DeviceHome(policy.accumulation_dtype)
+        self.comm_stream = comm_stream or CommStream()
+        self.storage: GradientStorage = storage or DeviceGradientStorage(policy.accumulation_dtype)
         self.dtype = _dtype_of(buffer, policy)
-        self._sums = sums if summed_by_copies(buffer, policy) else None
-        self.hook: Callable[[Tensor], None] | None = None  # of the user, for each reduced gradient
+        self.alone = buffer.replicas.axis.world_size == 1  # nothing is summed over processes
+        self._sum = _Sum(buffer, policy, self.comm_stream, sums)
+        self.hook: Hook | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
-        self._partial: Tensor | None = None  # the lane's memory
+        self._partial: Tensor | None = None  # the stream's memory
         self._taken: list[Tensor] = []  # of every parameter, to be reduced from where they are
         self._owned: Tensor | None = None
         self._received: set[int] = set()  # which parameters have gradients from backward
@@ -119,7 +190,7 @@ class GradientBuffer:
         """This rank's unreduced sum; the current stream goes on when it is there."""
         if self._taken:
             self._flatten()
-        self.lane.join()
+        self.comm_stream.join()
         return self._partial
 
     @partial.setter
@@ -127,9 +198,9 @@ class GradientBuffer:
         self._partial = self._views = None
         self._taken = []
         if value is not None:
-            with self.lane:
+            with self.comm_stream:
                 self._partial = value.clone()
-            self.lane.keep([value])
+            self.comm_stream.keep([value])
 
     @property
     def has_partial(self) -> bool:
@@ -139,7 +210,7 @@ class GradientBuffer:
     @property
     def owned(self) -> Tensor | None:
         """The reduced gradient; the current stream goes on when it is there."""
-        self.lane.join()
+        self.comm_stream.join()
         return self._owned
 
     @owned.setter
@@ -168,7 +239,7 @@ class GradientBuffer:
         if not self.policy.whole or flat is None or twofold or self._taken or flat.dtype is not self.buffer.dtype:
             self._views = None
             return
-        self.lane.join()
+        self.comm_stream.join()
         self._shown = self._views_of(flat)
         for param, view in zip(self.buffer.params, self._shown, strict=True):
             param.grad = view
@@ -182,21 +253,10 @@ class GradientBuffer:
             param.grad = None
             if grad is not view:
                 changed.append((view, grad))
-        if changed:
-            self._change(changed)
-
-    @_no_grad
-    def _change(self, changed: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Give what was shown other values; ``None`` is zero, and where it is all of them on the only rank, nothing."""
-        every = len(changed) == len(self.buffer.params) and all(grad is None for _, grad in changed)
-        if every and self.buffer.axis.world_size == 1:
-            self._partial = self._owned = self._views = None
-            return
-        for view, grad in changed:
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        if self.alone and len(changed) == len(self.buffer.params) and all(grad is None for _, grad in changed):
+            self._partial = self._owned = self._views = None  # nothing, on the only rank
+        elif changed:
+            _overwrite(changed)
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """The parameters in ``flat``. Kept where it stays: shards must not keep the whole."""
@@ -216,8 +276,9 @@ class GradientBuffer:
         for index, (param, slot) in enumerate(zip(self.buffer.params, self.buffer.layout.slots, strict=True)):
             if param.grad is not None and param.grad.numel() == slot.numel:
                 if index in self._received:
+                    name = self.buffer.labels.name
                     raise DsHfError(
-                        f"a parameter of shape {tuple(slot.shape)} in {self.buffer.label} was given a .grad after "
+                        f"a parameter of shape {tuple(slot.shape)} in {name} was given a .grad after "
                         "backward, but its gradient is kept elsewhere by then (sharded, or in another dtype), and the "
                         "two would be added up. To replace it, call deepspeed.utils.safe_set_full_grad(param, value) "
                         "between backward() and step()"
@@ -229,25 +290,17 @@ class GradientBuffer:
 
         Args:
             soon: ``reduce`` comes next, as a rule.
-        """
-        if self.ready and self._shown is not None:
-            self._take_in(factor)
-        if self.ready:
-            self._collect(factor, soon)
-
-    def _take_in(self, factor: float) -> None:
-        """A backward that nothing announced added to what is shown.
 
         Raises:
-            DsHfError: it should not have.
+            DsHfError: a backward that the engine did not see gave gradients that are complete already.
         """
-        if factor != 1.0 or (self._owned is not None and self.buffer.axis.world_size > 1):
-            raise DsHfError(
-                f"a backward that the engine did not see reached parameters of {self.buffer.label}, whose gradients "
-                "are complete: call engine.backward(loss), or compute the loss from what the model's forward returns"
-            )
-        self.ready.clear()
-        self.take_back()
+        if self.ready and self._shown is not None:  # a backward that nothing announced added to what is shown
+            if factor != 1.0 or (self._owned is not None and not self.alone):
+                raise _unseen(self.buffer.labels.name)
+            self.ready.clear()
+            self.take_back()
+        if self.ready:
+            self._collect(factor, soon)
 
     @_no_grad
     def _collect(self, factor: float, soon: bool) -> None:
@@ -266,72 +319,67 @@ class GradientBuffer:
             return
         if len(self._received) < len(params):
             self._received.update(indices)
-        self.lane.settle(_KEPT_NBYTES)
+        self.comm_stream.settle(_KEPT_NBYTES)
         if factor != 1.0:
             torch._foreach_mul_(grads, factor)
-        if soon and self._can_take(grads):
+        if soon and self._partial is None and not self._taken and self._may_stay(grads):
             self._taken = grads
             return
         if self._taken:
             self._flatten()
-        with self.lane:
+        with self.comm_stream:
             if self._partial is None:
                 self._partial = self._together(grads, indices)
             else:
                 self._partial = self._partial.to(self.policy.accumulation_dtype)
                 views = self._views_of(self._partial)
                 torch._foreach_add_([views[index] for index in indices], grads)
-                self.lane.keep(grads)
+                self.comm_stream.keep(grads)
 
-    def _can_take(self, grads: Sequence[Tensor]) -> bool:
-        """Whether these can be left where they are until they are reduced."""
-        if self._partial is not None or self._taken or len(grads) < len(self.buffer.params):
+    def _may_stay(self, grads: Sequence[Tensor]) -> bool:
+        """Whether all of these can be left where they are until they are reduced."""
+        if len(grads) < len(self.buffer.params):
             return False
-        return self._sums is None or all(grad.dtype is self.dtype and grad.is_contiguous() for grad in grads)
+        return self._sum.copies is None or all(grad.dtype is self.dtype and grad.is_contiguous() for grad in grads)
 
     @_no_grad
     def _flatten(self) -> None:
         """Copy what was taken together after all: more comes to it."""
         taken, self._taken = self._taken, []
-        with self.lane:
+        with self.comm_stream:
             self._partial = self._together(taken)
 
     def _together(self, grads: list[Tensor], indices: Sequence[int] | None = None) -> Tensor:
-        """One flat gradient of those of the parameters ``indices``, by default of all; on the lane."""
+        """One flat gradient of those of the parameters ``indices``, by default of all; on the stream."""
         missing = indices is not None and len(indices) < len(self.buffer.params)
-        flat = self._empty(missing=missing)
+        flat = self.buffer.layout.empty(self.dtype, self.buffer.device, missing=missing)
         views = self._views_of(flat)
         torch._foreach_copy_([views[index] for index in indices or ()] if missing else views, grads)
-        self.lane.keep(grads[:])  # until here, not until they are reduced: that waits for other ranks
-        return flat
-
-    def _empty(self, *, missing: bool) -> Tensor:
-        """A flat gradient whose gaps are zero: they enter the norm and the sums. Its memory is the lane's."""
-        layout = self.buffer.layout
-        if missing:
-            return torch.zeros(layout.numel, dtype=self.dtype, device=self.buffer.device)
-        flat = torch.empty(layout.numel, dtype=self.dtype, device=self.buffer.device)
-        for start, end in layout.gaps:
-            flat[start:end].zero_()
+        self.comm_stream.keep(grads[:])  # until here, not until they are reduced: that waits for other ranks
         return flat
 
     @_no_grad
     def reduce(self) -> None:
         """Sum ``partial`` over the ranks into ``owned``. Collective: takes part with zeros when there is nothing."""
         if not self.has_partial:
-            if self.buffer.axis.world_size == 1:
+            if self.alone:
                 return
-            with self.lane:
-                self._partial = self._empty(missing=True)
+            with self.comm_stream:
+                self._partial = self.buffer.layout.empty(self.dtype, self.buffer.device, missing=True)
         if not self.buffer.sharded:
-            self.buffer.gather()  # an update that nobody waited for may still read the last gradient where it is kept
+            self.buffer.gather()  # an update that was not waited for may still read the last gradient where it is
         taken, self._taken = self._taken, []
-        with self.lane:
-            if self._sums is None:
-                self._owned = self._by_collective(taken)
+        into = _Into(self._owned, self.storage, self.hook)
+        with self.comm_stream:
+            if self._sum.copies is None:
+                if taken:
+                    self._partial = self._together(taken)
+                    taken.clear()  # before more memory is taken
+                self._owned = self._sum.by_collective(self._unreduced, into)
             else:
-                self._owned = self._by_copies(self._sums, taken)
-                self.lane.keep(taken)
+                flat = None if taken else self._unreduced()
+                self._owned = self._sum.by_copies(self._sum.copies, taken, flat, into)
+                self.comm_stream.keep(taken)
 
     def _unreduced(self) -> Tensor:
         assert self._partial is not None
@@ -340,79 +388,24 @@ class GradientBuffer:
         flat, self._partial = self._partial.to(self.dtype), None
         return flat
 
-    def _by_collective(self, taken: list[Tensor]) -> Tensor:
-        policy = self.policy
-        if taken:
-            self._partial = self._together(taken)
-            taken.clear()  # before more memory is taken
-        reads_at_once = self._owned is not None or self.hook is not None or not self.home.adds_in_place
-        if reads_at_once:
-            self.lane.arrive()
-        reduced = collectives.reduce_gradient(
-            self._unreduced(),
-            self.buffer.axis,
-            scatter=not policy.whole,
-            scale_before=policy.scale_before,
-            scale_after=policy.scale_after,
-            what=self.buffer.gradients_label,
-            lane=None if reads_at_once else self.lane,
-        )
-        return self._add(reduced)
-
-    def _by_copies(self, sums: PeerSums, taken: list[Tensor]) -> Tensor:
-        runs = self._slots if taken else self._stretches
-        if not taken:
-            flat = self._unreduced()
-            taken = [flat[start:end] for start, end in runs]
-        policy, before = self.policy, self._owned
-        adds = before is not None and self.home.adds_in_place and self.hook is None
-        reduced = sums.reduce_scatter(
-            taken,
-            runs,
-            self.buffer.layout.numel,
-            factor=policy.scale_before * policy.scale_after,
-            what=self.buffer.gradients_label,
-            before=before if adds else None,
-            dtype=policy.accumulation_dtype if adds else None,
-        )
-        return reduced if adds else self._add(reduced)
-
-    def _add(self, reduced: Tensor) -> Tensor:
-        """``owned`` with one more."""
-        if self.hook is not None:
-            self.hook(reduced)
-        return self.home.add(self._owned, reduced)
-
-    @cached_property
-    def _slots(self) -> Runs:
-        return tuple((slot.offset, slot.end) for slot in self.buffer.layout.slots)
-
-    @cached_property
-    def _stretches(self) -> Runs:
-        """What lies between the gaps."""
-        gaps = self.buffer.layout.gaps
-        starts, ends = zip(*gaps, strict=True) if gaps else ((), ())
-        pairs = zip((0, *ends), (*starts, self.buffer.layout.numel), strict=True)
-        return tuple((start, end) for start, end in pairs if start < end)
-
     @property
     def squares(self) -> Tensor | None:
-        """Squared norm of ``owned``, where its home has taken it; the current stream goes on when it is there."""
+        """Squared norm of ``owned``, where its storage has taken it; the current stream goes on when it is there."""
         if self._owned is None:
             return None
-        self.lane.join()
-        return self.home.squares
+        self.comm_stream.join()
+        return self.storage.squares
 
     def settled(self) -> Tensor | None:
         """``owned``, once it may be read."""
-        self.home.settle()
+        self.storage.settle()
         return self.owned
 
     def replace(self, value: Tensor) -> None:
         """Let ``value`` be the reduced gradient."""
         assert self._owned is not None
         place = self._owned.device
-        self.home.clear()
+        self.storage.clear()
         self._owned = value.to(place)
         self._views = None
 
@@ -427,13 +420,30 @@ class GradientBuffer:
         self.ready.clear()
         self._partial = self._owned = None
         self._taken = []
-        self.home.clear()
+        self.storage.clear()
 
     def free(self) -> None:
         """Nothing will be reduced any more."""
-        self._sums = None
+        self._sum.copies = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of accumulated gradients held now."""
         return sum(t.untyped_storage().nbytes() for t in (self._partial, self._owned, *self._taken) if t is not None)
+
+
+@_no_grad
+def _overwrite(changed: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """Give what was shown other values; ``None`` is zero."""
+    for view, grad in changed:
+        if grad is None:
+            view.zero_()
+        else:
+            view.copy_(grad.to_dense() if grad.is_sparse else grad)
+
+
+def _unseen(name: str) -> DsHfError:
+    return DsHfError(
+        f"a backward that the engine did not see reached parameters of {name}, whose gradients are complete: call "
+        "engine.backward(loss), or compute the loss from what the model's forward returns"
+    )

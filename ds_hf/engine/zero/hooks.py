@@ -26,13 +26,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_hf.engine.zero.buffer import FlatBuffer
-from ds_hf.engine.zero.external import external_parameters
+from ds_hf.engine.zero.external import ExternalParameters, external_parameters, unwatch, watch
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.offload_view import ExternalParameters
-from ds_hf.engine.zero.prefetch import Prefetch
-from ds_hf.engine.zero.reads import unwatch, watch
 from ds_hf.engine.zero.reduction import Reducer
-from ds_hf.engine.zero.unit import Unit
+from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.errors import DsHfError
 
 __all__ = ["UnitHooks", "in_backward", "tensors_in"]
@@ -75,9 +72,12 @@ class UnitHooks:
         units: all units; the one named ``""`` is the root.
         reducer: told of uses and gradients; its ``flush`` runs at the end of each backward.
         prefetch: told of the units that forward and backward reach.
+        needs_scale: gradients carry a loss scale.
     """
 
-    def __init__(self, units: list[Unit], reducer: Reducer, prefetch: Prefetch | None = None) -> None:
+    def __init__(
+        self, units: list[Unit], reducer: Reducer, prefetch: Prefetch | None = None, *, needs_scale: bool = False
+    ) -> None:
         self.units = units
         self.reducer = reducer
         self.prefetch = prefetch or Prefetch(enabled=False)
@@ -95,7 +95,7 @@ class UnitHooks:
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
         self._flush_queued = False
         self.driven = False  # Engine.backward runs: it flushes by itself
-        self.needs_scale = False  # gradients carry a loss scale
+        self.needs_scale = needs_scale
         self.scaled = False  # Engine.scale applied it to the coming backward, which is not driven
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
 
@@ -127,7 +127,9 @@ class UnitHooks:
         managed = {id(p) for bs in self.reducer.by_unit.values() for b in bs for p in b.buffer.params}
         for unit in self.units:
             for param in unit.params if unit.sharded else ():
-                if param.requires_grad and id(param) not in managed:  # no optimizer has it: its gradient has no home
+                if (
+                    param.requires_grad and id(param) not in managed
+                ):  # no optimizer has it: its gradient belongs nowhere
                     self.handles.append(_on_accumulated(param, _drop_gradient))
 
     def remove(self) -> None:
@@ -154,12 +156,12 @@ class UnitHooks:
         for buffer in self.units[0].buffers if not self._kept else ():
             if buffer.sharded:
                 buffer.gather()
-                buffer.holds += 1
+                buffer.hold.count += 1
                 self._kept.append(buffer)
 
     def _let_root_go(self) -> None:
         while self._kept:
-            self._kept.pop().holds -= 1
+            self._kept.pop().hold.count -= 1
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -415,7 +417,7 @@ class _Call:
         partly: of a block that is joined to another one: when that one's backward is over, the unit's is.
 
     Attributes:
-        within: the call of that other one; then nobody need see when this call's backward is over.
+        within: the call of that other one; then it does not matter when this call's backward is over.
         later: calls of guests that began after this one was over.
     """
 

@@ -21,20 +21,18 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
-from ds_hf.engine.dist.accelerator import get_accelerator
-from ds_hf.engine.dist.mesh import compute_device, data_parallel_axis
-from ds_hf.engine.dist.process_group import init_distributed
+from ds_hf.engine.comm.mesh import compute_device, data_parallel_axis
+from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.zero.buffer import FlatBuffer, ParamStatus, home_of
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
 from ds_hf.engine.zero.fp32_buffers import keep_buffers_in_fp32, keep_in_fp32_pattern, lists_of
 from ds_hf.engine.zero.gather import GatheredParameters
-from ds_hf.engine.zero.rest import DeviceRest
+from ds_hf.engine.zero.storage import DeviceShardStorage
 
 __all__ = [
     "GatheredParameters",
     "Init",
     "ZeroParamStatus",
-    "get_accelerator",
     "partitioned_param_data_shape",
     "register_external_parameter",
     "unregister_external_parameter",
@@ -241,16 +239,16 @@ class Init:
                 dtype=self.dtype or param.dtype,
                 device=self.device,
                 sharded=True,
-                rest=DeviceRest(self.device, self.shard_device),
+                shard_storage=DeviceShardStorage(self.device, self.shard_device),
                 alignment=1,
             )
-            buffer.reports_changes = self.reports_changes
+            buffer.hold.reports_changes = self.reports_changes
             buffer.adopt()
             if isinstance(module, ParametrizationList):
                 # What it computes (weight norm) is an attribute that model code reads at any time, also on one rank
                 # alone: these few parameters stay gathered until initialize() puts them into units.
                 buffer.gather()
-                buffer.holds += 1
+                buffer.hold.count += 1
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:

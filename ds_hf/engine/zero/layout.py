@@ -95,6 +95,31 @@ class FlatLayout:
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """``(start, end)`` of every parameter."""
+        return tuple((slot.offset, slot.end) for slot in self.slots)
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """``(start, end)`` of what lies between the gaps."""
+        starts, ends = zip(*self.gaps, strict=True) if self.gaps else ((), ())
+        pairs = zip((0, *ends), (*starts, self.numel), strict=True)
+        return tuple((start, end) for start, end in pairs if start < end)
+
+    def empty(self, dtype: torch.dtype, device: torch.device, *, missing: bool) -> Tensor:
+        """``[numel]`` whose gaps are zero.
+
+        Args:
+            missing: all of it is: not every parameter will be written.
+        """
+        if missing:
+            return torch.zeros(self.numel, dtype=dtype, device=device)
+        flat = torch.empty(self.numel, dtype=dtype, device=device)
+        for start, end in self.gaps:
+            flat[start:end].zero_()
+        return flat
+
+    @cached_property
     def _places(self) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
         return tuple((slot.shape, slot.strides, slot.offset) for slot in self.slots)
 

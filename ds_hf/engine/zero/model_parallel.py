@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.dist import collectives
-from ds_hf.engine.dist.mesh import Axis, Mesh
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 from ds_hf.engine.zero.cut import even_cut, is_cut, is_marked, part_of_stack, set_cut
 from ds_hf.errors import CheckpointError, ConfigError

@@ -3,7 +3,7 @@
 Invariants
 - In a backward that reduces, every gradient buffer is reduced exactly once, or once more at the end for what a
   reentrant checkpoint added after that: ranks always issue the same collectives in the same order.
-- The order never depends on what a rank computes: the reverse of the grouping order in the first backward, then the
+- The order never depends on what a rank computes: the reverse of the planned order in the first backward, then the
   reverse of the order in which rank 0's forward first used the units. A buffer that completes early waits for its
   predecessors; one that never completes (unused parameters) is flushed at the end of backward.
 - Between gathers (sharded parameters) only an event that all ranks see may reduce: the end of the backward of a unit's
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
-from ds_hf.engine.dist import collectives
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.accumulation import Accumulation
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
@@ -26,17 +28,36 @@ from ds_hf.errors import DsHfError
 __all__ = ["Reducer"]
 
 
+@dataclass(eq=False)
+class _Backward:
+    """How far the present backward is.
+
+    Attributes:
+        next: place in the order of the buffer that is reduced next.
+        complete: buffers that may be reduced when it is their turn.
+        reduced: those that were, by the end of a call.
+        collected: those of which every gradient is in; any call of their unit reopens them.
+    """
+
+    next: int = 0
+    complete: set[GradientBuffer] = field(default_factory=set)
+    reduced: set[GradientBuffer] = field(default_factory=set)
+    collected: set[GradientBuffer] = field(default_factory=set)
+
+
 class Reducer:
     """Drives the gradient buffers of one engine through each backward.
 
     Args:
-        units: all units, in grouping order.
+        units: all units, in planned order.
         buffers: gradient buffers of each unit's trainable buffers.
         every_micro_batch: the plan shards gradients, so each backward reduces.
         at_the_end: nothing is gained by reducing earlier than when backward ends: no memory, for whole gradients are
             kept, and no time, for nothing runs beside it; ranks then wait for each other once.
         world: the processes that reduce in one order, by default those that share the buffers. Where other collectives
             come between, as in a model that is parallel itself, other orders could wait for each other in a circle.
+        accumulation: tells which backward is the last before a step, and by how many losses are divided; by default
+            every one is.
     """
 
     def __init__(
@@ -47,15 +68,15 @@ class Reducer:
         *,
         at_the_end: bool = False,
         world: Axis | None = None,
+        accumulation: Accumulation | None = None,
     ) -> None:
         self.units = list(units)
         self.by_unit = buffers
         self.every_micro_batch = every_micro_batch
         self.at_the_end = at_the_end
         self.world = world
-        self.at_boundary: Callable[[], bool] = lambda: True  # whether the present backward is the last before a step
+        self.accumulation = accumulation or Accumulation(1)
         self.driven = False  # the engine runs the backward, and has divided the loss by the accumulation steps
-        self.raw_factor = 1.0  # that division, for the gradients of other backwards
         self.suspended = False  # inside no_sync() or coalesce_grad_reduction()
         self.held = False  # backwards inside those left gradients that nothing has reduced yet
         self.backwards = 0  # how many ended since all gradients were cleared
@@ -64,12 +85,9 @@ class Reducer:
         self._order = self._reversed(self.units)
         self._agreed = False
         self.on_order: Callable[[list[Unit]], None] = lambda units: None  # told the order of use, once
-        self._next = 0
-        self._complete: set[GradientBuffer] = set()
-        self._reduced: set[GradientBuffer] = set()  # by the end of a call
+        self._now = _Backward()
         self._whole = [buffer for buffer in self.buffers if buffer.policy.whole]
         self.shown = False  # gradients are in ``.grad``
-        self._collected: set[GradientBuffer] = set()  # every gradient of the present backward is in; any call reopens
 
     @property
     def buffers(self) -> list[GradientBuffer]:
@@ -78,7 +96,7 @@ class Reducer:
     @property
     def reduces(self) -> bool:
         """Whether the present backward reduces."""
-        return not self.suspended and (self.every_micro_batch or self.at_boundary())
+        return not self.suspended and (self.every_micro_batch or self.accumulation.at_boundary)
 
     @contextmanager
     def suspending(self, who: str) -> Iterator[None]:
@@ -107,12 +125,12 @@ class Reducer:
     @property
     def factor(self) -> float:
         """What gradients of the present backward are multiplied by."""
-        return 1.0 if self.driven else self.raw_factor
+        return 1.0 if self.driven else 1 / self.accumulation.steps
 
     @property
     def has_new(self) -> bool:
         """The present backward gave trained parameters gradients."""
-        return bool(self._collected) or any(buffer.ready for buffer in self.buffers)
+        return bool(self._now.collected) or any(buffer.ready for buffer in self.buffers)
 
     def record_use(self, unit: Unit) -> None:
         """Forward reached ``unit``."""
@@ -121,9 +139,9 @@ class Reducer:
     def on_complete(self, buffer: GradientBuffer) -> None:
         """Every parameter of the buffer has its gradient in ``.grad``."""
         buffer.collect(self.factor, soon=self.reduces)
-        self._collected.add(buffer)
+        self._now.collected.add(buffer)
         if self.reduces and buffer not in self._by_call:
-            self._complete.add(buffer)
+            self._now.complete.add(buffer)
             if not self.at_the_end:
                 self._advance()
 
@@ -140,24 +158,25 @@ class Reducer:
             if buffer in self._by_call:
                 buffer.collect(self.factor, soon=self.reduces)
                 if unit.leaf:
-                    self._collected.add(buffer)  # as far as this rank goes
+                    self._now.collected.add(buffer)  # as far as this rank goes
                 if self.reduces and unit.awaited <= 0:
                     buffer.reduce()
-                    self._reduced.add(buffer)
+                    self._now.reduced.add(buffer)
 
     def reopen(self, unit: Unit) -> None:
         """Backward reached another call of ``unit``: more gradients will come."""
-        self._collected.difference_update(self.by_unit.get(unit, ()))
+        self._now.collected.difference_update(self.by_unit.get(unit, ()))
 
     def is_complete(self, unit: Unit) -> bool:
         """All gradients of ``unit`` that the calls seen so far can give are in."""
-        return self._collected.issuperset(self.by_unit.get(unit, ()))
+        return self._now.collected.issuperset(self.by_unit.get(unit, ()))
 
     def _advance(self) -> None:
-        while self._next < len(self._order) and self._order[self._next] in self._complete:
-            if self._order[self._next] not in self._reduced:
-                self._order[self._next].reduce()
-            self._next += 1
+        now = self._now
+        while now.next < len(self._order) and self._order[now.next] in now.complete:
+            if self._order[now.next] not in now.reduced:
+                self._order[now.next].reduce()
+            now.next += 1
 
     def _reversed(self, units: Sequence[Unit]) -> list[GradientBuffer]:
         ordered = [buffer for unit in reversed(units) for buffer in self.by_unit.get(unit, ())]
@@ -183,13 +202,13 @@ class Reducer:
             buffer.collect(self.factor, soon=self.reduces)
         self.held = self.suspended or (self.held and not self.reduces)
         if self.reduces:
-            self._complete.update(self.buffers)
+            self._now.complete.update(self.buffers)
             self._advance()
             for buffer in self.buffers:  # what arrived after the buffer's turn
                 if buffer.has_partial:
                     buffer.reduce()
-            for lane in {buffer.lane for buffer in self.buffers}:
-                lane.arrive()
+            for comm_stream in {buffer.comm_stream for buffer in self.buffers}:
+                comm_stream.arrive()
             if self._order and not self._agreed:
                 self._agree()
         self._end_backward()
@@ -213,10 +232,7 @@ class Reducer:
         for unit in self.units:
             unit.awaited = 0
             unit.release()
-        self._next = 0
-        self._complete.clear()
-        self._reduced.clear()
-        self._collected.clear()
+        self._now = _Backward()
         self.used.clear()
 
     def abandon(self) -> None:
@@ -239,7 +255,7 @@ class Reducer:
                 buffer.collect(self.factor)
                 buffer.pick_up()
                 buffer.collect()
-            if buffer.has_partial or (not buffer.has_reduced and buffer.buffer.axis.world_size > 1):
+            if buffer.has_partial or (not buffer.has_reduced and not buffer.alone):
                 buffer.reduce()
 
     def clear(self) -> None:

@@ -12,8 +12,11 @@ whole, where the engine cuts others            data x sequence x tensor   its si
 whole, where an ``mpu`` made the groups        its data group             its size        model-parallel size
 =============================================  =========================  ==============  ===================
 
-The third row is because nothing is averaged over somebody else's model-parallel group: there each of its processes owns
+The third row is because nothing is averaged over a model-parallel group of an ``mpu``: there each of its processes owns
 the parameter and makes the same update.
+
+Hierarchical ZeRO divides some states over an inner part of the axis. Then so many processes own the same shard as there
+are such parts; its gradient is summed over them too.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ds_hf.engine.dist.mesh import Axis, Mesh
+from ds_hf.config.plan import Over
+from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.zero.cut import is_cut
 
 __all__ = ["Replicas", "replicas_of"]
@@ -36,28 +40,45 @@ class Replicas:
         axis: the processes over which states are divided and gradients summed.
         divisor: processes whose losses are averaged: gradients are divided by it.
         copies: in how many such axes of the world the same values are.
-        inner: part of ``axis`` over which hierarchical ZeRO divides some states, ``None`` for all of it.
+        inner: part of ``axis`` over which hierarchical ZeRO divides some states, ``None`` for all of it ...
+        outer: ... and the processes with the same place in the other parts.
     """
 
     axis: Axis
     divisor: int
     copies: int = 1
     inner: Axis | None = None
+    outer: Axis | None = None
 
     @classmethod
     def along(cls, axis: Axis) -> Replicas:
         """Of ordinary parameters, where ``axis`` is all processes that hold them."""
         return cls(axis, axis.world_size)
 
-    def owners(self, *, whole: bool) -> int:
-        """How many processes of the world own each element of a state; ``whole``: of one that is not divided."""
-        return self.copies * (self.axis.world_size if whole else 1)
+    def over(self, which: Over) -> Axis:
+        """The processes over which a state is divided that is divided so."""
+        return self.inner if which == "inner" and self.inner is not None else self.axis
+
+    def others(self, shards: Axis) -> Axis | None:
+        """The processes that own the same shard as this one, where states are divided over ``shards``; ``None`` where
+        it is this one alone."""
+        return self.outer if self.inner is not None and shards == self.inner else None
+
+    def owners(self, *, whole: bool, shards: Axis | None = None) -> int:
+        """How many processes of the world own each element of a state; ``whole``: of one that is not divided.
+
+        Args:
+            shards: over which it is divided, default all of ``axis``.
+        """
+        parts = 1 if whole else (shards or self.axis).world_size
+        return self.copies * (self.axis.world_size // parts)
 
 
 def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
     """The row of the table for ``param``. The first call for a new kind is collective: all ranks make it."""
+    data, parts = mesh.replicas, (mesh.inner, mesh.outer)
     if is_cut(param) or mesh.shape.tensor == 1:
-        return Replicas.along(mesh.replicas)
+        return Replicas(data, data.world_size, 1, *parts)
     if mesh.is_given:
-        return Replicas(mesh.replicas, mesh.replicas.world_size, copies=mesh.shape.model)
+        return Replicas(data, data.world_size, mesh.shape.model, *parts)
     return Replicas.along(mesh.axis("data", "sequence", "tensor"))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ds_hf.autotune.lr import FindOptions, LrOptions, LrSearchError, find
 from ds_hf.autotune.lr.find import launch_command, total_steps_in
-from ds_hf.cli import app
+from ds_hf.cli.root import app
 from ds_hf.lr import LrResult
 
 SCRIPT = """

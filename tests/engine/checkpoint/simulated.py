@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from ds_hf.engine.dist import mesh
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm import mesh
+from ds_hf.engine.comm.mesh import Axis
 
 __all__ = ["run_threads"]
 

@@ -171,7 +171,7 @@ def _at_each_stage(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_tensor_digests_depend_on_neither_stage_nor_world_size(tmp_path: Path) -> None:
-    """Every rank has the same batch and two halves of a sum are exact, so the runs have the same bits."""
+    """Every rank has the same batch and the halves of a sum are exact, so the runs have the same bits."""
     alone = _digests_of(tmp_path / "alone", 2, "fp32")["tensors"]
     by_stage = run_distributed(_at_each_stage, 2, tmp_path / "two")[0]
     assert set(alone["embedding.weight"]) == {"master:float32", "exp_avg:float32", "exp_avg_sq:float32"}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import ds_hf
-from ds_hf.cli import app
+from ds_hf.cli.root import app
 from ds_hf.engine.checkpoint.model_files import copy_model_files, find_model_folder
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.test_export import _llama

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
 from tests.engine.zero.zoo import WIDTH, Stack, mean_square
 from tests.helpers.parity import base_config
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
-from ds_hf.engine.lr_probe.probe import _quiet
+from ds_hf import Engine, initialize
 from ds_hf.engine.monitor import Feed, NoFeed
 from ds_hf.engine.optim.outcome import Outcome
+from ds_hf.engine.probes.learning_rate.probe import _quiet
 from tests.engine.monitor.common import LOSS, LR, SCALE, batch, make, micro_batch, rows, train
 from tests.engine.monitor.slow_device import Slow, become_slow
 from tests.engine.zero.zoo import mean_square

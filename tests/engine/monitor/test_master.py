@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hf.config.deepspeed_view import DeepSpeedConfig
-from ds_hf.config.monitor_view import DeepSpeedMonitorConfig, get_monitor_config
 from ds_hf.config.types import CsvMonitorSection, WandbSection
-from ds_hf.engine.dist.mesh import data_parallel_axis
+from ds_hf.deepspeed_api.config import DeepSpeedConfig
+from ds_hf.deepspeed_api.monitor_config import DeepSpeedMonitorConfig, get_monitor_config
+from ds_hf.engine.comm.mesh import data_parallel_axis
 from ds_hf.engine.monitor import MonitorMaster, master, open_monitors
 from ds_hf.engine.monitor.late import later
 from ds_hf.errors import ConfigError
@@ -82,7 +82,7 @@ def test_what_waits_is_written_when_python_exits(tmp_path: Path) -> None:
 from pathlib import Path
 import torch
 from ds_hf import initialize
-from ds_hf.config.monitor_view import get_monitor_config
+from ds_hf.deepspeed_api.monitor_config import get_monitor_config
 from ds_hf.engine.monitor import MonitorMaster, master
 from tests.engine.monitor.slow_device import Slow, become_slow
 become_slow()

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_hf import Engine, initialize
 from ds_hf.engine import offloading
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
 from ds_hf.engine.optim.host_store import HostStore
 from ds_hf.engine.optim.stepping import _UnitsJob
 from ds_hf.errors import DsHfError
@@ -83,21 +82,21 @@ def after_the_end(engine: Engine) -> list[torch.Tensor]:
 
 
 def readers_wait() -> None:
-    HostStore.lands_later = False
+    HostStore.defers = False
     expected, losses = {}, []
     readers = (weights, masters, moments, saved, logits, after_the_end)
     for read in readers:
         engine = make()
         losses = train(engine, 0, STEPS)
-        assert not engine.optimizer.store._landing
+        assert not engine.optimizer.store._pending
         expected[read] = read(engine)
         engine.destroy()
-    HostStore.lands_later = True
+    HostStore.defers = True
     _UnitsJob._run = slowly(_UnitsJob._run)  # type: ignore[method-assign]
     for read in readers:
         engine = make()
         assert train(engine, 0, STEPS) == losses
-        left = engine.optimizer.store._landing.values()
+        left = engine.optimizer.store._pending.values()
         assert sum(not landing.update.done() for landing in left) > 2, "the step waited"
         assert_equal(read(engine), expected[read], read.__name__)
         engine.destroy()
@@ -110,7 +109,7 @@ def test_the_step_returns_and_readers_wait() -> None:
 def one_process_waits_for_all() -> None:
     engine = make()
     train(engine, 0, STEPS)
-    assert not engine.optimizer.store._landing
+    assert not engine.optimizer.store._pending
 
 
 def test_where_processes_gather_the_step_waits() -> None:

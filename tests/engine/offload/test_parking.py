@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.zero.access import safe_get_full_fp32_param
 from ds_hf.errors import DsHfError

@@ -101,7 +101,7 @@ def test_a_rule_is_the_reference(case: str, types: tuple[torch.dtype, ...], isa:
     params, grads, outs = Entries(param_type), Entries(grad_type, shift=1, scale=100), Entries(out_type, shift=1)
     moments = [Entries(moment_type, positive=place == 1 or name == "adagrad_", shift=place) for place in range(count)]
     steps = [torch.tensor(float(1 + index)) for index in range(len(params.tensors))]
-    control = torch.tensor([0.01, 0.0])
+    scale_and_skip = torch.tensor([0.01, 0.0])
     wide = [group.wide() for group in (params, grads, *moments)]
     old = [grad.clone() for grad in grads.tensors]
 
@@ -109,7 +109,7 @@ def test_a_rule_is_the_reference(case: str, types: tuple[torch.dtype, ...], isa:
         function: Callable[..., None] = getattr(module, name)
         if not count:
             groups = [*groups, []]
-        function(*groups, outs, *([steps] if stepped else []), control, **settings)
+        function(*groups, outs, *([steps] if stepped else []), scale_and_skip, **settings)
 
     call(reference, wide, [])
     call(cpu, [group.tensors for group in (params, grads, *moments)], outs.tensors)
@@ -202,8 +202,8 @@ def test_where_the_flag_is_set_nothing_is_written(case: str, isa: str) -> None:
     before = [[tensor.clone() for tensor in group] for group in groups]
     outs = [torch.full((37,), 3.0, dtype=BF16), torch.full((40_000,), 3.0, dtype=BF16)]
     for flag in (1.0, float("nan")):
-        control = torch.tensor([1.0, flag])
-        getattr(cpu, name)(*groups, outs, *([[torch.ones(())] * 2] if stepped else []), control, **settings)
+        scale_and_skip = torch.tensor([1.0, flag])
+        getattr(cpu, name)(*groups, outs, *([[torch.ones(())] * 2] if stepped else []), scale_and_skip, **settings)
     assert all(
         torch.equal(*pair) for old, new in zip(before, groups, strict=True) for pair in zip(old, new, strict=True)
     )

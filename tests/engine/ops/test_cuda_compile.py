@@ -65,8 +65,8 @@ def check(programs: list[str], arch: str, local_nbytes: int = 8) -> None:
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 def test_main_kernels(arch: str) -> None:
-    halves = update("Adam", BF16, BF16, F32, LOW)
-    check([update("Adam", *USUAL), halves, norm(BF16), total(BF16, BF16, NONE), lamb("lamb.cu", arch, *USUAL)], arch)
+    split = update("Adam", BF16, BF16, F32, LOW)
+    check([update("Adam", *USUAL), split, norm(BF16), total(BF16, BF16, NONE), lamb("lamb.cu", arch, *USUAL)], arch)
 
 
 @needs_compiler

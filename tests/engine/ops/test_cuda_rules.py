@@ -13,7 +13,7 @@ import torch
 
 from ds_hf.engine.ops import cuda, cuda_lamb, cuda_launch
 from ds_hf.engine.ops.cuda_launch import Tuning, Tunings
-from ds_hf.engine.ops.halves import LOW, halves
+from ds_hf.engine.ops.split_master import LOW, split_fp32
 from tests.helpers import ops_cases as cases
 from tests.helpers.cuda_emulator import Emulator, missing
 
@@ -43,7 +43,7 @@ def ops(machine: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_rule(ops: Any, rule: str) -> None:
     for offset in (0, 1, 3, 4):
         data = cases.make(SIZES, out=BF16, rule=rule, offset=offset)
-        cases.check_update(ops, rule, data, cases.control_of("cpu") if offset else None)
+        cases.check_update(ops, rule, data, cases.scale_and_skip_of("cpu") if offset else None)
 
 
 @pytest.mark.parametrize(
@@ -60,23 +60,23 @@ def test_dtypes(ops: Any, param: torch.dtype, grad: torch.dtype, moment: torch.d
 def test_masters_in_halves(ops: Any, rule: str) -> None:
     for offset in (0, 5):
         data = cases.make(SIZES, rule=rule, param=BF16, grad=BF16, out=LOW, offset=offset)
-        cases.check_halves(ops, rule, data, cases.control_of("cpu") if offset else None)
+        cases.check_split(ops, rule, data, cases.scale_and_skip_of("cpu") if offset else None)
 
 
 def test_halves_of_special_numbers(ops: Any) -> None:
     data = cases.make([len(SPECIAL)], rule="sgd-plain", param=BF16, out=LOW)
     master = torch.tensor(SPECIAL)
-    high, low = halves(master)
+    high, low = split_fp32(master)
     data.params, data.grads, data.outs = [high], [torch.zeros_like(master)], [low]
     before = [data.params[0].clone(), data.outs[0].clone()]
-    cases.check_halves(ops, "sgd-plain", data)
+    cases.check_split(ops, "sgd-plain", data)
     assert torch.equal(data.params[0].nan_to_num(7), before[0].nan_to_num(7))
     assert torch.equal(data.outs[0], before[1])
 
 
 def test_flag_leaves_halves_alone(ops: Any) -> None:
     data = cases.make(SIZES, param=BF16, out=LOW)
-    cases.check_skip(data, lambda control: cases.call_update(ops, "adamw", data, control))
+    cases.check_skip(data, lambda scale_and_skip: cases.call_update(ops, "adamw", data, scale_and_skip))
 
 
 def test_pointers_of_different_alignment(ops: Any) -> None:
@@ -105,7 +105,7 @@ def test_rate_on_device(ops: Any) -> None:
 def test_flag_writes_nothing(ops: Any, rule: str) -> None:
     for offset in (0, 1):
         data = cases.make(SIZES, out=BF16, rule=rule, offset=offset)
-        cases.check_skip(data, lambda control, data=data: cases.call_update(ops, rule, data, control))
+        cases.check_skip(data, lambda scale_and_skip, data=data: cases.call_update(ops, rule, data, scale_and_skip))
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adam", "lion", "adagrad", "sgd"])
@@ -128,12 +128,12 @@ def test_denormals_are_kept(ops: Any) -> None:
 
 
 def test_rounds_to_nearest_even(ops: Any) -> None:
-    halves = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.4e38, 1e-41]).repeat(100)
+    split = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.4e38, 1e-41]).repeat(100)
     data = cases.make([600], out=BF16, rule="sgd-plain")
     data.params[0].zero_()
-    data.grads[0].copy_(-halves)
+    data.grads[0].copy_(-split)
     cases.call_update(ops, "sgd-plain", data, None, lr=1.0)
-    assert torch.equal(data.outs[0], halves.to(BF16))
+    assert torch.equal(data.outs[0], split.to(BF16))
 
 
 def test_stochastic_rounding(ops: Any) -> None:
@@ -183,7 +183,7 @@ def test_norm(ops: Any, dtype: torch.dtype) -> None:
 
 def test_update_that_starts_early(ops: Any, machine: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "early", True)
-    cases.check_update(ops, "adamw", cases.make(SIZES, grad=BF16, out=BF16), cases.control_of("cpu"))
+    cases.check_update(ops, "adamw", cases.make(SIZES, grad=BF16, out=BF16), cases.scale_and_skip_of("cpu"))
 
 
 def test_control(ops: Any, machine: Emulator) -> None:
@@ -238,7 +238,7 @@ def check_lamb(ops: Any, kernel: str, machine: Emulator, data: cases.Data, *args
 def test_lamb(ops: Any, kernel: str, machine: Emulator, changes: dict[str, Any]) -> None:
     for offset in (0, 1, 4):
         data = cases.make(SIZES, out=BF16, offset=offset)
-        check_lamb(ops, kernel, machine, data, cases.control_of("cpu") if offset else None, **changes)
+        check_lamb(ops, kernel, machine, data, cases.scale_and_skip_of("cpu") if offset else None, **changes)
 
 
 # In the kernels of one launch a tile has 256 elements, there are 4 blocks, and a block keeps 6 tiles in shared memory.
@@ -304,7 +304,9 @@ def test_lamb_of_nothing_and_of_zeros(ops: Any, kernel: str, machine: Emulator) 
 def test_lamb_flag_writes_nothing(ops: Any, kernel: str, machine: Emulator) -> None:
     for numels in (SIZES, [30000]):
         data = cases.make(numels, out=BF16)
-        cases.check_skip(data, lambda control, data=data: cases.call_lamb(ops, data, control, kernel != "lamb_apply"))
+        cases.check_skip(
+            data, lambda scale_and_skip, data=data: cases.call_lamb(ops, data, scale_and_skip, kernel != "lamb_apply")
+        )
     assert kernel in {name for name, _ in machine.launches}
 
 

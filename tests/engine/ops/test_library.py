@@ -56,9 +56,13 @@ def put(place: int, index: int, value: Tensor) -> Callable[[list[Any]], None]:
         (put(3, 1, torch.zeros(11, device="meta")), ValueError, r"exp_avg_sqs\[1\] is on meta"),
         (put(5, 0, torch.ones(3)), ValueError, r"steps\[0\] must be one fp32 number, not float32 \[3\]"),
         (put(5, 0, torch.ones((), dtype=torch.int64)), TypeError, "steps are int64"),
-        (lambda a: a.__setitem__(6, torch.ones(3)), ValueError, "control must be fp32 of 2 elements"),
-        (lambda a: a.__setitem__(6, torch.ones(2, dtype=torch.float64)), ValueError, "control must be fp32"),
-        (lambda a: a.__setitem__(6, torch.ones(2, device="meta")), ValueError, "control .* on cpu, not .* on meta"),
+        (lambda a: a.__setitem__(6, torch.ones(3)), ValueError, "scale_and_skip must be fp32 of 2 elements"),
+        (lambda a: a.__setitem__(6, torch.ones(2, dtype=torch.float64)), ValueError, "scale_and_skip must be fp32"),
+        (
+            lambda a: a.__setitem__(6, torch.ones(2, device="meta")),
+            ValueError,
+            "scale_and_skip .* on cpu, not .* meta",
+        ),
     ],
 )
 def test_wrong_arguments_are_named_and_nothing_is_written(

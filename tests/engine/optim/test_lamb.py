@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.engine.optim.base import Piece, UnitPieces
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.zero.layout import FlatLayout
@@ -186,10 +186,10 @@ def test_control_scales_and_forbids() -> None:
     for step in range(4):
         grads = draw(100 + step)
         before = copy.deepcopy([optimizer.state[p] for p in params]), [p.detach().clone() for p in params]
-        optimizer.update(group, params, [g * float("nan") for g in grads], control=torch.tensor([0.25, 1.0]))
+        optimizer.update(group, params, [g * float("nan") for g in grads], scale_and_skip=torch.tensor([0.25, 1.0]))
         if step:
             assert str(before) == str(([optimizer.state[p] for p in params], [p.detach() for p in params]))
-        optimizer.update(group, params, [grad * 4 for grad in grads], control=torch.tensor([0.25, 0.0]))
+        optimizer.update(group, params, [grad * 4 for grad in grads], scale_and_skip=torch.tensor([0.25, 0.0]))
         for rule, grad in zip(rules, grads, strict=True):
             rule.step(grad)
     assert_equal(params, rules)

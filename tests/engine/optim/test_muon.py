@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_hf.deepspeed_api.muon import adam_update, muon_update
 from ds_hf.engine.optim.muon import Muon, MuonWithAuxAdam
-from ds_hf.engine.optim.muon_functions import adam_update, muon_update
 from ds_hf.engine.optim.muon_groups import mark_matrices, muon_of_json
 from tests.engine.optim.test_newton_schulz import by_singular_values
 
@@ -208,10 +208,10 @@ def test_control_scales_and_forbids() -> None:
             forbid, scale = torch.tensor([0.25, 1.0]), torch.tensor([0.25, 0.0])
             nans = [torch.full_like(grads[index], float("nan"))]
             out = [torch.zeros_like(params[index], dtype=torch.bfloat16)]
-            mine.update(mine.param_groups[index], [params[index]], nans, out, control=forbid)
+            mine.update(mine.param_groups[index], [params[index]], nans, out, scale_and_skip=forbid)
             assert step == 0 or before == str([mine.state[params[index]], params[index]])
             assert not out[0].any()
-            mine.update(mine.param_groups[index], [params[index]], [grads[index] * 4], control=scale)
+            mine.update(mine.param_groups[index], [params[index]], [grads[index] * 4], scale_and_skip=scale)
             plain.update(plain.param_groups[index], [others[index]], [grads[index]])
     for param, other in zip(params, others, strict=True):
         torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)

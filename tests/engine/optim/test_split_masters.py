@@ -1,4 +1,4 @@
-"""Masters in halves: the same training, in two bytes a parameter less, whoever looks at the masters."""
+"""Split masters: the same training, in two bytes a parameter less, whoever looks at the masters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hf.engine import builder
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
-from ds_hf.engine.lr_probe import snapshot as lr_probe
-from ds_hf.engine.ops.halves import halves
+from ds_hf import Engine, initialize
+from ds_hf.engine import parts
+from ds_hf.engine.ops.split_master import split_fp32
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.lamb import FusedLamb
-from ds_hf.engine.optim.room import Room
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.trial import snapshot as trial
+from ds_hf.engine.optim.stream_share import Room
+from ds_hf.engine.probes.learning_rate import snapshot as lr_probe
+from ds_hf.engine.probes.trial import snapshot as trial
 from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
@@ -99,15 +98,15 @@ def close(mine: list[Tensor], others: list[Tensor], tolerance: float = 1e-5) -> 
 def trains_as_whole_masters_do(stage: int) -> None:
     for rule in RULES:
         split, whole = make(stage, True, rule=rule), make(stage, False, rule=rule)
-        assert optimizer_of(split).lows
-        assert not optimizer_of(whole).lows
+        assert optimizer_of(split).low_bits
+        assert not optimizer_of(whole).low_bits
         close(masters(split), masters(whole), 0)  # exact from the start: the model came in fp32
         assert train(split) == pytest.approx(train(whole), rel=2e-3)  # kernels and reference round apart
         close(masters(split), masters(whole), 2e-3)
         for master, weight in zip(masters(split), weights(split), strict=True):
-            assert torch.equal(halves(master)[0], weight)
+            assert torch.equal(split_fp32(master)[0], weight)
         saved = optimizer_of(whole).nbytes - optimizer_of(split).nbytes
-        assert saved == sum(2 * low.numel() for low in optimizer_of(split).lows.values())
+        assert saved == sum(2 * low.numel() for low in optimizer_of(split).low_bits.values())
         split.destroy()
         whole.destroy()
 
@@ -121,7 +120,7 @@ def is_seen_and_written(stage: int) -> None:
     got = safe_get_full_fp32_param(param)
     assert got is not None
     assert torch.equal(got, value)
-    assert torch.equal(weights(engine)[0], halves(value)[0])
+    assert torch.equal(weights(engine)[0], split_fp32(value)[0])
     piece = safe_get_local_fp32_param(param)
     assert piece is not None
     safe_set_local_fp32_param(param, piece / 3)
@@ -151,7 +150,7 @@ def joins_for_hooks_and_names(stage: int) -> None:
     close(masters(hooked), before, 0)
     assert train(hooked, 2) == pytest.approx(train(free, 2), rel=2e-3)
     assert calls == [1, 1]
-    assert not optimizer_of(hooked).lows
+    assert not optimizer_of(hooked).low_bits
     for buffer, place in places.items():  # masters come to where the moments are
         kept = optimizer_of(hooked).store.places[buffer]  # type: ignore[attr-defined]
         assert (kept is Place.DEVICE) == (place is Place.DEVICE)
@@ -246,9 +245,9 @@ def offloaded(folder: str, way: dict[str, Any]) -> None:
         assert isinstance(store, HostStore)
         elsewhere = {b for b, place in store.places.items() if place is not Place.HOST}
         if way.get("ratio") == "auto":  # after the second step all are there, some with whole masters
-            assert elsewhere == set(store.places) > optimizer_of(gone).lows.keys() != set()
+            assert elsewhere == set(store.places) > optimizer_of(gone).low_bits.keys() != set()
         else:
-            assert optimizer_of(gone).lows.keys() == elsewhere
+            assert optimizer_of(gone).low_bits.keys() == elsewhere
         close(masters(gone), masters(here), 2e-3)
         here.destroy()
         gone.destroy()
@@ -277,7 +276,7 @@ def where_it_does_not_apply() -> None:
 
     by_the_cpu = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     told: list[str] = []
-    builder.warn_once = told.append
+    parts.warn_once = told.append
     for engine in (
         make(2, True, optimizer=lamb),
         make(2, True, optimizer=unknown),
@@ -285,7 +284,7 @@ def where_it_does_not_apply() -> None:
         initialize(model=TinyLM(vocab=64, width=48, depth=2), config=base_config(2, ds_hf={"split_masters": True}))[0],
         initialize(model=TinyLM(vocab=64, width=48, depth=2), config=base_config(2, bf16={"enabled": True}))[0],
     ):
-        assert not optimizer_of(engine).lows  # the last: "auto" is for GPUs
+        assert not optimizer_of(engine).low_bits  # the last: "auto" is for GPUs
         train(engine, 2)
         engine.destroy()
     assert sum("split_masters has no effect" in message for message in told) == 4  # all who asked for it

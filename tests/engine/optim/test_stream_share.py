@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf import log
+from ds_hf import initialize, log
 from ds_hf.engine import offloading
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.dist.mesh import Axis
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.link_speed import speed_both_ways
 from ds_hf.engine.optim import stream_share
@@ -27,7 +26,7 @@ GB = 10**9
 
 
 def units(*millions: int, movable: bool = True) -> list[HostUnit]:
-    """As AdamW has them with bf16 parameters and masters in halves, sizes in millions of elements."""
+    """As AdamW has them with bf16 parameters and masters split, sizes in millions of elements."""
     return [HostUnit(n * MILLION, 10 * n * MILLION, 2 * n * MILLION, movable) for n in millions]
 
 

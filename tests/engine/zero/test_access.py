@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.engine.zero import access
 from ds_hf.engine.zero.buffer import home_of
 from tests.engine.zero.zoo import WIDTH, Stack, mean_square

@@ -95,3 +95,14 @@ def test_deepspeeds_functions(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert printed.count("Model states of 1 M parameters") == 2
     assert printed.count("GiB |") == 2 * (2 + 6)
+
+
+def test_states_divided_inside() -> None:
+    size = ModelSize(1200, 800, 100)
+    inside, second = plan(3, mics_shard_size=2), plan(3, zero_hpz_partition_size=2)
+    needs = estimate_states(inside, size, 4)
+    assert (needs.parameters, needs.gradients, needs.optimizer) == (1200, 800, 400 * 12)
+    needs = estimate_states(second, size, 4)
+    assert (needs.parameters, needs.gradients, needs.optimizer) == (1200 + 400, 400, 200 * 12)
+    assert estimate_states(plan(1, mics_shard_size=2), size, 4).optimizer == 400 * 12
+    assert estimate_states(inside, size, 1) == estimate_states(plan(3), size, 1)

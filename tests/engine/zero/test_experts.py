@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from ds_hf.engine.zero.experts import Choice, find_choices
-from ds_hf.engine.zero.grouping import make_units
-from ds_hf.engine.zero.leaf import set_z3_leaf_modules
+from ds_hf.engine.zero.leaf import Choice, find_choices, set_z3_leaf_modules
+from ds_hf.engine.zero.planning import make_units
 
 
 def linears(count: int) -> nn.ModuleList:

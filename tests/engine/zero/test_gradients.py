@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ds_hf.engine.dist import peers
-from ds_hf.engine.dist.mesh import data_parallel_axis
-from ds_hf.engine.dist.peer_sums import PeerSums
+from ds_hf.engine.comm import peers
+from ds_hf.engine.comm.mesh import data_parallel_axis
+from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
-from tests.engine.dist.test_peers import peers_in_files
+from tests.engine.comm.test_peers import peers_in_files
 from tests.helpers.distributed import run_distributed
 
 SHAPES = [(5, 7), (3,), (4, 4)]

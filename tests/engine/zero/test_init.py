@@ -14,11 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf import initialize
+from ds_hf.deepspeed_api.accelerator import get_accelerator
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
 from ds_hf.engine.zero.gather import GatheredParameters
-from ds_hf.engine.zero.grouping import make_units
 from ds_hf.engine.zero.init import Init, ZeroParamStatus
 from ds_hf.engine.zero.leaf import (
     get_z3_leaf_modules,
@@ -27,6 +26,7 @@ from ds_hf.engine.zero.leaf import (
     set_z3_leaf_modules_by_suffix,
     unset_z3_leaf_modules,
 )
+from ds_hf.engine.zero.planning import make_units
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.engine import Engine
-from ds_hf.engine.zero import grouping
+from ds_hf import Engine, initialize
+from ds_hf.engine.zero import planning
 from ds_hf.engine.zero.buffer import BufferState
-from ds_hf.engine.zero.grouping import join_small, make_units
+from ds_hf.engine.zero.planning import join_small, make_units
 from ds_hf.engine.zero.unit import Unit
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import Block, Checkpointing, TinyLM, token_batches
@@ -46,7 +45,7 @@ def test_four_units_remain(depth: int, sizes: list[int]) -> None:
 def test_sizes_limit_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = blocks(24)
     numel = sum(p.numel() for p in model["blocks"][0].parameters())  # type: ignore[index]
-    monkeypatch.setattr(grouping, "_JOINED_NBYTES", 3 * 2 * numel)
+    monkeypatch.setattr(planning, "_JOINED_NBYTES", 3 * 2 * numel)
     assert {size for _, size in names(join_small(make_units(model), torch.bfloat16))} == {3}
     assert {size for _, size in names(join_small(make_units(model), None))} == {1}  # fp32: twice as much
     assert {size for _, size in names(join_small(make_units(model), torch.bfloat16, 4 * numel))} == {2}
@@ -158,10 +157,10 @@ def test_blocks_are_called_in_other_ways() -> None:
     run_distributed(other_ways, 2, timeout=100)
 
 
-def make(stage: int, joins: bool, **more: Any) -> Engine:
+def make(stage: int, joins: bool, checkpointing: Checkpointing = None, **more: Any) -> Engine:
     torch.manual_seed(1)
     config = {**config_of(stage, joins=joins), "optimizer": {"type": "SGD", "params": {"lr": 0.05}}, **more}
-    return initialize(model=TinyLM(depth=DEPTH, tied=False), config=config)[0]
+    return initialize(model=TinyLM(depth=DEPTH, tied=False, checkpointing=checkpointing), config=config)[0]
 
 
 def step(engine: Engine, seed: int) -> float:
@@ -199,6 +198,23 @@ def fewer_collectives() -> None:
 
 def test_a_step_has_fewer_collectives() -> None:
     run_distributed(fewer_collectives, 2, timeout=100)
+
+
+def sums_of_checkpointed_blocks() -> None:
+    checkpointings: tuple[Checkpointing, ...] = ("nonreentrant", "reentrant")
+    for checkpointing in checkpointings:
+        for micro_batches in (1, 2):
+            engine = make(3, True, checkpointing, gradient_accumulation_steps=micro_batches)
+            for seed in range(2 * micro_batches):
+                step(engine, seed)
+            counts = collectives_of_a_step(engine)
+            assert counts["reduce-scatter"] == 1 + 4, (checkpointing, micro_batches, counts)
+            engine.destroy()
+
+
+def test_checkpointed_blocks_are_summed_once_a_unit() -> None:
+    """Each recomputed block ends a call of its own; the gradients travel when that of the first block is over."""
+    run_distributed(sums_of_checkpointed_blocks, 2, timeout=60)
 
 
 def gathered(engine: Engine) -> list[str]:

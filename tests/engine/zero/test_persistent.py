@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hf.engine.builder import initialize
+from ds_hf import initialize
 from ds_hf.engine.zero.access import safe_get_full_fp32_param
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init

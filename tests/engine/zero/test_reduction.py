@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.builder import initialize
-from ds_hf.engine.dist import collectives, streams
-from ds_hf.engine.engine import Engine
+from ds_hf import Engine, initialize
+from ds_hf.engine.comm import collectives, streams
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.errors import DsHfError, LossError
@@ -95,14 +94,14 @@ def waits_of_a_step(stage: int, alone: bool, more: dict[str, Any]) -> tuple[int,
         streams._UNDER_WAY_NBYTES = collectives._EXCHANGED_NBYTES = 0
     torch.manual_seed(11)
     engine = initialize(model=Stack(), config=base_config(stage, optimizer=SGD, **more))[0]
-    waits, original = 0, streams.Lane.arrive
+    waits, original = 0, streams.CommStream.arrive
 
-    def counted(lane: streams.Lane) -> None:
+    def counted(comm_stream: streams.CommStream) -> None:
         nonlocal waits
-        waits += bool(lane._under_way)
-        original(lane)
+        waits += bool(comm_stream._under_way)
+        original(comm_stream)
 
-    streams.Lane.arrive = counted  # type: ignore[method-assign]
+    streams.CommStream.arrive = counted  # type: ignore[method-assign]
     for step in range(3):
         waits = 0
         _micro(engine, torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * step + dist.get_rank())))

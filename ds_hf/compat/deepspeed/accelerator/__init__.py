@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.accelerator import get_accelerator, is_current_accelerator_supported
-from ds_hf.engine.dist.accelerator import Accelerator as DeepSpeedAccelerator
+from ds_hf.deepspeed_api.accelerator import get_accelerator, is_current_accelerator_supported
+from ds_hf.deepspeed_api.accelerator import Accelerator as DeepSpeedAccelerator
 
 from .._missing import missing
 from . import abstract_accelerator, real_accelerator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.accelerator import Accelerator as DeepSpeedAccelerator
+from ds_hf.deepspeed_api.accelerator import Accelerator as DeepSpeedAccelerator
 
 from .._missing import missing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.accelerator import get_accelerator, is_current_accelerator_supported
+from ds_hf.deepspeed_api.accelerator import get_accelerator, is_current_accelerator_supported
 
 from .._missing import missing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.comms_logger import (
+from ds_hf.engine.comm.comms_logger import (
     CommsLogger,
     comms_logger,
     configure,
@@ -12,7 +12,7 @@ from ds_hf.engine.dist.comms_logger import (
     log_summary,
     reset_log,
 )
-from ds_hf.engine.dist.deepspeed_calls import (
+from ds_hf.deepspeed_api.collectives import (
     all_gather,
     all_gather_into_tensor,
     all_gather_object,
@@ -32,7 +32,7 @@ from ds_hf.engine.dist.deepspeed_calls import (
     scatter,
     send,
 )
-from ds_hf.engine.dist.process_group import (
+from ds_hf.engine.comm.process_group import (
     ProcessGroup,
     ReduceOp,
     destroy_process_group,
@@ -46,7 +46,7 @@ from ds_hf.engine.dist.process_group import (
     is_initialized,
     new_group,
 )
-from ds_hf.engine.dist.extra_collectives import (
+from ds_hf.deepspeed_api.extra_collectives import (
     P2POp,
     all_gather_coalesced,
     all_reduce_coalesced,

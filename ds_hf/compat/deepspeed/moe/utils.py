@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.optim.expert_groups import (
+from ds_hf.deepspeed_api.expert_groups import (
     configure_moe_param_groups,
     has_moe_layers,
     is_moe_param,

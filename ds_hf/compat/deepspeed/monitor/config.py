@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.config.monitor_view import DeepSpeedMonitorConfig, get_monitor_config
+from ds_hf.deepspeed_api.monitor_config import DeepSpeedMonitorConfig, get_monitor_config
 from ds_hf.config.types import CometSection as CometConfig
 from ds_hf.config.types import CsvMonitorSection as CSVConfig
 from ds_hf.config.types import TensorboardSection as TensorBoardConfig

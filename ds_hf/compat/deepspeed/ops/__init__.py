@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.native_ops import compatible_ops
+from ds_hf.deepspeed_api.op_builder import compatible_ops
 
 from .._missing import missing
 from . import adagrad, adam, aio, lamb, lion, op_builder

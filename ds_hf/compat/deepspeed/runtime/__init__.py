@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.optim.kinds import DeepSpeedOptimizer, ZeROOptimizer
+from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedOptimizer, ZeROOptimizer
 
 from .._missing import missing
 from . import (

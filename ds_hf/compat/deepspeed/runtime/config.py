@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.config.deepspeed_view import DeepSpeedConfig, get_bfloat16_config, get_float16_config
+from ds_hf.deepspeed_api.config import DeepSpeedConfig, get_bfloat16_config, get_float16_config
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
 from .._missing import missing

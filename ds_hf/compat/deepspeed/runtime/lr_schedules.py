@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.lr_names import (
+from ds_hf.deepspeed_api.schedules import (
     COS_MIN_RATIO,
     CYCLE_FIRST_STAIR_COUNT,
     CYCLE_FIRST_STEP_SIZE,
@@ -35,13 +35,8 @@ from ds_hf.engine.lr_names import (
     WARMUP_NUM_STEPS,
     WARMUP_TYPE,
 )
-from ds_hf.engine.lr_schedules import (
+from ds_hf.deepspeed_api.schedules import (
     VALID_LR_SCHEDULES,
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
     add_tuning_arguments,
     get_config_from_args,
     get_lr_from_config,
@@ -51,6 +46,7 @@ from ds_hf.engine.lr_schedules import (
     override_warmupCosineLR_params,
     override_warmupLR_params,
 )
+from ds_hf.engine.schedules.policies import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 from .._missing import missing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.config.deepspeed_view import (
+from ds_hf.deepspeed_api.config import (
     DeepSpeedBF16Config,
     DeepSpeedFP16Config,
     get_bfloat16_config,

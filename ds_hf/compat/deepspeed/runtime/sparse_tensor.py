@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.sparse_tensor import SparseTensor
+from ds_hf.deepspeed_api.sparse_tensor import SparseTensor
 
 from .._missing import missing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.autocast import (
+from ds_hf.deepspeed_api.autocast import (
     autocast_if_enabled,
     get_autocast_dtype,
     get_default_autocast_lower_precision_modules,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.runtime_utils import (
+from ds_hf.deepspeed_api.runtime_utils import (
     CheckOverflow,
     DummyOptim,
     call_to_str,

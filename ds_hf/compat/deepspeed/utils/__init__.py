@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ds_hf.engine.data import RepeatingLoader
-from ds_hf.engine.dist.messages import instrument_w_nvtx, log_dist, set_log_level_from_string
-from ds_hf.engine.dist.process_group import is_initialized
-from ds_hf.engine.runtime_utils import see_memory_usage
+from ds_hf.deepspeed_api.messages import instrument_w_nvtx, log_dist, set_log_level_from_string
+from ds_hf.engine.comm.process_group import is_initialized
+from ds_hf.deepspeed_api.runtime_utils import see_memory_usage
 from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -31,7 +31,7 @@ from ds_hf.engine.zero.leaf import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from ds_hf.engine.zero.on_device import OnDevice
+from ds_hf.deepspeed_api.on_device import OnDevice
 from ds_hf.log import logger
 
 from .._missing import missing

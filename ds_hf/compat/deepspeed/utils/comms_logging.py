@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.comms_logger import CommsLogger, calc_bw_log, convert_size
+from ds_hf.engine.comm.comms_logger import CommsLogger, calc_bw_log, convert_size
 
 from .._missing import missing
 

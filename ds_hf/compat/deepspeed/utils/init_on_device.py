@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.zero.on_device import OnDevice
+from ds_hf.deepspeed_api.on_device import OnDevice
 
 from .._missing import missing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.messages import log_dist, print_json_dist, set_log_level_from_string, warning_once
+from ds_hf.deepspeed_api.messages import log_dist, print_json_dist, set_log_level_from_string, warning_once
 from ds_hf.log import logger
 
 from .._missing import missing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.messages import instrument_w_nvtx
+from ds_hf.deepspeed_api.messages import instrument_w_nvtx
 
 from .._missing import missing
 

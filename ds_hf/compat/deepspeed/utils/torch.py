@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.runtime_utils import required_torch_version
+from ds_hf.deepspeed_api.runtime_utils import required_torch_version
 
 from .._missing import missing
 

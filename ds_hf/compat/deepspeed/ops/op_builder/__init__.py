@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.dist.native_ops import BUILDERS, OpBuilder
+from ds_hf.deepspeed_api.op_builder import BUILDERS, OpBuilder
 
 from ..._missing import missing
 from . import all_ops, builder

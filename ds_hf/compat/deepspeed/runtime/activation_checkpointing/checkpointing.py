@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.activation import activation_checkpointing
-from ds_hf.engine.activation import RngTracker as CudaRNGStatesTracker
+from ds_hf.deepspeed_api.activation_checkpointing import activation_checkpointing
+from ds_hf.deepspeed_api.activation_checkpointing import RngTracker as CudaRNGStatesTracker
 
 from ..._missing import missing
 

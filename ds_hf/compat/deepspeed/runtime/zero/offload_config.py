@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.config.deepspeed_view import OffloadDeviceEnum, OffloadStateTypeEnum
+from ds_hf.deepspeed_api.config import OffloadDeviceEnum, OffloadStateTypeEnum
 from ds_hf.config.types.zero import OffloadOptimizerSection as DeepSpeedZeroOffloadOptimizerConfig
 from ds_hf.config.types.zero import OffloadParamSection as DeepSpeedZeroOffloadParamConfig
 

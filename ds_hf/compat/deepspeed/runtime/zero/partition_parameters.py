@@ -13,7 +13,7 @@ from typing import Any
 from ds_hf.engine.zero.external import register_external_parameter
 from ds_hf.engine.zero.gather import GatheredParameters
 
-from ds_hf.engine.dist.accelerator import get_accelerator
+from ds_hf.deepspeed_api.accelerator import get_accelerator
 from ds_hf.engine.zero import init as _init
 
 from ..._missing import missing

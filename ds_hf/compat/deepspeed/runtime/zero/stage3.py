@@ -7,7 +7,7 @@ from ds_hf.engine.zero.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from ds_hf.engine.optim.kinds import DeepSpeedZeroOptimizer_Stage3
+from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedZeroOptimizer_Stage3
 
 from ..._missing import missing
 

@@ -7,7 +7,7 @@ from ds_hf.engine.zero.estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
-from ds_hf.engine.optim.kinds import DeepSpeedZeroOptimizer
+from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedZeroOptimizer
 
 from ..._missing import missing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.zero.tiling import TiledLinear, TiledLinearReturnBias
+from ds_hf.deepspeed_api.tiling import TiledLinear, TiledLinearReturnBias
 
 from ..._missing import missing
 

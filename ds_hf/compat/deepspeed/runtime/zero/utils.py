@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.runtime_utils import is_zero_param, is_zero_supported_optimizer
+from ds_hf.deepspeed_api.runtime_utils import is_zero_param, is_zero_supported_optimizer
 from ds_hf.errors import DsHfError as ZeRORuntimeException
 
 from ..._missing import missing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_hf.engine.optim.muon import MuonWithAuxAdam
-from ds_hf.engine.optim.muon_functions import adam_update, muon_update
+from ds_hf.deepspeed_api.muon import adam_update, muon_update
 
 from ...._missing import missing
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ds_hf.engine.optim.muon import Muon, MuonWithAuxAdam
 from ds_hf.engine.optim.muon import Muon as SingleDeviceMuon
 from ds_hf.engine.optim.muon import MuonWithAuxAdam as SingleDeviceMuonWithAuxAdam
-from ds_hf.engine.optim.muon_functions import adam_update, muon_update
+from ds_hf.deepspeed_api.muon import adam_update, muon_update
 from ds_hf.engine.optim.newton_schulz import (
     NS_METHODS,
     ns_compute_dtype,

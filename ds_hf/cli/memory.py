@@ -1,0 +1,237 @@
+"""The command ``ds-hf memory``: what training takes, at every stage and offload, without a GPU.
+
+Exit codes: 0 fine, 1 it cannot be predicted or the configuration has faults, 2 wrong usage.
+Torch is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ds_hf.errors import ConfigError
+from ds_hf.log import complain
+from ds_hf.printable import printable
+
+if TYPE_CHECKING:
+    from ds_hf.memory.prediction import Prediction
+    from ds_hf.memory.subject import Subject
+    from ds_hf.memory.table import Machine, Row
+
+__all__ = ["SETTINGS", "memory_command"]
+
+# What the command does not know belongs to the script.
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": True, "token_normalize_func": str}
+_DEFAULT_MEMORY = "80GiB"
+_PER_HOST = 8
+GIB = 1 << 30
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="A training script with its arguments, a folder or cached name of a model, or a description such as "
+        "llama:hidden=4096,layers=32,heads=32,intermediate=11008,vocab=32000.",
+        show_default=False,
+    ),
+]
+Rest = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)]
+ConfigFile = Annotated[
+    str | None, typer.Option("--config", help="DeepSpeed's JSON file, or a preset; for a script, its own by default.")
+]
+World = Annotated[int, typer.Option("--world-size", "-w", min=1, help="Number of processes, one for each GPU.")]
+Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Samples in one micro-batch of a process.")]
+Length = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample.")]
+Recompute = Annotated[
+    bool | None,
+    typer.Option("--checkpointing/--no-checkpointing", help="Gradient checkpointing; by default as in the model."),
+]
+Attention = Annotated[str | None, typer.Option("--attention", help="sdpa, eager, flash_attention_2, ...")]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory", help=f"Memory of one GPU; by default that of this machine, else {_DEFAULT_MEMORY}."
+    ),
+]
+HostMemory = Annotated[str | None, typer.Option("--host-memory", help="Memory of one host; not checked by default.")]
+PerHost = Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of processes that share a host.")]
+Weights = Annotated[bool, typer.Option("--load-weights", help="Let the script load its weights.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; all figures are bytes.")]
+
+
+def memory_command(
+    target: Target,
+    rest: Rest = None,
+    config: ConfigFile = None,
+    world_size: World = 1,
+    micro_batch: Micro = None,
+    seq_len: Length = None,
+    checkpointing: Recompute = None,
+    attention: Attention = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    gpus_per_host: PerHost = _PER_HOST,
+    load_weights: Weights = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict what training takes of GPU, host and disk, at every ZeRO stage and offload, without a GPU.
+
+    Options of this command may stand anywhere; what it does not know is the script's, and so is all that follows --.
+    """
+    from ds_hf.memory.prediction import UnpredictableError
+    from ds_hf.memory.subject import Request, Subject
+    from ds_hf.memory.table import Machine, parse_bytes, rows
+
+    request = Request(config, micro_batch, seq_len, checkpointing, attention, load_weights)
+    try:
+        host = None if host_memory is None else parse_bytes(host_memory)
+        machine = Machine(parse_bytes(device_memory or _this_device()), host, world_size, gpus_per_host)
+        with _working(as_json):
+            subject = Subject.of(target, rest or [], request)
+            table = list(rows(subject.predictor, subject.config, machine, micro_batch))
+    except (UnpredictableError, ConfigError) as error:
+        complain(error)
+        raise typer.Exit(1) from None
+    if as_json:
+        print(json.dumps(_as_json(subject, machine, table), indent=2))
+    else:
+        _print(subject, machine, table)
+
+
+def _this_device() -> str:
+    """Memory of the GPU here."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return _DEFAULT_MEMORY
+    return f"{torch.cuda.get_device_properties(0).total_memory}B"
+
+
+def _working(as_json: bool) -> AbstractContextManager[Any]:
+    """A line on the terminal while nothing else is to be seen."""
+    console = Console(stderr=True)
+    if as_json or not console.is_terminal:
+        return nullcontext()
+    return console.status("running the model without its values ...")
+
+
+def _as_json(subject: Subject, machine: Machine, table: list[Row]) -> dict[str, Any]:
+    parameters = list(subject.predictor.model.parameters())
+    workload = subject.predictor.workload
+    return {
+        "model": type(subject.predictor.model).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "seq_len": workload.seq_len,
+        "world_size": machine.world_size,
+        "device_memory": machine.device_memory,
+        "host_memory": machine.host_memory,
+        "notes": subject.notes,
+        "rows": [row.as_json() for row in table],
+    }
+
+
+def _print(subject: Subject, machine: Machine, table: list[Row]) -> None:
+    console = Console(highlight=False)
+    console.print(_title(subject, machine, table), soft_wrap=True)
+    for note in subject.notes:
+        console.print(Text(printable(f"note: {note}"), "dim"), soft_wrap=True)
+    console.print()
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    grid.add_column("stage")
+    grid.add_column("offload")
+    for name in ("GPU", "host", "disk", "micro-batch"):
+        grid.add_column(name, justify="right")
+    grid.add_column("")
+    shown = _shown(subject, table)
+    for row in table:
+        grid.add_row(*_cells(row, machine), style="bold" if row is shown else "" if row.fits else "dim")
+    console.print(grid)
+    per_host = min(machine.processes_per_host, machine.world_size)
+    where = f"GPU of each process, host and disk of the {per_host} on one host"
+    console.print(Text(f"GiB: {where}; micro-batch: the largest that fits", "dim"), soft_wrap=True)
+    for reason in dict.fromkeys(row.refused for row in table if row.refused):
+        console.print(Text(printable(f"refused: {reason}"), "dim"), soft_wrap=True)
+    if shown is not None and shown.prediction is not None:
+        console.print()
+        _print_parts(console, shown, shown.prediction)
+
+
+def _title(subject: Subject, machine: Machine, table: list[Row]) -> Text:
+    parameters = list(subject.predictor.model.parameters())
+    total, trained = (sum(p.numel() for p in parameters if every or p.requires_grad) for every in (True, False))
+    workload = subject.predictor.workload
+    predicted = next((row.prediction for row in table if row.prediction is not None), None)
+    batch = predicted.micro_batch if predicted is not None else workload.micro_batch
+    trains = "" if trained == total else f", of which {_count(trained)} train"
+    processes = f"{machine.world_size} process{'es' if machine.world_size > 1 else ''}"
+    return Text.assemble(
+        (type(subject.predictor.model).__name__, "bold"),
+        f": {_count(total)} parameters{trains}; micro-batch {batch} x {workload.seq_len} tokens; {processes} with "
+        f"{_gib(machine.device_memory)} GiB each",
+    )
+
+
+def _shown(subject: Subject, table: list[Row]) -> Row | None:
+    """The row whose parts are listed: the given configuration's, else the first that fits, else the smallest."""
+    possible = [row for row in table if row.prediction is not None]
+    own = [row for row in possible if row.chosen and subject.given]
+    fitting = [row for row in possible if row.fits]
+    if own or fitting:
+        return (own or fitting)[0]
+    return min(possible, key=lambda row: row.prediction.device_total if row.prediction else 0, default=None)
+
+
+def _cells(row: Row, machine: Machine) -> tuple[str, ...]:
+    if row.prediction is None:
+        return str(row.stage), row.offload, "-", "-", "-", "-", "refused"
+    processes = min(machine.processes_per_host, machine.world_size)
+    host, disk = (getattr(row.prediction, name) * processes for name in ("host_total", "disk_total"))
+    room = row.prediction.device_total <= machine.device_memory
+    verdict = "fits" if row.fits else "too large for the host" if room else "too large"
+    return (
+        str(row.stage),
+        row.offload,
+        _gib(row.prediction.device_total),
+        _gib(host),
+        _gib(disk) if disk else "-",
+        str(row.largest) if row.largest else "-",
+        verdict,
+    )
+
+
+def _print_parts(console: Console, row: Row, prediction: Prediction) -> None:
+    console.print(
+        Text.assemble(
+            (f"stage {row.stage}, offload {row.offload}" if row.offload != "-" else f"stage {row.stage}", "bold"),
+            f": each process, at the peak (in {prediction.moment})",
+        )
+    )
+    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column()
+    grid.add_column()
+    grid.add_column(justify="right")
+    places = {
+        "GPU": {**prediction.device, **prediction.outside},
+        "host": prediction.host,
+        "disk": prediction.disk,
+    }
+    for place, parts in places.items():
+        for index, (name, size) in enumerate(parts.items()):
+            after = " (before training)" if name == "loading" else ""
+            grid.add_row(Text("" if index else place, "bold"), name + after, _gib(size))
+    console.print(grid)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+
+
+def _gib(nbytes: int) -> str:
+    value = nbytes / GIB
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"

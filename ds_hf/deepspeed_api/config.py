@@ -1,0 +1,260 @@
+"""``deepspeed.DeepSpeedConfig``: a checked configuration under the attribute names that DeepSpeed's scripts read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from enum import Enum, IntEnum
+from typing import Any
+
+from ds_hf.config.load import load_config
+from ds_hf.config.types.precision import BF16Section, FP16Section
+from ds_hf.config.types.root import Config
+from ds_hf.deepspeed_api.monitor_config import DeepSpeedMonitorConfig
+
+__all__ = [
+    "DeepSpeedBF16Config",
+    "DeepSpeedConfig",
+    "DeepSpeedFP16Config",
+    "DeepSpeedZeroConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+    "ZeroStageEnum",
+    "get_bfloat16_config",
+    "get_float16_config",
+]
+
+
+class ZeroStageEnum(IntEnum):
+    """The stages by DeepSpeed's names."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where states may be offloaded to."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What ``engine.offload_states`` may take off the device."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class DeepSpeedConfig:
+    """Reads a configuration (path, dict, JSON text, ...) as ``initialize`` does.
+
+    Attributes that ds_hf has under the JSON's own names (``train_batch_size``, ``gradient_clipping``,
+    ``communication_data_type``, ...) are those of ``settings``.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        world_size = int(os.environ.get("WORLD_SIZE") or 1) if mpu is None else mpu.get_data_parallel_world_size()
+        if mesh_device is not None:
+            world_size = mesh_device["data_parallel"].size()
+        self.world_size: int = world_size
+        self.settings: Config = load_config(config, world_size=world_size)
+
+    @classmethod
+    def of(cls, settings: Config, world_size: int) -> DeepSpeedConfig:
+        """The view of a configuration that has been read already."""
+        view = cls.__new__(cls)
+        view.world_size, view.settings = world_size, settings
+        return view
+
+    def __getattr__(self, name: str) -> Any:
+        settings = self.__dict__.get("settings")
+        if settings is None or not hasattr(settings, name):
+            raise AttributeError(
+                f"DeepSpeedConfig of ds_hf has no attribute {name!r}; settings has {_fields(settings)}"
+            )
+        return getattr(settings, name)
+
+    @property
+    def _param_dict(self) -> dict[str, Any]:
+        return self.settings.resolved
+
+    @property
+    def zero_config(self) -> Any:
+        """The section ``zero_optimization``."""
+        return self.settings.zero_optimization
+
+    @property
+    def zero_optimization_stage(self) -> int:
+        return self.settings.zero_optimization.stage
+
+    @property
+    def zero_enabled(self) -> bool:
+        return self.settings.zero_optimization.stage > 0
+
+    @property
+    def overlaps_communication(self) -> bool:
+        """``overlap_comm``, whose default depends on the stage."""
+        zero = self.settings.zero_optimization
+        return zero.stage == ZeroStageEnum.weights if zero.overlap_comm is None else zero.overlap_comm
+
+    @property
+    def float16_config(self) -> Any:
+        """The section ``fp16``."""
+        return self.settings.fp16
+
+    @property
+    def bfloat16_config(self) -> Any:
+        """The section ``bf16``."""
+        return self.settings.bf16
+
+    @property
+    def float16_enabled(self) -> bool:
+        return self.settings.fp16.enabled
+
+    fp16_enabled = float16_enabled
+
+    @property
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.bf16.enabled
+
+    @property
+    def optimizer_name(self) -> str | None:
+        return None if self.settings.optimizer is None else self.settings.optimizer.type.lower()
+
+    @property
+    def optimizer_params(self) -> dict[str, Any] | None:
+        return None if self.settings.optimizer is None else dict(self.settings.optimizer.params)
+
+    @property
+    def scheduler_name(self) -> str | None:
+        return None if self.settings.scheduler is None else self.settings.scheduler.type
+
+    @property
+    def scheduler_params(self) -> dict[str, Any] | None:
+        return None if self.settings.scheduler is None else dict(self.settings.scheduler.params)
+
+    @property
+    def activation_checkpointing_config(self) -> Any:
+        """The section ``activation_checkpointing``."""
+        return self.settings.activation_checkpointing
+
+    @property
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
+        """The sections of the monitors."""
+        return DeepSpeedMonitorConfig.of(self.settings)
+
+    def print_user_config(self) -> str:
+        """The configuration as JSON text."""
+        import json
+
+        return json.dumps(self.settings.resolved, indent=4, sort_keys=True)
+
+
+class DeepSpeedZeroConfig:
+    """The section ``zero_optimization`` alone, checked; settings go by their names of the JSON, with and without
+    ``stage3_``.
+
+    Raises:
+        ConfigError: a setting is wrong; it is a ``ValueError``.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        given = {key: value for key, value in values.items() if value is not None}
+        whole = {"train_batch_size": 1, "zero_optimization": {"stage": 3, **given}}  # a stage that may have anything
+        settings = load_config(whole, allow_auto=True, check_batch=False)
+        section = replace(settings.zero_optimization, stage=given.get("stage", 0))
+        self.settings = replace(settings, zero_optimization=section)
+
+    def __getattr__(self, name: str) -> Any:
+        settings = self.__dict__.get("settings")
+        section = None if settings is None else settings.zero_optimization
+        for full in (name, f"stage3_{name}"):
+            if hasattr(section, full):
+                return getattr(section, full)
+        raise AttributeError(f"zero_optimization has no setting {name!r}; it has {_fields(section)}")
+
+    @property
+    def overlap_comm(self) -> bool:
+        """Its default depends on the stage."""
+        return DeepSpeedConfig.of(self.settings, 1).overlaps_communication
+
+    @property
+    def offload_param(self) -> Any:
+        """The section, ``None`` where there is none."""
+        return self._section("offload_param")
+
+    @property
+    def offload_optimizer(self) -> Any:
+        """The section, ``None`` where there is none."""
+        return self._section("offload_optimizer")
+
+    def _section(self, name: str) -> Any:
+        there = name in self.settings.resolved.get("zero_optimization", {})
+        return getattr(self.settings.zero_optimization, name) if there else None
+
+
+class DeepSpeedFP16Config(FP16Section):
+    """The section ``fp16`` alone, checked.
+
+    Raises:
+        ConfigError: a setting is wrong; it is a ``ValueError``.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**asdict(_checked("fp16", values).fp16))
+
+    def initial_dynamic_scale(self) -> float:
+        """The scale that dynamic scaling starts with."""
+        return 2.0**self.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """The arguments of DeepSpeed's dynamic scaler."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
+
+class DeepSpeedBF16Config(BF16Section):
+    """The section ``bf16`` alone, checked.
+
+    Raises:
+        ConfigError: a setting is wrong; it is a ``ValueError``.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**asdict(_checked("bf16", values).bf16))
+
+
+def get_float16_config(param_dict: dict[str, Any]) -> DeepSpeedFP16Config:
+    """The section ``fp16`` of a whole configuration; defaults where there is none."""
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+
+
+def get_bfloat16_config(param_dict: dict[str, Any]) -> DeepSpeedBF16Config:
+    """The section ``bf16`` (or ``bfloat16``, its older name); defaults where there is none."""
+    section = param_dict.get("bf16")
+    return DeepSpeedBF16Config(**(param_dict.get("bfloat16", {}) if section is None else section))
+
+
+def _checked(name: str, values: dict[str, Any]) -> Config:
+    whole = {"zero_optimization": {"stage": 2}, name: values}  # a stage that may have anything
+    return load_config(whole, allow_auto=True, check_batch=False)
+
+
+def _fields(settings: Any) -> str:
+    return ", ".join(sorted(vars(settings))) if settings is not None else "nothing yet"

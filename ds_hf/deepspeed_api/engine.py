@@ -1,0 +1,343 @@
+"""The engine as users hold it: that of ``ds_hf.engine`` with the names by which DeepSpeed's users ask it about itself.
+
+Most are thin reads of settings and counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ds_hf.config.types import Config
+from ds_hf.deepspeed_api.engine_settings import SettingsNames
+from ds_hf.deepspeed_api.engine_states import StatesNames
+from ds_hf.deepspeed_api.optimizer import ParameterOffload
+from ds_hf.engine.accumulation import BatchSizes
+from ds_hf.engine.checkpoint import save as checkpoint_save
+from ds_hf.engine.checkpoint.export import export_engine
+from ds_hf.engine.comm.process_group import get_local_rank
+from ds_hf.engine.data import ShardedLoader, build_dataloader
+from ds_hf.engine.monitor import MonitorMaster
+from ds_hf.engine.parts import EngineParts
+from ds_hf.engine.probes.learning_rate.feeding import range_test
+from ds_hf.engine.zero.buffer import unshard
+from ds_hf.lr import LrOptions, LrResult
+
+if TYPE_CHECKING:
+    from ds_hf.engine.compiling import CompileReport
+
+__all__ = ["Engine"]
+
+
+class Engine(SettingsNames, StatesNames):
+    """Trains ``module`` as the configuration says.
+
+    Attributes:
+        module: the user's model, the same object.
+        optimizer: the sharded optimizer, ``None`` for an engine that only infers.
+        lr_scheduler: scheduler that the engine steps, ``None`` when the user steps their own.
+        config: the configuration as the plain dict that was given.
+        settings: the same, validated and typed.
+        plan: where each row of the model states lives.
+        monitor: writes events where the configuration says; users may give it theirs.
+        global_steps: optimizer steps tried; ``skipped_steps`` of them were skipped for an overflow.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: MonitorMaster
+    ) -> None:
+        super().__init__(module, config, settings, parts, monitor)
+        if self.optimizer is not None and self.plan.shards_parameters:
+            self.optimizer.parameter_offload = ParameterOffload(module)  # type: ignore[attr-defined]  # for TRL
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name == "module":
+                raise
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            raise AttributeError(f"neither the engine nor {type(module).__name__} has an attribute {name!r}") from None
+
+    # -- settings -------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        return self.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.accumulation.steps
+
+    def gradient_clipping(self) -> float:
+        return self.settings.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        return self.plan.shards_optimizer
+
+    def zero_optimization_stage(self) -> int:
+        return self.settings.zero_optimization.stage
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.plan.shards_parameters
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.plan.reduces_every_micro_batch
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def fp16_enabled(self) -> bool:
+        return self.settings.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.bf16.enabled
+
+    def steps_per_print(self) -> float | None:
+        return self.settings.steps_per_print
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Global batch, micro-batch of a process, accumulation steps."""
+        return self.batch.train, self.batch.micro, self.accumulation.steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch from the next step on, by accumulating more or fewer micro-batches.
+
+        Raises:
+            ValueError: it is not a multiple of micro-batch x data-parallel processes.
+        """
+        per_micro_batch = self.batch.micro * self.mesh.shape.data
+        if train_batch_size < 1 or train_batch_size % per_micro_batch:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not a multiple of {per_micro_batch} "
+                f"(micro-batch {self.batch.micro} x {self.mesh.shape.data} processes)"
+            )
+        steps = train_batch_size // per_micro_batch
+        self.batch = BatchSizes(train_batch_size, self.batch.micro, steps)
+        self.accumulation.steps = steps
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that the caller's micro-batches have another size now; accumulation stays."""
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is at least 1, not {micro_batch_size}")
+        steps = self.accumulation.steps
+        self.batch = BatchSizes(micro_batch_size * steps * self.mesh.shape.data, micro_batch_size, steps)
+
+    @property
+    def global_rank(self) -> int:
+        """Rank among all processes."""
+        return dist.get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this machine (``LOCAL_RANK``)."""
+        return get_local_rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of all processes."""
+        return dist.get_world_size()
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of processes that read different samples."""
+        return self.mesh.shape.data
+
+    def optimizer_name(self) -> str | None:
+        return None if self.settings.optimizer is None else self.settings.optimizer.type
+
+    def scheduler_name(self) -> str | None:
+        return None if self.settings.scheduler is None else self.settings.scheduler.type
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model's parameters."""
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
+
+    get_data_types = dtype
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def managed_gradient_accumulation(self) -> bool:
+        return self.settings.managed_gradient_accumulation
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches finished."""
+        return self.accumulation.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.accumulation.micro_steps = value
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        self._settle()
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum (or Adam's betas) of each parameter group."""
+        self._settle()
+        if self.optimizer is None:
+            return []
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def loss_scale(self) -> float:
+        """Present fp16 loss scale, 1 without."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scaler.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.plan.scales_loss and not (self.fp16_enabled() and self.settings.fp16.loss_scale)
+
+    def empty_partition_cache(self) -> None:
+        """Give back the memory of gathered parameters that stay between uses (where parameters are sharded)."""
+        self._finish_update()
+        for unit in self.units:
+            unit.release()
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> ShardedLoader:
+        """A loader of this rank's batches, as ``initialize(training_data=...)`` returns one.
+
+        Args:
+            batch_size: of one process; default the micro-batch.
+            route: accepted for DeepSpeed's sake; a loader for evaluation shards in the same way.
+
+        Raises:
+            ValueError: ``data_sampler`` is given: the loader brings the one that shards and resumes.
+        """
+        if data_sampler is not None:
+            raise ValueError("deepspeed_io() has a sampler of its own: give data_sampler to a torch DataLoader instead")
+        return build_dataloader(
+            dataset,
+            batch_size or self.batch.micro,
+            collate_fn,
+            self.settings.dataloader_drop_last,
+            self.mesh.sample_rank,
+            self.mesh.shape.data,
+            num_local_io_workers or 0,
+            pin_memory,
+        )
+
+    # -- learning rate --------------------------------------------------------------------------------------------
+
+    def lr_range_test(
+        self,
+        batches: Iterable[Any],
+        *,
+        held_out: Iterable[Any] | None = None,
+        loss_of: Callable[[Any, Any], Tensor] | None = None,
+        options: LrOptions | None = None,
+        **changes: Any,
+    ) -> LrResult:
+        """Find a learning rate by range tests and short trainings; the engine is unchanged afterwards. Collective.
+
+        Args:
+            batches: this rank's micro-batches: mappings of the model's keywords, sequences of its arguments, or one.
+            held_out: others to judge by; by default the last of ``batches`` are set aside.
+            loss_of: gives the loss of ``(engine, batch)`` where the model does not return it.
+            options: see ``ds_hf.lr.LrOptions``; ``changes`` to single ones of them.
+
+        Returns:
+            ``lr``, ``interval``, the curves, and ``advice()`` with schedules.
+
+        Raises:
+            DsHfError: there are too few batches, the call comes inside an accumulation, or every rate diverges.
+        """
+        chosen = replace(LrOptions() if options is None else options, **changes)
+        return range_test(self, batches, held_out, loss_of, chosen)
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The model's state dict as this rank holds it (sharded parameters are empty)."""
+        state: dict[str, Tensor] = self.module.state_dict()
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
+        """Load whole weights, the same on every rank, into the model and the masters behind it. Collective."""
+        buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        with unshard(buffers):
+            self.module.load_state_dict(state_dict, strict=strict)
+            for buffer in buffers:
+                buffer.write_back()
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """Whole weights on rank 0's CPU, ``None`` elsewhere. Collective.
+
+        Adapters on a frozen model are small and are gathered whatever the configuration says: transformers would write
+        an empty adapter otherwise.
+
+        Raises:
+            ValueError: ``stage3_gather_16bit_weights_on_model_save`` is off.
+        """
+        adapters = exclude_frozen_parameters and any(not param.requires_grad for param in self.module.parameters())
+        if self.plan.shards_parameters and not adapters and not self.zero_gather_16bit_weights_on_model_save():
+            raise ValueError(
+                "the whole weights are not gathered on save: set "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save to true, or use save_checkpoint() and "
+                "zero_to_fp32.py"
+            )
+        self._finish_update()
+        state = checkpoint_save.consolidated_state_dict(self, exclude_frozen_parameters)
+        if adapters:
+            self.hooks.keep_root()
+        return state
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write whole weights in the model's dtype; ``False`` when sharded weights may not be gathered."""
+        self._finish_update()
+        return checkpoint_save.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def export_pretrained(
+        self, save_dir: str | Path, *, dtype: torch.dtype | None = None, max_shard_size: str | int | None = "5GB"
+    ) -> None:
+        """Write sharded safetensors and the model's configuration for ``from_pretrained``, at every stage. Collective.
+
+        At most one unit is gathered at a time. ``dtype`` is that of the weights, by default the model's.
+
+        Raises:
+            CheckpointError: on every rank, when it could not be written.
+        """
+        export_engine(self, save_dir, dtype=dtype, max_shard_size=max_shard_size)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether modules of the model are compiled."""
+        return bool(self.compiler.compiled)
+
+    def compile_report(self) -> CompileReport:
+        """Compiled modules, graphs and graph breaks so far."""
+        return self.compiler.report()

@@ -1,0 +1,69 @@
+"""The process groups of the engine that was made last; before that, all processes: ``deepspeed.utils.groups``."""
+
+from __future__ import annotations
+
+from ds_hf.engine.comm.mesh import Axis, Mesh
+from ds_hf.engine.comm.process_group import ProcessGroup, get_rank, get_world_group, get_world_size
+
+_latest: Mesh | None = None
+
+
+def remember(mesh: Mesh) -> None:
+    """The functions below answer for ``mesh`` from now on. DeepSpeed's functions take no engine."""
+    global _latest
+    _latest = mesh
+
+
+def _data() -> Axis | None:
+    """``None`` where it is all processes: torch's own group, which may have been made anew since."""
+    return None if _latest is None or _latest.replicas.group is None else _latest.replicas
+
+
+def _tensor() -> Axis | None:
+    return None if _latest is None or _latest.shape.tensor == 1 else _latest.axis("tensor")
+
+
+def _get_data_parallel_group() -> ProcessGroup:
+    axis = _data()
+    return get_world_group() if axis is None or axis.group is None else axis.group
+
+
+def _get_data_parallel_world_size() -> int:
+    axis = _data()
+    return get_world_size() if axis is None else axis.world_size
+
+
+def _get_data_parallel_rank() -> int:
+    axis = _data()
+    return get_rank() if axis is None else axis.rank
+
+
+def _get_model_parallel_world_size() -> int:
+    axis = _tensor()
+    return 1 if axis is None else axis.world_size
+
+
+def get_model_parallel_rank() -> int:
+    axis = _tensor()
+    return 0 if axis is None else axis.rank
+
+
+def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
+    """The neighbours that gather parameters from each other; ``None`` where all processes do."""
+    axis = None if _latest is None else _latest.inner
+    return None if axis is None else axis.group
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    return 0
+
+
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_rank = _get_data_parallel_rank
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_tensor_model_parallel_rank = get_model_parallel_rank
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size

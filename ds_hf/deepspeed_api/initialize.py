@@ -1,0 +1,99 @@
+"""``initialize``, as DeepSpeed has it: which configuration, the process group, and an engine with DeepSpeed's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ds_hf.deepspeed_api import groups
+from ds_hf.deepspeed_api.engine import Engine
+from ds_hf.deepspeed_api.optimizer import EngineOptimizer
+from ds_hf.deepspeed_api.rehearsal import rehearsal
+from ds_hf.engine.builder import build_engine
+from ds_hf.engine.comm.process_group import init_distributed
+from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.errors import ConfigError
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, ShardedOptimizer | None, Any, Any]:
+    """Make ``model`` train as the configuration says (DeepSpeed's ``initialize``). All ranks call it.
+
+    Args:
+        args: object whose ``deepspeed_config`` names the configuration file, when ``config`` is not given.
+        model: the model; it stays the same object and is changed in place.
+        optimizer: a torch optimizer over the model's parameters, or a function from parameters to one; overrides the
+            configuration's.
+        model_parameters: parameters or parameter groups for the configuration's optimizer; default all that train.
+        training_data: a dataset; the returned loader gives this rank its micro-batches.
+        lr_scheduler: a scheduler built on ``optimizer``, or a function from the optimizer to one; the engine steps it.
+        mpu: Megatron-style object for a model whose layers its author has divided over processes
+            (``get_data_parallel_*``, ``get_model_parallel_*`` or ``get_tensor_model_parallel_*``).
+        mesh_param: (data-parallel size, sequence-parallel size); the latter is 1.
+        dist_init_required: ``False``: the process group must already exist.
+        collate_fn: for ``training_data``.
+        config: path, dict, JSON text, base64 or preset name; ``config_params`` is the same, older name.
+
+    Returns:
+        engine, optimizer, data loader, scheduler; each but the engine may be ``None``.
+
+    Raises:
+        ConfigError: the configuration, or its combination with the arguments, is wrong.
+    """
+    if model is None or not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize() needs model=, an nn.Module; got {type(model).__name__}")
+    compiled = type(model).__name__ == "OptimizedModule"
+    if compiled:  # torch.compile(model): its graphs would have the hooks inside
+        model = cast(nn.Module, model._orig_mod)
+    source = _config_source(args, config, config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if (stand_in := rehearsal()) is not None:
+        return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
+    engine = build_engine(
+        model,
+        source,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        mesh_param=mesh_param,
+        collate_fn=collate_fn,
+        compiled=compiled,
+        engine_type=Engine,
+        optimizer_type=EngineOptimizer,
+    )
+    engine.mpu = mpu
+    groups.remember(engine.mesh)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration among the three ways of giving it."""
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and config_params is not None:
+        raise ConfigError("give config= or config_params=, not both: they are the same argument")
+    given = config if config is not None else config_params
+    if given is not None and named is not None and given != named:
+        raise ConfigError(f"the configuration is given twice: config= and args.deepspeed_config ({named}); drop one")
+    if given is None and named is None:
+        raise ConfigError("no configuration: give initialize(config=...), or --deepspeed_config on the command line")
+    return named if given is None else given

@@ -1,0 +1,184 @@
+"""What ``ds-hf doctor`` tells: versions, devices, who serves the name ``deepspeed``, who computes each operator.
+
+Links, memory, disk and known-bad combinations come from ``hardware`` and ``known_bad``. Looks and
+reports; changes nothing (but for a file that it writes, reads and deletes to time the disk), compiles nothing, and
+never fails because something is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_hf.doctor import hardware
+from ds_hf.doctor.hardware import Gpu
+from ds_hf.doctor.known_bad import Machine, problems, this_machine
+from ds_hf.launcher.handover import real_deepspeed
+
+__all__ = ["Fact", "Operator", "Report", "examine"]
+
+_PACKAGES = ("ds-hf", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "optuna", "cuda-core")
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line: what it is about, what was found, and what to do if it is not well."""
+
+    name: str
+    value: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Who computes one operator on one kind of device; ``reason`` says why it is not a kernel of ds_hf."""
+
+    name: str
+    device: str
+    implementation: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it."""
+
+    facts: list[Fact] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"facts": [vars(fact) for fact in self.facts], "operators": [vars(op) for op in self.operators]}
+
+
+def examine(folder: Path | None = None) -> Report:
+    """Look at this machine and this environment; ``folder`` is whose disk is timed, None for none."""
+    versions = Fact("versions", f"Python {platform.python_version()}, " + ", ".join(_versions()))
+    gpus = hardware.gpus()
+    machine = this_machine(gpus, hardware.shm_nbytes(), hardware.host_memory()[1])
+    facts = [versions, _deepspeed(), _cpu(), _files(), *_devices(), *_links(gpus), *_groups(machine), *_memory(gpus)]
+    if folder is not None:
+        facts.append(_disk(folder))
+    facts += [Fact("problem", text, fix) for text, fix in problems(machine)]
+    return Report(facts, _operators())
+
+
+def _versions() -> list[str]:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _deepspeed() -> Fact:
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        fix = f"put {Path(__file__).parent / 'compat'} on PYTHONPATH, or reinstall ds-hf with pip"
+        return Fact("deepspeed", "the name is not served: transformers will not use ds_hf", fix)
+    folder = real_deepspeed()
+    if folder is None:
+        return Fact("deepspeed", "served by ds_hf")
+    fix = (
+        "to let the Trainer and accelerate use ds_hf: pip uninstall deepspeed; then, if the name is gone, "
+        "reinstall ds-hf with --force-reinstall --no-deps"
+    )
+    return Fact("deepspeed", f"a real DeepSpeed at {folder}; `import ds_hf` works beside it", fix)
+
+
+def _cpu() -> Fact:
+    from ds_hf.engine.ops import cpu
+
+    cores = len(os.sched_getaffinity(0))
+    reason = cpu.available()
+    if reason:
+        return Fact("CPU", f"{cores} cores; no kernel library, torch computes", reason)
+    return Fact("CPU", f"{cores} cores; kernels for {cpu.instruction_set()}, {cpu.threads()} threads a process")
+
+
+def _files() -> Fact:
+    from ds_hf.engine.offload import aio
+
+    reason = aio.available()
+    if reason:
+        return Fact("NVMe offload", "not there", reason)
+    queue = aio.Aio(depth=1)
+    kind = "io_uring" if queue.uses_uring else "threads: the kernel, or this container, has no io_uring"
+    queue.close()
+    return Fact("NVMe offload", kind)
+
+
+def _devices() -> list[Fact]:
+    import torch
+
+    from ds_hf.engine.ops import cuda
+
+    if not torch.cuda.is_available():
+        return [Fact("GPU", "none: processes meet through gloo and compute on the CPU")]
+    facts = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        size = f"{device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}"
+        facts.append(Fact(f"GPU {index}", f"{device.name}, {size}"))
+    reason = cuda.available()
+    facts.append(
+        Fact("CUDA kernels", "not usable, torch computes" if reason else "compiled at first use", reason or "")
+    )
+    return facts
+
+
+def _groups(machine: Machine) -> list[Fact]:
+    import torch.distributed as dist
+
+    names = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
+    facts = [Fact("collectives", ", ".join(names))]
+    if machine.nccl is not None:
+        settings = [f"{name}={value}" for name, value in sorted(machine.env.items()) if name.startswith("NCCL_")]
+        facts.append(Fact("NCCL", ", ".join([".".join(map(str, machine.nccl)), *settings])))
+    return facts
+
+
+def _links(gpus: list[Gpu]) -> list[Fact]:
+    text = hardware.links() if len(gpus) > 1 else ""
+    return [Fact("links", text)] if text else []
+
+
+def _memory(gpus: list[Gpu]) -> list[Fact]:
+    available, total = hardware.host_memory()
+    facts = [Fact("memory", f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free")]
+    for gpu in gpus:
+        facts.append(Fact(f"memory {gpu.index}", f"{gpu.free_mib / 1024:.1f} of {gpu.total_mib / 1024:.1f} GiB free"))
+    return facts
+
+
+def _disk(folder: Path) -> Fact:
+    try:
+        speed = hardware.disk_speed(folder)
+    except OSError as error:
+        return Fact("disk", f"{folder}: {error.strerror}", "give a folder that can be written: --disk FOLDER")
+    free = shutil.disk_usage(folder).free / 2**30
+    return Fact(
+        "disk", f"{folder}: writes {speed.write / 1e6:.0f}, reads {speed.read / 1e6:.0f} MB/s, {free:.0f} GiB free"
+    )
+
+
+def _operators() -> list[Operator]:
+    import torch
+
+    from ds_hf.engine.ops import library
+
+    found = []
+    for name in library.OPS:
+        for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+            _, reason = library.choose(torch.device(device))
+            kind = "plain torch" if reason else {"cuda": "CUDA kernel", "cpu": "C++ kernel"}[device]
+            found.append(Operator(f"ds_hf::{name}", device, kind, reason or ""))
+    return found

@@ -1,0 +1,221 @@
+"""The process mesh and its axes.
+
+Invariants
+- An ``Axis`` is only made once the process group exists; its ``rank`` counts along the axis, not globally.
+- A ``Mesh`` makes the groups of its axes itself, or has all of them from an ``mpu``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_hf.config.mesh import MeshShape, given_claims, require_features
+from ds_hf.engine.comm.log import CollectiveLog
+from ds_hf.engine.comm.logs import Logs, group_timeout
+from ds_hf.engine.comm.mpu import check_groups
+from ds_hf.errors import ConfigError
+
+__all__ = ["Axis", "Mesh", "axis_of", "compute_device", "data_parallel_axis", "watch_for_hangs"]
+
+_LOGS = Logs()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh.
+
+    Attributes:
+        group: the process group, ``None`` for torch's default group.
+        rank: this process's position along the axis.
+        world_size: number of processes along the axis.
+        log: what this process issued on the axis; one for all engines on the same group.
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    log: CollectiveLog = field(default_factory=CollectiveLog, compare=False, repr=False)
+
+    def global_rank(self, rank: int) -> int:
+        """Global rank of the process at position ``rank`` of this axis."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def axis_rank(self, rank: int) -> int:
+        """Position along this axis of the process with global rank ``rank``.
+
+        Raises:
+            ValueError: that process is not on this axis.
+        """
+        return rank if self.group is None else dist.get_group_rank(self.group, rank)
+
+
+class Mesh:
+    """The processes of one engine along named axes.
+
+    Process groups are made when an axis is first asked for, which all processes do in the same order, so only those
+    exist that something uses. Ranks are numbered pipe, data, sequence, tensor, from the outermost to the innermost.
+
+    Attributes:
+        shape: number of processes along each axis.
+        world: all processes that train the model together.
+    """
+
+    def __init__(self, shape: MeshShape, axes: Mapping[frozenset[str], Axis] | None = None) -> None:
+        self.shape = shape
+        self._axes = dict(axes or {})
+        self._given = axes is not None
+        self.world = self._axes.get(_WORLD) or axis_of(None, "world")
+
+    @classmethod
+    def given(cls, mpu: Any, shape: MeshShape) -> Mesh:
+        """The mesh whose groups an ``mpu`` has made. All processes call it.
+
+        Raises:
+            ConfigError: on every process, where the groups of one are not as ``shape`` says.
+        """
+        if shape.model == 1:  # the group may be a part of all processes: the others train something else
+            data = axis_of(mpu.get_data_parallel_group(), "data")
+            if shape.inner is not None and data.world_size != dist.get_world_size():
+                raise ConfigError(
+                    f"states are to be divided over groups of {shape.inner}, which all processes make together, and "
+                    f"the data-parallel group of the mpu is {data.world_size} of {dist.get_world_size()} processes: "
+                    "remove mics_shard_size and zero_hpz_partition_size",
+                    "initialize(mpu=...)",
+                )
+            return cls(shape, {frozenset(): data, _DATA: data, _WORLD: data})
+        data_group, tensor_group = check_groups(mpu, shape)
+        data, tensor = axis_of(data_group, "data"), axis_of(tensor_group, "tensor")
+        return cls(shape, {_DATA: data, _TENSOR: tensor, _WORLD: axis_of(None, "world")})
+
+    @property
+    def is_given(self) -> bool:
+        """The groups were given: values are never averaged or broadcast over the model-parallel one."""
+        return self._given
+
+    @property
+    def axes(self) -> list[Axis]:
+        """Those that exist so far, all processes first."""
+        return [self.world, *(axis for axis in self._axes.values() if axis.log is not self.world.log)]
+
+    def axis(self, *dims: str) -> Axis:
+        """The processes that differ from this one in ``dims`` alone: of "pipe", "data", "sequence", "tensor", and for
+        hierarchical ZeRO "inner" and "outer", which divide data x sequence: neighbours, and those that have the same
+        place among theirs. Collective where it is asked for first.
+
+        Raises:
+            ValueError: an ``mpu`` gave no group for them.
+        """
+        sizes = self._sizes(dims)
+        wanted = frozenset(dim for dim in dims if sizes[dim] > 1)
+        if not self._given and math.prod(sizes[dim] for dim in wanted) == self.world.world_size:
+            return self.world
+        key = _DATA if self._given and wanted <= {"data", "sequence"} else wanted
+        if {"inner", "outer"} & set(dims):  # also where there is one process along them
+            key = frozenset(dims)
+        if key not in self._axes:
+            lists = self._lists_of_given(dims) if self._given else _ranks_along(sizes, wanted)
+            group, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
+            self._axes[key] = axis_of(group, " x ".join(dims))
+        return self._axes[key]
+
+    def _lists_of_given(self, dims: Sequence[str]) -> list[list[int]]:
+        """Global ranks of the groups along "inner" or "outer", for every data-parallel group of the ``mpu``."""
+        if tuple(dims) not in (("inner",), ("outer",)):
+            raise ValueError(f"the mpu has made no group of processes along {' x '.join(dims)}")
+        data, inner = self._axes[_DATA], self.shape.inner or 1
+        mine = [data.global_rank(rank) for rank in range(data.world_size)]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine if data.rank == 0 else None)  # each group once
+        rows = [torch.tensor(row).view(-1, inner) for row in sorted(row for row in every if row is not None)]
+        return [group for row in rows for group in (row if dims[0] == "inner" else row.T).tolist()]
+
+    @property
+    def replicas(self) -> Axis:
+        """The processes that hold the same part of the model: data x sequence."""
+        return self.axis("data", "sequence")
+
+    @property
+    def inner(self) -> Axis | None:
+        """The neighbours among the replicas over which hierarchical ZeRO divides states, ``None`` without it."""
+        return None if self.shape.inner is None else self.axis("inner")
+
+    @property
+    def outer(self) -> Axis | None:
+        """The replicas that have this one's place among their neighbours, ``None`` without hierarchical ZeRO."""
+        return None if self.shape.inner is None else self.axis("outer")
+
+    @property
+    def sample_rank(self) -> int:
+        """Which of the ``shape.data`` shares of the samples this process reads."""
+        return self.replicas.rank // self.shape.sequence
+
+    def _sizes(self, dims: Sequence[str]) -> dict[str, int]:
+        """Of all axes, from the outermost to the innermost."""
+        shape = self.shape
+        sizes = {"pipe": shape.pipe, "data": shape.data, "sequence": shape.sequence, "tensor": shape.tensor}
+        if {"inner", "outer"} & set(dims):
+            replicas = shape.data * shape.sequence
+            inner = shape.inner or replicas
+            sizes = {"pipe": shape.pipe, "outer": replicas // inner, "inner": inner, "tensor": shape.tensor}
+        return sizes
+
+
+_DATA, _TENSOR, _WORLD = frozenset({"data"}), frozenset({"tensor"}), frozenset({"world"})
+
+
+def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[int]]:
+    """Global ranks of the groups of processes along ``dims``, for every place in the other axes."""
+    names = list(sizes)
+    ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    order = [names.index(name) for name in names if name not in dims] + [
+        names.index(name) for name in names if name in dims
+    ]
+    length = math.prod(sizes[name] for name in dims)
+    found: list[list[int]] = ranks.permute(order).reshape(-1, length).tolist()
+    return found
+
+
+def axis_of(group: dist.ProcessGroup | None, name: str = "") -> Axis:
+    """The axis along ``group``, by default all processes; ``name`` is for reports of hangs."""
+    return Axis(group, dist.get_rank(group), dist.get_world_size(group), _LOGS.of(group, name))
+
+
+def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) -> Axis:
+    """The axis along which parameters are sharded before there is a mesh: ``group``, or the data-parallel group of a
+    Megatron-style ``mpu``, or all processes.
+
+    Raises:
+        ConfigError: ``mpu`` needs what the engine does not have.
+    """
+    if mpu is not None:
+        require_features(given_claims(mpu=mpu))
+        group = mpu.get_data_parallel_group() if group is None else group
+    return axis_of(group)
+
+
+def watch_for_hangs(mesh: Mesh, timeout: float | None) -> None:
+    """Have a thread report when ranks diverge on any axis of the mesh, see ``watch``. All ranks call it; a second call
+    sets the time.
+
+    Args:
+        timeout: seconds without progress after which a rank that others wait for is said to hang; ``None`` for nine
+            tenths of the group's own timeout, so that the report comes before torch's; 0 for no watch.
+    """
+    _LOGS.watch(mesh.world.log, 0.9 * group_timeout(mesh.world.group) if timeout is None else timeout)
+
+
+def compute_device() -> torch.device:
+    """Where this process computes: its CUDA device (``LOCAL_RANK`` picks it if none was set), or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
+    if local_rank >= 0 and torch.cuda.current_device() == 0 and local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,221 @@
+"""Memory that the ranks of one host map of each other: gathers and sums by the GPUs' copy engines.
+
+A rank copies what it needs out of the memory of the others, over NVLink. No multiprocessor is taken from the
+computation, none of NCCL's launches is paid for, and no rank waits for another, except after a write.
+
+Gradients go the other way: a rank pushes to each other what that one is to add up (``PeerSums``).
+
+Invariants
+- What is gathered was written before a meeting of all ranks: on the stream at the latest, before the copies.
+- What is written is not being read. Memory that only ``writing`` announces writes to: after the last gather of it all
+  ranks have met on their main streams, each behind its stream. Memory that users see, and write to when they like: a
+  gather of it ends with a meeting, so that who may look at the result may write to its sources.
+- All ranks gather and write the same regions in the same order, as with collectives, so they agree on when to meet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.peer_sums import PeerSums
+from ds_hf.engine.comm.streams import CommStream
+from ds_hf.log import logger
+
+__all__ = ["LEAST_COPIED_NBYTES", "Peers", "Region", "open_peers"]
+
+# Of a buffer that copies bring. Below, the host is what the GPUs wait for, and it launches NCCL's one kernel for many
+# buffers faster than copies and meetings for each of them.
+LEAST_COPIED_NBYTES = 48 << 20
+
+Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
+_GATHERS, _SUMS = range(2)  # meetings on two streams at once are two kinds
+
+
+class Peers:
+    """The ranks of ``axis``, which read each other's memory.
+
+    Args:
+        comm_stream: on which gathers run.
+        mapping: collective; flat memory of so many elements of a dtype on each rank, as this rank reaches it.
+        meet: collective; what the current streams of all ranks were given before comes before what they get next. Its
+            argument keeps meetings on two streams at once apart.
+    """
+
+    def __init__(self, axis: Axis, comm_stream: CommStream, mapping: Mapping, meet: Callable[[int], None]) -> None:
+        self.axis, self.comm_stream = axis, comm_stream
+        self._mapping, self._meet = mapping, meet
+        self.met_on_main = 0  # meetings on the main streams
+
+    def region(self, numel: int, dtype: torch.dtype, *, visible: bool = False) -> Region:
+        """Memory for ``[numel]`` on each rank. Collective.
+
+        Args:
+            visible: users may write to it.
+        """
+        return Region(self, self._mapping(numel, dtype), visible)
+
+    def meet_on_main(self) -> None:
+        """What all ranks have asked for so far, gathers too, comes before what this rank asks for next."""
+        self.comm_stream.join()
+        self.meet()
+        self.met_on_main += 1
+
+    def meet(self) -> None:
+        """What all ranks' current streams have been given comes before what this rank's is given next."""
+        with self.axis.log("barrier", "the ranks' memory"):
+            self._meet(_GATHERS)
+
+    def sums(self) -> PeerSums:
+        """For gradients. Collective."""
+        return PeerSums(self.axis, self._mapping, lambda: self._meet(_SUMS))
+
+
+class Region:
+    """As much memory on each rank.
+
+    Attributes:
+        mine: this rank's, ``[numel]``.
+        theirs: every rank's, by its place on the axis; others than ``mine`` are for ``gather`` alone.
+        visible: users may write to ``mine``: after a gather ``Peers.meet`` is called before they see the result.
+    """
+
+    def __init__(self, peers: Peers, theirs: Sequence[Tensor], visible: bool) -> None:
+        self._peers, self.visible = peers, visible
+        self.theirs = tuple(theirs)
+        self.mine = self.theirs[peers.axis.rank]
+        self._read_at = -1
+        self._written = False  # since the last gather
+
+    def writing(self) -> None:
+        """Before this rank writes to ``mine``, on the main stream. Collective."""
+        if self._read_at == self._peers.met_on_main:
+            self._peers.meet_on_main()
+        self._written = True
+
+    def gather(self, targets: Sequence[Tensor], sources: Sequence[Tensor], what: str) -> None:
+        """Copy ``sources``, parts of ``theirs`` by rank, into ``targets``. Collective, on the communication stream.
+
+        A target that is its source is left alone.
+        """
+        peers = self._peers
+        if self._written:
+            peers.meet()
+            self._written = False
+        if not self.visible:
+            self._read_at = peers.met_on_main
+        rank, world_size = peers.axis.rank, peers.axis.world_size
+        with peers.axis.log("all-gather", what, sources[rank]):
+            for step in range(1, world_size + 1):  # each begins with another rank, its own part comes last
+                place = (rank + step) % world_size
+                if targets[place].data_ptr() != sources[place].data_ptr():
+                    targets[place].copy_(sources[place], non_blocking=True)
+
+
+def open_peers(axis: Axis, device: torch.device, comm_stream: CommStream) -> Peers | None:
+    """``None`` where ranks cannot read each other's memory: several hosts, no NVLink or PCIe access, another backend.
+
+    Collective.
+    """
+    if axis.world_size == 1 or device.type != "cuda" or dist.get_backend(axis.group) != "nccl":
+        return None
+    able = torch.tensor([_reaches_all(axis, device)], dtype=torch.int32, device=device)
+    dist.all_reduce(able, op=dist.ReduceOp.MIN, group=axis.group)
+    if not able.item():
+        return None
+    peers = _made(axis, device, comm_stream)
+    works = torch.tensor([peers is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(works, op=dist.ReduceOp.MIN, group=axis.group)
+    return peers if works.item() else None
+
+
+def _made(axis: Axis, device: torch.device, comm_stream: CommStream) -> Peers | None:
+    """``None`` if a gather does not bring what was written."""
+    try:
+        gpus = _Gpus(axis, device)
+        peers = Peers(axis, comm_stream, gpus, gpus.meet)
+        if _brings_what_was_written(peers):
+            return peers
+        reason = "other values came"
+    except (AttributeError, RuntimeError, TypeError) as error:  # this torch's symmetric memory is another
+        reason = str(error).splitlines()[0]
+    logger.info("gathers go through NCCL: memory of other GPUs cannot be read (%s)", reason)
+    return None
+
+
+class _Gpus:
+    """Memory of GPUs. torch's allocator counts it, and gives it back with the last region."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._memory: Any = _symmetric_memory()
+        self._axis, self._device = axis, device
+        group = dist.group.WORLD if axis.group is None else axis.group
+        assert group is not None
+        self._group = group.group_name
+        self._pool = torch.cuda.MemPool(self._memory.get_mempool_allocator(device))
+        self._shared: Any = None  # its signals serve for meetings
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        with torch.cuda.use_mem_pool(self._pool, self._device):
+            mine = torch.empty(numel, dtype=dtype, device=self._device)
+        shared = self._memory.rendezvous(mine, self._group)
+        self._shared = self._shared or shared
+        begin = (mine.data_ptr() - shared.buffer_ptrs[self._axis.rank]) // dtype.itemsize
+        tensors = [shared.get_buffer(rank, (numel,), dtype, begin) for rank in range(self._axis.world_size)]
+        tensors[self._axis.rank] = mine
+        return tensors
+
+    def meet(self, channel: int) -> None:
+        """A kernel of one block on each GPU: six microseconds."""
+        self._shared.barrier(channel=channel)
+
+
+def _reaches_all(axis: Axis, device: torch.device) -> bool:
+    """Whether the memory of all ranks' GPUs can be reached, as far as this process can tell."""
+    names: list[Any] = [None] * axis.world_size
+    dist.all_gather_object(names, _name_of(device.index), group=axis.group)
+    board = axis.log.board
+    if _symmetric_memory() is None or board is None or len(board.ranks) < axis.world_size:
+        return False
+    visible = {_name_of(index): index for index in range(torch.cuda.device_count())}
+    if len(set(names)) < axis.world_size or not visible.keys() >= set(names):
+        return False
+    others = [visible[name] for name in names if visible[name] != device.index]
+    return all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+
+
+def _name_of(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _brings_what_was_written(peers: Peers) -> bool:
+    axis = peers.axis
+    regions = [peers.region(64, torch.float32) for _ in range(2)]  # in one piece of memory, probably
+    good = []
+    for number, region in enumerate(regions):
+        region.writing()
+        region.mine.fill_(2 * axis.rank + number)
+        found = torch.zeros(axis.world_size * 64, device=region.mine.device)
+        with peers.comm_stream:
+            region.gather(found.chunk(axis.world_size), region.theirs, "a trial of the peers' memory")
+        peers.comm_stream.join()
+        wanted = 2 * torch.arange(axis.world_size, device=found.device).repeat_interleave(64) + number
+        good.append(bool((found == wanted).all()))
+    return all(good)
+
+
+def _symmetric_memory() -> Any:
+    """torch's memory that several processes map, ``None`` where this build has none."""
+    # Multicast is not needed here, and setting it up is a matter of the whole NVLink fabric.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+    except ImportError:
+        return None
+    return _SymmetricMemory

@@ -1,0 +1,98 @@
+"""A second, larger shard of parameters, from which neighbours gather them (hpZ of ZeRO++, arXiv:2306.10209).
+
+The first shard is what it is at stage 3 without: one of all replicas, of which the optimizer writes the values. The
+second is this process's part of what its neighbours divide, the first shards of as many processes as there are groups
+of neighbours. It is filled anew when the first was written, by one exchange among all replicas. So gradients, optimizer
+states, norms and checkpoints are those of stage 3 to the bit, and a gather stays inside a host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.streams import Awaited, CommStream, wait
+from ds_hf.engine.zero.storage import DeviceShardStorage, ShardStorage
+
+__all__ = ["SecondShard"]
+
+
+class SecondShard:
+    """Keeps both shards of one buffer, as a ``ShardStorage`` whose ``fetch`` gives the second one.
+
+    ``keep`` and ``changed`` are collective over ``axis``.
+
+    Args:
+        second: where the second shard is kept.
+        axis: over which the first shards are numbered; inner: neighbours on it that gather from each other.
+        device: where the model computes.
+        comm_stream: that of gathers.
+        label: of the buffer, in the log of collectives.
+    """
+
+    def __init__(
+        self,
+        second: ShardStorage,
+        axis: Axis,
+        inner: Axis,
+        *,
+        device: torch.device,
+        comm_stream: CommStream,
+        label: str,
+    ) -> None:
+        self.apart = second.apart
+        self.stays = True
+        self._storage, self._axis, self._inner = second, axis, inner
+        self._first_storage = DeviceShardStorage(device, torch.device("cpu") if second.apart else device)
+        self._device, self._comm_stream = device, comm_stream
+        self._what = f"the weights of {label}"
+        self._first: Tensor | None = None
+        self._second: Tensor | None = None
+        self._read: Awaited | None = None  # the first shard, by the exchange
+
+    def keep(self, values: Tensor, into: Tensor | None = None) -> Tensor:
+        """A copy of ``values``, the first shard, ``[shard_numel]``."""
+        self._first = self._first_storage.keep(values, into)
+        self._second = self._storage.keep(self._exchanged())
+        return self._first
+
+    def visit(self, *, write: bool, fresh: bool = False) -> None:
+        """The first shard is always there; what still reads it is waited for before it is written."""
+        if write:
+            wait(self._read)
+            self._read = None
+
+    def fetch(self) -> Tensor:
+        """The second shard on the device, ``[shard_numel * groups]``."""
+        return self._storage.fetch()
+
+    @property
+    def values(self) -> Tensor:
+        """The second shard where it is kept."""
+        assert self._second is not None
+        wait(self._read)
+        return self._second
+
+    def changed(self) -> None:
+        """The first shard was written to: the second follows, on the stream."""
+        assert self._second is not None
+        with self._comm_stream:
+            if self.apart:
+                values = self._exchanged()
+                self._storage.visit(write=True, fresh=True)
+                self._second.copy_(values)
+            else:
+                self._exchanged(self._second)
+            self._read = self._comm_stream.event()
+        self._storage.changed()
+
+    def _exchanged(self, second: Tensor | None = None) -> Tensor:
+        """The second shard as it is now, on the device; by default a new one."""
+        first = self._first_storage.fetch()
+        if second is None:
+            groups = self._axis.world_size // self._inner.world_size
+            second = torch.empty(first.numel() * groups, dtype=first.dtype, device=self._device)
+        collectives.spread(second, first, self._axis, self._inner, self._what)
+        return second

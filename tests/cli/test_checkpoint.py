@@ -1,0 +1,245 @@
+"""``ds-hf checkpoint``: what it prints and writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from ds_hf.cli import checkpoint
+from ds_hf.cli.root import app
+from ds_hf.engine.checkpoint.formats import open_source
+from ds_hf.engine.checkpoint.source import Source
+from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter
+from tests.engine.checkpoint.workload import Model, config, engine_of, train
+
+run = CliRunner().invoke
+ARCHIVE = Path(__file__).parents[1] / "engine/checkpoint/data/deepspeed.tar.xz"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    with engine_of(config(2, "bf16")) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(folder, client_state={"epoch": 1})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(root, filter="data")
+    return root / "stage3-fp16-world2"
+
+
+def _run(*arguments: Any) -> tuple[int, str]:
+    result = run(app, ["checkpoint", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_inspect(own: Path) -> None:
+    code, text = _run("inspect", own)
+    assert code == 0
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert lines["step"].endswith("3 (6 samples, 0 steps skipped)")
+    assert "1 process" in lines["saved by"]
+    assert "head.weight = embedding.weight" in lines["tied"]
+    elements = sum(p.numel() for p in Model().parameters())
+    assert f"{elements} elements in 11, {elements - 11} trained; {elements} bfloat16" in lines["parameters"]
+    assert f"master {4 * (elements - 11)} B" in lines["states"]
+    assert f"{elements} elements of 11 parameters of rank 0" in text
+    assert all(name in lines["besides"] for name in ("moments", "scheduler", "checksums", "client state (epoch)"))
+
+
+def test_inspect_as_json(own: Path, deepspeed: Path) -> None:
+    code, text = _run("inspect", own / "global_step3", "--json")
+    found = json.loads(text)
+    assert (code, found["ok"], found["kind"], found["step"], found["world_size"]) == (0, True, "ds_hf", 3, 1)
+    assert {file["name"]: file["nbytes"] for file in found["files"]} == {
+        path.name: path.stat().st_size
+        for path in (own / "global_step3").iterdir()
+        if path.name not in ("manifest.json", "zero_to_fp32.py")
+    }
+    found = json.loads(_run("inspect", deepspeed, "--json")[1])
+    assert (found["kind"], found["stage"], found["world_size"], found["dtypes"]) == (
+        "deepspeed",
+        3,
+        2,
+        {"float16": 186},
+    )
+    assert found["states"] == {"weight": 22, "master": 700, "exp_avg": 700, "exp_avg_sq": 700}
+
+
+def test_verify(own: Path, deepspeed: Path, tmp_path: Path) -> None:
+    assert _run("verify", own)[1].endswith(": whole\n")
+    assert json.loads(_run("verify", deepspeed, "--json")[1]) == {"ok": True, "faults": [], "checksums": True}
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in (own / "global_step3").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    path = copy / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1  # one bit, which no size tells
+    path.write_bytes(content)
+    code, text = _run("verify", copy)
+    assert code == 1
+    assert "rank_00000.safetensors" in text
+    assert "checksum" in text
+    path.unlink()
+    code, text = _run("verify", copy, "--json")
+    assert (code, json.loads(text)["ok"]) == (1, False)
+    assert "is missing" in json.loads(text)["faults"][0]
+    assert _run("inspect", copy, "--tag", "nothing")[0] == 1
+
+
+@pytest.mark.parametrize(("to", "unsummed", "found"), [("hf", "it has", False), ("dcp", ".metadata has", True)])
+def test_verify_says_what_has_no_checksums(own: Path, tmp_path: Path, to: str, unsummed: str, found: bool) -> None:
+    """safetensors have none at all; of torch.distributed each item has one, so that a changed value is seen."""
+    assert _run("convert", own, tmp_path / "x", "--to", to)[0] == 0
+    code, text = _run("verify", tmp_path / "x")
+    assert (code, f"readable, but {unsummed} no checksums" in text, "whole" in text) == (0, True, False)
+    assert json.loads(_run("verify", tmp_path / "x", "--json")[1])["checksums"] is False
+    path = max((tmp_path / "x").iterdir(), key=lambda path: path.stat().st_size)
+    content, value = path.read_bytes(), open_source(own).state(*_a_master(own)).numpy().tobytes()[:64]
+    place = content.index(value) + 9 if to == "dcp" else len(content) - 9
+    path.write_bytes(content[:place] + bytes([content[place] ^ 2]) + content[place + 1 :])
+    code, text = _run("verify", tmp_path / "x")
+    assert code == (1 if found else 0)
+    assert "is damaged" in text if found else "no checksums" in text
+
+
+def _a_master(own: Path) -> tuple[SavedParameter, str]:
+    saved = next(p for p in open_source(own).manifest.parameters.values() if p.numel >= 16 and "master" in p.states)
+    return saved, "master"
+
+
+def _values(source: Source, saved: SavedParameter) -> dict[str, list[float]]:
+    """All states as numbers; moments of a parameter of one number may be scalars."""
+    found = {state: source.state(saved, state).tolist() for state in saved.states}
+    return {**found, **{key: [value[1]] for key, value in saved.scalars.items()}}
+
+
+def test_around_through_all_formats(own: Path, tmp_path: Path) -> None:
+    """ds_hf -> deepspeed -> dcp -> ds_hf loses no state."""
+    steps = [
+        ("deepspeed", own, ["--stage", 3, "-w", 3, "--sub-group-size", 20]),
+        ("dcp", tmp_path / "deepspeed", []),
+        ("ds_hf", tmp_path / "dcp", ["--from", "dcp", "--out-tag", "again"]),
+    ]
+    for to, source, more in steps:
+        code, text = _run("convert", source, tmp_path / to, "--to", to, *more)
+        assert code == 0, text
+        assert text.startswith(f"wrote {tmp_path / to}")
+    assert (tmp_path / "ds_hf/latest").read_text() == "again"
+    before, after = open_source(own), open_source(tmp_path / "ds_hf")
+    assert before.manifest.parameters.keys() == after.manifest.parameters.keys()
+    for name, saved in before.manifest.parameters.items():
+        other = after.manifest.parameters[name]
+        assert (saved.trainable, saved.shape) == (other.trainable, other.shape)
+        assert _values(before, saved) == _values(after, other)
+    assert after.manifest.tied == before.manifest.tied
+    assert after.manifest.extra["counters"] == {**before.manifest.extra["counters"], "micro_steps": 3}
+    assert after.common["client_state"] == {"epoch": 1}
+    assert after.common["lr_scheduler"] == before.common["lr_scheduler"]
+    assert _run("verify", tmp_path / "ds_hf")[0] == 0
+
+
+def test_weights(own: Path, tmp_path: Path) -> None:
+    assert _run("convert", own, tmp_path / "hf", "--to", "hf", "--max-shard-size", "200B")[0] == 0
+    assert len(list(tmp_path.glob("hf/model-*.safetensors"))) == 3
+    assert _run("convert", own, tmp_path / "one.safetensors", "--to", "fp32")[0] == 0
+    assert _run("consolidate", own, tmp_path / "two.safetensors", "--dtype", "bf16")[0] == 0
+    assert _run("consolidate", own, tmp_path / "three.bin")[0] == 0
+    wide, narrow = load_file(tmp_path / "one.safetensors"), load_file(tmp_path / "two.safetensors")
+    pickled = torch.load(tmp_path / "three.bin", weights_only=True)
+    assert wide["scale"].dtype is torch.float32
+    assert all(torch.equal(wide[name].to(narrow[name].dtype), narrow[name]) for name in wide)
+    assert all(torch.equal(wide[name], pickled[name]) for name in wide)
+    assert json.loads(_run("inspect", tmp_path / "hf", "--json")[1])["kind"] == "hf"
+    again = _run("consolidate", tmp_path / "hf", tmp_path / "four.safetensors", "--json")
+    assert json.loads(again[1]) == {"ok": True, "written": str(tmp_path / "four.safetensors")}
+    assert torch.equal(load_file(tmp_path / "four.safetensors")["scale"], narrow["scale"].float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["inspect", "nowhere"], 2, "nowhere does not exist"),
+        (["inspect"], 2, "Missing argument"),
+        (["convert", "OWN", "out", "--to", "tarball"], 2, "tarball"),
+        (["convert", "OWN", "out", "--dtype", "bf16"], 2, "keeps states as they are"),
+        (["convert", "OWN", "out", "--to", "hf", "--dtype", "int3"], 2, "--dtype int3: use fp32"),
+        (["convert", "OWN", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "is not a size"),
+        (["convert", "OWN", "out", "--to", "hf", "--model", "nowhere"], 1, "has no config.json"),
+        (["convert", "OWN", "out", "--from", "dcp"], 1, "is a checkpoint of kind ds_hf, not dcp"),
+        (["convert", "OWN", "OWN"], 1, "exists: give another tag or folder"),
+        (["verify", "."], 1, "holds no checkpoint"),
+        (["convert", "OWN", "out", "--out-tag", "../evil"], 1, "'../evil' cannot be the tag of a checkpoint"),
+        (["convert", "OWN", "out", "--out-tag", "/tmp/evil"], 1, "it leads out of the folder"),
+        (["convert", "OWN", "out", "--to", "deepspeed", "--out-tag", "../evil"], 1, "it leads out of the folder"),
+        (["convert", "OWN", "out", "--out-tag", "latest"], 1, "'latest' is the name of a file"),
+        (["convert", "OWN", "", "--to", "hf"], 2, "is empty"),
+        (["verify", ""], 2, "is empty"),
+        (["inspect", "OWN", "--tag", "../evil"], 1, "it leads out of the folder"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    arguments: list[str], code: int, message: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = _run(*(str(own) if argument == "OWN" else argument for argument in arguments))
+    assert found[0] == code, found
+    assert message in " ".join(found[1].split())
+    assert not (tmp_path.parent / "evil").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_names_in_files_do_not_steer_the_terminal(own: Path, tmp_path: Path, as_json: list[str]) -> None:
+    folder = tmp_path / "\x1b]0;title\x07"
+    shutil.copytree(own, folder)
+    (folder / "latest").write_text("\x1b[2J\u202e")
+    commands = [
+        ["verify", folder], ["inspect", folder], ["inspect", folder, "--tag", "global_step3"],
+        ["convert", folder, tmp_path / "\x9b2J", "--tag", "global_step3"], ["consolidate", folder, tmp_path / "out"],
+        ["verify", folder, "--tag", "nowhere\x1b"],
+    ]  # fmt: skip
+    for command in commands:
+        code, text = _run(*command, *as_json)
+        assert code in (0, 1)
+        assert text.replace("\n", "").isprintable()
+        assert ("title" in text) == (r"u001b]0;title" in text or r"x1b]0;title" in text)
+
+
+@pytest.mark.parametrize(("quiet", "shown"), [("0", True), pytest.param("100", False, marks=pytest.mark.slow)])
+def test_progress_is_shown_on_a_terminal_after_some_time(own: Path, tmp_path: Path, quiet: str, shown: bool) -> None:
+    script = "import sys; from ds_hf.cli import checkpoint, main\ncheckpoint._QUIET_S = float(sys.argv.pop(1)); main()"
+
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-c", script, quiet, "checkpoint", "convert", str(own), str(tmp_path / "out")]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment)
+    os.close(follower)
+    assert result.returncode == 0
+    try:
+        written = os.read(leader, 100_000).decode()
+    except OSError:  # nothing was written
+        written = ""
+    finally:
+        os.close(leader)
+    assert checkpoint._QUIET_S == 2.0
+    assert ("%" in written) == shown
+    assert (written != "") == shown

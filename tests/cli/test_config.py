@@ -1,0 +1,212 @@
+"""``ds-hf config``: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_hf.cli.root import app
+from ds_hf.config import load_config
+from ds_hf.config.docs import configuration_page
+from ds_hf.config.presets import PRESETS, preset
+from ds_hf.config.schema import load_schema
+from ds_hf.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+run = CliRunner().invoke
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    path = tmp_path / "good.json"
+    lines = [
+        '"train_batch_size": 16,',
+        '"bf16": {"enabled": "auto"},',
+        '"graph_harvesting": true,',
+        '"fp16_enabled": false}',
+    ]
+    path.write_text("\n".join(["{", *lines]))
+    return str(path)
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> str:
+    path = tmp_path / "bad.json"
+    path.write_text('{\n"train_batch_size": 16,\n"zero_optimization": {"stgae": 2}}')
+    return str(path)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_pass_their_own_check(name: str) -> None:
+    config = load_config(name, allow_auto=True, world_size=1)
+    assert config.warnings == ()
+    assert config.zero_optimization.stage == int(name[4])
+    assert (config.zero_optimization.offload_optimizer.device == "cpu") == name.endswith("offload")
+    result = run(app, ["config", "check", name])
+    assert result.exit_code == 0
+    assert f"stage {name[4]}" in result.output
+    assert json.loads(run(app, ["config", "new", "-p", name]).output) == preset(name)
+    assert json.loads(run(app, ["config", "new", "-p", name, "--for", "trainer"]).output) == preset(name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_presets_for_a_loop_leave_nothing_open(name: str, world_size: int) -> None:
+    tree = json.loads(run(app, ["config", "new", "--preset", name, "--for", "loop"]).output)
+    assert tree == preset(name, loop=True)
+    config = load_config(tree, world_size=world_size)  # without allow_auto
+    assert config.warnings == ()
+    assert tree["zero_optimization"] == preset(name)["zero_optimization"]
+    assert (config.train_batch_size, config.gradient_clipping, config.bf16.enabled) == (world_size, 1.0, True)
+    assert config.optimizer is not None
+    assert config.optimizer.type == "AdamW"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_unfilled_auto_offers_the_preset_for_a_loop_once(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(preset(name), world_size=2)
+    offers = [line for line in str(error.value).splitlines() if "--for loop" in line]
+    assert [line.strip() for line in offers] == [f"for your own loop: ds-hf config new --for loop --preset {name}"]
+    assert len(error.value.faults) == 6
+
+
+@pytest.mark.parametrize("stage", [True, "auto", 7, [], None])
+def test_the_offer_of_a_file_with_an_impossible_stage(stage: Any) -> None:
+    tree = {"train_batch_size": "auto", "zero_optimization": {"stage": stage}}
+    with pytest.raises(ConfigError, match=r"(?m)--for loop --preset zero2$"):
+        load_config(tree, world_size=2)
+
+
+def test_check_of_a_good_file(good: str) -> None:
+    result = run(app, ["config", "check", good])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"ok: {good}: ZeRO stage 0, precision from the Trainer, clip 1")
+    assert "the Trainer or accelerate fills 1: bf16.enabled" in result.output
+    assert "note: graph_harvesting (line 4): no effect" in result.output
+
+
+def test_check_of_a_bad_file(bad: str) -> None:
+    result = run(app, ["config", "check", bad])
+    assert result.exit_code == 1
+    assert 'zero_optimization.stgae (line 3): unknown key "stgae"' in result.output
+    assert 'fix: did you mean "stage"?' in result.output
+
+
+def test_check_with_a_world_size(good: str) -> None:
+    assert run(app, ["config", "check", good, "--world-size", "8"]).exit_code == 0
+    result = run(app, ["config", "check", good, "-w", "3"])
+    assert result.exit_code == 1
+    assert "not divisible by the world size 3" in result.output
+
+
+def test_check_as_json(good: str, bad: str) -> None:
+    result = json.loads(run(app, ["config", "check", good, "--json"]).output)
+    assert (result["ok"], result["auto"], len(result["warnings"])) == (True, ["bf16.enabled"], 2)
+    faulty = run(app, ["config", "check", bad, "--json"])
+    assert faulty.exit_code == 1
+    (fault,) = json.loads(faulty.output)["faults"]
+    assert fault["pointer"] == "/zero_optimization/stgae"
+    assert fault["line"] == 3
+
+
+def test_check_of_standard_input_and_of_a_missing_file() -> None:
+    assert run(app, ["config", "check", "-"], input='{"train_batch_size": 8}').exit_code == 0
+    result = run(app, ["config", "check", "nowhere.json"])
+    assert result.exit_code == 1
+    assert 'there is no file "nowhere.json"' in result.output
+
+
+def test_explain_shows_values_and_origins(good: str) -> None:
+    lines = run(app, ["config", "explain", good]).output.splitlines()
+    rows = {line.split()[0]: line for line in lines}
+    assert "line 2" in rows["train_batch_size"]
+    assert "Trainer: bf16" in rows["bf16.enabled"]
+    assert "default  " in rows["gradient_clipping"]
+    assert "was 0 in DeepSpeed before 2026-06" in rows["gradient_clipping"]
+    assert "renamed from fp16_enabled, line 5" in rows["fp16.enabled"]
+    assert "vocabulary_size" not in rows
+    everything = run(app, ["config", "explain", good, "--all"]).output
+    assert "vocabulary_size" in everything
+    assert len(everything.splitlines()) > 300
+
+
+def test_explain_as_json(good: str) -> None:
+    rows = {row["key"]: row for row in json.loads(run(app, ["config", "explain", good, "--json"]).output)}
+    assert rows["train_batch_size"] == {
+        "key": "train_batch_size",
+        "value": 16,
+        "from": "set",
+        "detail": "line 2",
+        "note": "",
+    }
+    assert rows["zero_optimization.stage"]["from"] == "default"
+
+
+def test_explain_says_what_the_trainer_fills_and_that_it_has_no_effect() -> None:
+    source = '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}'
+    output = run(app, ["config", "explain", "-"], input=source).output
+    (line,) = [line for line in output.splitlines() if line.startswith("zero_optimization.reduce_bucket_size")]
+    assert "hidden_size x hidden_size" in line
+    assert "no buckets" in line
+
+
+def test_explain_of_a_bad_file(bad: str) -> None:
+    result = run(app, ["config", "explain", bad])
+    assert result.exit_code == 1
+    assert "stgae" in result.output
+
+
+def test_new_lists_writes_and_does_not_overwrite(tmp_path: Path) -> None:
+    listing = run(app, ["config", "new"]).output
+    assert all(name in listing for name in PRESETS)
+    assert "--for loop" in listing
+    assert run(app, ["config", "new", "-p", "zero2", "--for", "others"]).exit_code == 2
+    path = tmp_path / "ds.json"
+    assert run(app, ["config", "new", "-p", "zero2", "-o", str(path)]).exit_code == 0
+    assert json.loads(path.read_text())["zero_optimization"]["stage"] == 2
+    assert run(app, ["config", "new", "-p", "zero3", "-o", str(path)]).exit_code == 2
+    assert json.loads(path.read_text())["zero_optimization"]["stage"] == 2
+    assert run(app, ["config", "new", "-p", "zero3", "-o", str(path), "--force"]).exit_code == 0
+    assert run(app, ["config", "new", "-p", "zero9"]).exit_code == 2
+
+
+def test_schema_is_printed() -> None:
+    assert json.loads(run(app, ["config", "schema"]).output) == load_schema()
+
+
+def test_the_documentation_is_current() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    assert page == configuration_page(), "renew it: ds-hf config docs -o docs/configuration.md"
+
+
+def test_it_starts_without_torch_and_before_installation(good: str) -> None:
+    code = "import sys, ds_hf.cli.root; sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    command = [sys.executable, "-m", "ds_hf.cli", "config", "check", good]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_file_of_very_many_unknown_keys_is_told_in_a_page(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({f"key_{index}" + "x" * 300: 1 for index in range(20000)}))
+    for command in ("check", "explain"):
+        result = run(app, ["config", command, str(path)])
+        assert result.exit_code == 1
+        assert len(result.output) < 12000
+        assert "... and 31 more" in result.output
+        assert "x" * 100 not in result.output

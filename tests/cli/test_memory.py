@@ -1,0 +1,120 @@
+"""``ds-hf memory`` as a user sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ds_hf.cli.root import app
+from ds_hf.memory import UnpredictableError
+from ds_hf.memory.table import parse_bytes
+
+TINY = "llama:hidden=64,layers=2,heads=4,kv_heads=2,intermediate=128,vocab=512"
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["memory", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_table() -> None:
+    code, out, _ = run(TINY, "--world-size", "2", "--seq-len", "64", "--device-memory", "2GiB")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("LlamaForCausalLM: 0.14 M parameters; micro-batch 1 x 64 tokens; 2 processes")
+    stages = [line.split()[0] for line in lines if line[:1].isdigit()]
+    assert stages == ["0", "1", "1", "2", "2", "3", "3", "3", "3", "3"]
+    assert any(line.split()[:2] == ["GPU", "parameters"] for line in lines)
+    assert "CUDA context" in out
+
+
+def test_json() -> None:
+    code, out, _ = run(TINY, "--json", "--seq-len", "64", "--micro-batch", "3", "--device-memory", "2GiB")
+    assert code == 0
+    found = json.loads(out)
+    per_layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert found["parameters"] == found["trainable"] == 2 * 512 * 64 + 2 * per_layer + 64
+    assert [(row["stage"], row["offload"]) for row in found["rows"]][:3] == [
+        (0, "-"),
+        (1, "-"),
+        (1, "optimizer to cpu"),
+    ]
+    device = found["rows"][0]["prediction"]["device"]
+    assert device["tensors_peak"] == sum(device["parts"].values())
+    assert device["total"] == device["tensors_peak"] + sum(device["outside"].values())
+    assert found["rows"][0]["prediction"]["micro_batch"] == 3
+    offloaded = found["rows"][4]
+    assert offloaded["zero_optimization"] == {"offload_optimizer": {"device": "cpu"}, "stage": 2}
+    assert offloaded["prediction"]["host"]["parts"]["moments"] > 0
+
+
+def test_its_own_configuration_is_the_row_that_is_listed(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    file.write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero, "optimizer": {"type": "Lion"}}))
+    code, out, _ = run(TINY, "--seq-len", "64", "--config", str(file), "--device-memory", "2GiB")
+    assert code == 0
+    assert 'bf16.enabled is "auto": taken as true' in out
+    assert "stage 3, offload optimizer to cpu: each process" in out
+    code, out, _ = run(TINY, "--seq-len", "64", "--config", str(file), "--device-memory", "2GiB", "--json")
+    assert [row["chosen"] for row in json.loads(out)["rows"]].index(True) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["no/such"], "cannot find the model 'no/such'"),
+        (["nowhere.py"], "nowhere.py does not exist"),
+        ([TINY, "--device-memory", "lots"], "'lots' is not a valid amount of memory"),
+        ([TINY, "--host-memory", "0GiB"], "'0GiB' is not a valid amount of memory"),
+        ([TINY, "--stge", "3"], "only scripts take arguments"),
+        ([TINY, "--config", '{"zero_optimization": {"stage": 9}}'], "stage"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments: list[str], text: str) -> None:
+    code, out, err = run(*arguments)
+    assert code == 1
+    assert text in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_arguments_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; raise SystemExit(' '.join(sys.argv[1:]))")
+    _, _, err = run(str(script), "--deepspeed", "ds.json", "--lr", "1e-3", "--world-size", "4", "--bf16", "--out=o")
+    assert "exit code --deepspeed ds.json --lr 1e-3 --bf16 --out=o" in err
+    _, _, err = run(str(script), "--json", "--", "--config", "a", "--json")
+    assert "exit code --config a --json" in err
+
+
+def test_amounts() -> None:
+    assert parse_bytes("80") == parse_bytes("80GiB") == parse_bytes(" 80 g ") == 80 << 30
+    assert parse_bytes("24GB") == 24 * 10**9
+    assert parse_bytes("1.5TiB") == 3 << 39
+    for text in ("", "GiB", "-3GiB", "3 apples", "0"):
+        with pytest.raises(UnpredictableError, match="not a valid amount of memory"):
+            parse_bytes(text)
+
+
+def test_groups_of_processes(tmp_path: Path) -> None:
+    """States divided inside hosts count at the stages that divide them, and nothing is said of the others."""
+    file = tmp_path / "ds.json"
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "mics_hierarchical_params_gather": False}
+    file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
+    parameters = {}
+    for processes in ("4", "2", "3"):
+        code, out, error = run(TINY, "--json", "--seq-len", "64", "--config", str(file), "--world-size", processes)
+        assert code == 0
+        assert "no effect" not in error
+        rows = {(row["stage"], row["offload"]): row for row in json.loads(out)["rows"]}
+        row = rows[3, "-"]
+        if processes == "3":
+            assert "zero_hpz_partition_size 2 does not divide the 3 processes" in json.dumps(row)
+            continue
+        parameters[processes] = row["prediction"]["device"]["parts"]["parameters"]
+    # A second half beside the fourth; of two processes the half is all.
+    assert parameters["4"] == pytest.approx(1.5 * parameters["2"], rel=0.05)

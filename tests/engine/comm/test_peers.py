@@ -1,0 +1,223 @@
+"""Gathers from each other's memory: the same values as by collectives, met exactly as often as somebody wrote.
+
+GPUs' memory is played by files that all ranks map; tests/gpu/test_peers.py has the real one.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hf import initialize
+from ds_hf.engine import parts
+from ds_hf.engine.comm import collectives, peers
+from ds_hf.engine.comm.mesh import Axis, data_parallel_axis
+from ds_hf.engine.comm.peers import Peers, open_peers
+from ds_hf.engine.comm.streams import CommStream
+from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.gather import GatheredParameters
+from tests.engine.zero.zoo import WIDTH, Stack, mean_square
+from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import base_config, full_weights
+
+CPU = torch.device("cpu")
+
+
+def peers_in_files(axis: Axis, folder: str) -> Peers:
+    count = 0
+
+    def mapping(numel: int, dtype: torch.dtype) -> list[Tensor]:
+        nonlocal count
+        count += 1
+        paths = [Path(folder) / f"{count}.{rank}" for rank in range(axis.world_size)]
+        mine = torch.from_file(str(paths[axis.rank]), shared=True, size=numel, dtype=dtype)
+        dist.barrier()
+        tensors = [torch.from_file(str(path), shared=True, size=numel, dtype=dtype) for path in paths]
+        tensors[axis.rank] = mine
+        return tensors
+
+    return Peers(axis, CommStream(), mapping, lambda channel: dist.barrier())
+
+
+def meet_when_needed(folder: str) -> list[int]:
+    """Meetings after each of: write, gather, gather, gather of another, write, write of another, gather."""
+    axis = data_parallel_axis()
+    peers = peers_in_files(axis, folder)
+    regions = [peers.region(4, torch.float32) for _ in range(2)]
+    meetings = []
+    count = 0
+    meet = peers._meet
+
+    def counted(channel: int) -> None:
+        nonlocal count
+        count += 1
+        meet(channel)
+
+    peers._meet = counted
+
+    def write(which: int, value: float) -> None:
+        regions[which].writing()
+        regions[which].mine.fill_(value + axis.rank)
+        meetings.append(count)
+
+    def gather(which: int, value: float) -> None:
+        full = torch.zeros(8)
+        regions[which].gather(full.chunk(2), regions[which].theirs, "values")
+        assert full.tolist() == [value] * 4 + [value + 1] * 4
+        meetings.append(count)
+
+    write(0, 3)
+    write(1, 7)
+    gather(0, 3)
+    gather(0, 3)
+    gather(1, 7)
+    write(0, 5)
+    write(1, 9)
+    gather(1, 9)
+    gather(0, 5)
+    return meetings
+
+
+def test_ranks_meet_when_somebody_wrote_and_not_else(tmp_path: Path) -> None:
+    expected = [0, 0, 1, 1, 2, 3, 3, 4, 5]
+    assert run_distributed(meet_when_needed, 2, str(tmp_path)) == [expected, expected]
+
+
+def train(folder: str | None, stage: int, more: dict[str, Any], least: int = 0) -> tuple[dict[str, Tensor], int]:
+    """Whole weights after some steps with writes from outside between them; gathers and sums by collectives."""
+    calls = 0
+    originals = collectives._all_gather, collectives._reduce_scatter
+
+    def counting(original: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return original(*args, **kwargs)
+
+        return counted
+
+    collectives._all_gather, collectives._reduce_scatter = map(counting, originals)
+    peers.LEAST_COPIED_NBYTES = least
+    parts.open_peers = lambda axis, device, comm_stream: None if folder is None else peers_in_files(axis, folder)
+    torch.manual_seed(0)
+    model = Stack()
+    engine, *_ = initialize(model=model, config=base_config(stage, bf16={"enabled": True}, **more))
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            copied = 2 * sum(logical_shape(param).numel() for param in buffer.params) >= least
+            assert (buffer.region is not None) == (folder is not None and buffer.dtype is torch.bfloat16 and copied)
+            if buffer.region is not None:
+                _delay(buffer.region)
+    torch.manual_seed(engine.axis.rank)
+    for step in range(6):
+        loss = mean_square(engine(torch.randn(2, WIDTH, dtype=torch.bfloat16)))
+        engine.backward(loss)
+        engine.step()
+        if step == 2:
+            with GatheredParameters(model.parameters(), modifier_rank=1):
+                if engine.axis.rank == 1:
+                    for param in model.parameters():
+                        param.data.mul_(0.5)
+    weights = full_weights(model)
+    engine.destroy()
+    collectives._all_gather, collectives._reduce_scatter = originals
+    return weights, calls
+
+
+def train_both(folder: str, stage: int, more: dict[str, Any]) -> None:
+    expected, by_collectives = train(None, stage, more)
+    found, by_peers = train(folder, stage, more)
+    assert by_collectives > 0
+    assert by_peers == 0
+    rounded = "gradient_accumulation_steps" in more and stage > 1  # by collectives, each before it is added
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=0.02 if rounded else 0, atol=2e-3 if rounded else 0, msg=name
+        )
+
+
+def train_with_small_buffers(folder: str) -> list[int]:
+    """Collectives with all buffers gathered and summed by them, the smaller ones, and none."""
+    expected, _ = train(None, 2, {})
+    calls = []
+    for least in (1 << 40, 400, 0):
+        found, by_collectives = train(f"{folder}/{least}", 2, {}, least)
+        calls.append(by_collectives)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+    return calls
+
+
+def test_small_buffers_go_by_collectives(tmp_path: Path) -> None:
+    for least in (1 << 40, 400, 0):
+        (tmp_path / str(least)).mkdir()
+    for every, some, none in run_distributed(train_with_small_buffers, 2, str(tmp_path)):
+        assert every > some > none == 0
+
+
+def _delay(region: Any) -> None:
+    """Ranks get out of step."""
+    gather = region.gather
+    wait = random.Random(dist.get_rank())
+
+    def late(*args: Any) -> None:
+        time.sleep(0.004 * wait.random())
+        gather(*args)
+
+    region.gather = late
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}},
+    ],
+    ids=["plain", "accumulating", "offloaded", "small parameters whole"],
+)
+def test_training_is_the_same(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
+    more = {key: {**value, "stage": stage} if isinstance(value, dict) else value for key, value in more.items()}
+    run_distributed(train_both, 2, str(tmp_path), stage, more)
+
+
+def another_torch() -> list[bool]:
+    """What is made of peers where torch has no symmetric memory, or one of another form; and where it brings others'
+    values."""
+    axis = data_parallel_axis()
+    found = []
+    for memory in (None, object()):
+        peers._symmetric_memory = lambda memory=memory: memory
+        found.append(peers._made(axis, CPU, CommStream()) is None)
+
+    class Wrong:
+        def __init__(self, axis: Axis, device: torch.device) -> None:
+            self.meet = lambda channel: dist.barrier()
+
+        def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+            return [torch.zeros(numel, dtype=dtype) for _ in range(2)]
+
+    peers._Gpus = Wrong
+    found.append(peers._made(axis, CPU, CommStream()) is None)
+    return found
+
+
+def test_what_does_not_work_is_not_used() -> None:
+    assert run_distributed(another_torch, 2) == [[True] * 3] * 2
+
+
+def nobody_to_read() -> bool:
+    return open_peers(data_parallel_axis(), CPU, CommStream()) is None
+
+
+def test_the_cpu_uses_collectives() -> None:
+    assert run_distributed(nobody_to_read, 2) == [True, True]

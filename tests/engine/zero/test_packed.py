@@ -1,0 +1,279 @@
+"""Quantized frozen weights: exact at every stage, sharded byte for byte where parameters are, refused if they train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ds_hf
+from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.packed import PackedBuffer, is_packed, packed_parts
+from tests.helpers.distributed import run_distributed
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+WIDTH = 24
+
+
+class Wrapped(Tensor):
+    """Like torchao's weights: int8 values and a scale a row, which act as a floating-point tensor."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor) -> Wrapped:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype, device=values.device)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, values: Tensor, scale: Tensor) -> None:
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Wrapped:
+        return Wrapped(inner["values"], inner["scale"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            x, weight, *rest = args
+            return F.linear(x, weight.values.to(x.dtype) * weight.scale, *rest)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values, args[0].scale)
+        raise NotImplementedError(func)
+
+
+class Closed(Tensor):
+    """A quantized tensor that nobody can look into."""
+
+
+class PackedParameter(nn.Parameter):
+    """Like bitsandbytes' ``Params4bit``: packed bytes, here in a dtype that claims to be a number."""
+
+    quant_state: Any
+
+
+def wrapped(weight: Tensor) -> nn.Parameter:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    # column-major: strides are part of what has to come back
+    values = (weight / scale).round().to(torch.int8).t().contiguous().t()
+    return nn.Parameter(Wrapped(values, scale), requires_grad=False)
+
+
+def packed(weight: Tensor) -> nn.Parameter:
+    """Every bit pattern of bf16 occurs, NaNs with a payload among them."""
+    data = weight.to(torch.bfloat16).contiguous().view(torch.uint8).clone()
+    data[0, :8] = torch.tensor([1, 127, 255, 127, 3, 255, 129, 255], dtype=torch.uint8)
+    parameter = PackedParameter(data.view(torch.bfloat16), requires_grad=False)
+    parameter.quant_state = "scales"
+    return parameter
+
+
+def integers(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter((weight * 100).round().to(torch.int16), requires_grad=False)
+
+
+QUANTIZERS: dict[str, Callable[[Tensor], nn.Parameter]] = {"wrapped": wrapped, "packed": packed, "integers": integers}
+
+
+class Block(nn.Module):
+    """A frozen quantized matrix with an adapter beside it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = QUANTIZERS[kind](torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if self.kind == "packed":
+            weight = weight.view(torch.int16).to(x.dtype) / 2**15
+        elif self.kind == "integers":
+            weight = weight.to(x.dtype) / 100
+        return x + torch.tanh(F.linear(x, weight)) + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(kind: str, seed: int = 1) -> Model:
+    torch.manual_seed(seed)
+    return Model(kind)
+
+
+def parts_of(model: nn.Module) -> list[Tensor]:
+    return [part for param in model.parameters() if is_packed(param) for _, part in packed_parts(param)]
+
+
+def raw(part: Tensor) -> bytes:
+    return part.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+def batches(device: torch.device | str = "cpu") -> Tensor:
+    return torch.randn(4, dist.get_world_size(), 3, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
+
+
+def reference(kind: str) -> list[float]:
+    """Mean losses over all processes' batches, in one process."""
+    model = build(kind)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for batch in batches():
+        loss = model(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        **more,
+    }
+
+
+def train(stage: int, kind: str, folder: str) -> None:
+    before = [(raw(part), part.shape, part.stride(), part.dtype) for part in parts_of(build(kind))]
+    model = build(kind)
+    engine, *_ = ds_hf.initialize(model=model, config=settings(stage))
+    buffers = [b for unit in engine.units for b in unit.buffers if isinstance(b, PackedBuffer)]
+    if stage == 3:
+        total = sum(len(content) for content, *_ in before)
+        assert len(buffers) == 3
+        world = dist.get_world_size()
+        padding = 32 * len(before) + 16 * world * len(buffers)
+        assert total // world <= sum(buffer.shard.numel() for buffer in buffers) <= (total + padding) // world
+        if world > 1:
+            assert all(part.numel() == 0 for part in parts_of(model))
+            assert all(buffer.full.untyped_storage().nbytes() == 0 for buffer in buffers)
+    else:
+        assert not buffers
+    expected = reference(kind)
+    for batch, value in zip(batches(engine.device), expected, strict=True):
+        loss = engine(batch[dist.get_rank()]).square().mean()
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        assert mean.item() / dist.get_world_size() == pytest.approx(value, rel=1e-5)
+    with GatheredParameters(model.parameters()):
+        after = [(raw(part), part.shape, part.stride(), part.dtype) for part in parts_of(model)]
+        assert after == before
+    # whole, and in a model with other bytes
+    engine.save_checkpoint(folder)
+    other = build(kind, seed=9)
+    again, *_ = ds_hf.initialize(model=other, config=settings(stage))
+    assert again.load_checkpoint(folder)[0] is not None
+    with GatheredParameters(other.parameters()):
+        assert [raw(part) for part in parts_of(other)] == [content for content, *_ in before]
+
+
+@STAGES
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_training_is_exact_and_the_bytes_stay_the_same(stage: int, kind: str, tmp_path: Path) -> None:
+    run_distributed(train, 2, stage, kind, str(tmp_path))
+
+
+def train_at_16_bits(stage: int) -> None:
+    before = [raw(part) for part in parts_of(build("packed"))]
+    model = build("packed")
+    engine, *_ = ds_hf.initialize(model=model, config=settings(stage, bf16={"enabled": True}))
+    engine.backward(engine(batches(engine.device)[0, dist.get_rank()]).square().mean())
+    engine.step()
+    with GatheredParameters(model.parameters()):
+        assert [raw(part) for part in parts_of(model)] == before
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
+
+
+@STAGES
+def test_packed_bytes_are_never_cast(stage: int) -> None:
+    run_distributed(train_at_16_bits, 2, stage)
+
+
+def refused(stage: int) -> None:
+    model = build("wrapped")
+    block = model.blocks[1]
+    block.weight = nn.Parameter(torch.ones(2, 2).as_subclass(Closed), requires_grad=False)
+    with pytest.raises(ds_hf.ConfigError, match=r"blocks\.1\.weight is a Closed, .* use ZeRO stage 2"):
+        ds_hf.initialize(model=model, config=settings(stage))
+
+
+def test_what_cannot_be_taken_apart_is_refused_by_name() -> None:
+    run_distributed(refused, 1, 3)
+
+
+def refused_training(stage: int) -> None:
+    model = build("wrapped")
+    model.blocks[2].weight.requires_grad_(True)
+    with pytest.raises(ds_hf.ConfigError, match=r"blocks\.2\.weight is a Wrapped and requires a gradient"):
+        ds_hf.initialize(model=model, config=settings(stage))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_quantized_weights_that_train_are_refused_by_name(stage: int) -> None:
+    run_distributed(refused_training, 1, stage)
+
+
+class Fp8(nn.Module):
+    """A frozen weight and its scales in fp8, beside a layer that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.arange(-8.0, 8.0).repeat(4).view(8, 8).to(torch.float8_e4m3fn)
+        self.frozen = nn.Parameter(values, requires_grad=False)
+        self.register_buffer("scale", torch.full((8,), 0.5).to(torch.float8_e5m2))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layer(x), self.frozen.to(x.dtype)).sum()
+
+
+def fp8(stage: int) -> None:
+    model = Fp8()
+    expected = model.frozen.detach().clone()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = ds_hf.initialize(model=model, config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+    assert model.scale.dtype == torch.float8_e5m2
+    with GatheredParameters(model.parameters()):
+        assert model.layer.weight.dtype == torch.bfloat16
+        assert model.frozen.dtype == torch.float8_e4m3fn
+        assert torch.equal(model.frozen.view(torch.uint8), expected.view(torch.uint8))
+
+
+@STAGES
+def test_fp8_stays_as_it_is(stage: int) -> None:
+    run_distributed(fp8, 2, stage, timeout=60)
