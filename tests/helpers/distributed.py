@@ -229,7 +229,10 @@ def _rank_main(spec: RankSpec, payload: bytes, pipe: Connection) -> None:
     sys.stderr.flush()
     with contextlib.suppress(OSError):
         pipe.send_bytes(message)
-    os._exit(0 if report[0] == "ok" else 1)  # exit handlers could hang on a peer that is gone
+    if report[0] == "ok":
+        # Peers may still be in a collective, or ask rank 0's store for an address: the parent ends all ranks together.
+        threading.Event().wait()
+    os._exit(1)  # exit handlers could hang on a peer that is gone
 
 
 def _call(spec: RankSpec, payload: bytes) -> Any:

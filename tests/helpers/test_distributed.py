@@ -42,6 +42,18 @@ def _die() -> None:
     os._exit(7)
 
 
+def _late_for_the_store() -> int:
+    from torch.distributed import TCPStore
+
+    global store  # as that of a process group, it lives as long as the process
+    rank = int(os.environ["RANK"])
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    if rank == 1:
+        time.sleep(1)  # rank 0 has long returned
+        return rank * store.add("key", 1)  # asks, and waits for the answer
+    return rank
+
+
 def _skip() -> None:
     pytest.skip("not here")
 
@@ -70,6 +82,10 @@ def test_time_limit_shows_stacks_and_kills_everything(tmp_path: Path) -> None:
         run_distributed(_hang_after_starting_a_child, 2, str(pid_file), timeout=6, patience=1, backend=None)
     pid = int(pid_file.read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_rank_that_is_done_stays_until_its_peers_are() -> None:
+    assert run_distributed(_late_for_the_store, 2, backend=None) == [0, 1]
 
 
 def test_skip_inside_a_rank_skips_the_test() -> None:

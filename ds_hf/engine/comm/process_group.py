@@ -109,9 +109,10 @@ class Rendezvous:
     address: str | None = None
     port: int = DEFAULT_PORT
 
-    def __str__(self) -> str:
-        at = f"{self.address}:{self.port}" if self.address else "no address (single process)"
-        return f"rank {self.rank} of {self.world_size} at {at}"
+    def at(self, init_method: str | None = None) -> str:
+        """The sentence's end: as whom and where."""
+        place = f"{self.address}:{self.port}" if self.address else "no address (single process)"
+        return f"rank {self.rank} of {self.world_size} at {init_method or place}"
 
 
 def init_distributed(
@@ -268,7 +269,7 @@ def _create_group(backend: str, where: Rendezvous, init_method: str | None, time
         init_process_group(backend, **options)
     except (RuntimeError, ValueError, OSError) as error:
         raise DistributedError(
-            f"could not create the {backend} process group as {where}: {error}\n"
+            f"could not create the {backend} process group as {where.at(init_method)}: {error}\n"
             "  check that every rank was started, that all use the same MASTER_ADDR and MASTER_PORT, that the port is "
             "free and reachable, and that the backend is built into this torch"
         ) from error

@@ -97,15 +97,15 @@ def test_two_processes_from_the_environment() -> None:
     assert run_distributed(pair, 2, backend=None) == [3.0, 3.0]
 
 
-def by_url(port: int) -> int:
-    rank = int(os.environ.pop("RANK"))
+def by_url() -> int:
+    rank, port = int(os.environ.pop("RANK")), os.environ.pop("MASTER_PORT")
     os.environ.pop("MASTER_ADDR")
     process_group.init_distributed("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     return process_group.get_world_size()
 
 
 def test_two_processes_by_init_method() -> None:
-    assert run_distributed(by_url, 2, free_port(), backend=None) == [2, 2]
+    assert run_distributed(by_url, 2, backend=None) == [2, 2]
 
 
 def reuses() -> bool:
@@ -131,6 +131,19 @@ def test_failed_rendezvous_tells_where_it_looked() -> None:
     (text,) = run_distributed(unreachable, 1, backend=None)
     assert "could not create the gloo process group as rank 1 of 2 at 127.0.0.1:" in text
     assert "that every rank was started" in text
+
+
+def unreachable_url() -> str:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(DistributedError, match=f"as rank 1 of 2 at {url}: "):
+        process_group.init_distributed("gloo", timeout=timedelta(seconds=1), init_method=url, rank=1, world_size=2)
+    return url
+
+
+def test_failed_rendezvous_by_init_method_names_it() -> None:
+    run_distributed(unreachable_url, 1, backend=None)
 
 
 def not_there() -> str:
