@@ -22,9 +22,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from ds_hf.config.draft import Draft
-from ds_hf.config.parse import escape
 from ds_hf.config.presets import preset_like
-from ds_hf.config.schema import Node, Path, dotted, holds, load_schema, nearest, pointer_of, types_of, walk_for
+from ds_hf.config.schema import Node, Path, dotted, escape, holds, load_schema, nearest, pointer_of, types_of, walk_for
 
 __all__ = ["check", "check_status", "show"]
 

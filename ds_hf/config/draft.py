@@ -11,8 +11,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from ds_hf.config.parse import escape
-from ds_hf.config.schema import Path, pointer_of
+from ds_hf.config.schema import Path, escape, pointer_of
 from ds_hf.config.source import Source
 from ds_hf.config.types.root import Origin
 from ds_hf.errors import ConfigError, Fault

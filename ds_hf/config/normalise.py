@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_hf.config.draft import Draft
-from ds_hf.config.parse import escape
-from ds_hf.config.schema import Node, Path, dotted, holds, load_schema, pointer_of, types_of, walk_for
+from ds_hf.config.schema import Node, Path, dotted, escape, holds, load_schema, pointer_of, types_of, walk_for
 from ds_hf.config.types.root import Origin, OriginKind
 
 __all__ = ["normalise", "rename"]

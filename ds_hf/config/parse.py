@@ -11,9 +11,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_hf.config.schema import escape
 from ds_hf.errors import ConfigError, Fault
 
-__all__ = ["MAX_DEPTH", "Parsed", "escape", "parse"]
+__all__ = ["MAX_DEPTH", "Parsed", "parse"]
 
 MAX_DEPTH = 60
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -30,11 +31,6 @@ _WORDS: dict[str, Any] = {
     "NaN": float("nan"),
 }
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-def escape(key: str) -> str:
-    """One reference token of a JSON pointer (RFC 6901)."""
-    return key.replace("~", "~0").replace("/", "~1")
 
 
 @dataclass

@@ -15,8 +15,7 @@ import inspect
 from typing import Any
 
 from ds_hf.config.draft import Draft
-from ds_hf.config.parse import escape
-from ds_hf.config.schema import Node, load_schema, nearest
+from ds_hf.config.schema import Node, escape, load_schema, nearest
 from ds_hf.config.types.root import Config
 from ds_hf.config.types.zero import OffloadOptimizerSection, OffloadParamSection
 

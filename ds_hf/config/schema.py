@@ -17,12 +17,11 @@ from typing import Any, cast
 
 from jsonschema import Draft202012Validator
 
-from ds_hf.config.parse import escape
-
 __all__ = [
     "Node",
     "Path",
     "dotted",
+    "escape",
     "foreign_name",
     "holds",
     "load_schema",
@@ -47,6 +46,11 @@ def schema_text() -> str:
 def load_schema() -> Node:
     """The JSON Schema; shared, not to be changed."""
     return cast(Node, json.loads(schema_text()))
+
+
+def escape(key: str) -> str:
+    """One reference token of a JSON pointer (RFC 6901)."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 @functools.lru_cache(maxsize=4096)

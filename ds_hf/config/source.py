@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hf.config.parse import MAX_DEPTH, Parsed, escape, parse
+from ds_hf.config.parse import MAX_DEPTH, Parsed, parse
 from ds_hf.config.presets import PRESETS, preset
+from ds_hf.config.schema import escape
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.regular_files import TEXT_NBYTES, read_regular
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_hf.config.plan import SAFE_MODULES
-from ds_hf.engine.autocast import autocast_of
+from ds_hf.engine.casting import autocast_of
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.zero.comm_dtype import find_classes
 from ds_hf.errors import ConfigError

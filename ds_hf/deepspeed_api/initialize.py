@@ -1,8 +1,14 @@
-"""``initialize``, as DeepSpeed has it: which configuration, the process group, and an engine with DeepSpeed's names."""
+"""``initialize``, as DeepSpeed has it: which configuration, the process group, and an engine with DeepSpeed's names.
+
+In a *rehearsal* of a training script something that only looks takes the engine's place: ``ds-hf memory train.py`` runs
+the script until it would train, to learn its model, configuration and first batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 from torch import nn
@@ -11,13 +17,16 @@ from torch.optim import Optimizer
 from ds_hf.deepspeed_api import groups
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
-from ds_hf.deepspeed_api.rehearsal import rehearsal
 from ds_hf.engine.builder import build_engine
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.errors import ConfigError
 
-__all__ = ["initialize"]
+__all__ = ["initialize", "rehearsing"]
+
+
+StandIn = Callable[..., tuple[Any, Any, Any, Any]]
+_stand_in: ContextVar[StandIn | None] = ContextVar("ds_hf_rehearsal", default=None)
 
 
 def initialize(
@@ -65,7 +74,7 @@ def initialize(
         model = cast(nn.Module, model._orig_mod)
     source = _config_source(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    if (stand_in := rehearsal()) is not None:
+    if (stand_in := _stand_in.get()) is not None:
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     engine = build_engine(
         model,
@@ -97,3 +106,13 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     if given is None and named is None:
         raise ConfigError("no configuration: give initialize(config=...), or --deepspeed_config on the command line")
     return named if given is None else given
+
+
+@contextmanager
+def rehearsing(stand_in: StandIn) -> Iterator[None]:
+    """Inside, ``initialize`` calls ``stand_in`` with ``initialize``'s keyword arguments and returns what it returns."""
+    token = _stand_in.set(stand_in)
+    try:
+        yield
+    finally:
+        _stand_in.reset(token)

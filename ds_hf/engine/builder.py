@@ -1,4 +1,5 @@
-"""``build_engine``: the only place that wires parts of different layers together.
+"""``build_engine``: the only place that wires parts of different layers together. What it is given and could only train
+without is refused here.
 
 Order: configuration -> process group -> axis -> plan -> units and masters -> optimizer -> engine -> scheduler, data.
 """
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hf.config import load_config
 from ds_hf.config.mesh import given_claims
@@ -24,7 +26,6 @@ from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.engine import CoreEngine
-from ds_hf.engine.given import check_optimizer, check_scheduler
 from ds_hf.engine.monitor import open_monitors
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.muon_groups import mark_matrices
@@ -33,11 +34,12 @@ from ds_hf.engine.parts import make_parts
 from ds_hf.engine.probes import trial
 from ds_hf.engine.probes.learning_rate import script as lr_script
 from ds_hf.engine.schedules.build import build_scheduler
+from ds_hf.engine.zero.buffer import home_of
 from ds_hf.errors import ConfigError
 from ds_hf.log import set_log_level_from_string, warn_once
 from ds_hf.measure.protocol import TRIAL_ENV
 
-__all__ = ["build_engine"]
+__all__ = ["WORTH_SAYING", "build_engine", "whole_model_advice"]
 
 E = TypeVar("E", bound=CoreEngine)
 
@@ -73,11 +75,13 @@ def build_engine(
         set_log_level_from_string(settings.log_level)
     watch_for_hangs(mesh, settings.ds_hf.hang_timeout)
     comms_logger.configure(settings.comms_logger)
-    check_scheduler(optimizer, lr_scheduler)
+    _check_scheduler(optimizer, lr_scheduler)
     measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
     monitor = open_monitors(settings, mesh.world, silent=measured)
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
+    if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
+        warn_once(advice)
     parts = make_parts(settings, plan, mesh, model, inner, optimizer_type)
     engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
     engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
@@ -93,7 +97,8 @@ def build_engine(
     progress.attach(engine)
     if compiled or settings.ds_hf.compile:
         engine.compile()
-    lr_script.attach(engine)
+    if os.environ.get(lr_script.ENVIRONMENT):
+        lr_script.attach(engine)
     if request := os.environ.get(TRIAL_ENV):
         trial.attach(engine, request)
     return engine
@@ -163,7 +168,7 @@ def _make_optimizer(
     if isinstance(optimizer, Optimizer):
         if settings.optimizer is not None:
             warn_once(f"the optimizer given to initialize() replaces the configuration's {settings.optimizer.type!r}")
-        check_optimizer(optimizer)
+        _check_optimizer(optimizer)
         return optimizer
     if optimizer is None and settings.optimizer is None:
         return None
@@ -177,6 +182,27 @@ def _make_optimizer(
         mark_matrices(model)
     offloaded = settings.zero_optimization.offload_optimizer.device != "none"
     return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups, offloaded=offloaded)
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """An optimizer that only calls others would update nothing: what those hold is not what the engine fills."""
+    own = {id(group) for group in optimizer.param_groups}
+    for name, part in vars(optimizer).items():
+        if isinstance(part, Optimizer) and not any(id(group) in own for group in part.param_groups):
+            raise ConfigError(
+                f"{type(optimizer).__name__} passes its parameters on to another optimizer ({name}: "
+                f"{type(part).__name__}), whose parameters the engine does not know: share the parameter groups "
+                "between them, or give one optimizer with several groups"
+            )
+
+
+def _check_scheduler(optimizer: Any, lr_scheduler: Any) -> None:
+    """A finished scheduler changes the rates of the optimizer it was built on: that one has to be given, too."""
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"lr_scheduler= is a {type(lr_scheduler).__name__} on an optimizer of its own, which the engine does not "
+            "step: give that optimizer as optimizer=, or a function from the optimizer to the scheduler"
+        )
 
 
 def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[Any]:
@@ -206,3 +232,27 @@ def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any) -> An
     return build_scheduler(
         settings.scheduler.type, settings.scheduler.params, inner, mode=settings.ds_hf.compat_schedules
     )
+
+
+# -- advice on what works but takes more than it needs -----------------------------------------------------------------
+
+WORTH_SAYING = 1 << 30  # bytes a process: below, the memory does not matter
+
+
+def whole_model_advice(params: Iterable[Tensor], world_size: int, *, worth_saying: int = WORTH_SAYING) -> str | None:
+    """A message if ``params``, about to be sharded over ``world_size`` processes, are whole in each of them."""
+    nbytes = sum(param.numel() * param.element_size() for param in params if home_of(param) is None)
+    if world_size == 1 or nbytes < worth_saying:
+        return None
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (
+        f"every process built the whole model ({_gib(nbytes)}; {local} processes on this host: {_gib(nbytes * local)}) "
+        f"before it was sharded; a shard is {_gib(nbytes / world_size)}. To load shards only, create the "
+        "TrainingArguments before from_pretrained(); without the Trainer keep `dschf = "
+        "HfDeepSpeedConfig(ds_config)` in a variable while loading; a model of your own goes under "
+        "`with deepspeed.zero.Init(config_dict_or_path=ds_config):`"
+    )
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 27 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -1,9 +1,15 @@
-"""Casts between dtypes at the engine's edges: inputs of forward, and the model's buffers."""
+"""Dtypes at the engine's edges: autocast and casts of inputs around its forward, and the model's buffers.
+
+Invariant: inside ``engine(...)`` autocast is what the configuration asks for, whatever the caller opened around it, so
+that the gradients have the range and the dtype that the reductions expect. Recomputations under activation
+checkpointing take it over from the forward that they repeat: torch's checkpoints do that.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -11,15 +17,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ds_hf.config.plan import dtype_name
+from ds_hf.config.plan import StatePlan, dtype_name
 from ds_hf.config.types import DataTypesSection
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.fp32_buffers import buffers_to_keep_in_fp32, keep_buffers_in_fp32, keep_in_fp32_pattern
+from ds_hf.log import log_once, warn_once
 
-__all__ = ["cast_floats", "hint_at_buffers", "place_buffers", "set_buffer_dtypes"]
+__all__ = ["autocast_of", "cast_floats", "hint_at_buffers", "place_buffers", "set_buffer_dtypes"]
 
 _MISMATCH = re.compile(r"dtype|scalar type")  # in what torch says when an operation gets several
+
+
+def autocast_of(plan: StatePlan, device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which an engine of this plan runs its module.
+
+    Where parameters are sharded nothing is cached: a weight's 16-bit copy would stay until forward ends, of all units
+    at once.
+    """
+    kind, name = device.type, plan.autocast
+    inside = torch.is_autocast_enabled(kind)
+    if name is None:
+        if not inside:
+            return nullcontext()
+        warn_once(
+            "torch.autocast is active around a call of the engine, and is switched off inside: the configuration has "
+            'no torch_autocast. Its fp16 and bf16 blocks decide alone; for autocast add "torch_autocast": '
+            '{"enabled": true, "dtype": "bf16"}'
+        )
+        return torch.autocast(kind, enabled=False)
+    if inside:
+        log_once("torch.autocast around a call of the engine gives way to the configuration's torch_autocast")
+        torch.clear_autocast_cache()  # it may hold casts of weights from before the last step
+    return torch.autocast(kind, dtype=getattr(torch, name), cache_enabled=not plan.shards_parameters)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 
 from ds_hf.config.types import Config
 from ds_hf.engine.accumulation import BatchSizes
-from ds_hf.engine.autocast import autocast_of
 from ds_hf.engine.breakdown import NoBreakdown, breakdown_of
-from ds_hf.engine.casting import cast_floats, hint_at_buffers
+from ds_hf.engine.casting import autocast_of, cast_floats, hint_at_buffers
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
-from ds_hf.engine.checkpoint.interface import world_of
 from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
 from ds_hf.engine.monitor import MonitorMaster, NoFeed, feed_of
 from ds_hf.engine.offload.parking import Parking
@@ -90,7 +88,7 @@ class CoreEngine(nn.Module):
         self.lr_scheduler: Any = None
         self.accumulation = parts.accumulation
         self.training_dataloader: Any = None
-        self.checkpoint_writer = BackgroundWriter(world_of(self))
+        self.checkpoint_writer = BackgroundWriter(self.mesh.world)
         self.parking = Parking()
         self.global_steps = self.global_samples = self._skipped_steps = 0
         self.step_samples = 0  # of the last step, of all processes

@@ -23,7 +23,6 @@ from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
 from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.peers import Peers, open_peers
 from ds_hf.engine.comm.streams import CommStream
-from ds_hf.engine.given import whole_model_advice
 from ds_hf.engine.offloading import Offload, accumulation_dtype, build_offload
 from ds_hf.engine.ops import library
 from ds_hf.engine.ops.split_master import write_split
@@ -144,8 +143,6 @@ def _prepare(
     leaf = settings.zero_optimization.leaf_module
     mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
     _refuse_meta(model)
-    if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
-        warn_once(advice)
     group_of = _groups_by_parameter(model, inner)
     check_packed(model, sharded=plan.shards_parameters)
     mark_cuts(model, mesh)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ds_hf.deepspeed_api.rehearsal import rehearsing
+from ds_hf.deepspeed_api.initialize import rehearsing
 from ds_hf.log import logger
 from ds_hf.measure.saving import SaveGuard
 from ds_hf.memory.models import META

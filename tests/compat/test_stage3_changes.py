@@ -268,7 +268,7 @@ def whole_model_everywhere(folder: Path) -> list[str]:
     """What is said when ``from_pretrained`` came before anything of DeepSpeed."""
     import deepspeed
 
-    from ds_hf.engine import given
+    from ds_hf.engine import builder
 
     deepspeed.init_distributed()
     said: list[str] = []
@@ -278,7 +278,7 @@ def whole_model_everywhere(folder: Path) -> list[str]:
     small = code.initialize(model_class.from_pretrained(folder / "llama"), code.config())
     small.destroy()
     quiet = len([message for message in said if "built the whole model" in message])
-    given.whole_model_advice.__kwdefaults__["worth_saying"] = 1 << 16
+    builder.whole_model_advice.__kwdefaults__["worth_saying"] = 1 << 16
     with code.under_stage3() as settings:
         code.initialize(model_class.from_pretrained(folder / "llama"), settings).destroy()
     right = len([message for message in said if "built the whole model" in message])

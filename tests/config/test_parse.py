@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hf.config.parse import escape, parse
+from ds_hf.config.parse import parse
+from ds_hf.config.schema import escape
 from ds_hf.errors import ConfigError
 
 JSON = st.recursive(

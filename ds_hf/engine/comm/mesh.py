@@ -3,28 +3,34 @@
 Invariants
 - An ``Axis`` is only made once the process group exists; its ``rank`` counts along the axis, not globally.
 - A ``Mesh`` makes the groups of its axes itself, or has all of them from an ``mpu``.
+- Each process group has one log, whoever makes engines on it, which lives as long as the group. There is one watch for
+  all processes that train together, over the logs of all their axes: a process that others wait for in one axis may
+  itself be waiting in another.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_hf.config.mesh import MeshShape, given_claims, require_features
-from ds_hf.engine.comm.log import CollectiveLog
-from ds_hf.engine.comm.logs import Logs, group_timeout
+from ds_hf.engine.comm.log import CollectiveLog, open_board
 from ds_hf.engine.comm.mpu import check_groups
+from ds_hf.engine.comm.watch import Watch
 from ds_hf.errors import ConfigError
 
 __all__ = ["Axis", "Mesh", "axis_of", "compute_device", "data_parallel_axis", "watch_for_hangs"]
-
-_LOGS = Logs()
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,66 @@ def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[in
     return found
 
 
+# -- logs and the watch over them --------------------------------------------------------------------------------------
+
+
+class Logs:
+    """Logs by process group, and who watches them."""
+
+    def __init__(self) -> None:
+        self._logs: WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = WeakKeyDictionary()
+        # Names of groups come again after torch's default group was destroyed and made anew, maybe in the same store.
+        self._worlds: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self._watches: list[Watch] = []
+
+    def of(self, group: dist.ProcessGroup | None, name: str = "") -> CollectiveLog:
+        """The log of ``group``, by default of all processes. All processes of the group call it first together.
+
+        Args:
+            name: what reports call the axis; the first name given stays.
+        """
+        key = dist.group.WORLD if group is None else group
+        assert key is not None
+        if key not in self._logs:
+            self._logs[key] = self._made(key)
+        log = self._logs[key]
+        log.name = log.name or name
+        return log
+
+    def _made(self, group: dist.ProcessGroup) -> CollectiveLog:
+        world = dist.group.WORLD
+        assert world is not None
+        if world not in self._worlds:
+            self._worlds[world] = next(self._numbers)
+        ranks = dist.get_process_group_ranks(group)
+        log = CollectiveLog(ranks, key=f"{self._worlds[world]}/{group.group_name}/{ranks[0]}")
+        if len(ranks) > 1:
+            log.store = store = PrefixStore(f"ds_hf/{log.key}", _get_default_store())
+            with contextlib.suppress(RuntimeError):  # a store that cannot do it: no board then
+                log.board = open_board(store, dist.get_rank(group), len(ranks))
+            for watch in self._watches:
+                watch.take_in(log)
+        return log
+
+    def watch(self, log: CollectiveLog, timeout: float) -> None:
+        """Watch ``log`` and those of all groups of its processes, now and later; 0 for no watch. All processes of the
+        log call it; a second call sets the time of the watch that is there."""
+        if log.watch is not None:
+            log.watch.timeout = timeout or float("inf")
+        elif timeout and log.store is not None:
+            with contextlib.suppress(RuntimeError):  # a store that has no second connection
+                connection: Any = log.store
+                watch = Watch(connection.clone(), dist.get_rank(), log.ranks, timeout)
+                self._watches = [each for each in self._watches if each.lives] + [watch]
+                for each in [log, *self._logs.values()]:
+                    watch.take_in(each)
+                watch.start()
+
+
+_LOGS = Logs()
+
+
 def axis_of(group: dist.ProcessGroup | None, name: str = "") -> Axis:
     """The axis along ``group``, by default all processes; ``name`` is for reports of hangs."""
     return Axis(group, dist.get_rank(group), dist.get_world_size(group), _LOGS.of(group, name))
@@ -208,7 +274,17 @@ def watch_for_hangs(mesh: Mesh, timeout: float | None) -> None:
         timeout: seconds without progress after which a rank that others wait for is said to hang; ``None`` for nine
             tenths of the group's own timeout, so that the report comes before torch's; 0 for no watch.
     """
-    _LOGS.watch(mesh.world.log, 0.9 * group_timeout(mesh.world.group) if timeout is None else timeout)
+    _LOGS.watch(mesh.world.log, 0.9 * _group_timeout(mesh.world.group) if timeout is None else timeout)
+
+
+def _group_timeout(group: dist.ProcessGroup | None) -> float:
+    """Seconds that torch lets a collective of the group take."""
+    key = dist.group.WORLD if group is None else group
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    try:
+        return float(key._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # a backend of somebody else's
+        return dist.default_pg_timeout.total_seconds()
 
 
 def compute_device() -> torch.device:

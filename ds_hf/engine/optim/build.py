@@ -2,27 +2,30 @@
 
 Names are matched without regard to case. Adam and AdamW are the fused class with decoupled weight decay, as in
 DeepSpeed, unless ``torch_adam`` is set. Whatever cannot work is refused with what to use instead.
+
+The keys of ``params`` are those of a constructor and not of a schema: ``param_faults`` checks them against its
+signature, all at once; for the ``scheduler`` section too.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ds_hf.engine.optim.adagrad import DeepSpeedCPUAdagrad, FusedAdagrad
 from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
-from ds_hf.engine.optim.json_params import accepted_params, nearest, param_faults
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.lion import DeepSpeedCPULion, FusedLion
 from ds_hf.engine.optim.muon_groups import muon_of_json
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
-__all__ = ["build_optimizer", "optimizer_names"]
+__all__ = ["accepted_params", "build_optimizer", "nearest", "optimizer_names", "param_faults"]
 
 _HIDDEN = ("params", "model_params")  # constructor parameters that are not the JSON's
 
@@ -173,3 +176,39 @@ def _as_tuple(value: Any, parameter: inspect.Parameter) -> Any:
     if isinstance(parameter.default, tuple) and isinstance(value, list):
         return tuple(float(item) if isinstance(item, int) else item for item in value)
     return value
+
+
+# -- a JSON ``params`` object against a constructor --------------------------------------------------------------------
+
+
+def accepted_params(cls: Callable[..., Any], hidden: Collection[str]) -> dict[str, inspect.Parameter]:
+    """The constructor's parameters that JSON may set: all but ``hidden``."""
+    return {key: p for key, p in inspect.signature(cls).parameters.items() if key not in hidden}
+
+
+def nearest(key: str, names: Collection[str]) -> str | None:
+    """The name that ``key`` most probably stands for: one it contains, else the most similar one."""
+    contained = [name for name in names if name in key]  # DeepSpeed's tutorial: post_cycle_decay_step_size
+    near = contained or difflib.get_close_matches(key, list(names), n=1)
+    return max(near, key=len) if near else None
+
+
+def param_faults(
+    section: str, name: str, params: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]
+) -> list[Fault]:
+    """Unresolved "auto", unknown and missing keys of ``/section/params``, in that order."""
+    where = f"/{section}/params"
+    faults = [
+        Fault(f"{where}/{key}", 'is still "auto"', "only the HF Trainer and accelerate fill it in; give a value")
+        for key, value in params.items()
+        if isinstance(value, str) and value == "auto"
+    ]
+    for key in params:
+        if key not in accepted:
+            near = nearest(key, accepted)
+            fix = (f"did you mean {near}? " if near else "") + f"accepted: {', '.join(accepted)}"
+            faults.append(Fault(f"{where}/{key}", f"{name} has no such parameter", fix))
+    for key, parameter in accepted.items():
+        if parameter.default is inspect.Parameter.empty and key not in params:
+            faults.append(Fault(where, f"{name} needs {key}, which is missing", f"add {key}"))
+    return faults

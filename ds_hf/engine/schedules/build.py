@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ds_hf.engine.optim.json_params import accepted_params, nearest, param_faults
+from ds_hf.engine.optim.build import accepted_params, nearest, param_faults
 from ds_hf.engine.schedules.policies import (
     LRRangeTest,
     OneCycle,

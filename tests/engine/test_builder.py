@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_hf.engine.given import whole_model_advice
+from ds_hf.engine.builder import whole_model_advice
 
 
 def parameter(nbytes: int) -> torch.Tensor:
