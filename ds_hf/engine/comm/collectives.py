@@ -143,10 +143,10 @@ def _exchange(full: Tensor, axis: Axis, scatter: bool, what: str, comm_stream: C
     """
     kept, sent = (full.view(2, -1)[axis.rank], full.view(2, -1)[1 - axis.rank]) if scatter else (full, full)
     total = torch.empty_like(kept)
-    other = axis.global_rank(1 - axis.rank)
+    other = 1 - axis.rank
     with axis.log("reduce-scatter" if scatter else "all-reduce", what, total):
-        received = dist.irecv(total, other, group=axis.group, tag=_EXCHANGE)
-        left = dist.isend(sent, other, group=axis.group, tag=_EXCHANGE)
+        received = dist.irecv(total, group=axis.group, tag=_EXCHANGE, group_src=other)
+        left = dist.isend(sent, group=axis.group, tag=_EXCHANGE, group_dst=other)
 
     def over() -> None:
         for work in (received, left):
