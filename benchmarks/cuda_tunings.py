@@ -3,7 +3,7 @@
     python benchmarks/cuda_tunings.py lamb_stream --vary held=3,4 --vary threads=736,992 --json tunings.json
 
 Every combination of what is varied is set against the tuning in use: its results are checked, then all take turns at
-the jobs of ``rules.py`` within one run, and the median over the rounds counts. ``share_of_copy`` is as there.
+the jobs of ``optimizers.py`` within one run, and the median over the rounds counts. ``share_of_copy`` is as there.
 Tunings that do not compile, do not fit or are wrong are named and left out; one that never ends ends the run.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/host_cost.py --model 0b37 --micro-batch 1 --seq 512 --stages 1,2,3 --json FILE
 
-One process trains as one of two ranks whose process group does nothing, so that nobody waits for another rank and all
+One process trains as one of two ranks whose process group does nothing, so that no rank is waited for and all
 that is left is this host's work. With a batch so small that the device waits for the host, a step's time over that of
 forward and backward alone (*floor*, of the bf16 model) is the engine's. Both take turns, ``--rounds`` times; the
 shortest round counts, for other programs only ever add. Gathers are copies on the device, as between GPUs of one host;

@@ -8,7 +8,7 @@ Engines take turns as in ``benchmarks/training.py``, whose models, data, timing 
 ``torchrun --nproc-per-node N``. What stands behind a plus is how ds_hf offloads:
 
     ds_hf                 optimizer states in host memory, updated there
-    ds_hf+stream=SHARE    that share of them is updated by the GPU; auto: as ds_hf decides where nobody says
+    ds_hf+stream=SHARE    that share of them is updated by the GPU; auto: as ds_hf decides where it is not said
     ds_hf+ratio=SHARE     that share is in host memory, the rest on the GPU
     ds_hf+auto            what fits moves to the GPU
     ds_hf+delayed         updates are one step late

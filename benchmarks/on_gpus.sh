@@ -15,7 +15,7 @@
 #   memory 1, 3     predicted and measured
 #   host 1, 3       microseconds a module and pass
 #   profile 2, 1    where the time of a step goes
-#   masters 2, 2    6.7 B with masters in halves and whole, in turns, and where the time of both goes
+#   masters 2, 2    6.7 B with split masters and whole ones, in turns, and where the time of both goes
 #   autotune 2, 8   a search and its result, against the user's file and real DeepSpeed
 #
 # Each part says how it ended; a part that fails does not keep the others from running. Figures: $OUT/*.json.

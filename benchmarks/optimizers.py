@@ -1,7 +1,7 @@
 """How fast the optimizer kernels are: the whole job, from the 16-bit gradient to the 16-bit parameter.
 
-    python benchmarks/rules.py --device cuda --numel 500000000 --json optimizers.json
-    python benchmarks/rules.py --device cpu --numel 64000000 --threads 2 --deepspeed /path/to/its/venv/bin/python
+    python benchmarks/optimizers.py --device cuda --numel 500000000 --json optimizers.json
+    python benchmarks/optimizers.py --device cpu --numel 64000000 --threads 2 --deepspeed /path/to/its/venv/bin/python
 
 Contenders do the same job: ds_hf's kernels, torch's fused kernels with the casts they need, and DeepSpeed's optimizers
 with theirs, in a process of another interpreter (``--deepspeed``), since ds_hf takes the name. All take turns within

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_hf.engine.checkpoint.zero_to_fp32 import TensorFiles
-from ds_hf.engine.comm import collectives, logs
+from ds_hf.engine.comm import collectives, mesh
 
 THIN = (128, 344, 32, 4, 4, 1000)  # hidden, intermediate, layers, heads, key and value heads, vocabulary
 NORMS = 1000  # parameters with fewer elements stay whole, as DeepSpeed's threshold of 100,000 leaves norms of 4,096
@@ -57,7 +57,7 @@ class Rank:
 
     def __init__(self, world: int, layers: int) -> None:
         training.MODELS["7b-thin"] = (*THIN[:2], layers, *THIN[3:])
-        logs.open_board = lambda *_: None  # memory shared by the ranks of a host: the fake store keeps nothing
+        mesh.open_board = lambda *_: None  # memory shared by the ranks of a host: the fake store keeps nothing
         collectives._all_gather, collectives._reduce_scatter = _own_part_arrives, _own_part_stays
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
         self.world = world

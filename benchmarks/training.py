@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 LR, BETAS, EPS, DECAY, CLIP, SEED = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 1234
-STRETCH = 8  # steps timed together: in training nobody waits for the device after each
+STRETCH = 8  # steps timed together: training does not wait for the device after each
 # hidden, intermediate, layers, heads, key-value heads, vocabulary
 MODELS = {
     "tiny": (64, 172, 2, 4, 4, 512),

@@ -153,7 +153,7 @@ void queue(Ring *ring, const Block &block, uint64_t tag) {
               request->offset + block.start, tag);
 }
 
-// The kernel may go on to write into memory that will be somebody else's: nothing is safe any more.
+// The kernel may go on to write into memory that will belong to something else: nothing is safe any more.
 [[noreturn]] void give_up(int error) {
     char text[] = "ds_hf: io_uring_enter failed with errno 000, the process ends\n";
     char *digits = strstr(text, "000");

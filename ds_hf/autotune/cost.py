@@ -197,7 +197,7 @@ class CostModel:
         return max(0, self._device(traced) + int(more))
 
     def cannot_fit(self, setting: Setting, micro: int, accumulation: int) -> bool:
-        """Whether the prediction is so far above the memory that nobody need try."""
+        """Whether the prediction is so far above the memory that a trial is pointless."""
         return bool(self.why_not(setting, micro, accumulation))
 
     def why_not(self, setting: Setting, micro: int, accumulation: int) -> str:

@@ -100,7 +100,7 @@ class TracedAhead:
             sizes, settings = self._wanted(facts)
             footprint = Footprint(facts, survey, sizes)
             for tree, checkpointing in settings:
-                with contextlib.suppress(UnpredictableError):  # said again to whoever asks
+                with contextlib.suppress(UnpredictableError):  # said again where it is asked for
                     footprint.predict(tree, *sizes[0], checkpointing=checkpointing)
             found.set_result(footprint)
         except BaseException as error:

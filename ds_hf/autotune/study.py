@@ -252,7 +252,7 @@ class Search:
         return since
 
     def _ranked(self) -> list[tuple[float, Setting]]:
-        """Settings that nobody has taken, most promising first, each with its expected gain over the best so far."""
+        """Settings that no worker has taken, most promising first, each with its expected gain over the best so far."""
         taken = {record.key for record in records_of(self.study)}
         taken |= {
             t.user_attrs["running"]
@@ -280,7 +280,7 @@ class Search:
         return ranked if self.options.sampler == "exhaustive" else [each for each in ranked if each[0] >= WORTH]
 
     def _suggested(self, open_keys: set[str]) -> Setting | None:
-        """Optuna's choice, if it is one that nobody has taken."""
+        """Optuna's choice, if it is one that no worker has taken."""
         for _ in range(SUGGESTIONS):
             with _quiet():
                 trial = self.study.ask()

@@ -62,7 +62,7 @@ def _line(console: Console, name: str, width: int, value: str) -> None:
 
 @contextmanager
 def _busy() -> Iterator[None]:
-    """Something that moves while torch is imported and the disk is timed; nothing where nobody looks."""
+    """Something that moves while torch is imported and the disk is timed; nothing where output is not a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

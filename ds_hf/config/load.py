@@ -217,7 +217,7 @@ def grouped(warnings: tuple[Fault, ...]) -> list[tuple[str, list[Fault]]]:
 def log_warnings(config: Config) -> None:
     """Log the warnings of ``config``: one message, once for each content, on rank 0.
 
-    Sizes that the Trainer fills in from the model are logged as information: nobody chose them.
+    Sizes that the Trainer fills in from the model are logged as information: they were not chosen.
     """
     chosen = tuple(w for w in config.warnings if not (w.message.startswith(_NO_EFFECT) and _from_model(w.pointer)))
     _log(config, chosen, logging.WARNING)

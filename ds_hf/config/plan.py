@@ -222,7 +222,7 @@ def _inside(config: Config) -> tuple[int | None, Over, Over]:
 
 
 def _is_set(config: Config, pointer: str) -> bool:
-    """Somebody gave the value: DeepSpeed's default would keep the whole of a small model on every rank."""
+    """The value was given: DeepSpeed's default would keep the whole of a small model on every rank."""
     origin = config.provenance.get(pointer)
     return origin is not None and origin.kind not in (OriginKind.DEFAULT, OriginKind.AUTO)
 

@@ -383,7 +383,7 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.mem_get_info(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device that nobody uses."""
+        """Bytes of the device that are free."""
         return torch.cuda.mem_get_info(device_index)[0]
 
     def is_bf16_supported(self) -> bool:

@@ -71,7 +71,7 @@ def wrap_accelerator(module: ModuleType) -> None:
 
 
 def _sizes(config: Any) -> dict[str, str]:
-    """What accelerate's launcher sets for a ``ParallelismConfig``: scripts that make one themselves tell nobody."""
+    """What accelerate's launcher sets for a ``ParallelismConfig``: scripts that make one themselves set nothing."""
     if config is None:
         return {}
     names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")

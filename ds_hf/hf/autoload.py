@@ -58,7 +58,7 @@ def serves_deepspeed() -> bool:
     """Whether ``import deepspeed`` finds ds_hf's package and not a real DeepSpeed."""
     try:
         spec = find_spec("deepspeed")
-    except ValueError:  # somebody put a module without a spec there
+    except ValueError:  # a module without a spec was put there
         return False
     ours = Path(__file__).resolve().parent.parent / "compat"
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve().is_relative_to(ours)

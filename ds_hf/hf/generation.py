@@ -26,7 +26,7 @@ def wrap_generation(module: ModuleType) -> None:
 
 
 def _in_step(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Also where it is False: Whisper's own generate() says so without having been told. Weights that somebody gathered
+    # Also where it is False: Whisper's own generate() says so without having been told. Weights that were gathered
     # around the call need nothing, and there may be one rank that generates.
     if len(args) <= _SYNCED_GPUS and not kwargs.get("synced_gpus") and _communicates(model):
         kwargs = {**kwargs, "synced_gpus": True}

@@ -118,7 +118,7 @@ def _travelling(options: Options) -> dict[str, str]:
 
 
 def _port(asked: int, *, look_here: bool) -> int:
-    """The port asked for, DeepSpeed's, or a free one where that is taken and nobody asked for it."""
+    """The port asked for, DeepSpeed's, or a free one where that is taken and was not asked for."""
     wanted = asked if asked != -1 else DEFAULT_PORT
     if not look_here:
         return wanted

@@ -42,9 +42,9 @@ def check_host_name(name: str) -> str | None:
 
 
 def read_hostfile(path: str, *, explicit: bool) -> Pool | None:
-    """The hosts in ``path``; None if there is no such file and nobody asked for it (``explicit`` False).
+    """The hosts in ``path``; None if there is no such file and it was not asked for (``explicit`` False).
 
-    accelerate writes ``--hostfile None`` when its own setting is absent: that is nobody, too.
+    accelerate writes ``--hostfile None`` when its own setting is absent: that does not ask for it either.
     """
     if path == "None":
         return None

@@ -81,7 +81,7 @@ class Leash:
         self._post("failed", json.dumps([failure.as_json() for failure in failures]))
 
     def stopped(self, signum: int) -> None:
-        """Somebody sent this host's agent a signal."""
+        """This host's agent was sent a signal."""
         self._post("stopped", json.dumps(signum))
 
     def done(self) -> None:

@@ -144,7 +144,7 @@ def _alone(spec: NodeSpec, node: int) -> int:
 
 
 def _run_at_a_port(attempt: Attempt, tell: Callable[[list[Failure]], None]) -> bool:
-    """``run_workers``; at another port where somebody took this one since it was found free, and nobody asked for it.
+    """``run_workers``; at another port where this one was taken since it was found free, and was not asked for.
 
     Raises:
         LaunchError: the port is taken that was asked for, or three in a row.
@@ -270,7 +270,7 @@ def _watch_input(descriptor: int) -> None:
 
 
 def _watch_output() -> None:
-    """End this host's part when nobody reads our output any more: the connection is gone."""
+    """End this host's part when our output is not read any more: the connection is gone."""
     poller = select.poll()
     poller.register(1, 0)
     poller.register(2, 0)

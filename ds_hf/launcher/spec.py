@@ -29,7 +29,7 @@ class NodeSpec:
         command: script and its arguments.
         env: variables set on every host.
         cwd: folder on every host; None leaves the one the process starts in.
-        any_port: nobody asked for ``master_port``: another will do.
+        any_port: ``master_port`` was not asked for: another will do.
         min_nodes: > 0 makes the run elastic between this and ``max_nodes`` (0: the number of hosts).
         bind_cores: ``""`` for all cores, a list such as ``0-3,8`` for these, None for no binding.
     """

@@ -44,7 +44,7 @@ class TrialRequest:
         events: file to which rank 0 appends.
         points: (micro-batch, accumulation steps) to measure by resizing the script's own batch, in this order.
         own_axis: measure the script's own batch, and every division of it into micro-batches from ``low_micro`` to
-            ``high_micro``; nobody but the engine knows it before the first launch.
+            ``high_micro``; only the engine knows it, once it was launched.
         natural_steps: optimizer steps of the script itself to time afterwards.
         survey: also measure what the cost model needs to know of the model.
         gradient_checkpointing: switch it on or off in the model; ``None`` leaves it as the script has it.

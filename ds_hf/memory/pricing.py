@@ -27,7 +27,7 @@ MIB = 1 << 20
 CUBLAS = 2 * 32 * MIB
 CONTEXT = 560 * MIB
 NCCL = 700 * MIB
-DEVICE_MEMORY = 80 << 30  # where nobody says how much there is
+DEVICE_MEMORY = 80 << 30  # where it is not said how much there is
 SEGMENT, SPLIT = 20 * MIB, 0.02  # what the caching allocator holds and cannot use: a segment, and a share of the rest
 
 

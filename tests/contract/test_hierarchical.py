@@ -185,7 +185,7 @@ def test_offload(tmp_path: Path) -> None:
 
 BF16 = {"enabled": True}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "masters in halves": ({}, {"bf16": BF16, "ds_hf": {"split_masters": True}}),
+    "split masters": ({}, {"bf16": BF16, "ds_hf": {"split_masters": True}}),
     "bf16 masters": ({}, {"bf16": {**BF16, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}),
     "delayed": ({"offload_optimizer": CPU}, {"bf16": BF16, "ds_hf": {"offload": {"delayed": True}}}),
     "half on the device": ({"offload_optimizer": {**CPU, "ratio": 0.5}}, {"bf16": BF16}),
@@ -203,7 +203,7 @@ def each_way() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_ways_of_updating_and_summing() -> None:
-    """With halves, ties are rounded another way than torch does, in second shards too; copies do not drift."""
+    """With split masters, ties are rounded another way than torch does, in second shards too; copies do not drift."""
     ranks = run_distributed(each_way, WORLD)
     for rank in ranks:
         for name, (plain, second, inside) in rank.items():

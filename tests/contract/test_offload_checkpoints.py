@@ -217,7 +217,7 @@ def delayed(folder: str) -> None:
     engine, plain = engine_of(folder, "delayed"), engine_of(folder, "none")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     steps(engine, 0, 1)
-    assert_equal(weights(engine), weights(plain), "the first update is not published yet")
+    assert_equal(weights(engine), weights(plain), "the first update is not synced yet")
     engine._finish_update()
     steps(plain, 0, 1)
     assert_equal(weights(engine), weights(plain), "now it is")

@@ -71,7 +71,7 @@ def explain(module: str, name: str) -> str:
 
 
 def _sentence(module: str, name: str) -> str:
-    if name.startswith("__"):  # asked for by Python's own machinery, often, and shown to nobody
+    if name.startswith("__"):  # asked for by Python's own machinery, often, and never shown
         return f"module {module!r} has no attribute {name!r}"
     return explain(module, name)
 

@@ -155,7 +155,7 @@ class BackgroundWriter:
     def at_boundary(self, _engine: Any) -> None:
         """Raise what went wrong in the background, once all ranks' threads are done.
 
-        The ranks ask each other at one boundary and read the answer at the next: nobody waits for anybody.
+        The ranks ask each other at one boundary and read the answer at the next: no rank waits for another.
         """
         if not self.busy:
             return
@@ -288,7 +288,7 @@ def _clone(store: Any) -> Any:
 
 
 def _get(store: Any, key: str) -> str:
-    """The value of ``key``, once somebody has set it.
+    """The value of ``key``, once it has been set.
 
     Raises:
         CheckpointError: no rank did, for ``PATIENCE_S`` seconds.

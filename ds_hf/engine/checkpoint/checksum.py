@@ -92,7 +92,7 @@ def sum_of_tensor(tensor: Tensor, start: int = 0) -> Sum:
     octets = tensor.detach().reshape(-1).view(torch.uint8)
     if octets.device.type == "cpu":
         return sum_of_bytes(octets.numpy(), start // WORD)
-    if octets.numel() % WORD or octets.storage_offset() % WORD:  # the latter: somebody's slice of bytes
+    if octets.numel() % WORD or octets.storage_offset() % WORD:  # the latter: a slice of a caller's bytes
         octets = torch.cat([octets, octets.new_zeros(-octets.numel() % WORD)])
     return _sum_on_device(octets.view(torch.int64), start // WORD)
 

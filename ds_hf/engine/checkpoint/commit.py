@@ -30,7 +30,7 @@ from ds_hf.log import logger
 __all__ = ["announce", "check_space", "commit", "hidden_beside", "make_folder", "remove_leftovers"]
 
 SCRIPT = "zero_to_fp32.py"
-LEFT_ALONE_S = 600.0  # a folder of another machine's process that nobody wrote to for so long is nobody's
+LEFT_ALONE_S = 600.0  # a folder of another machine's process is abandoned if it was not written to for so long
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)-(?:(?P<host>\w+)-(?P<pid>\d+)-)?(?P<id>\w+)")
 _STAGED_TEXT = re.compile(rf"\.(latest|{re.escape(SCRIPT)})\.(?P<pid>\d+)\.new")
 
@@ -148,7 +148,7 @@ def remove_leftovers(save_dir: Path, target: Path) -> None:
 
 
 def _is_dead(path: Path, host: str | None, pid: str | None, same_tag: bool) -> bool:
-    """Whether nobody writes to ``path`` any more, as far as can be told."""
+    """Whether ``path`` is not being written to any more, as far as can be told."""
     if host is None or pid is None:  # a name of an earlier version
         return same_tag or _untouched(path)
     if host == _host():

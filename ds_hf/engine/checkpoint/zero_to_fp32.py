@@ -262,7 +262,7 @@ def _seal(text: str) -> str:
 
 
 def _check_seal(text: str, content: Any) -> None:
-    """Damage to numbers would go unnoticed; whoever edits a manifest can leave the entry out."""
+    """Damage to numbers would go unnoticed; an edited manifest may leave the entry out."""
     if not isinstance(content, dict) or "checksum" not in content:
         return
     first = re.match(r'\{"checksum": "[0-9a-f]{32}", ', text)

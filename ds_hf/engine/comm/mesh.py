@@ -3,7 +3,7 @@
 Invariants
 - An ``Axis`` is only made once the process group exists; its ``rank`` counts along the axis, not globally.
 - A ``Mesh`` makes the groups of its axes itself, or has all of them from an ``mpu``.
-- Each process group has one log, whoever makes engines on it, which lives as long as the group. There is one watch for
+- Each process group has one log for all engines on it, which lives as long as the group. There is one watch for
   all processes that train together, over the logs of all their axes: a process that others wait for in one axis may
   itself be waiting in another.
 """
@@ -283,7 +283,7 @@ def _group_timeout(group: dist.ProcessGroup | None) -> float:
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     try:
         return float(key._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):  # a backend of somebody else's
+    except (AttributeError, RuntimeError):  # a backend that torch does not ship
         return dist.default_pg_timeout.total_seconds()
 
 

@@ -4,7 +4,7 @@ There is one watch in a process, over the logs of all its axes: a rank that othe
 itself wait for a third in the axis "tensor". A thread of each rank wakes up now and then, tells the others through the
 store of the process group how far the rank is on each axis, and compares. It raises the alarm when
 
-- another rank of the host notes a different collective (``board``; found at once, in the thread that issues it),
+- another rank of the host notes a different collective (``log.Board``; found at once, in the thread that issues it),
 - the digests of two ranks differ (also where nothing hangs, because the sizes happened to be the same),
 - a collective fails, or a rank ended that others wait for,
 - a rank has issued nothing for ``timeout`` seconds, on any axis, and neither has another that is behind it on one,
@@ -17,7 +17,7 @@ may be kept by a process that is stopped; a second thread ends the wait for it.
 
 Each rank reads a few states whatever the number of ranks: on each axis that of the first rank, for the digests, and
 when it stands still that of the rank after it. Somewhere on the ring one that is ahead comes before one that is behind.
-A rank that has ended or does not answer looks at nobody, so the one before it looks past it, too.
+A rank that has ended or does not answer looks at no other, so the one before it looks past it, too.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class Watch:
     def start(self) -> None:
         """From now on."""
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # gloo aborts where somebody else's collective meets one of ours: show who that was
+            faulthandler.enable()  # gloo aborts where a collective of a script meets one of ours: show whose that was
         atexit.register(self._leave)
         self._thread = threading.Thread(target=self._run, name="ds_hf watch", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="ds_hf watch of the store", daemon=True).start()
 
     def take_in(self, log: CollectiveLog) -> None:
-        """Watch ``log`` too, if all of its ranks are watched and by nobody else."""
+        """Watch ``log`` too, if all of its ranks are watched and no other watch has it."""
         if log.watch is None and log.world_size > 1 and self.lives and set(log.ranks) <= set(self.ranks):
             log.watch = self
             self.logs.append(log)
@@ -143,7 +143,7 @@ class Watch:
                 self._tick()
             if not self.lives:
                 self._publish(self._farewell(""))  # not heard of any more, and not missed
-        except RuntimeError:  # the store is gone, and with it the rank that kept it: nobody to compare with
+        except RuntimeError:  # the store is gone, and with it the rank that kept it: there is nothing to compare with
             pass
         finally:
             self._wake.set()

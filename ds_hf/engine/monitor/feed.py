@@ -8,7 +8,7 @@
 
 All with ``engine.global_samples`` after the step. The step is never waited for: the loss is copied to the host beside
 the computation. Where the host learns only later whether the step was applied (bf16 and fp32 on a GPU), its row is
-written then: at the next step, when somebody asks, when a checkpoint is saved, in ``destroy``, or when Python exits.
+written then: at the next step, when it is asked for, when a checkpoint is saved, in ``destroy``, or when Python exits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers on their way from a GPU to the host: nobody waits for the GPU to write one down."""
+"""Numbers on their way from a GPU to the host: writing one down does not wait for the GPU."""
 
 from __future__ import annotations
 

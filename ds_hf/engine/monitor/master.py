@@ -128,7 +128,7 @@ def open_monitors(settings: Config, axis: Axis, *, silent: bool = False) -> Moni
     """The monitors of an engine. All ranks call it: what goes wrong on rank 0 is raised on every rank.
 
     Args:
-        silent: have none, whatever the settings say: nobody wants the steps of a trial among those of his runs.
+        silent: have none, whatever the settings say: the steps of a trial do not belong among those of a run.
 
     Raises:
         ConfigError: a package or folder is not there, or a service refused.

@@ -201,8 +201,8 @@ class Outputs:
 
     Args:
         pinned: see ``host_empty``.
-        at_once: parameters in host memory are written by the update itself; else by ``finish``, because somebody may
-            read them meanwhile.
+        at_once: parameters in host memory are written by the update itself; else by ``finish``, because they may be
+            read meanwhile.
     """
 
     def __init__(self, link: Link, *, pinned: bool, at_once: bool = True) -> None:

@@ -165,7 +165,8 @@ class FlatBuffer:
         peers: ranks that read each other's memory, if they shall for this buffer.
         alignment: see ``FlatLayout``.
         replicas: of the parameters, by default the processes of ``axis``.
-        gathered_over: the processes whose shards, as ``rest`` gives them, are the whole parameters; default ``axis``.
+        gathered_over: the processes whose shards, as ``shard_storage`` gives them, are the whole parameters; default
+            ``axis``.
     """
 
     _next_id = 0

@@ -1,7 +1,7 @@
 """DTensor parameters: a model that torch's ``parallelize_module`` or transformers' ``tp_plan=`` has divided already.
 
 Each such parameter becomes an ordinary one, the local tensor with its ``Cut``, which ZeRO divides further as it divides
-all others. The model's own code computes with DTensors, so whoever reads ``module.weight`` by name still gets one, made
+all others. The model's own code computes with DTensors, so a read of ``module.weight`` by name still gives one, made
 over the parameter as it is then; autograd brings the gradient back to the parameter. ``parameters()`` and optimizers
 have the local tensors, ``state_dict()`` has DTensors.
 

@@ -6,7 +6,7 @@ reduce when the gradients are complete; release when also the gradients of the i
 computed, at the latest when backward ends. Complete gradients alone do not say that autograd is done with the weights:
 frozen ones have none, and ``weight.detach()`` is needed for inputs only.
 
-A unit whose weight the model's forward reads itself (``reads``) is a *guest* of the model's call: gathered from the
+A unit whose weight the model's forward reads itself (``external``) is a *guest* of the model's call: gathered from the
 read until that call is over, and in backward until it comes to what ran before the read.
 
 Hooks sit on the modules, not on the engine, so ``model.generate()`` works at every stage.

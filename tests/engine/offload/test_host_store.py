@@ -97,7 +97,7 @@ def readers_wait() -> None:
         engine = make()
         assert train(engine, 0, STEPS) == losses
         left = engine.optimizer.store._pending.values()
-        assert sum(not landing.update.done() for landing in left) > 2, "the step waited"
+        assert sum(not pending.update.done() for pending in left) > 2, "the step waited"
         assert_equal(read(engine), expected[read], read.__name__)
         engine.destroy()
 

@@ -296,7 +296,7 @@ class _Divergence:
 
 @contextlib.contextmanager
 def _quiet(engine: CoreEngine) -> Iterator[None]:
-    """Nobody is told of the updates, and no schedule counts them."""
+    """Monitors are not told of the updates, and no schedule counts them."""
     engine._settle()  # the step before was the script's
     hooks, engine.step_hooks = engine.step_hooks, []
     feed, engine.feed = engine.feed, NoFeed()

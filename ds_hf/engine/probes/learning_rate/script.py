@@ -239,7 +239,7 @@ class _Script:
 
 
 class _Reported:
-    """What is raised inside is written down for whoever launched the script, and goes on."""
+    """What is raised inside is written down for the launcher of the script, and goes on."""
 
     def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
         self.write = write

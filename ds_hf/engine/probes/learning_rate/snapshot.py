@@ -2,7 +2,7 @@
 
 Kept: parameters and masters as far as the rank holds them, the optimizer's states and options, the loss scaler,
 counters, buffers of the model, random states, the position in ``training_data``, train and eval modes. Tensors are
-written back in place, so that whoever holds one (a captured graph, pinned memory) holds the right one afterwards.
+written back in place, so that what holds one (a captured graph, pinned memory) holds the right one afterwards.
 """
 
 from __future__ import annotations

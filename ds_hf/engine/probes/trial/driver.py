@@ -114,7 +114,7 @@ class Driver:
             set_checkpointing(self.engine, self.request.gradient_checkpointing)
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         keep = None
-        ends = self.request.finish and not self.request.natural_steps  # nobody would see the state again
+        ends = self.request.finish and not self.request.natural_steps  # the state would not be seen again
         if not self.request.finish or (not ends and room_for_snapshot(self.engine, local)):
             keep = Snapshot(self.engine)
         replay = Replay(self.engine, Batch(args, kwargs, numel), self.request, self.meter, self.emit)

@@ -70,7 +70,7 @@ class MemoryMeter:
         raise NotImplementedError
 
     def peak(self) -> int:
-        """Most bytes since the last watch; what is held now where nobody counted."""
+        """Most bytes since the last watch; what is held now where they were not counted."""
         return self.at_rest()
 
     @contextmanager

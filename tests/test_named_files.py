@@ -1,0 +1,40 @@
+"""Files that documents, comments and messages name exist: moving one changes what speaks of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TEXTS = ("ds_hf/**/*.py", "benchmarks/*.py", "benchmarks/*.sh", "csrc/**/*.*", "docs/*.md", "*.md", "Makefile")
+SOURCES = (".py", ".md", ".sh", ".cu", ".cuh", ".cpp", ".h")
+ENDS = "|".join(map(re.escape, SOURCES))
+NAMED = re.compile(rf"(?<![\w/.*-])(?:[\w.-]+/)+[\w-]+(?:{ENDS})\b")
+HISTORY = "CHANGELOG.md"  # names what was there
+
+
+def folders_of(files: set[str]) -> set[str]:
+    """Names of the folders that are this repository's own: a path that begins with another one is another's."""
+    own = {path.split("/", i + 1)[i] for path in files for i in range(path.count("/"))}
+    return own - {path.name for path in (ROOT / "ds_hf/compat/deepspeed").rglob("*") if path.is_dir()} - {"hf"}
+
+
+def test_named_files_exist() -> None:
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for room in ("ds_hf", "benchmarks", "csrc", "docs", "tests", "examples", "schemas")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in SOURCES
+    }
+    own, missing, seen = folders_of(files), [], 0
+    for text in sorted({path for pattern in TEXTS for path in ROOT.glob(pattern) if path.is_file()}):
+        if text.name == HISTORY or "_lib" in text.parts:
+            continue
+        for number, line in enumerate(text.read_text("utf-8", errors="replace").splitlines(), 1):
+            for name in NAMED.findall(line):
+                if name.split("/")[0] in own:
+                    seen += 1
+                    if name not in files and not any(path.endswith("/" + name) for path in files):
+                        missing.append(f"{text.relative_to(ROOT)}:{number}: {name}")
+    assert seen > 100, "the pattern finds what is named"
+    assert not missing, "\n".join(missing)
