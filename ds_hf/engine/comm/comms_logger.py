@@ -2,8 +2,8 @@
 
 There is one logger a process. While it is on, the device is waited for before and after each collective that it
 measures, so that nothing runs beside it: a run that asks for times is slower. Collectives of the engine come from
-``log``, those of a script from ``deepspeed_api.collectives``; names, table and dictionary are DeepSpeed's. A size is what
-a rank puts in, in bytes; latencies are milliseconds, bandwidths gigabits a second.
+``log``, those of a script from ``deepspeed_api.collectives``; names, table and dictionary are DeepSpeed's. A size is
+what a rank puts in, in bytes; latencies are milliseconds, bandwidths gigabits a second.
 """
 
 from __future__ import annotations
