@@ -22,9 +22,19 @@ from ds_hf.errors import ConfigError, Fault
 if TYPE_CHECKING:
     from ds_hf.config.types import Config
 
-__all__ = ["MODEL", "Claim", "MeshShape", "find_mesh", "given_claims", "mesh_shape", "require_features"]
+__all__ = [
+    "MODEL",
+    "Claim",
+    "MeshShape",
+    "divides_layers",
+    "find_mesh",
+    "given_claims",
+    "mesh_shape",
+    "require_features",
+]
 
 MPU, MESH_PARAM, MODEL = "initialize(mpu=...)", "initialize(mesh_param=...)", "initialize(model=...)"
+_TOPOLOGY = "topology"
 _ENVIRONMENT = "environment"
 _NAMES = {
     "pipe": "pipeline-parallel",
@@ -88,6 +98,14 @@ def find_mesh(config: Config, world: int, given: Sequence[Claim]) -> tuple[MeshS
     missing = _missing_features(claims) + _nothing_divided(config, claims)
     shape, faults = _resolve(claims, 0 if missing else world)
     return shape, missing + faults
+
+
+def divides_layers(config: Config, given: Sequence[Claim]) -> bool:
+    """Whether the engine is to cut layers over the tensor axis: the file or accelerate asks for the axis, and the
+    model is not divided already."""
+    tensor = [claim for claim in (*_file_claims(config), *given) if claim.axis == "tensor" and claim.size > 1]
+    asked = any(claim.pointer not in (MPU, MODEL, _TOPOLOGY) for claim in tensor)
+    return asked and not any(claim.pointer == MODEL for claim in tensor)
 
 
 # -- sources ------------------------------------------------------------------------------------------------------
@@ -195,7 +213,7 @@ def _param_claims(mesh_param: Any, faults: list[Fault]) -> Iterator[Claim]:
 
 
 def _topology_claims(topology: Any, faults: list[Fault]) -> Iterator[Claim]:
-    pointer, axes = "topology", {"model": "tensor"}
+    pointer, axes = _TOPOLOGY, {"model": "tensor"}
     for name in topology.get_axis_names():
         axis = axes.get(name, name)
         if axis not in AXES:
@@ -250,12 +268,10 @@ def require_features(claims: Sequence[Claim]) -> None:
 
 
 def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
-    """Faults of the claims that need what the engine does not have. It divides no layers, and trains layers that are
-    divided already, which an ``mpu`` or the model's DTensors say, and accelerate too then."""
+    """Faults of the claims that need what the engine does not have."""
     faults = []
-    divided = {MPU, MODEL, _ENVIRONMENT} if any(claim.pointer == MODEL for claim in claims) else {MPU}
     for claim in claims:
-        known = claim.axis in ("data", "inner", "model") or (claim.axis == "tensor" and claim.pointer in divided)
+        known = claim.axis in ("data", "inner", "model") or (claim.axis == "tensor" and claim.pointer != _TOPOLOGY)
         if known or claim.size == 1:
             continue
         what = _FEATURES.get(claim.axis, f"{claim.axis.replace('_', ' ')} parallelism")

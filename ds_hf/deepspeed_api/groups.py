@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_hf.config.mesh import MeshShape
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.comm.process_group import ProcessGroup, get_rank, get_world_group, get_world_size
 
@@ -38,6 +39,34 @@ def _get_data_parallel_rank() -> int:
     return get_rank() if axis is None else axis.rank
 
 
+def get_tensor_model_parallel_group() -> ProcessGroup:
+    axis = _tensor()
+    assert axis is not None, "intra_layer_model parallel group is not initialized"
+    return get_world_group() if axis.group is None else axis.group
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first process of this one's tensor-parallel group."""
+    axis = _tensor()
+    return get_rank() if axis is None else axis.global_rank(0)
+
+
+def _init_tp_mesh_device(
+    tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None
+) -> tuple[ProcessGroup, ProcessGroup] | None:
+    """Make the data-parallel and tensor-parallel groups before there is an engine. Collective; ``None`` where some
+    exist already."""
+    if _tensor() is not None or tensor_model_parallel_size == 1:
+        return None
+    shape = MeshShape(
+        data=data_parallel_size or get_world_size() // tensor_model_parallel_size, tensor=tensor_model_parallel_size
+    )
+    mesh = Mesh(shape)
+    _ = mesh.replicas, mesh.axis("tensor")  # all processes make both groups now
+    remember(mesh)
+    return _get_data_parallel_group(), get_tensor_model_parallel_group()
+
+
 def _get_model_parallel_world_size() -> int:
     axis = _tensor()
     return 1 if axis is None else axis.world_size
@@ -66,4 +95,5 @@ get_data_parallel_group = _get_data_parallel_group
 get_data_parallel_rank = _get_data_parallel_rank
 get_data_parallel_world_size = _get_data_parallel_world_size
 get_tensor_model_parallel_rank = get_model_parallel_rank
+get_model_parallel_group = get_tensor_model_parallel_group
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ds_hf.deepspeed_api import groups
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
+from ds_hf.deepspeed_api.tensor_parallel import asked_of, set_autotp_mode
 from ds_hf.engine.builder import build_engine
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.optim.sharded import ShardedOptimizer
@@ -76,6 +77,7 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if (stand_in := _stand_in.get()) is not None:
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
+    asked = asked_of(model, mpu)
     engine = build_engine(
         model,
         source,
@@ -87,10 +89,14 @@ def initialize(
         mesh_param=mesh_param,
         collate_fn=collate_fn,
         compiled=compiled,
+        claims=() if asked is None else asked.claims,
         engine_type=Engine,
         optimizer_type=EngineOptimizer,
     )
     engine.mpu = mpu
+    engine.tp_size_asked = 0 if asked is None else asked.size
+    if engine.autotp_size() > 0:
+        set_autotp_mode(training=True)
     groups.remember(engine.mesh)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

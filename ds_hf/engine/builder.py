@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hf.config import load_config
-from ds_hf.config.mesh import given_claims
+from ds_hf.config.mesh import Claim, divides_layers, given_claims
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine import progress
@@ -34,6 +34,8 @@ from ds_hf.engine.parts import make_parts
 from ds_hf.engine.probes import trial
 from ds_hf.engine.probes.learning_rate import script as lr_script
 from ds_hf.engine.schedules.build import build_scheduler
+from ds_hf.engine.tensor.divide import divide
+from ds_hf.engine.tensor.same_batch import compare_first_batch
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.errors import ConfigError
 from ds_hf.log import set_log_level_from_string, warn_once
@@ -56,6 +58,7 @@ def build_engine(
     mesh_param: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
     compiled: bool,
+    claims: Sequence[Claim] = (),
     engine_type: type[E],
     optimizer_type: type[ShardedOptimizer],
 ) -> E:
@@ -64,13 +67,14 @@ def build_engine(
     Args:
         source: whatever ``load_config`` takes.
         compiled: compile the model's blocks, whatever ``source`` says.
+        claims: what else is known of the mesh.
         engine_type, optimizer_type: what to make, ``CoreEngine`` and ``ShardedOptimizer`` or classes derived from them.
         others: as ``initialize`` takes them.
 
     Raises:
         ConfigError: the configuration, or its combination with the arguments, is wrong.
     """
-    settings, plan, mesh = _load(source, model, mpu, mesh_param)
+    settings, plan, mesh, divides = _load(source, model, mpu, mesh_param, claims)
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)
     watch_for_hangs(mesh, settings.ds_hf.hang_timeout)
@@ -79,6 +83,8 @@ def build_engine(
     measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
     monitor = open_monitors(settings, mesh.world, silent=measured)
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
+    if divides:
+        divide(model, mesh, settings.tensor_parallel, optimizer)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
     if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
         warn_once(advice)
@@ -94,6 +100,8 @@ def build_engine(
             rank=mesh.sample_rank,
             world_size=mesh.shape.data,
         )
+    if mesh.shape.tensor > 1 and not mesh.is_given:
+        compare_first_batch(model, mesh)
     progress.attach(engine)
     if compiled or settings.ds_hf.compile:
         engine.compile()
@@ -104,13 +112,16 @@ def build_engine(
     return engine
 
 
-def _load(source: Any, model: nn.Module, mpu: Any, mesh_param: Any) -> tuple[Config, StatePlan, Mesh]:
-    """The configuration, its plan, and the mesh that it and everything else ask for."""
+def _load(
+    source: Any, model: nn.Module, mpu: Any, mesh_param: Any, known: Sequence[Claim]
+) -> tuple[Config, StatePlan, Mesh, bool]:
+    """The configuration, its plan, the mesh that it and everything else ask for, and whether the engine divides the
+    model over the tensor axis."""
     topology = getattr(model, "topology", None)
     topology = topology() if callable(topology) else None
     if not hasattr(topology, "get_axis_names"):
         topology = None
-    claims = given_claims(mpu=mpu, mesh_param=mesh_param, topology=topology, environ=os.environ)
+    claims = [*known, *given_claims(mpu=mpu, mesh_param=mesh_param, topology=topology, environ=os.environ)]
     if (room := _dtensor_room()) is not None:
         claims += room.dtensor_claims(model)
     processes = dist.get_world_size()
@@ -123,8 +134,9 @@ def _load(source: Any, model: nn.Module, mpu: Any, mesh_param: Any) -> tuple[Con
         shape = replace(shape, inner=None)
     elif (local := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal():
         _warn_of_hosts(plan.inner, int(local) // shape.tensor)
-    mesh = Mesh(shape) if mpu is None else Mesh.given(mpu, shape)
-    return settings, plan, mesh
+    divides = divides_layers(settings, claims)
+    mesh = Mesh(shape) if mpu is None else Mesh.given(mpu, shape, divided=not divides)
+    return settings, plan, mesh, divides
 
 
 def _warn_of_hosts(inner: int, here: int) -> None:

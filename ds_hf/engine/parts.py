@@ -19,7 +19,7 @@ from ds_hf.config.types import Config
 from ds_hf.engine.accumulation import Accumulation, BatchSizes, accumulation_of
 from ds_hf.engine.casting import place_buffers, set_buffer_dtypes
 from ds_hf.engine.comm import peers as peer_memory
-from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
+from ds_hf.engine.comm.mesh import Mesh, compute_device
 from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.peers import Peers, open_peers
 from ds_hf.engine.comm.streams import CommStream
@@ -355,7 +355,7 @@ def _make_optimizer(
     optimizer_type: type[ShardedOptimizer],
 ) -> ShardedOptimizer:
     store = states.offload.store
-    policy = _policy(settings, plan, mesh.replicas, store, inner)
+    policy = _policy(settings, plan, mesh, store, inner)
     steps = BatchSizes.of(settings).accumulation_steps
     nonfinite = NonFinite(nonfinite_mode(settings), mesh.world, whole=policy.whole, names=names, accumulation=steps)
     scaler = build_loss_scaler(settings, sharded=plan.shards_optimizer, autocast=plan.autocast)
@@ -370,16 +370,13 @@ def _make_optimizer(
     return optimizer
 
 
-def _policy(settings: Config, plan: StatePlan, axis: Axis, store: StateStore, inner: Optimizer) -> OptimizerPolicy:
+def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, inner: Optimizer) -> OptimizerPolicy:
     elementwise = is_elementwise(inner)
-    if isinstance(inner, TensorwiseOptimizer) and any(is_cut(p) for g in inner.param_groups for p in g["params"]):
-        raise ConfigError(
-            f"{type(inner).__name__} looks at whole parameters, of which the model-parallel processes of the mpu hold "
-            "parts: use AdamW, Adam, Lion, Adagrad or SGD",
-            "initialize(mpu=...)",
-        )
+    cut = any(is_cut(param) for group in inner.param_groups for param in group["params"])
+    if cut:
+        _refuse_whole_rules(inner, mesh)
     knows_pieces = elementwise or isinstance(inner, TensorwiseOptimizer)
-    if not knows_pieces and plan.shards_optimizer and axis.world_size > 1:
+    if not knows_pieces and ((plan.shards_optimizer and mesh.replicas.world_size > 1) or cut):
         warn_once(
             f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: "
             "its result depends on the number of processes; ZeRO stage 0 gives it whole tensors"
@@ -392,6 +389,25 @@ def _policy(settings: Config, plan: StatePlan, axis: Axis, store: StateStore, in
         elementwise=elementwise,
         moments=getattr(torch, plan.moments),
         stochastic=settings.ds_hf.stochastic_rounding,
+        cut_over=mesh.world if cut and isinstance(inner, TensorwiseOptimizer) else None,
+    )
+
+
+_WHOLE_RULES = ("Muon", "Adafactor", "Shampoo", "SOAP", "GaLore", "CAME", "LBFGS")  # of these and other libraries
+
+
+def _refuse_whole_rules(inner: Optimizer, mesh: Mesh) -> None:
+    """LAMB's norms can be summed over processes; what looks at rows, columns or the whole of a matrix cannot."""
+    name = type(inner).__name__
+    if not any(each.lower() in name.lower() for each in _WHOLE_RULES) and not (
+        mesh.is_given and isinstance(inner, TensorwiseOptimizer)
+    ):
+        return
+    whose = "model-parallel processes of the mpu" if mesh.is_given else "tensor-parallel processes"
+    raise ConfigError(
+        f"{name} looks at whole parameters, of which the {whose} hold parts: use AdamW, Adam, Lion, Adagrad"
+        f"{' or SGD' if mesh.is_given else ', SGD or LAMB'}",
+        "initialize(mpu=...)" if mesh.is_given else "optimizer",
     )
 
 

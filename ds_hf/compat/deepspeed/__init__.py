@@ -15,6 +15,7 @@ from ds_hf.deepspeed_api.accelerator import get_accelerator
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedOptimizer
 from ds_hf.deepspeed_api.on_device import OnDevice
+from ds_hf.deepspeed_api.tensor_parallel import set_autotp_mode, tp_model_init
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
 from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, moe, monitor, ops
@@ -62,6 +63,8 @@ __all__ = [
     "ops",
     "profiling",
     "runtime",
+    "set_autotp_mode",
+    "tp_model_init",
     "utils",
     "zero",
 ]

@@ -40,7 +40,6 @@ INSTEAD = {
     "deepspeed.runtime.pipe": "an ordinary nn.Module with ZeRO",
     "deepspeed.runtime.zero.MiCS_Init": "deepspeed.zero.Init",
     "deepspeed.runtime.zero.mics": "deepspeed.zero.Init",
-    "deepspeed.tp_model_init": "the tp_plan of transformers, or ZeRO stage 3",
     "deepspeed.zero.MiCS_Init": "deepspeed.zero.Init",
 }
 

@@ -80,8 +80,11 @@ class Mesh:
         self.world = self._axes.get(_WORLD) or axis_of(None, "world")
 
     @classmethod
-    def given(cls, mpu: Any, shape: MeshShape) -> Mesh:
+    def given(cls, mpu: Any, shape: MeshShape, *, divided: bool = True) -> Mesh:
         """The mesh whose groups an ``mpu`` has made. All processes call it.
+
+        Args:
+            divided: the model's author has divided its layers over them; else the engine does.
 
         Raises:
             ConfigError: on every process, where the groups of one are not as ``shape`` says.
@@ -98,11 +101,14 @@ class Mesh:
             return cls(shape, {frozenset(): data, _DATA: data, _WORLD: data})
         data_group, tensor_group = check_groups(mpu, shape)
         data, tensor = axis_of(data_group, "data"), axis_of(tensor_group, "tensor")
-        return cls(shape, {_DATA: data, _TENSOR: tensor, _WORLD: axis_of(None, "world")})
+        mesh = cls(shape, {_DATA: data, _TENSOR: tensor, _WORLD: axis_of(None, "world")})
+        mesh._given = divided
+        return mesh
 
     @property
     def is_given(self) -> bool:
-        """The groups were given: values are never averaged or broadcast over the model-parallel one."""
+        """The groups, and a model divided over them, were given: values are never averaged or broadcast over the
+        model-parallel one."""
         return self._given
 
     @property

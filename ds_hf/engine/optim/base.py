@@ -183,6 +183,7 @@ class UnitPieces:
         axis: ranks that hold the other pieces; None when the pieces are whole parameters.
         device: where the unit's states are.
         axis_device: where the processes of ``axis`` meet: NCCL takes no tensor in host memory.
+        owners: processes of ``axis`` that hold each of the pieces.
     """
 
     pieces: Sequence[Piece]
@@ -193,6 +194,7 @@ class UnitPieces:
     axis: Axis | None
     device: torch.device
     axis_device: torch.device
+    owners: int = 1
 
 
 class TensorwiseOptimizer(StreamingOptimizer):

@@ -182,7 +182,7 @@ class FusedLamb(TensorwiseOptimizer):
                 scale_and_skip,
                 **self._settings(group),
             )
-        return table
+        return table if unit.owners == 1 else table.div_(unit.owners)
 
     def _apply(self, group: dict[str, Any], pieces: list[Piece], table: Tensor, scale_and_skip: Tensor | None) -> None:
         params, norms = [p.param for p in pieces], table[[p.slot for p in pieces]]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.store import FrozenGroup, StateStore
@@ -40,6 +41,7 @@ class OptimizerPolicy:
         elementwise: the rule treats elements independently, so segments may span parameters.
         moments: dtype of moments of 16-bit masters.
         stochastic: how those are rounded, see ``StreamingOptimizer.stochastic_rounding``.
+        cut_over: of a model with cut parameters all processes, over which rules that look at whole ones take norms.
     """
 
     whole: bool
@@ -49,6 +51,7 @@ class OptimizerPolicy:
     elementwise: bool
     moments: torch.dtype = torch.float32
     stochastic: bool = False
+    cut_over: Axis | None = None
 
 
 class Stepping:
@@ -166,7 +169,9 @@ class Stepping:
             grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
             copies_of[gradient] = copies if grads is not None else None
             layout, axis = gradient.buffer.layout, gradient.buffer.axis
-            given = self.groups[gradient]
+            given, cut = self.groups[gradient], self.policy.cut_over
+            alone = self.policy.whole or axis.world_size == 1
+            owners = gradient.buffer.replicas.owners(whole=self.policy.whole, shards=axis) if cut is not None else 1
             pieces = [_piece(s, self.inner.param_groups[s.group], grads, copies) for s in segments if grads is not None]
             units.append(
                 UnitPieces(
@@ -175,9 +180,10 @@ class Stepping:
                     layout,
                     [self.inner.param_groups[index] for index in given],
                     gradient.dtype,
-                    None if self.policy.whole or axis.world_size == 1 else axis,
+                    cut if cut is not None else None if alone else axis,
                     self.masters[gradient.buffer].device,
                     self.axis_device,
+                    owners,
                 )
             )
         return units

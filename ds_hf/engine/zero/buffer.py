@@ -41,6 +41,7 @@ __all__ = [
     "StateHolder",
     "buffers_of",
     "home_of",
+    "leave_home",
     "logical_shape",
     "unshard",
 ]
@@ -462,6 +463,15 @@ class FlatBuffer:
             unmark(param)
             if hasattr(param, "_ds_home"):
                 del param._ds_home
+
+
+def leave_home(param: Tensor) -> None:
+    """Make ``param`` an ordinary parameter that its buffer does not touch any more; the caller gives it values."""
+    home = home_of(param)
+    if home is not None:
+        home.buffer.give_up(param)
+        unmark(param)
+        del param._ds_home  # type: ignore[attr-defined]
 
 
 def _source_dtype(param: Tensor) -> torch.dtype:

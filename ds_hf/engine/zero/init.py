@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
-from ds_hf.engine.comm.mesh import compute_device, data_parallel_axis
+from ds_hf.engine.comm.mesh import Axis, compute_device, data_parallel_axis
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.zero.buffer import FlatBuffer, ParamStatus, home_of
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
@@ -35,6 +35,7 @@ __all__ = [
     "ZeroParamStatus",
     "partitioned_param_data_shape",
     "register_external_parameter",
+    "shard_again",
     "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
@@ -249,6 +250,16 @@ class Init:
                 # alone: these few parameters stay gathered until initialize() puts them into units.
                 buffer.gather()
                 buffer.hold.count += 1
+
+
+def shard_again(param: nn.Parameter, axis: Axis, like: FlatBuffer) -> None:
+    """Shard an ordinary parameter over ``axis``, in a buffer of its own as ``like`` was. Collective."""
+    storage = DeviceShardStorage(like.device, like.shard.device)
+    buffer = FlatBuffer(
+        [param], axis, dtype=like.dtype, device=like.device, sharded=True, shard_storage=storage, alignment=1
+    )
+    buffer.hold.reports_changes = like.hold.reports_changes
+    buffer.adopt(synchronize=False)
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:

@@ -4,15 +4,16 @@ ZeRO divides a parameter's states over its replicas; its gradient is summed over
 processes whose losses are averaged. Then every element of every sharded state has one owner among the replicas, and the
 gradient norm of the model is the sum of what every process of the world owns, each counted once.
 
-=============================================  =========================  ==============  ===================
-parameter                                      axis                       divisor         copies
-=============================================  =========================  ==============  ===================
-ordinary, or cut over tensor                   data x sequence            its size        1
-whole, where the engine cuts others            data x sequence x tensor   its size        1
-whole, where an ``mpu`` made the groups        its data group             its size        model-parallel size
-=============================================  =========================  ==============  ===================
+=============================================  =========================  ===============  ===================
+parameter                                      axis                       divisor          copies
+=============================================  =========================  ===============  ===================
+ordinary, or cut over tensor                   data x sequence            its size         1
+whole, where the engine cuts others            data x sequence x tensor   its size         1
+the same, with a part of its gradient          data x sequence x tensor   data x sequence  1
+whole, where an ``mpu`` made the groups        its data group             its size         model-parallel size
+=============================================  =========================  ===============  ===================
 
-The third row is because nothing is averaged over a model-parallel group of an ``mpu``: there each of its processes owns
+The last row is because nothing is averaged over a model-parallel group of an ``mpu``: there each of its processes owns
 the parameter and makes the same update.
 
 Hierarchical ZeRO divides some states over an inner part of the axis. Then so many processes own the same shard as there
@@ -29,7 +30,7 @@ from ds_hf.config.plan import Over
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.zero.cut import is_cut
 
-__all__ = ["Replicas", "replicas_of"]
+__all__ = ["Replicas", "replicas_of", "sum_over_tensor"]
 
 
 @dataclass(frozen=True)
@@ -81,4 +82,13 @@ def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
         return Replicas(data, data.world_size, 1, *parts)
     if mesh.is_given:
         return Replicas(data, data.world_size, mesh.shape.model, *parts)
-    return Replicas.along(mesh.axis("data", "sequence", "tensor"))
+    everyone = mesh.axis("data", "sequence", "tensor")
+    return Replicas(everyone, data.world_size if getattr(param, _SUMMED, False) else everyone.world_size)
+
+
+def sum_over_tensor(param: Tensor) -> None:
+    """Mark a whole parameter of which each tensor-parallel process computes a part of the gradient."""
+    setattr(param, _SUMMED, True)
+
+
+_SUMMED = "_ds_summed_over_tensor"
