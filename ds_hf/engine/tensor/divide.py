@@ -145,10 +145,25 @@ def _mark(param: nn.Parameter, cut: Cut) -> None:
 
 # -- what the layers' own code counts ------------------------------------------------------------------------------
 
-_COUNTS = (  # fmt: skip
-    "n_head", "n_heads", "num_heads", "num_kv", "num_attention_heads", "num_attn_heads", "num_key_value_heads",
-    "num_kv_heads", "kv_n_heads", "all_head_size", "embed_dim", "hidden_size", "split_size", "inner_dim", "d_model",
-    "num_attention_heads_per_partition", "num_multi_query_groups_per_partition", "hidden_size_per_partition",
+_COUNTS = (
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "num_kv",
+    "num_attention_heads",
+    "num_attn_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "kv_n_heads",
+    "all_head_size",
+    "embed_dim",
+    "hidden_size",
+    "split_size",
+    "inner_dim",
+    "d_model",
+    "num_attention_heads_per_partition",
+    "num_multi_query_groups_per_partition",
+    "hidden_size_per_partition",
 )
 _CONFIG_COUNTS = ("num_attention_heads", "num_key_value_heads", "n_head", "multi_query_group_num")
 

@@ -6,6 +6,7 @@ from. A ``Rule`` says of one module, or of one parameter, which style it has; no
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -247,8 +248,8 @@ def suggestion(model: nn.Module) -> str:
     for name in _linears(model):
         leaf = name.rpartition(".")[2]
         how = "column" if _COLUMN.fullmatch(leaf) else "row" if _ROW.fullmatch(leaf) else "skip"
-        pattern = re.sub(r"\\\.\*", r"\\.\\d+", re.escape(name).replace(r"\*", "*")).replace("\\", "\\\\")
-        lines.append(f'{{"patterns": ["^{pattern}\\\\.weight$"], "partition_type": "{how}"}}')
+        pattern = re.escape(f"{name}.weight" if name else "weight").replace(r"\*", r"\d+")
+        lines.append(json.dumps({"patterns": [f"^{pattern}$"], "partition_type": how}))
     specs = ",\n             ".join(lines)
     return f'"partition_config": {{"use_default_specs": false, "layer_specs": [\n             {specs}]}}'
 

@@ -26,7 +26,6 @@ local_params, replicate              nothing                           as before
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,11 +188,16 @@ def swap_class(module: nn.Module, base: type[CutModule], place: Place, **known: 
     module.__class__ = _derived(base, own)
 
 
-@functools.cache
-def _derived(base: Any, own: Any) -> type[nn.Module]:
+_DERIVED: dict[tuple[type[CutModule], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _derived(base: type[CutModule], own: type[nn.Module]) -> type[nn.Module]:
     """One class for each pair, by which compiled code is shared."""
+    if (base, own) in _DERIVED:
+        return _DERIVED[base, own]
     methods = {"__module__": __name__, "__deepcopy__": _copy, "__reduce_ex__": _refuse}
-    return type(f"{base.__name__}{own.__name__}", (base, own), methods)
+    made = _DERIVED[base, own] = type(f"{base.__name__}{own.__name__}", (base, own), methods)
+    return made
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -75,7 +75,7 @@ def test_initialize_refuses_what_is_parallel() -> None:
         assert "mesh_param[1] is 2: sequence parallelism is not supported yet" in found["sequence"]
         assert found["data"] == ""
         assert "is 8, and there are 2 processes" in found["too many"]
-        assert "tensor parallelism is not" in found["json"]
+        assert "Linear has no tp_plan, and nothing else says how its layers are divided over 2" in found["json"]
         assert "sequence parallelism is not" in found["json sequence"]
         assert "sequence parallelism is not" in found["all"]
         assert "data-parallel 4 (data_parallel_size) is 4, and there are 2 processes" in found["json data"]
