@@ -7,6 +7,8 @@ Initialisation. After loading, transformers runs every ``_init_weights`` and rel
 pass over what was loaded. Several models look at the shape of a loaded parameter first (Whisper's and DistilBert's
 sinusoids, ResNet's fan-in), which at stage 3 would be that of a placeholder. So each module's parameters, and its
 children's, are gathered while it runs, as transformers itself does for models that are not loaded. Memory: one module.
+What it draws is kept, also of a model that a script builds under ``zero.Init`` without transformers' knowledge
+(Lightning's ``configure_model``): without that, such a model would begin with the values of torch's layers.
 
 Weight norm in models from scratch: ``_init_weights`` writes to a weight that is computed, and only what the layer's
 constructor drew stays; at stage 3 that is switched off, so it is drawn afterwards.
@@ -76,7 +78,9 @@ def _gathered(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ..
 def _gathering(initialize: Any) -> Callable[..., Any]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         params = [p for owner in (module, *module.children()) for p in owner.parameters(recurse=False)]
-        with GatheredParameters(params):
+        drawn = [p for p in params if not getattr(p, "_is_hf_initialized", False)]  # the others were loaded
+        source = next((buffer.replicas.axis.global_rank(0) for buffer in buffers_of(drawn)), 0)
+        with GatheredParameters(params), GatheredParameters(drawn, modifier_rank=source):
             return initialize(module, *args, **kwargs)
 
     return call
