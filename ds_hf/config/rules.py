@@ -16,6 +16,13 @@ from typing import Any
 
 from ds_hf.config.draft import Draft
 from ds_hf.config.schema import Node, escape, load_schema, nearest
+from ds_hf.config.sparsity import (
+    direction_error,
+    global_blocks_error,
+    local_windows_error,
+    positive_error,
+    windows_error,
+)
 from ds_hf.config.types.root import Config
 from ds_hf.config.types.zero import OffloadOptimizerSection, OffloadParamSection
 
@@ -37,6 +44,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     _nonfinite(config, draft)
     _schedule(config, draft)
     _elasticity(config, draft)
+    _sparse_attention(config, draft)
 
 
 def _precision(config: Config, draft: Draft) -> None:
@@ -230,6 +238,34 @@ def _elasticity(config: Config, draft: Draft) -> None:
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if getattr(config, key) is not None:
             draft.fault(f"/{key}", f"elasticity chooses the batch, and {key} is set too", f"remove {key} or elasticity")
+
+
+def _sparse_attention(config: Config, draft: Draft) -> None:
+    """A pattern that contradicts itself, and one that nothing reads."""
+    section, base = config.sparse_attention, "/sparse_attention"
+    given = draft.tree.get("sparse_attention")
+    if not isinstance(given, dict):
+        return
+    if draft.faulty(f"{base}/mode") or any(draft.faulty(f"{base}/{key}") for key in given):
+        return
+    horizontal = section.horizontal_global_attention and section.mode in ("fixed", "variable")
+    errors = {"horizontal_global_attention": direction_error(section.attention, horizontal)}
+    if section.mode == "fixed":
+        local, global_ = section.num_local_blocks, section.num_global_blocks
+        errors["num_global_blocks"] = positive_error("num_global_blocks", global_) or windows_error(
+            local, global_, section.num_different_global_patterns, section.different_layout_per_head
+        )
+    if section.mode == "variable":
+        errors["local_window_blocks"] = local_windows_error(section.local_window_blocks)
+    if section.mode in ("variable", "bslongformer"):
+        starts, ends = section.global_block_indices, section.global_block_end_indices
+        errors["global_block_indices"] = global_blocks_error(starts, ends)
+    for key, error in errors.items():
+        if error is not None:
+            draft.fault(f"{base}/{key}", error, "see sparse_attention in docs/configuration.md")
+    if config.ds_hf.sparse_attention is False:
+        message = "read by scripts only, which build SparseSelfAttention of it: the engine changes no attention"
+        draft.warn(base, message, 'for a model of transformers add "ds_hf": {"sparse_attention": true}')
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from ds_hf.engine.parts import make_parts
 from ds_hf.engine.probes import trial
 from ds_hf.engine.probes.learning_rate import script as lr_script
 from ds_hf.engine.schedules.build import build_scheduler
+from ds_hf.engine.sparse.models import prepare_attention
 from ds_hf.engine.tensor.divide import divide
 from ds_hf.engine.tensor.same_batch import compare_first_batch
 from ds_hf.engine.zero.buffer import home_of
@@ -80,6 +81,8 @@ def build_engine(
     watch_for_hangs(mesh, settings.ds_hf.hang_timeout)
     comms_logger.configure(settings.comms_logger)
     _check_scheduler(optimizer, lr_scheduler)
+    if settings.ds_hf.sparse_attention:
+        prepare_attention(settings, model)
     measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
     monitor = open_monitors(settings, mesh.world, silent=measured)
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)

@@ -74,7 +74,15 @@ deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler LossScaler CreateLossScale
 deepspeed.runtime.fp16.loss_scaler: DELAYED_SHIFT CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE
 deepspeed.env_report: main cli_main
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME
-deepspeed.ops: adam adagrad lion aio op_builder __compatible_ops__
+deepspeed.ops: adam adagrad lion aio op_builder sparse_attention __compatible_ops__
+deepspeed.ops.sparse_attention: SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig
+deepspeed.ops.sparse_attention: BigBirdSparsityConfig BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig
+deepspeed.ops.sparse_attention: SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils
+deepspeed.ops.sparse_attention.sparsity_config: SparsityConfig FixedSparsityConfig
+deepspeed.ops.sparse_attention.sparse_self_attention: SparseSelfAttention
+deepspeed.ops.sparse_attention.bert_sparse_self_attention: BertSparseSelfAttention
+deepspeed.ops.sparse_attention.sparse_attention_utils: SparseAttentionUtils
+deepspeed.runtime.config: get_sparse_attention
 deepspeed.ops.adam: DeepSpeedCPUAdam FusedAdam
 deepspeed.ops.adam.cpu_adam: DeepSpeedCPUAdam
 deepspeed.ops.adam.fused_adam: FusedAdam

@@ -38,6 +38,7 @@ Z = "/zero_optimization"
 OFFO = Z + "/offload_optimizer"
 OFFP = Z + "/offload_param"
 PARAMS = "/optimizer/params"
+SPARSE = "/sparse_attention/"
 SCHED = "/scheduler/params"
 
 # (pointer to set, value, expected word in message or fix[, pointer of the fault when it is another one])
@@ -218,7 +219,29 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "compression"),
     ("/quantize_training", {"enabled": True}, "not supported"),
     ("/weight_quantization", {"num_bits": 4}, "quantization"),
-    ("/sparse_attention", {"mode": "fixed"}, "attn_implementation"),
+    ("/sparse_attention", {"mode": "diagonal"}, "bigbird", "/sparse_attention/mode"),
+    ("/sparse_attention", {"num_global_blocks": 3}, "multiple of num_global_blocks", SPARSE + "num_global_blocks"),
+    ("/sparse_attention", {"num_global_blocks": 0}, "at least 1", SPARSE + "num_global_blocks"),
+    ("/sparse_attention", {"num_different_global_patterns": 2}, "per_head", SPARSE + "num_global_blocks"),
+    (
+        "/sparse_attention",
+        {"attention": "unidirectional", "horizontal_global_attention": True},
+        "looks ahead",
+        SPARSE + "horizontal_global_attention",
+    ),
+    (
+        "/sparse_attention",
+        {"mode": "variable", "local_window_blocks": [0]},
+        "positive number",
+        SPARSE + "local_window_blocks",
+    ),
+    (
+        "/sparse_attention",
+        {"mode": "bslongformer", "global_block_indices": [3], "global_block_end_indices": [3]},
+        "are none",
+        SPARSE + "global_block_indices",
+    ),
+    ("/ds_hf", {"sparse_attention": "some"}, "all", "/ds_hf/sparse_attention"),
     ("/hybrid_engine", {"enabled": True}, "not supported"),
     ("/nebula", {"enabled": True}, "not supported"),
     ("/checkpoint/use_node_local_storage", True, "not supported"),

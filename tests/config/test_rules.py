@@ -250,3 +250,14 @@ def test_explain_tells_of_groups(zero: dict[str, Any], said: str) -> None:
     found = summary(load_config({"train_batch_size": 4, "zero_optimization": zero}, world_size=4))
     assert said in found
     assert ("groups of" in found) is bool(said)
+
+
+def test_a_pattern_that_only_scripts_read_is_told() -> None:
+    tree: dict[str, Any] = {"train_batch_size": 1, "sparse_attention": {"mode": "bigbird", "num_random_blocks": 2}}
+    assert [(fault.pointer, fault.fix) for fault in load_config(tree).warnings] == [
+        ("/sparse_attention", 'for a model of transformers add "ds_hf": {"sparse_attention": true}')
+    ]
+    used = load_config({**tree, "ds_hf": {"sparse_attention": "all"}})
+    assert used.warnings == ()
+    assert used.sparse_attention.num_random_blocks == 2
+    assert used.sparse_attention.global_block_indices == (0,)

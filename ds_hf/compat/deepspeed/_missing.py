@@ -35,7 +35,6 @@ INSTEAD = {
     "deepspeed.launcher": "the command `deepspeed` (docs/command-line.md)",
     "deepspeed.linear": "LoRA of peft",
     "deepspeed.moe": "a mixture-of-experts model of transformers",
-    "deepspeed.ops.sparse_attention": "torch.nn.attention.flex_attention",
     "deepspeed.pipe": "an ordinary nn.Module with ZeRO",
     "deepspeed.runtime.pipe": "an ordinary nn.Module with ZeRO",
     "deepspeed.runtime.zero.MiCS_Init": "deepspeed.zero.Init",

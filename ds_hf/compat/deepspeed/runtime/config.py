@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_hf.deepspeed_api.config import DeepSpeedConfig, get_bfloat16_config, get_float16_config
+from ds_hf.deepspeed_api.sparse_attention import get_sparse_attention
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
 from .._missing import missing
@@ -23,6 +24,7 @@ __all__ = [
     "DeepSpeedConfigError",
     "get_bfloat16_config",
     "get_float16_config",
+    "get_sparse_attention",
 ]
 
 # Values of optimizer.type, and two keys of its params.

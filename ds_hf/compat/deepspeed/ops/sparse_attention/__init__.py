@@ -1,0 +1,36 @@
+"""``deepspeed.ops.sparse_attention``."""
+
+from __future__ import annotations
+
+from ds_hf.deepspeed_api.sparse_attention import BertSparseSelfAttention, SparseSelfAttention
+from ds_hf.deepspeed_api.sparse_attention_utils import SparseAttentionUtils
+from ds_hf.engine.sparse.layouts import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
+
+from ..._missing import missing
+from . import bert_sparse_self_attention, sparse_attention_utils, sparse_self_attention, sparsity_config
+
+__all__ = [
+    "BSLongformerSparsityConfig",
+    "BertSparseSelfAttention",
+    "BigBirdSparsityConfig",
+    "DenseSparsityConfig",
+    "FixedSparsityConfig",
+    "LocalSlidingWindowSparsityConfig",
+    "SparseAttentionUtils",
+    "SparseSelfAttention",
+    "SparsityConfig",
+    "VariableSparsityConfig",
+    "bert_sparse_self_attention",
+    "sparse_attention_utils",
+    "sparse_self_attention",
+    "sparsity_config",
+]
+__getattr__ = missing(__name__)
