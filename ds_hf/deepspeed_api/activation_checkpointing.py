@@ -7,7 +7,6 @@ the tracker as it found it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hf.config import load_config
 from ds_hf.deepspeed_api.accelerator import get_accelerator
+from ds_hf.engine.activations.attach import Offloading
+from ds_hf.engine.activations.offload import ActivationOffload
 from ds_hf.errors import ConfigError
 from ds_hf.log import logger, warn_once
 
@@ -101,6 +102,7 @@ class ActivationCheckpointing:
         self.num_layers: int | None = None
         self.mpu: Any = None
         self.configured = False
+        self._moved: ActivationOffload | None = None
 
     def configure(
         self,
@@ -140,10 +142,17 @@ class ActivationCheckpointing:
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``function(*args)`` without its activations, which backward computes again."""
-        store = torch.autograd.graph.save_on_cpu() if self.in_host_memory else contextlib.nullcontext()
-        with store:
-            run = _Replay(function, self)
-            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+        run = _Replay(function, self)
+        through = Offloading(checkpoint, self._offload()) if self.in_host_memory else checkpoint
+        return through(run, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
+
+    def _offload(self) -> ActivationOffload:
+        """To the host and back, of the present device."""
+        device = torch.device(get_accelerator().current_device_name())
+        if self._moved is None or self._moved.device != device:
+            self._moved = ActivationOffload(device)
+        self._moved.alike = self.num_layers or 1
+        return self._moved
 
     def partition_activations_in_checkpoint(self, partition_activation: bool) -> None:
         """Accept what changes nothing: with one model-parallel process there is nothing to partition.

@@ -98,7 +98,7 @@ class DataStatesSection:
 
 @dataclass(frozen=True)
 class ActivationCheckpointingSection:
-    """Settings of deepspeed.checkpointing. Models of transformers use torch's checkpointing and never read them."""
+    """Where the inputs of checkpointed blocks lie. Whether a model of transformers checkpoints is its own setting."""
 
     partition_activations: bool = False
     cpu_checkpointing: bool = False
@@ -175,6 +175,7 @@ class DsHfSection:
     peer_copies: bool = True
     sparse_attention: bool | Literal["all"] = False
     split_masters: bool | Literal["auto"] = "auto"
+    offload_activations: bool = False
     stochastic_rounding: bool = True
 
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,12 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, slot, None), depth + 1)
 
 
+class Removable(Protocol):
+    """What can be taken away again, as torch's ``RemovableHandle``."""
+
+    def remove(self) -> None: ...
+
+
 class UnitHooks:
     """Installs and removes the hooks of one engine.
 
@@ -82,7 +88,7 @@ class UnitHooks:
         self.reducer = reducer
         self.prefetch = prefetch or Prefetch(enabled=False)
         reducer.on_order = self.prefetch.follow
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[Removable] = []  # of ours, and of what others put on the model for as long as these stay
         self._external_modules: list[nn.Module] = []
         self._calls: dict[Unit, _Call] = {}
         self._first: dict[Unit, _Call] = {}  # of the first of joined blocks, in the present forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 from ..._missing import missing
-from . import checkpointing
+from . import checkpointing, offload_activations
 
-__all__ = ["checkpointing"]
+__all__ = ["checkpointing", "offload_activations"]
 __getattr__ = missing(__name__)
