@@ -29,6 +29,7 @@ __all__ = [
     "divides_layers",
     "find_mesh",
     "given_claims",
+    "is_sequence_mpu",
     "mesh_shape",
     "require_features",
 ]
@@ -48,7 +49,6 @@ _NAMES = {
 }
 _FEATURES = {  # that the engine does not have
     "pipe": "pipeline parallelism",
-    "sequence": "sequence parallelism",
     "context": "context parallelism",
     "expert": "expert parallelism",
 }
@@ -179,6 +179,12 @@ _FORM = re.compile(r"get_(?!(?:\w+_)?data_)\w+_parallel_world_size")
 
 
 def _mpu_claims(mpu: Any, faults: list[Fault]) -> Iterator[Claim]:
+    if is_sequence_mpu(mpu):  # its names of model parallelism mean the same group
+        name = "get_sequence_parallel_world_size"
+        size = _size(getattr(mpu, name)(), f"mpu.{name}()", MPU, faults)
+        if size is not None:
+            yield Claim("sequence", size, f"mpu.{name}()", MPU)
+        return
     if not callable(getattr(mpu, "get_data_parallel_group", None)):
         message = f"{type(mpu).__name__} has no get_data_parallel_group(), which an mpu needs"
         faults.append(Fault(MPU, message, "leave mpu= out where all processes are data-parallel"))
@@ -200,6 +206,12 @@ def _mpu_claims(mpu: Any, faults: list[Fault]) -> Iterator[Claim]:
             continue  # Megatron-core's combinations: tensor and context, experts' tensor
         tensor = max(tensor, size) if axis in ("tensor", "model") else tensor
         yield Claim(axis, size, f"mpu.{name}()", MPU)
+
+
+def is_sequence_mpu(mpu: Any) -> bool:
+    """Whether it divides sequences and nothing else, as DeepSpeed's module ``parallel_state_sp`` does."""
+    has_sequence = callable(getattr(mpu, "get_sequence_parallel_world_size", None))
+    return has_sequence and not callable(getattr(mpu, "get_data_parallel_group", None))
 
 
 def _param_claims(mesh_param: Any, faults: list[Fault]) -> Iterator[Claim]:
@@ -271,12 +283,14 @@ def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
     """Faults of the claims that need what the engine does not have."""
     faults = []
     for claim in claims:
-        known = claim.axis in ("data", "inner", "model") or (claim.axis == "tensor" and claim.pointer != _TOPOLOGY)
+        known = claim.axis in ("data", "sequence", "inner", "model") or (
+            claim.axis == "tensor" and claim.pointer != _TOPOLOGY
+        )
         if known or claim.size == 1:
             continue
         what = _FEATURES.get(claim.axis, f"{claim.axis.replace('_', ' ')} parallelism")
         if claim.axis == "context" and claim.pointer == _ENVIRONMENT:
-            fix = "cp_size is for FSDP2: remove it"
+            fix = "cp_size is for FSDP2: take sp_size instead, which divides sequences here"
         elif claim.pointer == MPU:
             fix = (
                 f"the {claim.size} parts would train and be saved apart from each other: give an mpu whose size is 1 "

@@ -182,7 +182,7 @@ def plan_states(config: Config) -> StatePlan:
         ),
         optimizer=StateSpec(optimizer, optimizer_device, "bfloat16" if narrow else "float32", others_over),
         moments="bfloat16" if narrow and config.bf16.bf16_optimizer_states else "float32",
-        communication_dtype=dtype_name(config.communication_data_type),
+        communication_dtype=dtype_name(_communication_dtype(config, parameter_dtype)),
         narrow_modules=safe if autocast else (),
         autocast=autocast,
         whole_below=zero.stage3_param_persistence_threshold if _is_set(config, _PERSISTENCE) else 0,
@@ -219,6 +219,15 @@ def _inside(config: Config) -> tuple[int | None, Over, Over]:
     if inner is None or zero.stage == 0 or (second and zero.stage != 3):
         return None, "replicas", "replicas"
     return inner, "inner" if zero.stage == 3 else "replicas", "replicas" if second else "inner"
+
+
+def _communication_dtype(config: Config, parameter_dtype: str | None) -> str | None:
+    """``communication_data_type``; without it, ``seq_parallel_communication_data_type`` where sequences are divided,
+    which never narrows what is fp32 by being left at fp32."""
+    if config.communication_data_type is not None or config.mesh is None or config.mesh.sequence == 1:
+        return config.communication_data_type
+    given = config.seq_parallel_communication_data_type
+    return None if given == "fp32" and parameter_dtype is None else given
 
 
 def _is_set(config: Config, pointer: str) -> bool:

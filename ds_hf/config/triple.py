@@ -95,6 +95,8 @@ def _correct_total(draft: Draft, given: dict[str, int], world: WorldSize) -> Non
     if mesh is None or total == (right := micro * steps * world.value):
         return
     counted = {micro * steps * mesh.processes, micro * steps * mesh.processes // mesh.sequence}
+    if mesh.sequence > 1:
+        counted.add(micro * steps)  # accelerate counts dp_shard_size alone, which is 1 unless it is given
     if micro and steps and total in counted:
         draft.tree[_TOTAL] = given[_TOTAL] = right
         message = (

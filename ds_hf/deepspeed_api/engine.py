@@ -19,6 +19,7 @@ from ds_hf.config.types import Config
 from ds_hf.deepspeed_api.engine_settings import SettingsNames
 from ds_hf.deepspeed_api.engine_states import StatesNames
 from ds_hf.deepspeed_api.optimizer import ParameterOffload
+from ds_hf.deepspeed_api.sequence.division import release
 from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.export import export_engine
@@ -56,6 +57,12 @@ class Engine(SettingsNames, StatesNames):
         super().__init__(module, config, settings, parts, monitor)
         if self.optimizer is not None and self.plan.shards_parameters:
             self.optimizer.parameter_offload = ParameterOffload(module)  # type: ignore[attr-defined]  # for TRL
+
+    def destroy(self) -> None:
+        """Remove all hooks and free gradients, masters and moments; the module can be initialized again, and its
+        sequences are whole."""
+        release(self.module)
+        super().destroy()
 
     def __getattr__(self, name: str) -> Any:
         try:

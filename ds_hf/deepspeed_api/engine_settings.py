@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 
 from ds_hf.deepspeed_api.config import DeepSpeedConfig
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.engine import CoreEngine
 
 if TYPE_CHECKING:
     from ds_hf.config.types.zero import OffloadOptimizerSection, OffloadParamSection
 
 __all__ = ["SettingsNames"]
+
+
+def _group(axis: Axis) -> dist.ProcessGroup | None:
+    return dist.group.WORLD if axis.group is None else axis.group
 
 
 class SettingsNames(CoreEngine):
@@ -26,10 +31,25 @@ class SettingsNames(CoreEngine):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Process group of the data-parallel axis."""
-        return dist.group.WORLD if self.axis.group is None else self.axis.group
+        """Process group of the data-parallel axis; where sequences are divided, of those that read other samples."""
+        return _group(self.mesh.axis("data") if self.mesh.shape.sequence > 1 else self.axis)
 
-    dp_group = seq_data_parallel_group = data_parallel_group
+    dp_group = data_parallel_group
+
+    @property
+    def seq_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Process group over which gradients are reduced: data x sequence."""
+        return _group(self.axis)
+
+    @property
+    def seq_parallel_group(self) -> dist.ProcessGroup | None:
+        """Process group that shares a sequence, ``None`` where sequences are whole."""
+        return _group(self.mesh.axis("sequence")) if self.mesh.shape.sequence > 1 else None
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of processes that share a sequence."""
+        return self.mesh.shape.sequence
 
     @property
     def seq_dp_world_size(self) -> int:

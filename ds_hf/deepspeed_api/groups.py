@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from ds_hf.config.mesh import MeshShape
-from ds_hf.engine.comm.mesh import Axis, Mesh
+from ds_hf.deepspeed_api.sequence import parallel_state
+from ds_hf.engine.comm.mesh import Axis, Mesh, axis_of
 from ds_hf.engine.comm.process_group import ProcessGroup, get_rank, get_world_group, get_world_size
 
 _latest: Mesh | None = None
 
 
 def remember(mesh: Mesh) -> None:
-    """The functions below answer for ``mesh`` from now on. DeepSpeed's functions take no engine."""
+    """The functions below answer for ``mesh`` from now on. DeepSpeed's functions take no engine. Collective."""
     global _latest
     _latest = mesh
+    if mesh.shape.sequence > 1:
+        mesh.axis("sequence"), mesh.axis("data")  # made here, where all processes are
 
 
 def _data() -> Axis | None:
-    """``None`` where it is all processes: torch's own group, which may have been made anew since."""
+    """The processes that read different samples; ``None`` where it is all processes: torch's own group, which may have
+    been made anew since."""
+    if _latest is not None and _latest.shape.sequence > 1:
+        return _latest.axis("data")
     return None if _latest is None or _latest.replicas.group is None else _latest.replicas
 
 
@@ -83,12 +89,60 @@ def _get_zero_param_intra_parallel_group() -> ProcessGroup | None:
     return None if axis is None else axis.group
 
 
+def _sequence() -> Axis | None:
+    """The processes that share sequences with this one; ``None`` where they are whole."""
+    if _latest is not None and _latest.shape.sequence > 1:
+        return _latest.axis("sequence")
+    if parallel_state.is_initialized():  # before there is an engine
+        return axis_of(parallel_state.get_sequence_parallel_group(), "sequence")
+    return None
+
+
+def averages_sequence() -> bool:
+    """Whether the latest engine averages gradients over the processes of a sequence."""
+    return _latest is not None and _latest.shape.sequence > 1 and not _latest.sums_sequence
+
+
 def _get_sequence_parallel_world_size() -> int:
-    return 1
+    axis = _sequence()
+    return 1 if axis is None else axis.world_size
 
 
 def _get_sequence_parallel_rank() -> int:
-    return 0
+    axis = _sequence()
+    return 0 if axis is None else axis.rank
+
+
+def _get_sequence_parallel_group() -> ProcessGroup:
+    """The processes that share sequences with this one.
+
+    Raises:
+        KeyError: sequences are whole.
+    """
+    axis = _sequence()
+    if axis is None:
+        raise KeyError("No sequence parallel group found")
+    return get_world_group() if axis.group is None else axis.group
+
+
+def _replicas() -> Axis | None:
+    return None if _latest is None or _latest.replicas.group is None else _latest.replicas
+
+
+def _get_sequence_data_parallel_group() -> ProcessGroup:
+    """The processes over which gradients are reduced and states divided."""
+    axis = _replicas()
+    return get_world_group() if axis is None or axis.group is None else axis.group
+
+
+def _get_sequence_data_parallel_world_size() -> int:
+    axis = _replicas()
+    return get_world_size() if axis is None else axis.world_size
+
+
+def _get_sequence_data_parallel_rank() -> int:
+    axis = _replicas()
+    return get_rank() if axis is None else axis.rank
 
 
 get_data_parallel_group = _get_data_parallel_group

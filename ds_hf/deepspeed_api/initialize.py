@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ds_hf.deepspeed_api import groups
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
+from ds_hf.deepspeed_api.sequence.division import release
 from ds_hf.deepspeed_api.tensor_parallel import asked_of, set_autotp_mode
 from ds_hf.engine.builder import build_engine
 from ds_hf.engine.comm.process_group import init_distributed
@@ -57,7 +58,9 @@ def initialize(
         lr_scheduler: a scheduler built on ``optimizer``, or a function from the optimizer to one; the engine steps it.
         mpu: Megatron-style object for a model whose layers its author has divided over processes
             (``get_data_parallel_*``, ``get_model_parallel_*`` or ``get_tensor_model_parallel_*``).
-        mesh_param: (data-parallel size, sequence-parallel size); the latter is 1.
+        mesh_param: (data-parallel size, sequence-parallel size): processes that read different samples, and that share
+            each sequence. Attention of a model of transformers is divided over the latter; other models do that
+            themselves, with ``deepspeed.sequence.layer.DistributedAttention``.
         dist_init_required: ``False``: the process group must already exist.
         collate_fn: for ``training_data``.
         config: path, dict, JSON text, base64 or preset name; ``config_params`` is the same, older name.
@@ -98,7 +101,22 @@ def initialize(
     if engine.autotp_size() > 0:
         set_autotp_mode(training=True)
     groups.remember(engine.mesh)
+    _divide_sequences(model, engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _divide_sequences(model: nn.Module, engine: Engine) -> None:
+    """Attention of transformers over the processes that share a sequence, or whole sequences again."""
+    if engine.mesh.shape.sequence == 1:
+        release(model)
+        return
+    from ds_hf.deepspeed_api.sequence.ulysses import divide_for_engine
+
+    try:
+        divide_for_engine(model, engine.mesh.axis("sequence"))
+    except ValueError as error:
+        engine.destroy()
+        raise ConfigError(str(error), "initialize(model=...)") from error
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -136,11 +136,30 @@ def _load(
     plan, shape = plan_states(settings), settings.mesh
     if plan.inner is None:  # asked for at a stage that does not
         shape = replace(shape, inner=None)
-    elif (local := os.environ.get("LOCAL_WORLD_SIZE", "")).isdecimal():
-        _warn_of_hosts(plan.inner, int(local) // shape.tensor)
+    elif (here := _processes_here()) is not None:
+        _warn_of_hosts(plan.inner, here // shape.tensor)
+    if shape.sequence > 1 and (here := _processes_here()) is not None:
+        _warn_of_divided_sequences(shape.sequence * shape.tensor, here)
     divides = divides_layers(settings, claims)
     mesh = Mesh(shape) if mpu is None else Mesh.given(mpu, shape, divided=not divides)
+    mesh.sums_sequence = settings.ds_hf.sequence_gradients == "sum"
     return settings, plan, mesh, divides
+
+
+def _processes_here() -> int | None:
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdecimal() else None
+
+
+def _warn_of_divided_sequences(together: int, here: int) -> None:
+    """Say it where processes that share a sequence lie on several hosts that have ``here`` each."""
+    if here and here % together:
+        sizes = [size for size in range(1, here + 1) if here % size == 0]
+        warn_once(
+            f"sequences are divided over groups of {together} processes, and a host has {here}: what each attention "
+            "layer exchanges, four times q, k and v in a step, goes between hosts; give a "
+            f"sequence-parallel size that divides {here} ({', '.join(map(str, sizes))}), and ZeRO the rest"
+        )
 
 
 def _warn_of_hosts(inner: int, here: int) -> None:

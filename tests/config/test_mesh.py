@@ -253,7 +253,6 @@ def test_names_that_only_getattr_knows() -> None:
     [
         ("pipeline_model", "pipeline parallelism"),
         ("pipe", "pipeline parallelism"),
-        ("sequence", "sequence parallelism"),
         ("context", "context parallelism"),
         ("expert_model", "expert parallelism"),
         ("hierarchical_context", "hierarchical context parallelism"),  # in no list: found by its form
@@ -273,11 +272,22 @@ def test_missing_features_of_the_environment_and_mesh_param() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({**BASE, "sequence_parallel_size": 2}, world_size=8, given=given)
     text = str(caught.value)
-    assert "mesh_param[1] is 2: sequence parallelism is not supported yet" in text
     assert "PARALLELISM_CONFIG_TP_SIZE" not in text
     assert "PARALLELISM_CONFIG_CP_SIZE is 2: context parallelism is not supported yet" in text
     assert "cp_size is for FSDP2" in text
-    assert len(caught.value.faults) == 3  # with the file's key, once
+    assert len(caught.value.faults) == 1
+
+
+def test_an_mpu_that_divides_sequences_alone() -> None:
+    module = types.ModuleType("parallel_state_sp")
+    for name in ("sequence", "sequence_data", "model"):  # the last is another name of the first
+        setattr(module, f"get_{name}_parallel_world_size", lambda name=name: 8 if name == "sequence_data" else 4)
+    given = given_claims(mpu=module)
+    assert given == [Claim("sequence", 4, "mpu.get_sequence_parallel_world_size()", "initialize(mpu=...)")]
+    for total in (1, 4, 8, 2):  # of accelerate, of a Trainer, and right
+        tree = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": total}
+        found = load_config(tree, world_size=8, given=given)
+        assert (found.mesh, found.train_batch_size) == (MeshShape(data=2, sequence=4), 2)
 
 
 def test_the_batch_counts_processes_that_read_different_samples() -> None:

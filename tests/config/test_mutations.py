@@ -201,7 +201,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     (Z + "/zeropp_loco_param", {"err_beta": 0.5}, "not supported"),
     ("/tensor_parallel", {"autotp_size": 4}, "does not divide the 2", "/tensor_parallel/autotp_size"),
     ("/tensor_parallel", {"vocab_parallel_lm_head": True}, "all logits", "/tensor_parallel/vocab_parallel_lm_head"),
-    ("/sequence_parallel_size", 2, "not supported"),
+    ("/sequence_parallel_size", 3, "does not divide the 2"),
     ("/expert_parallel", {"enabled": True}, "leaf_module"),
     ("/pipeline", {"stages": 2}, "pipeline", "/pipeline/stages"),
     ("/amp", {"enabled": True, "opt_level": "O1"}, "apex"),

@@ -173,6 +173,7 @@ class DsHfSection:
     offload: DsHfOffloadSection = field(default_factory=DsHfOffloadSection)
     join_blocks: bool = True
     peer_copies: bool = True
+    sequence_gradients: Literal["mean", "sum"] = "mean"
     sparse_attention: bool | Literal["all"] = False
     split_masters: bool | Literal["auto"] = "auto"
     offload_activations: bool = False

@@ -23,6 +23,7 @@ __all__ = [
     "all_gather_each",
     "all_reduce_max",
     "all_reduce_sum",
+    "all_to_all",
     "broadcast",
     "reduce_gradient",
     "spread",
@@ -128,6 +129,21 @@ def spread(second: Tensor, shard: Tensor, axis: Axis, inner: Axis, what: str = "
     received = [n * (rank // parts == inner.rank) for rank in range(axis.world_size)]
     with axis.log("all-to-all", what, second):
         dist.all_to_all_single(second, shard.repeat(parts), received, sent, group=axis.group)
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    axis: Axis,
+    what: str = "",
+    received_sizes: list[int] | None = None,
+    sent_sizes: list[int] | None = None,
+) -> None:
+    """Fill ``received`` with what every process of the axis has for this one; by default equally much of dimension
+    0."""
+    noted = received if received_sizes is None else None  # else it differs from process to process
+    with axis.log("all-to-all", what, noted):
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=axis.group)
 
 
 def _exchanges(full: Tensor, axis: Axis) -> bool:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from ds_hf.config.mesh import MeshShape, given_claims, require_features
+from ds_hf.config.mesh import MeshShape, given_claims, is_sequence_mpu, require_features
 from ds_hf.engine.comm.log import CollectiveLog, open_board
 from ds_hf.engine.comm.mpu import check_groups
 from ds_hf.engine.comm.watch import Watch
@@ -71,7 +71,11 @@ class Mesh:
     Attributes:
         shape: number of processes along each axis.
         world: all processes that train the model together.
+        sums_sequence: gradients are summed over the processes of a sequence, and averaged over samples alone
+            (``ds_hf.sequence_gradients``).
     """
+
+    sums_sequence = False
 
     def __init__(self, shape: MeshShape, axes: Mapping[frozenset[str], Axis] | None = None) -> None:
         self.shape = shape
@@ -89,6 +93,8 @@ class Mesh:
         Raises:
             ConfigError: on every process, where the groups of one are not as ``shape`` says.
         """
+        if shape.sequence > 1:
+            return cls._of_sequences(mpu, shape)
         if shape.model == 1:  # the group may be a part of all processes: the others train something else
             data = axis_of(mpu.get_data_parallel_group(), "data")
             if shape.inner is not None and data.world_size != dist.get_world_size():
@@ -103,6 +109,26 @@ class Mesh:
         data, tensor = axis_of(data_group, "data"), axis_of(tensor_group, "tensor")
         mesh = cls(shape, {_DATA: data, _TENSOR: tensor, _WORLD: axis_of(None, "world")})
         mesh._given = divided
+        return mesh
+
+    @classmethod
+    def _of_sequences(cls, mpu: Any, shape: MeshShape) -> Mesh:
+        """A mesh of its own, which takes over the group of the processes that share a sequence."""
+        if shape.model > 1:
+            raise ConfigError("its layers and its sequences are both divided: one of them has to be whole", _MPU)
+        mesh = cls(shape)
+        group = mpu.get_sequence_parallel_group()
+        given = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        me = dist.get_rank()
+        first = me - me % shape.sequence
+        wanted = list(range(first, first + shape.sequence))
+        faults: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(faults, given if given != wanted else None)
+        if wrong := [f"rank {rank}: {ranks}" for rank, ranks in enumerate(faults) if ranks is not None]:
+            message = f"processes that share a sequence have consecutive ranks, but the mpu says {'; '.join(wrong[:4])}"
+            raise ConfigError(message, _MPU)
+        if shape.sequence < dist.get_world_size():
+            mesh._axes[_SEQUENCE] = axis_of(group, "sequence")
         return mesh
 
     @property
@@ -180,6 +206,8 @@ class Mesh:
 
 
 _DATA, _TENSOR, _WORLD = frozenset({"data"}), frozenset({"tensor"}), frozenset({"world"})
+_SEQUENCE = frozenset({"sequence"})
+_MPU = "initialize(mpu=...)"
 
 
 def _ranks_along(sizes: Mapping[str, int], dims: frozenset[str]) -> list[list[int]]:
@@ -268,7 +296,8 @@ def data_parallel_axis(mpu: Any = None, group: dist.ProcessGroup | None = None) 
     """
     if mpu is not None:
         require_features(given_claims(mpu=mpu))
-        group = mpu.get_data_parallel_group() if group is None else group
+        if group is None and not is_sequence_mpu(mpu):
+            group = mpu.get_data_parallel_group()
     return axis_of(group)
 
 

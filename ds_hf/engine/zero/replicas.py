@@ -13,6 +13,8 @@ the same, with a part of its gradient          data x sequence x tensor   data x
 whole, where an ``mpu`` made the groups        its data group             its size         model-parallel size
 =============================================  =========================  ===============  ===================
 
+With ``ds_hf.sequence_gradients: "sum"`` divisors are smaller by the number of processes that share a sequence.
+
 The last row is because nothing is averaged over a model-parallel group of an ``mpu``: there each of its processes owns
 the parameter and makes the same update.
 
@@ -78,12 +80,14 @@ class Replicas:
 def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
     """The row of the table for ``param``. The first call for a new kind is collective: all ranks make it."""
     data, parts = mesh.replicas, (mesh.inner, mesh.outer)
+    summed = mesh.shape.sequence if mesh.sums_sequence else 1
     if is_cut(param) or mesh.shape.tensor == 1:
-        return Replicas(data, data.world_size, 1, *parts)
+        return Replicas(data, data.world_size // summed, 1, *parts)
     if mesh.is_given:
         return Replicas(data, data.world_size, mesh.shape.model, *parts)
     everyone = mesh.axis("data", "sequence", "tensor")
-    return Replicas(everyone, data.world_size if getattr(param, _SUMMED, False) else everyone.world_size)
+    averaged = data.world_size if getattr(param, _SUMMED, False) else everyone.world_size
+    return Replicas(everyone, averaged // summed)
 
 
 def sum_over_tensor(param: Tensor) -> None:

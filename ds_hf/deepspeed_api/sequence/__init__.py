@@ -1,0 +1,1 @@
+"""Sequence parallelism under DeepSpeed's names, and in the models of transformers."""

@@ -1,0 +1,122 @@
+"""What sequence parallelism needs of a model and a batch, told before anything is trained."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.deepspeed_api.sequence.division import Division
+from ds_hf.engine.sequence.heads import plan_heads
+from ds_hf.log import warn_once
+
+__all__ = ["PACKED", "batch_faults", "check_called", "check_model", "looks_packed", "tell_of_positions"]
+
+_EAGER = ("eager", "paged|eager")
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "max_length_q", "max_length_k")
+
+
+def check_model(model: Any, config: Any, core: str, processes: int) -> None:
+    """Whether attention of transformers' model can be divided over so many processes.
+
+    Args:
+        model: ``None`` where there is only its configuration so far.
+
+    Raises:
+        ValueError: with the reason and what to do.
+    """
+    if core in _EAGER:
+        raise ValueError(
+            f"{core} attn_implementation isn't supported by Ulysses sequence parallelism: its masks take memory with "
+            "the square of the sequence. Load the model with attn_implementation='sdpa', 'flash_attention_2' or "
+            "another flash attention"
+        )
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    name = type(model if model is not None else config).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} has cross-attention, which cannot be divided: sequence parallelism is for decoders")
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    if other := sorted(kinds - _ATTENTION):
+        raise ValueError(
+            f"Sequence parallelism does not support layers of type {', '.join(other)} ({name}): they carry a state "
+            "along the sequence, which each part would begin anew. Take a model of attention layers, or sp_size=1"
+        )
+    if getattr(text, "alibi", False):
+        raise ValueError(f"{name} adds ALiBi to attention, made from a part of the sequence: it cannot be divided")
+    heads = getattr(text, "num_attention_heads", None)
+    if isinstance(heads, int):
+        kv_heads = getattr(text, "num_key_value_heads", None)
+        plan_heads(heads, kv_heads if isinstance(kv_heads, int) else heads, processes)
+    if isinstance(model, nn.Module) and not any(
+        hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in model.modules()
+    ):
+        raise ValueError(
+            f"no layer of {name} takes its attention from transformers (ALL_ATTENTION_FUNCTIONS): sequence parallelism "
+            "would not reach it. Wrap its attention in deepspeed.sequence.layer.DistributedAttention"
+        )
+
+
+def check_called(division: Division, model: nn.Module) -> None:
+    """After the first forward: every layer's attention was divided.
+
+    Raises:
+        ValueError: some layer computed attention over a part of the sequence alone.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int) and division.calls < layers:
+        raise ValueError(
+            f"only {division.calls} of {layers} layers of {type(model).__name__} called attention "
+            f"{division.core!r} of transformers: the others would see a part of the sequence alone. Load the model "
+            f"with attn_implementation={division.core!r}, and do not replace its attention"
+        )
+
+
+def looks_packed(batch: dict[str, Any]) -> str:
+    """Which entry says that documents are packed, "" where none does."""
+    for name in PACKED:
+        if batch.get(name) is not None:
+            return name
+    mask = batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool and not mask.is_floating_point() and mask.numel():
+        return "attention_mask" if int(mask.max()) > 1 else ""
+    return ""
+
+
+def batch_faults(batch: dict[str, Any], positions: Tensor, tokens: int, division: Division) -> str:
+    """What is wrong about a forward with this part of the sequence, "" where nothing is.
+
+    Args:
+        positions: of all processes, ``[..., tokens of all]``.
+    """
+    n = division.axis.world_size
+    if division.seq_length is not None and tokens * n != division.seq_length:
+        return (
+            f"this batch has {tokens * n} tokens in a sequence, and seq_length is {division.seq_length}: give "
+            "seq_length_is_variable=True"
+        )
+    if batch.get("labels") is None or batch.get("shift_labels") is not None:
+        return ""
+    starts = positions.reshape(-1, positions.shape[-1])[:, tokens::tokens]
+    before = positions.reshape(-1, positions.shape[-1])[:, tokens - 1 : -1 : tokens]
+    if bool((starts == before + 1).any()):
+        return (
+            "labels without shift_labels: the model would shift them inside each part, and the last token of a part "
+            "has its label in the next one. Shift before dividing, as UlyssesSPDataLoaderAdapter does, and give "
+            "shift_labels"
+        )
+    return ""
+
+
+def tell_of_positions(positions: Tensor, processes: int) -> None:
+    """Say it where every process has positions of a whole sequence: each computes all of it then."""
+    parts = torch.unflatten(positions, -1, (processes, -1))
+    if processes > 1 and bool((parts == parts[..., :1, :]).all()):
+        warn_once(
+            "every process of a sequence has the same position_ids, so each computes whole sequences and none is "
+            "divided: give each its part, as UlyssesSPDataLoaderAdapter does"
+        )

@@ -1,0 +1,103 @@
+"""Masks of whole sequences.
+
+transformers' models make their masks with functions of ``transformers.masking_utils``, from ``attention_mask``,
+``position_ids`` (packed documents) and the layer's kind (sliding windows, chunks). For a bound model these functions
+are
+given what they would be given without sequence parallelism: the whole of both, gathered once a forward, and the
+number of tokens of the whole. So the mask is that of the undivided model, whatever the model and the core. DeepSpeed
+drops masks instead, and documents then attend to each other.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.deepspeed_api.sequence.division import Division, division_of_config
+
+__all__ = ["use_whole_masks"]
+
+_FUNCTIONS = (
+    "create_causal_mask",
+    "create_bidirectional_mask",
+    "create_sliding_window_causal_mask",
+    "create_bidirectional_sliding_window_mask",
+    "create_chunked_causal_mask",
+    "create_masks_for_generate",
+)
+_DONE = "_ds_hf_whole_masks"
+_OWN = ("or_mask_function", "and_mask_function")  # functions of token indices, and of tensors of a part of them
+
+
+def use_whole_masks(model: nn.Module) -> None:
+    """Have the code of ``model``'s classes make whole masks for bound models."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        code = sys.modules.get(name)
+        for function in _FUNCTIONS:
+            original = getattr(code, function, None)
+            if original is not None and not hasattr(original, _DONE):
+                setattr(code, function, _whole(original))
+
+
+def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        division = division_of_config(given.get("config"))
+        if division is None or not division.active:
+            return original(*args, **kwargs)
+        extra = given.pop("kwargs", {})
+        return original(**_of_the_whole(given, division), **extra)
+
+    setattr(make, _DONE, True)
+    return make
+
+
+def _of_the_whole(given: dict[str, Any], division: Division) -> dict[str, Any]:
+    """Arguments for the whole sequence.
+
+    Raises:
+        ValueError: what cannot be told of it.
+    """
+    for name in _OWN:
+        if given.get(name) is not None:
+            raise ValueError(
+                f"this model adds a mask of its own ({name}), made from the part of the sequence that is here: it "
+                "cannot be trained with sequence parallelism"
+            )
+    if given.get("encoder_hidden_states") is not None:
+        raise ValueError(
+            "cross-attention cannot be divided: sequence parallelism is for decoders and for encoders alone"
+        )
+    cache = given.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "sequence parallelism has no cache of earlier tokens: call generate() with disable_in_eval=True and the "
+            "model in eval mode"
+        )
+    found = dict(given)
+    name = "inputs_embeds" if "inputs_embeds" in given else "input_embeds"
+    embeds: Tensor = given[name]
+    tokens = embeds.shape[1]
+    whole = tokens * division.axis.world_size
+    found[name] = embeds[:, :1, :1].detach().expand(-1, whole, -1)
+    for key in ("attention_mask", "position_ids", "block_sequence_ids"):
+        local = given.get(key)
+        if isinstance(local, Tensor) and local.ndim == 2 and local.shape[-1] == tokens:
+            found[key] = division.whole(local, key)
+        elif isinstance(local, Tensor) and local.shape[-1] != whole:
+            raise ValueError(
+                f"{key} has shape {list(local.shape)}, and this process has {tokens} of {whole} tokens: give it as "
+                f"[batch, {tokens}], or [batch, {whole}]"
+            )
+    if given.get("cache_position") is not None:  # transformers before 5.20 counts queries by it
+        found["cache_position"] = torch.arange(whole, device=embeds.device)
+    return found

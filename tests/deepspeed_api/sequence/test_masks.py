@@ -1,0 +1,155 @@
+"""Masks of divided sequences: logits are those of the undivided model, whatever the mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hf.deepspeed_api.sequence.division import Division, release
+from ds_hf.deepspeed_api.sequence.ulysses import divide
+from ds_hf.engine.comm.mesh import axis_of
+from ds_hf.engine.sequence.losses import gather_whole
+from tests.helpers.distributed import run_distributed
+
+TOKENS, BATCH = 24, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+
+
+def model(kind: str, **more: Any) -> nn.Module:
+    import transformers
+
+    name = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    config = getattr(transformers, name)(**{**SIZES, **more}, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    made: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+    return made
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 64, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def padded(left: bool) -> dict[str, Tensor]:
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.long)
+    mask[0, :7] = 0
+    mask[1, :15] = 0
+    return {"input_ids": tokens(), "attention_mask": mask if left else mask.flip(1)}
+
+
+def packed() -> dict[str, Tensor]:
+    first = torch.tensor([*range(5), *range(11), *range(8)])
+    second = torch.tensor([*range(17), *range(7)])
+    return {"input_ids": tokens(), "position_ids": torch.stack((first, second))}
+
+
+def plain() -> dict[str, Tensor]:
+    return {"input_ids": tokens()}
+
+
+GEMMA = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+CASES = {
+    "plain": ("Llama", {}, plain()),
+    "left": ("Llama", {}, padded(left=True)),
+    "right": ("Llama", {}, padded(left=False)),
+    "packed": ("Llama", {}, packed()),
+    "window": ("Mistral", {"sliding_window": 4}, plain()),
+    "window, packed": ("Mistral", {"sliding_window": 4}, packed()),
+    "window, left": ("Mistral", {"sliding_window": 4}, padded(left=True)),
+    "two kinds of layers, packed": ("Gemma3", GEMMA, packed()),
+    "two kinds of layers, left": ("Gemma3", GEMMA, padded(left=True)),
+    "one key head": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 16}, packed()),
+    "cache": ("Llama", {"use_cache": True}, padded(left=True)),
+}
+
+
+@torch.no_grad()
+def difference(name: str) -> float:
+    """Of this process's logits from the undivided model's; both in fp32."""
+    kind, more, batch = CASES[name]
+    net = model(kind, **more)
+    whole = net(**batch).logits
+    axis = axis_of(None, "sequence")
+    divide(net, Division("sdpa", axis))
+    length = TOKENS // axis.world_size
+    part = slice(axis.rank * length, (axis.rank + 1) * length)
+    logits = net(**{key: value[:, part] for key, value in batch.items()}).logits
+    gathered = gather_whole(logits, axis, 1, "logits")
+    shown = batch.get("attention_mask", torch.ones(BATCH, TOKENS)) > 0  # what padding attends to is nobody's
+    release(net)
+    again = net(**batch).logits
+    assert torch.equal(again, whole)  # as before
+    return float((gathered - whole)[shown].abs().max() / whole.abs().max())
+
+
+def differences(names: list[str]) -> dict[str, float]:
+    return {name: difference(name) for name in names}
+
+
+def test_logits_are_those_of_the_undivided_model() -> None:
+    for found in run_distributed(differences, 2, list(CASES), timeout=90):
+        assert set(found) == set(CASES)
+        assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.slow
+def test_four_processes_share_a_sequence() -> None:
+    for found in run_distributed(differences, 4, list(CASES), timeout=120):
+        assert max(found.values()) < 1e-5, found
+
+
+def in_evaluation() -> tuple[float, int]:
+    net = model("Llama").eval()
+    whole = net(**packed()).logits
+    division = Division("sdpa", axis_of(None, "sequence"), disable_in_eval=True)
+    divide(net, division)
+    with torch.no_grad():
+        return float((net(**packed()).logits - whole).abs().max()), division.calls
+
+
+def test_evaluation_takes_whole_sequences_where_it_is_asked_to() -> None:
+    assert run_distributed(in_evaluation, 2) == [(0.0, 0)] * 2
+
+
+def faults() -> list[str]:
+    """What is said about forwards that cannot be divided."""
+    axis = axis_of(None, "sequence")
+    net = model("Llama")
+    divide(net, Division("sdpa", axis, seq_length=TOKENS))
+    half = TOKENS // 2
+    ids = tokens()[:, axis.rank * half : (axis.rank + 1) * half]
+    whole_mask = torch.ones(BATCH, 1, half, half, dtype=torch.bool).tril()
+    cases: list[dict[str, Any]] = [
+        {"input_ids": ids[:, :5]},
+        {"input_ids": ids, "labels": ids},
+        {"input_ids": ids, "attention_mask": whole_mask},
+        {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 5, TOKENS])},
+        {"input_ids": ids, "attention_mask": torch.arange(half).expand(BATCH, -1)},
+    ]
+    said = []
+    for case in cases:
+        with pytest.raises(ValueError) as caught:
+            net(**case)
+        said.append(str(caught.value))
+    dist.barrier()
+    return said
+
+
+def test_forwards_that_cannot_be_divided() -> None:
+    for length, labels, mask, lengths, documents in run_distributed(faults, 2):
+        assert "10 tokens in a sequence, and seq_length is 24" in length
+        assert "labels without shift_labels" in labels
+        assert "attention_mask has shape [2, 1, 12, 12], and this process has 12 of 24 tokens" in mask
+        assert "packed documents (cu_seq_lens_q) without position_ids" in lengths
+        assert "packed documents (attention_mask) without position_ids" in documents
