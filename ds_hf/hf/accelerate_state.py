@@ -1,5 +1,5 @@
 """Hooks on accelerate: the backend of a machine without an accelerator, what a DeepSpeed config may be, the sizes of a
-``ParallelismConfig``, and checkpoints that are written in the background.
+``ParallelismConfig``, checkpoints that are written in the background, and skipping batches of divided sequences.
 
 accelerate asks for a backend only where it finds a device it knows. On a CPU machine it finds none, lets DeepSpeed make
 the process group all the same, and then believes on every rank that it is alone: no data are divided. Naming gloo
@@ -19,7 +19,7 @@ import wrapt
 
 from ds_hf.hf.source import plain_config
 
-__all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_state"]
+__all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_data_loader", "wrap_state"]
 
 
 def wrap_state(module: ModuleType) -> None:
@@ -68,6 +68,21 @@ def wrap_accelerator(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", with_sizes)
     wrapt.wrap_function_wrapper(module, "Accelerator.save_state", written("wait"))
     wrapt.wrap_function_wrapper(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
+
+
+def wrap_data_loader(module: ModuleType) -> None:
+    """Hook of ``accelerate.data_loader``: batches are skipped inside the adapter that divides them, which accelerate
+    would take for a plain loader."""
+
+    def skip(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(("dataloader", "num_batches"), args, strict=False)) | kwargs
+        loader = given["dataloader"]
+        if type(loader).__name__ != "UlyssesSPDataLoaderAdapter" or not hasattr(loader, "skipping"):
+            return wrapped(*args, **kwargs)
+        whole, rest = divmod(given.get("num_batches", 0), loader.sp_world_size)
+        return loader.skipping(rest, wrapped(loader.dl, whole))
+
+    wrapt.wrap_function_wrapper(module, "skip_first_batches", skip)
 
 
 def _sizes(config: Any) -> dict[str, str]:
