@@ -119,3 +119,7 @@ class DivergenceError(DsHfError):
 
 class OffloadError(DsHfError):
     """Offloaded states cannot be kept, written or read; names the file, or the memory that was asked for."""
+
+
+class PipelineError(DsHfError, RuntimeError):
+    """A pipeline is used in a way that it cannot be, or its stages do not agree (``deepspeed.pipe``)."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODEL",
+    "MODEL_TOPOLOGY",
+    "TOPOLOGY",
     "Claim",
     "MeshShape",
     "divides_layers",
@@ -35,7 +37,8 @@ __all__ = [
 ]
 
 MPU, MESH_PARAM, MODEL = "initialize(mpu=...)", "initialize(mesh_param=...)", "initialize(model=...)"
-_TOPOLOGY = "topology"
+TOPOLOGY = "topology"  # of a PipelineModule, whose author has divided the layers along its model axis
+MODEL_TOPOLOGY = "model.topology()"  # of another model
 _ENVIRONMENT = "environment"
 _NAMES = {
     "pipe": "pipeline-parallel",
@@ -48,7 +51,7 @@ _NAMES = {
     "model": "model-parallel",
 }
 _FEATURES = {  # that the engine does not have
-    "pipe": "pipeline parallelism",
+    "pipe": "pipeline parallelism",  # of an mpu
     "context": "context parallelism",
     "expert": "expert parallelism",
 }
@@ -95,7 +98,7 @@ def find_mesh(config: Config, world: int, given: Sequence[Claim]) -> tuple[MeshS
     """The mesh, and what is wrong about it and about what was given: sources that disagree, sizes that do not fit the
     ``world`` (0: unknown, which fits everything), features that are missing."""
     claims = [*_file_claims(config), *given]
-    missing = _missing_features(claims) + _nothing_divided(config, claims)
+    missing = _missing_features(claims) + _nothing_divided(config, claims) + _beside_pipelines(config, claims)
     shape, faults = _resolve(claims, 0 if missing else world)
     return shape, missing + faults
 
@@ -104,7 +107,7 @@ def divides_layers(config: Config, given: Sequence[Claim]) -> bool:
     """Whether the engine is to cut layers over the tensor axis: the file or accelerate asks for the axis, and the
     model is not divided already."""
     tensor = [claim for claim in (*_file_claims(config), *given) if claim.axis == "tensor" and claim.size > 1]
-    asked = any(claim.pointer not in (MPU, MODEL, _TOPOLOGY) for claim in tensor)
+    asked = any(claim.pointer not in (MPU, MODEL, TOPOLOGY, MODEL_TOPOLOGY) for claim in tensor)
     return asked and not any(claim.pointer == MODEL for claim in tensor)
 
 
@@ -225,7 +228,7 @@ def _param_claims(mesh_param: Any, faults: list[Fault]) -> Iterator[Claim]:
 
 
 def _topology_claims(topology: Any, faults: list[Fault]) -> Iterator[Claim]:
-    pointer, axes = _TOPOLOGY, {"model": "tensor"}
+    pointer, axes = TOPOLOGY, {"model": "tensor"}
     for name in topology.get_axis_names():
         axis = axes.get(name, name)
         if axis not in AXES:
@@ -282,11 +285,18 @@ def require_features(claims: Sequence[Claim]) -> None:
 def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
     """Faults of the claims that need what the engine does not have."""
     faults = []
+    pipelined = any(claim.pointer == TOPOLOGY for claim in claims)
     for claim in claims:
-        known = claim.axis in ("data", "sequence", "inner", "model") or (
-            claim.axis == "tensor" and claim.pointer != _TOPOLOGY
-        )
+        known = claim.axis in ("data", "sequence", "inner", "model")
+        known = known or (claim.axis == "tensor" and claim.pointer != MODEL_TOPOLOGY)
+        known = known or (claim.axis == "pipe" and claim.pointer != MPU and pipelined)
         if known or claim.size == 1:
+            continue
+        if claim.axis == "pipe" and claim.pointer != MPU:
+            message = (
+                f"{claim.source} is {claim.size}, and the model is no PipelineModule: a file alone divides no layers"
+            )
+            faults.append(Fault(claim.pointer, message, _PIPELINE_FIX))
             continue
         what = _FEATURES.get(claim.axis, f"{claim.axis.replace('_', ' ')} parallelism")
         if claim.axis == "context" and claim.pointer == _ENVIRONMENT:
@@ -301,6 +311,34 @@ def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
             fix = "remove it, so that every process is data-parallel"
         what = "tensor parallelism" if claim.axis == "tensor" else what
         faults.append(Fault(claim.pointer, f"{claim.source} is {claim.size}: {what} is not supported yet", fix))
+    return faults
+
+
+_PIPELINE_FIX = (
+    "give initialize() a deepspeed.pipe.PipelineModule (of a model of transformers: "
+    "PipelineModule.from_transformers(model, num_stages=...)), or remove the key; the Trainer trains no pipelines"
+)
+
+
+def _beside_pipelines(config: Config, claims: Sequence[Claim]) -> list[Fault]:
+    """Faults of what does not go together with the stages of a pipeline."""
+    if not any(claim.axis == "pipe" and claim.size > 1 and claim.pointer == TOPOLOGY for claim in claims):
+        return []
+    faults = []
+    if plan_states(config).shards_parameters:
+        message = (
+            "ZeRO stage 3 with a pipeline: each micro-batch would gather all layers of its stage once more, and a "
+            "stage holds no more than its own layers anyway"
+        )
+        faults.append(Fault("/zero_optimization/stage", message, "use stage 1 or 2, or no PipelineModule"))
+    if any(claim.pointer == MPU for claim in claims):
+        faults.append(Fault(MPU, "a PipelineModule brings its own: model.mpu()", "leave mpu= out"))
+    for claim in claims:
+        if claim.axis in ("sequence", "expert", "inner") and claim.size > 1:
+            message = (
+                f"{claim.source} is {claim.size}: {_NAMES[claim.axis]} processes inside a pipeline are not supported"
+            )
+            faults.append(Fault(claim.pointer, message, "remove it, or use no PipelineModule"))
     return faults
 
 

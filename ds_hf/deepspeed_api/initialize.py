@@ -17,11 +17,13 @@ from torch.optim import Optimizer
 from ds_hf.deepspeed_api import groups
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
+from ds_hf.deepspeed_api.pipeline import PipelineEngine
 from ds_hf.deepspeed_api.sequence.division import release
 from ds_hf.deepspeed_api.tensor_parallel import asked_of, set_autotp_mode
 from ds_hf.engine.builder import build_engine
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.pipeline.module import StageModule
 from ds_hf.errors import ConfigError
 
 __all__ = ["initialize", "rehearsing"]
@@ -50,7 +52,8 @@ def initialize(
 
     Args:
         args: object whose ``deepspeed_config`` names the configuration file, when ``config`` is not given.
-        model: the model; it stays the same object and is changed in place.
+        model: the model; it stays the same object and is changed in place. Of a ``PipelineModule`` the engine is a
+            ``PipelineEngine``.
         optimizer: a torch optimizer over the model's parameters, or a function from parameters to one; overrides the
             configuration's.
         model_parameters: parameters or parameter groups for the configuration's optimizer; default all that train.
@@ -93,10 +96,10 @@ def initialize(
         collate_fn=collate_fn,
         compiled=compiled,
         claims=() if asked is None else asked.claims,
-        engine_type=Engine,
+        engine_type=PipelineEngine if isinstance(model, StageModule) else Engine,
         optimizer_type=EngineOptimizer,
     )
-    engine.mpu = mpu
+    engine.mpu = model.mpu() if isinstance(model, StageModule) else mpu
     engine.tp_size_asked = 0 if asked is None else asked.size
     if engine.autotp_size() > 0:
         set_autotp_mode(training=True)

@@ -19,6 +19,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from ds_hf.deepspeed_api.accelerator import get_accelerator
+from ds_hf.engine.pipeline.partition import partition_balanced, partition_uniform
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.log import logger
 
@@ -219,51 +220,6 @@ def empty_cache() -> None:
 
 
 # -- partitions -------------------------------------------------------------------------------------------------------
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of ``num_parts`` stretches of ``num_items`` whose lengths differ by one at most, longer ones first."""
-    length, longer = divmod(num_items, num_parts)
-    return [part * length + min(part, longer) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds of ``num_parts`` stretches of ``weights``, cut where DeepSpeed cuts them.
-
-    Part by part, for each possible end, the cut before it is taken that leaves the heaviest and the lightest stretch so
-    far nearest to each other; of equal ones the last. That decides greedily and need not be the best of all partitions.
-    """
-    count = len(weights)
-    if count <= num_parts:
-        return partition_uniform(count, num_parts)
-    sums = [0, *prefix_sum_inc(weights)]
-    spreads = [(0.0, math.inf), *[(math.inf, math.inf)] * count]  # (heaviest, lightest) of what ends at each place
-    cuts: list[list[int]] = []
-    for part in range(1, num_parts + 1):
-        chosen, before = [(math.inf, math.inf)] * part, [0] * part
-        for end in range(part, count + 1):
-            cut, spread = _nearest_cut(sums, spreads, end)
-            chosen.append(spread)
-            before.append(cut)
-        spreads = chosen
-        cuts.append(before)
-    bounds = [count]
-    for before in reversed(cuts):
-        bounds.append(before[bounds[-1]])
-    return bounds[::-1]
-
-
-def _nearest_cut(
-    sums: Sequence[float], spreads: Sequence[tuple[float, float]], end: int
-) -> tuple[int, tuple[float, float]]:
-    """Where the stretch that ends at ``end`` begins, and the spread of weights up to there."""
-    best, found = math.inf, (0, (math.inf, math.inf))
-    for cut in range(end):
-        weight = sums[end] - sums[cut]
-        heaviest, lightest = max(spreads[cut][0], weight), min(spreads[cut][1], weight)
-        if heaviest - lightest <= best:
-            best, found = heaviest - lightest, (cut, (heaviest, lightest))
-    return found
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ds_hf.config.types import Config
 from ds_hf.errors import DsHfError
 
-__all__ = ["Accumulation", "BatchSizes", "UnmanagedAccumulation", "accumulation_of"]
+__all__ = ["Accumulation", "BatchSizes", "UnmanagedAccumulation", "WholeBatches", "accumulation_of"]
 
 
 class BatchSizes(NamedTuple):
@@ -113,7 +113,42 @@ class UnmanagedAccumulation(Accumulation):
         return batch.train // batch.accumulation_steps * backwards
 
 
-def accumulation_of(settings: Config) -> Accumulation:
-    """As ``managed_gradient_accumulation`` says."""
+class WholeBatches(Accumulation):
+    """Of a pipeline, which runs all micro-batches of a step in one call.
+
+    Attributes:
+        last: the present backward is the last one of the step.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.last = False
+
+    @property
+    def at_boundary(self) -> bool:
+        return self.last or self.stepping
+
+    @property
+    def updates(self) -> bool:
+        return True
+
+    def force(self, is_boundary: bool) -> None:
+        raise DsHfError("set_gradient_accumulation_boundary() of a pipeline: train_batch() is a whole step")
+
+    def begun(self, backwards: int) -> int:
+        return 0
+
+    def resume(self, micro_steps: int) -> None:
+        self.micro_steps = micro_steps
+
+
+def accumulation_of(settings: Config, *, whole_batches: bool = False) -> Accumulation:
+    """As ``managed_gradient_accumulation`` says.
+
+    Args:
+        whole_batches: each step is one call, whatever it says.
+    """
+    if whole_batches:
+        return WholeBatches(BatchSizes.of(settings).accumulation_steps)
     kind = Accumulation if settings.managed_gradient_accumulation else UnmanagedAccumulation
     return kind(BatchSizes.of(settings).accumulation_steps)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hf.config import load_config
-from ds_hf.config.mesh import Claim, divides_layers, given_claims
+from ds_hf.config.mesh import MODEL_TOPOLOGY, TOPOLOGY, Claim, divides_layers, given_claims
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine import activations, progress
@@ -31,6 +31,7 @@ from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.muon_groups import mark_matrices
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import make_parts
+from ds_hf.engine.pipeline.module import StageModule
 from ds_hf.engine.probes import trial
 from ds_hf.engine.probes.learning_rate import script as lr_script
 from ds_hf.engine.schedules.build import build_scheduler
@@ -86,12 +87,19 @@ def build_engine(
     measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
     monitor = open_monitors(settings, mesh.world, silent=measured)
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
+    pipelined = isinstance(model, StageModule)
+    if pipelined and measured:
+        raise ConfigError(
+            "the autotuner and the LR finder run forward and backward of an engine by themselves, which are parts of "
+            "train_batch() here: tune a model without stages",
+            "PipelineModule",
+        )
     if divides:
         divide(model, mesh, settings.tensor_parallel, optimizer)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
     if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
         warn_once(advice)
-    parts = make_parts(settings, plan, mesh, model, inner, optimizer_type)
+    parts = make_parts(settings, plan, mesh, model, inner, optimizer_type, whole_batches=pipelined)
     engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
     engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
     if training_data is not None:
@@ -126,6 +134,9 @@ def _load(
     if not hasattr(topology, "get_axis_names"):
         topology = None
     claims = [*known, *given_claims(mpu=mpu, mesh_param=mesh_param, topology=topology, environ=os.environ)]
+    pipeline = model if isinstance(model, StageModule) else None
+    if pipeline is None:
+        claims = [replace(claim, pointer=MODEL_TOPOLOGY) if claim.pointer == TOPOLOGY else claim for claim in claims]
     if (room := _dtensor_room()) is not None:
         claims += room.dtensor_claims(model)
     processes = dist.get_world_size()
@@ -141,6 +152,8 @@ def _load(
     if shape.sequence > 1 and (here := _processes_here()) is not None:
         _warn_of_divided_sequences(shape.sequence * shape.tensor, here)
     divides = divides_layers(settings, claims)
+    if pipeline is not None:
+        return settings, plan, pipeline.mpu().mesh, divides
     mesh = Mesh(shape) if mpu is None else Mesh.given(mpu, shape, divided=not divides)
     mesh.sums_sequence = settings.ds_hf.sequence_gradients == "sum"
     return settings, plan, mesh, divides

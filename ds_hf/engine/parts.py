@@ -86,12 +86,15 @@ def make_parts(
     model: nn.Module,
     inner: Optimizer | None,
     optimizer_type: type[ShardedOptimizer],
+    *,
+    whole_batches: bool = False,
 ) -> EngineParts:
     """Lay the states of ``model`` out and wire what trains them. All ranks call it.
 
     Args:
         inner: the optimizer over the model's own parameters; ``None`` for an engine that only infers.
         optimizer_type: what is made around it.
+        whole_batches: the engine runs all micro-batches of a step in one call.
 
     Raises:
         ConfigError: the model, the optimizer and the configuration do not go together.
@@ -114,13 +117,13 @@ def make_parts(
     place_buffers(model, mesh.replicas, device)
     units = list(planned)
     waits = device.type == "cpu" and not plan.shards_optimizer
-    accumulation = accumulation_of(settings)
+    accumulation = accumulation_of(settings, whole_batches=whole_batches)
     reducer = Reducer(
         units,
         states.gradients,
         plan.reduces_every_micro_batch,
         at_the_end=waits,
-        world=mesh.world,
+        world=mesh.stage,
         accumulation=accumulation,
     )
     names = _parameter_names(model)
@@ -224,7 +227,7 @@ class _States:
 
     def add(self, unit: Unit, spec: BufferSpec) -> None:
         """Make one more buffer of ``unit``, take the parameters' values over, and make what trains it. Collective."""
-        label = unit.label or "the model's root"
+        label = spec.label or unit.label or "the model's root"
         buffer = self._make_buffer(spec, f"{unit.name or 'root'}.{len(unit.buffers)}", label)
         buffer.labels = Labels.of(label)
         buffer.comm_stream = self.links.gathers

@@ -15,11 +15,12 @@ from ds_hf.deepspeed_api.accelerator import get_accelerator
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedOptimizer
 from ds_hf.deepspeed_api.on_device import OnDevice
+from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
 from ds_hf.deepspeed_api.tensor_parallel import set_autotp_mode, tp_model_init
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
 from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, moe, monitor, ops
-from . import profiling
+from . import pipe, profiling
 from . import runtime, utils
 from .git_version_info import git_branch as __git_branch__
 from .git_version_info import git_hash as __git_hash__
@@ -44,6 +45,8 @@ __all__ = [
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
     "OnDevice",
+    "PipelineEngine",
+    "PipelineModule",
     "accelerator",
     "add_config_arguments",
     "checkpoint",
@@ -61,6 +64,7 @@ __all__ = [
     "moe",
     "monitor",
     "ops",
+    "pipe",
     "profiling",
     "runtime",
     "set_autotp_mode",

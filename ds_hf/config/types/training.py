@@ -17,6 +17,7 @@ __all__ = [
     "DataStatesSection",
     "DsHfCheckpointSection",
     "DsHfOffloadSection",
+    "DsHfPipelineSection",
     "DsHfSection",
     "HybridEngineSection",
     "NebulaSection",
@@ -134,7 +135,7 @@ class CompileSection:
 
 @dataclass(frozen=True)
 class PipelineSection:
-    """Settings of DeepSpeed's PipelineModule."""
+    """Settings of a deepspeed.pipe.PipelineModule."""
 
     stages: int | str = "auto"
     partition: str = "best"
@@ -142,6 +143,15 @@ class PipelineSection:
     activation_checkpoint_interval: int = 0
     pipe_partitioned: bool = True
     grad_partitioned: bool = True
+    use_reentrant: bool = True
+
+
+@dataclass(frozen=True)
+class DsHfPipelineSection:
+    """How a PipelineModule is run."""
+
+    chunks: int = 1
+    check_batches: bool = True
 
 
 @dataclass(frozen=True)
@@ -168,6 +178,7 @@ class DsHfSection:
     compat_schedules: Literal["deepspeed", "strict"] = "deepspeed"
     checkpoint: DsHfCheckpointSection = field(default_factory=DsHfCheckpointSection)
     compile: Literal["blocks"] | Literal[False] = False
+    pipeline: DsHfPipelineSection = field(default_factory=DsHfPipelineSection)
     hang_timeout: float | None = None
     nonfinite: Literal["warn", "skip", "error"] | None = None
     offload: DsHfOffloadSection = field(default_factory=DsHfOffloadSection)

@@ -152,7 +152,12 @@ class CollectiveLog:
         before: called before each collective; may raise instead of it (``memory``).
         agreement: what ``memory`` keeps for the axis.
         world_size: number of ranks on the axis.
+        compared: all ranks have the same log.
+        at: what this process is doing, for people; "" where the stack tells it.
     """
+
+    compared = True
+    at = ""
 
     def __init__(self, ranks: Sequence[int] = (0,), name: str = "", key: str = "") -> None:
         self.ranks, self.name, self.key = tuple(ranks), name, key
@@ -196,6 +201,11 @@ class CollectiveLog:
             self.watch.diverged(self)
         return self
 
+    def others(self, rank: int) -> list[int]:
+        """Ranks that ``rank`` may be waiting for: the others on the ring, from the one after it."""
+        place = self.ranks.index(rank)
+        return [*self.ranks[place + 1 :], *self.ranks[:place]]
+
     def latest(self) -> dict[str, Any]:
         """What a report tells of the axis: the latest entries, from index ``first``."""
         entries, count = list(self.entries), self.count
@@ -206,6 +216,7 @@ class CollectiveLog:
             "first": count - len(entries),
             "entries": entries,
             "inside": self.inside,
+            "compared": self.compared,
         }
 
     def waiting(self, wait: Callable[[], Any]) -> Callable[[], None]:

@@ -66,7 +66,13 @@ class Mesh:
     """The processes of one engine along named axes.
 
     Process groups are made when an axis is first asked for, which all processes do in the same order, so only those
-    exist that something uses. Ranks are numbered pipe, data, sequence, tensor, from the outermost to the innermost.
+    exist that something uses. Ranks are numbered pipe, data, sequence, tensor, from the outermost to the innermost,
+    unless ``order`` says otherwise.
+
+    Args:
+        axes: those that an ``mpu`` has made, and no others can be.
+        order: names of axes, from the outermost to the innermost, of a topology that numbers ranks in its own way.
+        layers_given: the author of the model has divided layers over the tensor axis.
 
     Attributes:
         shape: number of processes along each axis.
@@ -77,10 +83,19 @@ class Mesh:
 
     sums_sequence = False
 
-    def __init__(self, shape: MeshShape, axes: Mapping[frozenset[str], Axis] | None = None) -> None:
+    def __init__(
+        self,
+        shape: MeshShape,
+        axes: Mapping[frozenset[str], Axis] | None = None,
+        *,
+        order: Sequence[str] = (),
+        layers_given: bool = False,
+    ) -> None:
         self.shape = shape
         self._axes = dict(axes or {})
+        self._spans: dict[tuple[Any, ...], Axis | None] = {}
         self._given = axes is not None
+        self._order, self._layers_given = tuple(order), layers_given
         self.world = self._axes.get(_WORLD) or axis_of(None, "world")
 
     @classmethod
@@ -135,12 +150,13 @@ class Mesh:
     def is_given(self) -> bool:
         """The groups, and a model divided over them, were given: values are never averaged or broadcast over the
         model-parallel one."""
-        return self._given
+        return self._given or self._layers_given
 
     @property
     def axes(self) -> list[Axis]:
         """Those that exist so far, all processes first."""
-        return [self.world, *(axis for axis in self._axes.values() if axis.log is not self.world.log)]
+        made = (*self._axes.values(), *(axis for axis in self._spans.values() if axis is not None))
+        return [self.world, *(axis for axis in made if axis.log is not self.world.log)]
 
     def axis(self, *dims: str) -> Axis:
         """The processes that differ from this one in ``dims`` alone: of "pipe", "data", "sequence", "tensor", and for
@@ -162,6 +178,39 @@ class Mesh:
             group, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
             self._axes[key] = axis_of(group, " x ".join(dims))
         return self._axes[key]
+
+    def spanning(self, stages: Sequence[int], *dims: str) -> Axis | None:
+        """The processes of some stages of the pipeline that differ from this one in the stage and in ``dims`` alone;
+        ``None`` on other stages. Collective where it is asked for first."""
+        chosen = sorted(set(stages))
+        if len(chosen) in (1, self.shape.pipe):
+            axis = self.axis(*dims) if len(chosen) == 1 else self.axis("pipe", *dims)
+            return axis if self.stage_rank in chosen else None
+        key = (*chosen, *sorted(dims))
+        if key not in self._spans:
+            sizes = self._sizes(())
+            by_stage = _ranks_along(sizes, frozenset(sizes) - {"pipe"})
+            there = {rank for stage in chosen for rank in by_stage[stage]}
+            every = _ranks_along(sizes, frozenset({"pipe", *dims}))
+            lists = [[rank for rank in ranks if rank in there] for ranks in every]
+            group, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
+            name = " x ".join([f"stages {', '.join(map(str, chosen))}", *dims])
+            self._spans[key] = axis_of(group, name) if self.stage_rank in chosen else None
+        return self._spans[key]
+
+    def lists_along(self, *dims: str) -> list[list[int]]:
+        """Global ranks of the processes along ``dims``, for every place in the other axes."""
+        return _ranks_along(self._sizes(dims), frozenset(dims))
+
+    @property
+    def stage_rank(self) -> int:
+        """Which stage of the pipeline this process is in."""
+        return self.axis("pipe").rank if self.shape.pipe > 1 else 0
+
+    @property
+    def stage(self) -> Axis:
+        """The processes of this one's stage: all of them without a pipeline."""
+        return self.world if self.shape.pipe == 1 else self.axis("data", "sequence", "tensor")
 
     def _lists_of_given(self, dims: Sequence[str]) -> list[list[int]]:
         """Global ranks of the groups along "inner" or "outer", for every data-parallel group of the ``mpu``."""
@@ -202,7 +251,8 @@ class Mesh:
             replicas = shape.data * shape.sequence
             inner = shape.inner or replicas
             sizes = {"pipe": shape.pipe, "outer": replicas // inner, "inner": inner, "tensor": shape.tensor}
-        return sizes
+        first = [name for name in self._order if name in sizes]
+        return {name: sizes[name] for name in (*first, *(name for name in sizes if name not in first))}
 
 
 _DATA, _TENSOR, _WORLD = frozenset({"data"}), frozenset({"tensor"}), frozenset({"world"})

@@ -77,8 +77,10 @@ class _AxisReport:
 def _axes(answers: Mapping[int, Answer]) -> list[_AxisReport]:
     found: dict[str, _AxisReport] = {}
     for rank, answer in sorted(answers.items()):
-        said = {name: answer[name] for name in ("stack", "ended") if name in answer}
+        said = {name: answer[name] for name in ("stack", "ended", "at") if name in answer}
         for key, place in answer["axes"].items():
+            if not place.get("compared", True):  # messages between single processes
+                continue
             axis = found.setdefault(key, _AxisReport(place["name"], tuple(place["ranks"]), {}))
             axis.places[rank] = {**place, **said}
     return list(found.values())
@@ -100,7 +102,7 @@ def _one_axis(axis: _AxisReport, some_are_silent: bool) -> list[str]:
     place = last if index is None else index
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, answer in sorted(answers.items()):
-        groups[_doing(answer, place)].append(rank)
+        groups[_at(answer) + _doing(answer, place)].append(rank)
     for doing, ranks in list(groups.items())[:SHOWN]:
         lines += ["", f"{ranks_text(ranks)}: {doing}", *_stack(ranks[0], answers[ranks[0]])]
     if len(groups) > SHOWN:
@@ -128,6 +130,10 @@ def _before(answers: Mapping[int, Answer], index: int) -> list[str]:
 def _entry(answer: Answer, index: int) -> str | None:
     place = index - answer["first"]
     return entry_text(answer["entries"][place]) if 0 <= place < len(answer["entries"]) else None
+
+
+def _at(answer: Answer) -> str:
+    return f"{answer['at']}: " if answer.get("at") and "ended" not in answer else ""
 
 
 def _doing(answer: Answer, index: int) -> str:
@@ -171,7 +177,8 @@ def _several(axes: Sequence[_AxisReport], answers: Mapping[int, Answer], silent:
         lines += _differences([axis for axis in axes if any(axis in late[rank] for rank in named & set(late))])
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in sorted(answers, key=lambda rank: (rank not in named, rank)):
-        groups[_state_of(rank, answers[rank], parted, waits[rank], late[rank])].append(rank)
+        doing, more = _state_of(rank, answers[rank], parted, waits[rank], late[rank])
+        groups[_at(answers[rank]) + doing, more].append(rank)
     for (doing, more), ranks in list(groups.items())[:SHOWN]:
         whom = _for_whom(ranks, waits) if more else ""
         lines += ["", f"{ranks_text(ranks)}: {doing}{whom}{more}", *_stack(ranks[0], answers[ranks[0]])]

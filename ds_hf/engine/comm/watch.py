@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -178,7 +178,8 @@ class Watch:
             self._end(None)
         states = _States(self)
         for log in list(self.logs):
-            if self.rank != log.ranks[0] and _differ(places[log.key], states[log.ranks[0]], log.key, self.interval):
+            compared = log.compared and self.rank != log.ranks[0]
+            if compared and _differ(places[log.key], states[log.ranks[0]], log.key, self.interval):
                 self._end(self._different(log))
         if idle >= 2 * self.interval:
             for log in list(self.logs):
@@ -196,16 +197,18 @@ class Watch:
         return f"the ranks of this run issue different collectives{self._where(log)}"
 
     def _where(self, log: CollectiveLog) -> str:
-        """On which axis, where there is a choice."""
+        """On which axis, where there is a choice; or at what."""
+        if not log.compared:
+            return f" at {log.at}" if log.at else ""
         return f" in the axis {log.name!r}" if sum(each.count > 0 for each in self.logs) > 1 else ""
 
     def _look_round(self, log: CollectiveLog, count: int, idle: float, states: _States) -> None:
         """This rank stands still: whom does it wait for on this axis?"""
-        for rank in _after(self.rank, log.ranks):
+        for rank in log.others(self.rank):
             state = states[rank]
             silent = states.silent(rank)
             theirs = state["axes"].get(log.key, _NOWHERE)["count"]
-            behind = theirs < count
+            behind = theirs < count or not log.compared
             inside = log.inside and "ended" not in state  # a blocking one, which the other may be in as well
             waits = f"rank {self.rank} waits{self._where(log)} for rank {rank}, which"
             if behind and "ended" in state:
@@ -275,7 +278,8 @@ class Watch:
         now = time.monotonic()
         axes = {log.key: {**log.latest(), "idle": now - self._since.get(log.key, (0, now))[1]} for log in self.logs}
         last = min(self.logs, key=lambda log: axes[log.key]["idle"])
-        return {"axes": axes, "idle": axes[last.key]["idle"], "stack": _stack(last.thread)}
+        at = next((log.at for log in self.logs if log.at), "")
+        return {"axes": axes, "idle": axes[last.key]["idle"], "stack": _stack(last.thread), "at": at}
 
     def _farewell(self, ended: str) -> dict[str, Any]:
         """The last state that this rank publishes."""
@@ -329,13 +333,6 @@ class _States:
         if rank not in self._silent:
             self._silent[rank] = self._watch.silent(rank, self[rank])
         return self._silent[rank]
-
-
-def _after(rank: int, ranks: Sequence[int]) -> Iterator[int]:
-    """The others on the ring, from the one after ``rank``."""
-    place = ranks.index(rank)
-    yield from ranks[place + 1 :]
-    yield from ranks[:place]
 
 
 def _differ(mine: Mapping[str, Any], state: Mapping[str, Any], key: str, interval: float) -> bool:

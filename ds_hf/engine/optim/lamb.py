@@ -125,13 +125,16 @@ class FusedLamb(TensorwiseOptimizer):
             for group, pieces in by_group([piece for unit in units for piece in unit.pieces]):
                 self._whole(group, pieces, scale_and_skip)
             return
-        tables = [self._moments(unit, scale_and_skip) for unit in units]
-        norms = torch.cat(tables)
-        axis = next(unit.axis for unit in units if unit.axis is not None)
-        shared = collectives.all_reduce_sum(norms.to(units[0].axis_device), axis, "LAMB's norms").to(norms.device)
-        for unit, table in zip(units, torch.split(shared, [unit.slots for unit in units]), strict=True):
+        tables = {id(unit): self._moments(unit, scale_and_skip) for unit in units}
+        for axis in dict.fromkeys(unit.axis for unit in units if unit.axis is not None):
+            others = [unit for unit in units if unit.axis == axis]
+            norms = torch.cat([tables[id(unit)] for unit in others])
+            shared = collectives.all_reduce_sum(norms.to(units[0].axis_device), axis, "LAMB's norms").to(norms.device)
+            split = torch.split(shared, [unit.slots for unit in others])
+            tables.update((id(unit), table) for unit, table in zip(others, split, strict=True))
+        for unit in units:
             for group, pieces in by_group(unit.pieces):
-                self._apply(group, pieces, table, scale_and_skip)
+                self._apply(group, pieces, tables[id(unit)], scale_and_skip)
 
     def _whole(self, group: dict[str, Any], pieces: list[Piece], scale_and_skip: Tensor | None) -> None:
         self._step_whole(

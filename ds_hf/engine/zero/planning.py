@@ -100,6 +100,11 @@ class BufferSpec:
         return sum(shape.numel() for shape in self.shapes)
 
     @property
+    def label(self) -> str:
+        """What logs call the buffer where its unit may have another name in other stages of a pipeline."""
+        return "" if self.replicas is None else self.replicas.tied
+
+    @property
     def itemsize(self) -> int:
         """Bytes an element."""
         return self.dtype.itemsize

@@ -8,6 +8,8 @@ Invariants
   predecessors; one that never completes (unused parameters) is flushed at the end of backward.
 - Between gathers (sharded parameters) only an event that all ranks see may reduce: the end of the backward of a unit's
   last call, and not the completion of its gradients, for ranks may use different parameters of it (experts).
+- What stages of a pipeline hold together is reduced in ``finish``, after all backwards: before that, another stage may
+  wait for what this one has to send it. All stages do it in the order of the names.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class Reducer:
         self.backwards = 0  # how many ended since all gradients were cleared
         self.used: dict[Unit, None] = {}
         self._by_call = {buffer for unit, bs in buffers.items() if unit.sharded for buffer in bs}
+        self._tied = sorted((b for b in self.buffers if b.buffer.replicas.tied), key=lambda b: b.buffer.replicas.tied)
         self._order = self._reversed(self.units)
         self._agreed = False
         self.on_order: Callable[[list[Unit]], None] = lambda units: None  # told the order of use, once
@@ -92,6 +95,11 @@ class Reducer:
     @property
     def buffers(self) -> list[GradientBuffer]:
         return [buffer for unit in self.units for buffer in self.by_unit.get(unit, ())]
+
+    @property
+    def _inside(self) -> list[GradientBuffer]:
+        """Those that backwards reduce."""
+        return [buffer for buffer in self.buffers if buffer not in self._tied] if self._tied else self.buffers
 
     @property
     def reduces(self) -> bool:
@@ -116,7 +124,7 @@ class Reducer:
     def reduce_held(self) -> None:
         """Reduce each buffer once, in an order that is the same on every rank. Collective."""
         self.take_back()
-        for buffer in self.buffers:
+        for buffer in self._inside:
             buffer.collect(self.factor)
             buffer.reduce()
         self.held = False
@@ -138,9 +146,10 @@ class Reducer:
 
     def on_complete(self, buffer: GradientBuffer) -> None:
         """Every parameter of the buffer has its gradient in ``.grad``."""
-        buffer.collect(self.factor, soon=self.reduces)
+        tied = buffer in self._tied
+        buffer.collect(self.factor, soon=self.reduces and not tied)
         self._now.collected.add(buffer)
-        if self.reduces and buffer not in self._by_call:
+        if self.reduces and not tied and buffer not in self._by_call:
             self._now.complete.add(buffer)
             if not self.at_the_end:
                 self._advance()
@@ -179,7 +188,8 @@ class Reducer:
             now.next += 1
 
     def _reversed(self, units: Sequence[Unit]) -> list[GradientBuffer]:
-        ordered = [buffer for unit in reversed(units) for buffer in self.by_unit.get(unit, ())]
+        tied = set(self._tied)
+        ordered = [b for unit in reversed(units) for b in self.by_unit.get(unit, ()) if b not in tied]
         return sorted(ordered, key=lambda buffer: buffer in self._by_call)
 
     def _agree(self) -> None:
@@ -199,12 +209,12 @@ class Reducer:
         """End of backward: reduce what has not been reduced, release what is still gathered."""
         self.backwards += self.has_new
         for buffer in self.buffers:
-            buffer.collect(self.factor, soon=self.reduces)
+            buffer.collect(self.factor, soon=self.reduces and not buffer.buffer.replicas.tied)
         self.held = self.suspended or (self.held and not self.reduces)
         if self.reduces:
-            self._now.complete.update(self.buffers)
+            self._now.complete.update(self._inside)
             self._advance()
-            for buffer in self.buffers:  # what arrived after the buffer's turn
+            for buffer in self._inside:  # what arrived after the buffer's turn
                 if buffer.has_partial:
                     buffer.reduce()
             for comm_stream in {buffer.comm_stream for buffer in self.buffers}:
@@ -248,7 +258,7 @@ class Reducer:
             DsHfError: they wrote it where it was sharded by then.
         """
         self.shown = False
-        for buffer in self.buffers:
+        for buffer in [*self._inside, *self._tied]:
             if buffer.shown and not buffer.ready:
                 buffer.take_back()
             else:

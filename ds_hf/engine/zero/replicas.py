@@ -11,12 +11,13 @@ ordinary, or cut over tensor                   data x sequence            its si
 whole, where the engine cuts others            data x sequence x tensor   its size         1
 the same, with a part of its gradient          data x sequence x tensor   data x sequence  1
 whole, where an ``mpu`` made the groups        its data group             its size         model-parallel size
+of a module tied over stages of a pipeline     these stages x the above   of the above     as above
 =============================================  =========================  ===============  ===================
 
 With ``ds_hf.sequence_gradients: "sum"`` divisors are smaller by the number of processes that share a sequence.
 
-The last row is because nothing is averaged over a model-parallel group of an ``mpu``: there each of its processes owns
-the parameter and makes the same update.
+Nothing is averaged over a model-parallel group of an ``mpu``: there each of its processes owns the parameter and makes
+the same update. The last row sums gradients over stages: each stage has a part of the gradient.
 
 Hierarchical ZeRO divides some states over an inner part of the axis. Then so many processes own the same shard as there
 are such parts; its gradient is summed over them too.
@@ -24,6 +25,7 @@ are such parts; its gradient is summed over them too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,7 +34,9 @@ from ds_hf.config.plan import Over
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.zero.cut import is_cut
 
-__all__ = ["Replicas", "replicas_of", "sum_over_tensor"]
+__all__ = ["Replicas", "replicas_of", "sum_over_tensor", "tie_over_stages"]
+
+_STAGES = "_ds_stages"  # of a parameter that several stages of a pipeline hold: what it is called, and the stages
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ class Replicas:
         copies: in how many such axes of the world the same values are.
         inner: part of ``axis`` over which hierarchical ZeRO divides some states, ``None`` for all of it ...
         outer: ... and the processes with the same place in the other parts.
+        tied: what the parameter is called on all stages of a pipeline that hold it, ``""`` where one holds it. Its
+            gradient is reduced after all backwards of a batch: before that the other stages may still need what this
+            one has to send them.
     """
 
     axis: Axis
@@ -52,6 +59,7 @@ class Replicas:
     copies: int = 1
     inner: Axis | None = None
     outer: Axis | None = None
+    tied: str = ""
 
     @classmethod
     def along(cls, axis: Axis) -> Replicas:
@@ -80,14 +88,20 @@ class Replicas:
 def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
     """The row of the table for ``param``. The first call for a new kind is collective: all ranks make it."""
     data, parts = mesh.replicas, (mesh.inner, mesh.outer)
+    name, stages = getattr(param, _STAGES, ("", ()))
+    tied = len(stages) > 1
     summed = mesh.shape.sequence if mesh.sums_sequence else 1
-    if is_cut(param) or mesh.shape.tensor == 1:
-        return Replicas(data, data.world_size // summed, 1, *parts)
-    if mesh.is_given:
-        return Replicas(data, data.world_size, mesh.shape.model, *parts)
+    if is_cut(param) or mesh.shape.tensor == 1 or mesh.is_given:
+        copies = 1 if is_cut(param) or not mesh.is_given else mesh.shape.tensor
+        axis = mesh.spanning(stages, "data", "sequence") if tied else data
+        assert axis is not None
+        inner, outer = (None, None) if tied else parts
+        return Replicas(axis, data.world_size // summed, copies, inner, outer, name)
     everyone = mesh.axis("data", "sequence", "tensor")
     averaged = data.world_size if getattr(param, _SUMMED, False) else everyone.world_size
-    return Replicas(everyone, averaged // summed)
+    axis = mesh.spanning(stages, "data", "sequence", "tensor") if tied else everyone
+    assert axis is not None
+    return Replicas(axis, averaged // summed, tied=name)
 
 
 def sum_over_tensor(param: Tensor) -> None:
@@ -96,3 +110,8 @@ def sum_over_tensor(param: Tensor) -> None:
 
 
 _SUMMED = "_ds_summed_over_tensor"
+
+
+def tie_over_stages(param: Tensor, name: str, stages: Sequence[int]) -> None:
+    """The parameter is in a module that all of ``stages`` hold, where it is called ``name``."""
+    setattr(param, _STAGES, (name, tuple(stages)))

@@ -1,0 +1,23 @@
+"""``deepspeed.runtime.pipe``."""
+
+from __future__ import annotations
+
+from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec
+from ds_hf.engine.pipeline.topology import ProcessTopology
+
+from ..._missing import missing
+from . import engine, module, p2p, schedule, topology
+
+__all__ = [
+    "LayerSpec",
+    "PipelineModule",
+    "ProcessTopology",
+    "TiedLayerSpec",
+    "engine",
+    "module",
+    "p2p",
+    "schedule",
+    "topology",
+]
+__getattr__ = missing(__name__)

@@ -1,0 +1,13 @@
+"""``deepspeed.runtime.pipe.engine``."""
+
+from __future__ import annotations
+
+from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
+from ds_hf.engine.data import RepeatingLoader
+from ds_hf.errors import PipelineError
+
+from ..._missing import missing
+from . import p2p, schedule
+
+__all__ = ["PipelineEngine", "PipelineError", "PipelineModule", "RepeatingLoader", "p2p", "schedule"]
+__getattr__ = missing(__name__)

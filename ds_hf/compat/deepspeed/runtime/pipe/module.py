@@ -1,0 +1,21 @@
+"""``deepspeed.runtime.pipe.module``."""
+
+from __future__ import annotations
+
+from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.engine.pipeline.grid import PipelineParallelGrid
+from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec
+from ds_hf.engine.pipeline.topology import PipeDataParallelTopology
+from ds_hf.errors import PipelineError
+
+from ..._missing import missing
+
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipelineError",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "TiedLayerSpec",
+]
+__getattr__ = missing(__name__)

@@ -1,0 +1,22 @@
+"""``deepspeed.runtime.pipe.topology``."""
+
+from __future__ import annotations
+
+from ds_hf.engine.pipeline.grid import PipelineParallelGrid
+from ds_hf.engine.pipeline.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+from ds_hf.engine.pipeline.topology import prime_factors as _prime_factors
+
+from ..._missing import missing
+
+__all__ = [
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "_prime_factors",
+]
+__getattr__ = missing(__name__)

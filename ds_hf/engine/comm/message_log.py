@@ -1,0 +1,53 @@
+"""The log of messages between single processes: shown in reports of hangs, and never compared, for each has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ds_hf.engine.comm.log import CollectiveLog
+
+__all__ = ["MessageLog"]
+
+
+class MessageLog(CollectiveLog):
+    """What this process sends and receives.
+
+    Attributes:
+        peer: global rank of the process that this one waits for, ``None`` while it waits for none.
+    """
+
+    compared = False
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, name: str, key: str) -> None:
+        super().__init__(ranks, name, f"{key}/messages of {rank}")
+        self.peer: int | None = None
+
+    def __call__(self, operation: str, what: str, tensor: Tensor | None = None) -> MessageLog:
+        """Note a message."""
+        self.entries.append((operation, what, 0 if tensor is None else tensor.numel(), ""))
+        self.count += 1
+        return self
+
+    def others(self, rank: int) -> list[int]:
+        """The one that is waited for."""
+        return [] if self.peer is None else [self.peer]
+
+    @contextmanager
+    def awaiting(self, peer: int) -> Iterator[None]:
+        """Inside, this process waits for the one with global rank ``peer``.
+
+        Raises:
+            DivergenceError: the connection failed; it tells where all processes are.
+        """
+        self.peer, self.inside = peer, True
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watch is not None:
+                self.watch.failed(error)
+            raise
+        finally:
+            self.peer, self.inside = None, False

@@ -1,0 +1,272 @@
+"""What neighbouring stages send each other: activations forward, gradients back.
+
+Nothing blocks head to head: sends are under way on their own, at most ``window`` of a kind at once; receives are
+announced before the work that comes before them. Each kind and direction has a process group of its own, in which a
+pair of processes sends one way only, for NCCL runs the messages of a pair one after another.
+
+A message of activations begins with a flag on the host: 0 where its tensors are like those of the message before, else
+the length of the description that follows. Gradients need none, for the tensors they belong to are known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.engine.comm.message_log import MessageLog
+from ds_hf.errors import PipelineError
+
+__all__ = ["Link", "Links", "Received"]
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+_FLAG, _DATA = 1, 2  # tags
+
+
+@dataclass(frozen=True)
+class Received:
+    """Activations of a message.
+
+    Attributes:
+        value: a tensor or a tuple of them, those that need gradients as leaves.
+    """
+
+    value: Any
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Those that need gradients, in order."""
+        return [tensor for tensor in _listed(self.value) if tensor.requires_grad]
+
+
+@dataclass
+class _Group:
+    """Of one kind and direction. ``flags``: for what the host reads."""
+
+    data: Any
+    flags: Any
+
+
+@dataclass
+class Link:
+    """One way between two processes.
+
+    Args:
+        peer: global rank of the other process.
+        group: in which it is.
+        log: of this process.
+        what: what is sent, for people.
+        window: messages that may be under way at once.
+        device: where received tensors lie.
+    """
+
+    peer: int
+    group: _Group
+    log: MessageLog
+    what: str
+    window: int
+    device: torch.device
+    _described: list[int] = field(default_factory=list)  # the tensors of the last message
+    _under_way: deque[list[tuple[Any, Tensor]]] = field(default_factory=deque)
+    _expected: tuple[Any, Any] | None = None
+
+    # -- activations ----------------------------------------------------------------------------------------------
+
+    def send(self, value: Any) -> None:
+        """Send a tensor or a tuple of tensors.
+
+        Raises:
+            PipelineError: it is neither, or has a dtype that cannot be sent.
+        """
+        self._make_room()
+        description = _describe(value)
+        again = description == self._described
+        flag = torch.tensor([0 if again else len(description)])
+        messages = [(self._start(dist.isend, flag, flags=True), flag)]
+        if not again:
+            text = torch.tensor(description)
+            messages.append((self._start(dist.isend, text, flags=True), text))
+            self._described = description
+        self._under_way.append([*messages, *self._sends(_listed(value))])
+
+    def expect(self) -> None:
+        """A message will be received next: be ready for its beginning."""
+        if self._expected is None:
+            flag = torch.empty(1, dtype=torch.int64)
+            self._expected = self._start(dist.irecv, flag, flags=True), flag
+
+    def receive(self) -> Received:
+        """The next message."""
+        self.expect()
+        assert self._expected is not None
+        work, flag = self._expected
+        self._expected = None
+        with self.log.awaiting(self.peer):
+            work.wait()
+            if length := int(flag):
+                text = torch.empty(length, dtype=torch.int64)
+                self._start(dist.irecv, text, flags=True).wait()
+                self._described = text.tolist()
+            whole, specs = _read(self._described)
+            tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape, _ in specs]
+            for started in [self._start(dist.irecv, tensor) for tensor in tensors]:
+                started.wait()
+        for tensor, (_, _, needs_grad) in zip(tensors, specs, strict=True):
+            tensor.requires_grad_(needs_grad)
+        return Received(tensors[0] if whole else tuple(tensors))
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def send_gradients(self, leaves: Sequence[Tensor]) -> None:
+        """Send the gradients of what was received, zeros for what has none, and drop them."""
+        self._make_room()
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        self._under_way.append(self._sends(gradients))
+
+    def expect_gradients(self, outputs: Sequence[Tensor]) -> None:
+        """Gradients of ``outputs`` will be received next."""
+        if self._expected is None:
+            gradients = [torch.empty(out.shape, dtype=out.dtype, device=self.device) for out in outputs]
+            self._expected = [self._start(dist.irecv, gradient) for gradient in gradients], gradients
+
+    def receive_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of ``outputs``, in order."""
+        self.expect_gradients(outputs)
+        assert self._expected is not None
+        works, gradients = self._expected
+        self._expected = None
+        with self.log.awaiting(self.peer):
+            for work in works:
+                work.wait()
+        return list(gradients)
+
+    # -- both -----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for what is still under way."""
+        while self._under_way:
+            self._finish_oldest()
+
+    def _make_room(self) -> None:
+        while len(self._under_way) >= self.window:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        with self.log.awaiting(self.peer):
+            for work, _ in self._under_way.popleft():
+                work.wait()
+
+    def _sends(self, tensors: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
+        found = []
+        for tensor in tensors:
+            sent = tensor.detach().contiguous()
+            found.append((self._start(dist.isend, sent), sent))
+        return found
+
+    def _start(self, call: Any, tensor: Tensor, *, flags: bool = False) -> Any:
+        self.log("send" if call is dist.isend else "receive", self.what, tensor)
+        group, tag = (self.group.flags, _FLAG) if flags else (self.group.data, _DATA)
+        return call(tensor, self.peer, group=group, tag=tag)
+
+
+class Links:
+    """The links of this process. All processes make them.
+
+    Args:
+        chunks: parts of the model that each stage has; with several the last stage sends to the first one, too.
+
+    Attributes:
+        log: of all messages.
+        before, after: activations from the previous stage, and to the next one, by chunk.
+        gradients_before, gradients_after: gradients to the previous stage, and from the next one, by chunk.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, chunks: int) -> None:
+        axis, stages, stage = mesh.axis("pipe"), mesh.shape.pipe, mesh.stage_rank
+        self.log = MessageLog(mesh.world.log.ranks, dist.get_rank(), "pipe", mesh.world.log.key)
+        if mesh.world.log.watch is not None:
+            mesh.world.log.watch.take_in(self.log)
+        ranks = mesh.lists_along("pipe")
+        hosts = None if device.type == "cpu" or stages == 1 else _new_group(ranks, "gloo")
+
+        def make(wraps: bool) -> _Group | None:
+            if stages == 1 or (wraps and chunks == 1):
+                return None
+            group = _new_group(ranks)
+            return _Group(group, group if hosts is None else hosts)
+
+        groups = {(kind, wraps): make(wraps) for kind in ("activations", "gradients") for wraps in (False, True)}
+        last, window = stages * chunks - 1, stages * chunks + 2
+
+        def link(kind: str, what: str, here: int, there: int) -> Link | None:
+            """Between two of the parts of the model, numbered from the first to the last."""
+            group = groups[kind, here % stages == 0 if there < here else there % stages == 0]
+            if not 0 <= there <= last or group is None:
+                return None
+            return Link(axis.global_rank(there % stages), group, self.log, what, window, device)
+
+        parts = [chunk * stages + stage for chunk in range(chunks)]
+        # A pair of processes has one link each way and kind, whichever chunks it serves: messages come in one order.
+        self.before = _shared([link("activations", "activations", part, part - 1) for part in parts])
+        self.after = _shared([link("activations", "activations", part, part + 1) for part in parts])
+        self.gradients_before = _shared([link("gradients", "gradients", part, part - 1) for part in parts])
+        self.gradients_after = _shared([link("gradients", "gradients", part, part + 1) for part in parts])
+
+    def settle(self) -> None:
+        """Wait for all messages that are under way."""
+        for link in (*self.before, *self.after, *self.gradients_before, *self.gradients_after):
+            if link is not None:
+                link.settle()
+
+
+def _shared(links: list[Link | None]) -> list[Link | None]:
+    found: dict[tuple[int, int], Link] = {}
+    return [None if each is None else found.setdefault((each.peer, id(each.group)), each) for each in links]
+
+
+def _new_group(ranks: list[list[int]], backend: str | None = None) -> Any:
+    groups = [dist.new_group(each, backend=backend) for each in ranks]
+    return next(group for group, each in zip(groups, ranks, strict=True) if dist.get_rank() in each)
+
+
+# -- descriptions -------------------------------------------------------------------------------------------------
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _describe(value: Any) -> list[int]:
+    """Whether it is one tensor, and of each its dtype, whether it needs a gradient, and its shape."""
+    tensors = _listed(value) if isinstance(value, Tensor | tuple | list) else []
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        kinds = type(value).__name__ if not tensors else ", ".join(type(item).__name__ for item in value)
+        raise PipelineError(f"a stage gives its next one a tensor or a tuple of tensors, not {kinds:.80}")
+    found = [int(isinstance(value, Tensor))]
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise PipelineError(f"a tensor of {tensor.dtype} cannot be sent to the next stage")
+        needs = tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+        found += [_DTYPES.index(tensor.dtype), int(needs), tensor.dim(), *tensor.shape]
+    return found
+
+
+def _read(description: Sequence[int]) -> tuple[bool, list[tuple[torch.dtype, list[int], bool]]]:
+    whole, *rest = description
+    found = []
+    while rest:
+        dtype, needs, dims = rest[:3]
+        found.append((_DTYPES[dtype], list(rest[3 : 3 + dims]), bool(needs)))
+        rest = rest[3 + dims :]
+    return bool(whole), found
