@@ -103,7 +103,9 @@ class Engine(SettingsNames, StatesNames):
         return self.plan.reduces_every_micro_batch
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        """Below stage 3 it is asked of models that tensor parallelism has divided, whose slices are always gathered."""
+        gathers = self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        return gathers or (self.mesh.shape.model > 1 and not self.plan.shards_parameters)
 
     def fp16_enabled(self) -> bool:
         return self.settings.fp16.enabled
@@ -315,6 +317,19 @@ class Engine(SettingsNames, StatesNames):
         if adapters:
             self.hooks.keep_root()
         return state
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """The same of a model that stage 3 or tensor parallelism has divided. Collective.
+
+        Raises:
+            ValueError: neither has; or stage 3 has, and ``stage3_gather_16bit_weights_on_model_save`` is off.
+        """
+        if not self.plan.shards_parameters and self.mesh.shape.model == 1:
+            raise ValueError(
+                "consolidated_16bit_state_dict is only applicable to cases where weights are partitioned, "
+                "including Zero Stage 3 and tensor parallelism."
+            )
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def save_16bit_model(
         self,

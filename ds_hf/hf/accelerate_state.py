@@ -1,5 +1,6 @@
 """Hooks on accelerate: the backend of a machine without an accelerator, what a DeepSpeed config may be, the sizes of a
-``ParallelismConfig``, checkpoints that are written in the background, and skipping batches of divided sequences.
+``ParallelismConfig``, loaders and metrics under tensor parallelism, checkpoints that are written in the background, and
+skipping batches of divided sequences.
 
 accelerate asks for a backend only where it finds a device it knows. On a CPU machine it finds none, lets DeepSpeed make
 the process group all the same, and then believes on every rank that it is alone: no data are divided. Naming gloo
@@ -8,6 +9,7 @@ there is all that it needs.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -62,10 +64,30 @@ def wrap_accelerator(module: ModuleType) -> None:
         return wait_first
 
     def with_sizes(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        _share_layers(accelerator)
         with _environment(_sizes(accelerator.parallelism_config)):
             return wrapped(*args, **kwargs)
 
+    def with_mesh(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """What loaders ask, also one that is prepared before the model (evaluation without training)."""
+        size = _share_layers(accelerator)
+        if size > 1 and not hasattr(accelerator.state, "ds_device_mesh"):
+            from torch.distributed.device_mesh import init_device_mesh
+
+            accelerator.state.ds_device_mesh = init_device_mesh(
+                accelerator.device.type, (size,), mesh_dim_names=("tp",)
+            )
+        return wrapped(*args, **kwargs)
+
+    def leave_models(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """accelerate's own preparation is for models without an engine, and wraps optimizers before there is one."""
+        deepspeed = module.DistributedType.DEEPSPEED
+        return args if accelerator.distributed_type == deepspeed else wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "Accelerator._prepare_tp", leave_models)
     wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", with_sizes)
+    wrapt.wrap_function_wrapper(module, "Accelerator._prepare_device_mesh", with_mesh)
+    wrapt.wrap_function_wrapper(module, "Accelerator.gather_for_metrics", _each_sample_once)
     wrapt.wrap_function_wrapper(module, "Accelerator.save_state", written("wait"))
     wrapt.wrap_function_wrapper(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
 
@@ -83,6 +105,40 @@ def wrap_data_loader(module: ModuleType) -> None:
         return loader.skipping(rest, wrapped(loader.dl, whole))
 
     wrapt.wrap_function_wrapper(module, "skip_first_batches", skip)
+
+
+def _share_layers(accelerator: Any) -> int:
+    """The size of the tensor axis, as the DeepSpeed configuration or else a ``ParallelismConfig`` says it; the former
+    is told, for everything looks there."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is None or not isinstance(plugin.deepspeed_config, dict):
+        return 1
+    asked = getattr(accelerator.parallelism_config, "tp_size", 1) or 1
+    given: int = plugin.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 0)
+    if asked > 1 and given <= 1:
+        plugin.deepspeed_config.setdefault("tensor_parallel", {})["autotp_size"] = given = asked
+    return max(given, 1)
+
+
+def _each_sample_once(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+    """Processes that share layers have the same samples: metrics take those of the first of them."""
+    size = _share_layers(accelerator)
+    if size == 1:
+        return wrapped(*args, **kwargs)
+    module: Any = importlib.import_module("accelerate.accelerator")
+    gather, gather_objects, processes = accelerator.gather, module.gather_object, accelerator.num_processes
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        parts = tensor.view(processes // size, size, -1, *tensor.shape[1:])
+        return parts[:, 0].reshape(-1, *tensor.shape[1:])
+
+    accelerator.gather = lambda tensors: module.recursively_apply(first, gather(tensors))
+    module.gather_object = lambda objects: [each for part in gather_objects([objects])[::size] for each in part]
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        del accelerator.gather
+        module.gather_object = gather_objects
 
 
 def _sizes(config: Any) -> dict[str, str]:

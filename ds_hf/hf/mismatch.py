@@ -27,13 +27,9 @@ class Pair:
     value: Callable[[Any], Any]
 
 
-def _world_size(arguments: Any) -> int:
-    return int(os.environ.get("WORLD_SIZE") or 1)
-
-
 def _train_batch_size(arguments: Any) -> int:
     per_step: int = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-    return per_step * _world_size(arguments)
+    return per_step * int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _warmup_steps(arguments: Any) -> int | None:
@@ -83,6 +79,8 @@ def _compare(config: Config, arguments: Any) -> Iterator[Fault]:
         in_arguments = pair.value(arguments)
         if in_file is None or in_file == "auto" or in_arguments is None or _same(in_file, in_arguments):
             continue
+        if pair.pointer == "/train_batch_size" and in_file * _shared(config) == in_arguments:
+            continue  # processes that share layers read the same samples
         origin = config.provenance.get(pair.pointer)
         yield Fault(
             pair.pointer,
@@ -90,6 +88,11 @@ def _compare(config: Config, arguments: Any) -> Iterator[Fault]:
             f'write "auto" in the file, or give the same value to {pair.argument}',
             origin.line if origin is not None else None,
         )
+
+
+def _shared(config: Config) -> int:
+    section = config.tensor_parallel
+    return max(section.autotp_size, section.tp.tp_size, 1)
 
 
 def _at(tree: Mapping[str, Any], pointer: str) -> Any:

@@ -1,5 +1,8 @@
 """Hooks on ``transformers.modeling_utils``: what loading and counting at stage 3 leave out.
 
+Tensor parallelism: transformers refuses to load where the configuration asks for it, for DeepSpeed cuts layers earlier
+than ds_hf, which does when training starts.
+
 Weights whose shape is not the model's: transformers has them neither passed over (``ignore_mismatched_sizes``) nor
 refused on all ranks - the first raises, the others wait for ever. The shapes are compared before anything is loaded.
 
@@ -20,8 +23,10 @@ a model saved in several files are made of it.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +49,37 @@ def wrap_modeling(module: ModuleType) -> None:
     integration = importlib.import_module("transformers.integrations.deepspeed")  # imported by ``module`` already
     wrapt.wrap_function_wrapper(integration, "initialize_weights_zero3", _with_parametrized)
     wrapt.wrap_function_wrapper(module, "_load_state_dict_into_zero3_model", _without_mismatched)
+    if hasattr(integration, "_apply_weight_conversions_to_state_dict"):
+        _convert_whole_weights(integration)
+
+
+def _convert_whole_weights(integration: Any) -> None:
+    """Let the conversion of weights see a configuration without tensor parallelism. In newer versions it is a
+    generator, which looks at it when it starts."""
+    convert, configured = integration._apply_weight_conversions_to_state_dict, integration.deepspeed_config
+
+    def without_tensor_parallelism() -> Any:
+        config = configured()
+        return config and {key: value for key, value in config.items() if key != "tensor_parallel"}
+
+    @contextmanager
+    def hidden() -> Iterator[None]:
+        integration.deepspeed_config = without_tensor_parallelism
+        try:
+            yield
+        finally:
+            integration.deepspeed_config = configured
+
+    def in_parts(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+        with hidden():
+            yield from wrapped(*args, **kwargs)
+
+    def at_once(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with hidden():
+            return wrapped(*args, **kwargs)
+
+    wrapper = in_parts if inspect.isgeneratorfunction(convert) else at_once
+    wrapt.wrap_function_wrapper(integration, "_apply_weight_conversions_to_state_dict", wrapper)
 
 
 def _counting_released(

@@ -30,4 +30,7 @@ def plain_config(source: Any) -> dict[str, Any]:
     tensor = tree.get("tensor_parallel")
     if isinstance(tensor, dict) and tensor.get("autotp_size") == 0:  # off, by which Trainer.get_tp_size() divides
         del tensor["autotp_size"]
+    group = tensor.get("tp") if isinstance(tensor, dict) else None
+    if isinstance(group, dict) and group.get("tp_size", 1) > 1:  # transformers and accelerate look at the other alone
+        tree["tensor_parallel"].setdefault("autotp_size", group["tp_size"])
     return tree

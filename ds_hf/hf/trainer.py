@@ -103,9 +103,8 @@ def _tell_batch_size(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs)
     wrapped(*args, **kwargs)
     if trainer.is_deepspeed_enabled:
         config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-        steps = trainer.args.gradient_accumulation_steps
         config["train_micro_batch_size_per_gpu"] = trainer._train_batch_size
-        config["train_batch_size"] = trainer._train_batch_size * steps * trainer.args.world_size
+        config["train_batch_size"] = trainer.get_total_train_batch_size(trainer.args)
 
 
 def _forget_destroyed_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:

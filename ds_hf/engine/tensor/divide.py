@@ -19,10 +19,11 @@ from ds_hf.config.types.parallel import TensorParallelSection
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
 from ds_hf.engine.tensor.functions import Place
+from ds_hf.engine.tensor.gathered import divided_over
 from ds_hf.engine.tensor.plan import Division, plan_division
 from ds_hf.engine.tensor.styles import STYLES, place_of, swap_class
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
-from ds_hf.engine.zero.cut import Cut, cut_of, set_cut
+from ds_hf.engine.zero.cut import cut_of, is_marked, set_cut
 from ds_hf.engine.zero.init import shard_again
 from ds_hf.engine.zero.replicas import sum_over_tensor
 from ds_hf.errors import ConfigError
@@ -55,6 +56,13 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
 
 
 def _is_divided(model: nn.Module, axis: Axis) -> bool:
+    marked = next((name for name, p in model.named_parameters() if is_marked(p) and cut_of(p) is None), None)
+    if marked is not None:
+        raise ConfigError(
+            f"{marked} is marked as divided by the model's author, and tensor_parallel asks to divide it: remove the "
+            "one or the other",
+            "initialize(mpu=...)",
+        )
     places = [place for module in model.modules() if (place := place_of(module)) is not None]
     if not places:
         return False
@@ -118,7 +126,7 @@ def _cut(param: nn.Parameter, division: Division, key: str, mesh: Mesh, axis: Ax
             local = cut.take(param.data).clone(memory_format=torch.contiguous_format)
         leave_home(param)
         param.data = local
-        _mark(param, cut)
+        set_cut(param, cut)
         shard_again(param, mesh.replicas, like=buffer)
     else:
         cut = division.cut(key, param.shape, axis.rank, axis.world_size)
@@ -128,19 +136,15 @@ def _cut(param: nn.Parameter, division: Division, key: str, mesh: Mesh, axis: Ax
             collectives.broadcast(whole, axis, what=f"the weights of {division.name}")
         leave_home(param)
         param.data = cut.take(whole).to(param.device, copy=True).contiguous()
-        _mark(param, cut)
+        set_cut(param, cut)
+    cuts = [division.cut(key, cut.whole, rank, axis.world_size) for rank in range(axis.world_size)]
+    divided_over(param, axis, cuts)
     if param.grad is not None:
         param.grad = None
     if isinstance(optimizer, Optimizer) and param in optimizer.state:
         for name, value in optimizer.state[param].items():
             if isinstance(value, Tensor) and value.shape == cut.whole:
                 optimizer.state[param][name] = cut.take(value).clone()
-
-
-def _mark(param: nn.Parameter, cut: Cut) -> None:
-    set_cut(param, cut)
-    param.tensor_model_parallel = True  # type: ignore[attr-defined]
-    param.partition_dim = cut.dim  # type: ignore[attr-defined]
 
 
 # -- what the layers' own code counts ------------------------------------------------------------------------------

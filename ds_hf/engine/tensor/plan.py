@@ -121,7 +121,11 @@ def _layers(name: str, module: nn.Module, rule: Rule, faults: list[Fault]) -> It
         return
     yield f"{name}.base_layer", base, rule
     cuts = STYLES[rule.style].cuts
-    beside = [child for child, part in module.named_children() if child != "base_layer" and any(part.parameters())]
+    beside = [
+        child
+        for child, part in module.named_children()
+        if child != "base_layer" and any(True for _ in part.parameters())
+    ]
     plain = {"lora_A", "lora_B"}
     odd = [child for child in beside if child not in plain] + [
         key for key, on in (getattr(module, "use_dora", None) or {}).items() if on

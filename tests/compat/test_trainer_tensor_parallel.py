@@ -1,0 +1,119 @@
+"""``tensor_parallel.autotp_size`` under the Trainer and accelerate: every logged number is that of the Trainer alone on
+as many processes as read different samples; what is saved is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
+
+from tests.compat.common import run_user_code
+from tests.compat.scripts.trainer_script import Sentences
+from tests.compat.trainer_code import (
+    assert_equal_histories,
+    config,
+    fit,
+    history,
+    make_trainer,
+    start_afresh,
+    tiny_llama,
+)
+
+ARGUMENTS: dict[str, Any] = {
+    "gradient_accumulation_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "samples": 34,
+    "per_device_eval_batch_size": 4,
+}
+
+
+def settings(stage: int, tensor: int) -> dict[str, Any]:
+    return config(stage, tensor_parallel={"autotp_size": tensor})
+
+
+def alone(folder: str, more: dict[str, Any]) -> list[dict[str, float]]:
+    return fit(folder, None, **more)
+
+
+def runs(folder: str, tensor: int, stages: tuple[int, ...]) -> dict[int, Any]:
+    return {stage: fit(f"{folder}/{stage}", settings(stage, tensor), **ARGUMENTS) for stage in stages}
+
+
+@pytest.mark.parametrize(
+    ("data", "stages"), [(1, (1, 3)), pytest.param(2, (0, 1, 2, 3), marks=pytest.mark.slow)], ids=["tp2", "dp2 x tp2"]
+)
+def test_numbers_are_those_of_the_trainer_alone(data: int, stages: tuple[int, ...], tmp_path: Path) -> None:
+    plain = run_user_code(alone, str(tmp_path), ARGUMENTS, world_size=data)[0]
+    assert len(plain) > 4
+    for found in run_user_code(runs, str(tmp_path), 2, stages, world_size=2 * data):
+        assert_equal_histories((plain, found))
+
+
+def saved_and_resumed(folder: str, stage: int) -> tuple[list[Any], list[Any], Any]:
+    """Logged over six steps at once, over three and three, and a prediction of the saved model."""
+    more = {**ARGUMENTS, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "seed": 5}
+    whole = fit(f"{folder}/once", settings(stage, 2), **more)
+    first = make_trainer(
+        f"{folder}/twice", settings(stage, 2), **{**more, "max_steps": 3, "lr_scheduler_type": "constant"}
+    )
+    first.train()
+    second = make_trainer(f"{folder}/twice", settings(stage, 2), **{**more, "lr_scheduler_type": "constant"})
+    second.train(resume_from_checkpoint=True)
+    second.save_model(f"{folder}/model")
+    return whole, history(second), [tuple(param.shape) for param in second.model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_resume_and_whole_weights(stage: int, tmp_path: Path) -> None:
+    more = {**ARGUMENTS, "max_steps": 6, "seed": 5, "lr_scheduler_type": "constant"}
+    plain = run_user_code(alone, str(tmp_path), more, world_size=1)[0]
+    for _, resumed, _ in run_user_code(saved_and_resumed, str(tmp_path), stage, world_size=2):
+        assert_equal_histories((plain[-3:], {stage: resumed[-3:]}))
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert weights["model.layers.0.self_attn.q_proj.weight"].shape == (32, 32)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert loaded.lm_head.weight.shape == (128, 32)
+
+
+def accelerated(by_file: bool) -> tuple[list[float], list[int], int]:
+    """Losses of a loop with accelerate, the samples that metrics see, and processes that share layers."""
+    start_afresh()
+    section = {"tensor_parallel": {"autotp_size": 2}} if by_file else {}
+    plugin = DeepSpeedPlugin(hf_ds_config=config(1, **section, train_micro_batch_size_per_gpu=2))
+    sizes = None if by_file else ParallelismConfig(tp_size=2, dp_shard_size=2)
+    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=sizes)
+    loader = DataLoader(Sentences(10, seed=1), batch_size=2)
+    loader = accelerator.prepare(loader)  # before the model
+    model = tiny_llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses, seen = [], []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        seen += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
+        assert len(accelerator.gather_for_metrics(["a"])) == 2
+    whole = accelerator.get_state_dict(model)
+    assert not accelerator.is_main_process or whole["lm_head.weight"].shape == (128, 32)
+    return losses, seen, model.autotp_size()
+
+
+def test_accelerate_by_the_file_and_by_a_parallelism_config() -> None:
+    by_file = run_user_code(accelerated, True, world_size=4)
+    by_sizes = run_user_code(accelerated, False, world_size=4)
+    assert by_file == by_sizes
+    losses, seen, size = by_file[0]
+    assert (len(losses), size) == (3, 2)
+    assert seen == [int(sample["input_ids"][0]) for sample in Sentences(10, seed=1)]
+    assert all(each == by_file[0] for each in by_file)
