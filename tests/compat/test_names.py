@@ -207,6 +207,7 @@ def test_absent_attribute_says_so_and_stays_absent() -> None:
         ("from deepspeed.runtime.zero import MiCS_Init", r"Take deepspeed\.zero\.Init"),
         ("from deepspeed.runtime.zero.mics import MiCS_Init", r"Take deepspeed\.zero\.Init"),
         ("from deepspeed.sequence.fpdt_layer import FPDT_Attention", r"which DeepSpeed has"),
+        ("from deepspeed.runtime.engine import see_memory_usage", r"here is deepspeed\.\S*see_memory_usage"),
     ],
 )
 def test_absent_import_says_so(statement: str, said: str) -> None:
