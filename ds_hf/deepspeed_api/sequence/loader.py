@@ -7,6 +7,7 @@ in one all-to-all.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -56,15 +57,16 @@ class UlyssesSPDataLoaderAdapter:
             raise AttributeError(name)
         return getattr(self.dl, name)
 
-    def __iter__(self) -> UlyssesSPDataLoaderAdapter:
+    def __iter__(self) -> Iterator[Batch]:
         """Start a pass."""
         self.micro_batches.clear()
         self.iter = iter(self.dl)
-        return self
+        return _Pass(self)
 
     def __next__(self) -> Batch:
+        """The next micro-batch of the pass that is under way, or the first of a new one."""
         if self.iter is None:
-            self.__iter__()
+            iter(self)
         if self._skip:
             skipped, self._skip = self._skip, 0
             for _ in range(skipped):
@@ -86,7 +88,7 @@ class UlyssesSPDataLoaderAdapter:
             ValueError: batches that do not divide, on all processes.
         """
         assert self.iter is not None
-        if hasattr(self.dl, "state_dict"):
+        with contextlib.suppress(AttributeError):  # accelerate's loaders have the method, and a state if it is used
             self._state = self.dl.state_dict()
         batch = next(self.iter, None)
         # accelerate takes this for the end of an accumulation, and there are several micro-batches left.
@@ -120,6 +122,25 @@ class UlyssesSPDataLoaderAdapter:
         self.dl.load_state_dict(state["loader"])
         self.iter, self._skip = None, state["taken"]
         self.micro_batches.clear()
+
+
+class _Pass:
+    """An iterator over an adapter: iterating over it goes on and does not start anew."""
+
+    def __init__(self, adapter: UlyssesSPDataLoaderAdapter) -> None:
+        self._adapter: UlyssesSPDataLoaderAdapter | None = adapter
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._adapter is None:
+            raise StopIteration
+        try:
+            return next(self._adapter)
+        except StopIteration:
+            self._adapter = None
+            raise
 
 
 def divide_batches(batch: Any, axis: Axis, device: torch.device) -> list[Batch] | None:

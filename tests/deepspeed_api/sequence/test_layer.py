@@ -1,0 +1,117 @@
+"""DeepSpeed's own layer and loss over divided sequences, against the whole."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy, vocab_sequence_parallel_cross_entropy
+from deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tests.helpers.distributed import run_distributed
+
+
+def whole(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def part(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+
+
+def attention(batch_dim: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal; of the layout that ``DistributedAttention`` was given."""
+    groups = query.shape[2] // key.shape[2]
+    tensors = [query, *(each.repeat_interleave(groups, 2) for each in (key, value))]
+    order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
+    found = torch.nn.functional.scaled_dot_product_attention(*(each.permute(order) for each in tensors), is_causal=True)
+    return found.permute((0, 2, 1, 3) if batch_dim == 0 else (2, 0, 1, 3))
+
+
+def difference(batch_dim: int, heads: int, kv_heads: int) -> float:
+    sequence = 1 - batch_dim
+    shape = [2, 2]
+    shape[sequence] = 4 * dist.get_world_size()
+    full = [whole(*shape, h, 8, seed=h + i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads))]
+    expected = attention(batch_dim, *full)
+    weight = whole(*expected.shape, seed=7)
+    (expected * weight).sum().backward()
+    mine = [part(each.detach(), sequence).requires_grad_() for each in full]
+    layer = DistributedAttention(functools.partial(attention, batch_dim), dist.group.WORLD, gather_idx=sequence)
+    got = layer(*mine, batch_dim)
+    (got * part(weight, sequence)).sum().backward()
+    found = [(got - part(expected.detach(), sequence)).abs().max()]
+    for each, reference in zip(mine, full, strict=True):
+        assert each.grad is not None
+        assert reference.grad is not None
+        found.append((each.grad - part(reference.grad, sequence)).abs().max())
+    return float(torch.stack(found).max())
+
+
+def differences() -> list[float]:
+    return [
+        difference(batch_dim, heads, kv_heads)
+        for batch_dim in (0, 1)
+        for heads, kv_heads in ((4, 4), (8, 2), (3, 3), (6, 3))  # the last two are divided unevenly
+    ]
+
+
+def test_distributed_attention() -> None:
+    assert max(max(found) for found in run_distributed(differences, 2)) < 1e-12
+
+
+def there_and_back() -> None:
+    for shape, batch_dim in (((2, 4, 8, 16), 0), ((4, 2, 8, 16), 1)):
+        given = whole(*shape, seed=dist.get_rank())
+        heads = _SeqAllToAll.apply(dist.group.WORLD, given, 2, 0, batch_dim)
+        assert heads.shape[2] == 8 // dist.get_world_size()
+        assert torch.equal(_SeqAllToAll.apply(dist.group.WORLD, heads, 0, 2, batch_dim), given)
+
+
+def test_the_exchange_of_one_tensor() -> None:
+    run_distributed(there_and_back, 2)
+
+
+def losses(parts: str) -> dict[str, Any]:
+    """Cross entropy of ``[tokens, batch, vocabulary]`` with tokens or the vocabulary divided."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    logits, target = whole(4 * n, 3, 10), torch.randint(0, 10, (4 * n, 3), generator=torch.Generator().manual_seed(1))
+    target[1, 2] = -100
+    reference = logits.clone().requires_grad_()
+    expected = cross_entropy(reference.flatten(0, 1), target.flatten(), reduction="none").view(4 * n, 3)
+    weight = whole(4 * n, 3, seed=5)
+    (expected * weight).sum().backward()
+    assert reference.grad is not None
+    if parts == "tokens":
+        mine = part(logits, 0).requires_grad_()
+        found = vocab_sequence_parallel_cross_entropy(mine, part(target, 0), dist.group.WORLD)
+        wanted = part(reference.grad, 0)
+        mean = vocab_parallel_cross_entropy(mine, part(target, 0), sp_group=dist.group.WORLD)
+    else:
+        mine = part(logits, 2).requires_grad_()
+        alone, _ = dist.new_subgroups(1)
+        found = vocab_sequence_parallel_cross_entropy(mine, target, alone, tp_group=dist.group.WORLD)
+        wanted = part(reference.grad, 2)
+        mean = vocab_parallel_cross_entropy(mine, target, tp_group=dist.group.WORLD)
+        with pytest.raises(ValueError, match="Target is out of range for vocabulary size 10"):
+            vocab_parallel_cross_entropy(mine, target + 9, tp_group=dist.group.WORLD)
+    (found * weight).sum().backward()
+    assert mine.grad is not None
+    assert found.dtype is torch.float64
+    assert rank < n
+    return {
+        "loss": float((found - expected).detach().abs().max()),
+        "gradient": float((mine.grad - wanted).abs().max()),
+        "mean": float(mean.detach() - cross_entropy(logits.flatten(0, 1), target.flatten())),
+    }
+
+
+@pytest.mark.parametrize("parts", ["tokens", "vocabulary"])
+def test_cross_entropy(parts: str) -> None:
+    for found in run_distributed(losses, 2, parts):
+        assert max(abs(value) for value in found.values()) < 1e-12, found
