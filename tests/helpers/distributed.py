@@ -44,6 +44,7 @@ PRELOAD = [
     "accelerate",
     "tests.helpers.distributed",
 ]
+SOON_S = 0.2  # after a rank that failed: what it is the cause of, or the cause itself, is there by then
 TAIL_CHARS = 12000
 GRACE_S = 10.0  # for what happens at once on a quiet machine
 STACK = "most recent call first"  # faulthandler's words: a rank writes its stacks when its time is over
@@ -99,7 +100,7 @@ def run_distributed(
         start_method: "spawn" gives interpreters in which nothing is imported yet (seconds slower).
 
     Raises:
-        DistributedFailure: with the traceback of the rank that failed first.
+        DistributedFailure: with the traceback of the rank that failed first, and of those that have failed too by then.
     """
     payload = pickle.dumps((fn, args, kwargs))
     for attempt in range(3):
@@ -158,23 +159,38 @@ def _collect(ranks: Sequence[Any], pipes: Sequence[Connection], timeout: float, 
             raise DistributedFailure(
                 f"rank {late}: not finished after {timeout:g} s\n{_tails(folder, waiting.values())}"
             )
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
-            try:
-                kind, content = pickle.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                ranks[rank].join(GRACE_S)
-                kind, content = "died", f"exit code {ranks[rank].exitcode} and no traceback"
+        failed = {}
+        while ready:  # of several that failed by now each tells: the later ones as a rule of the first
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                when, kind, content = _report(ranks[rank], pipe)
+                if kind == "ok":
+                    results[rank] = content
+                else:
+                    failed[rank] = (when, kind, content)
+            ready = multiprocessing.connection.wait(list(waiting), SOON_S) if failed and waiting else []
+        for _, kind, content in failed.values():
             if kind == "skipped":
                 import pytest
 
                 pytest.skip(content)
-            if kind != "ok":
-                raise DistributedFailure(f"rank {rank} of {len(ranks)} {kind}: {content}\n{_tails(folder, [rank])}")
-            results[rank] = content
+        if failed:
+            first = sorted(failed, key=lambda rank: failed[rank][0])
+            texts = [f"rank {i} of {len(ranks)} {failed[i][1]}: {failed[i][2]}\n{_tails(folder, [i])}" for i in first]
+            raise DistributedFailure("\n".join(texts))
     sys.stdout.write(_tails(folder, [0]))
     return [results[rank] for rank in range(len(ranks))]
+
+
+def _report(process: Any, pipe: Connection) -> tuple[float, str, Any]:
+    """When a rank ended, how, and with what."""
+    try:
+        report: tuple[float, str, Any] = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        process.join(GRACE_S)
+        return time.monotonic(), "died", f"exit code {process.exitcode} and no traceback"
+    return report
 
 
 def _until(true: Callable[[], bool], seconds: float) -> None:
@@ -214,22 +230,22 @@ def _rank_main(spec: RankSpec, payload: bytes, pipe: Connection) -> None:
     faulthandler.dump_traceback_later(max(0.1, spec.timeout - 0.1))
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     _prepare_environment(spec)
-    report: tuple[str, Any]
+    report: tuple[float, str, Any]
     try:
-        report = ("ok", _call(spec, payload))
+        report = (time.monotonic(), "ok", _call(spec, payload))
         message = pickle.dumps(report)
     except BaseException as error:
         if type(error).__name__ == "Skipped":
-            report = ("skipped", str(error))
+            report = (time.monotonic(), "skipped", str(error))
         else:
-            report = ("raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            report = (time.monotonic(), "raised", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         message = pickle.dumps(report)
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.suppress(OSError):
         pipe.send_bytes(message)
-    if report[0] == "ok":
+    if report[1] == "ok":
         # Peers may still be in a collective, or ask rank 0's store for an address: the parent ends all ranks together.
         threading.Event().wait()
     os._exit(1)  # exit handlers could hang on a peer that is gone

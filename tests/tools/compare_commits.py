@@ -17,6 +17,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -86,12 +88,21 @@ def rank_main() -> None:
     dist.destroy_process_group()
 
 
-def run(commit: str, folder: Path) -> dict[str, Any]:
-    """The results of ``commit``."""
+@contextmanager
+def checked_out(commit: str, folder: Path) -> Iterator[Path]:
+    """A worktree of ``commit`` in ``folder``, with this checkout's library."""
     subprocess.run(["git", "worktree", "add", "-q", "--detach", folder, commit], cwd=ROOT, check=True)
     try:
         if (ROOT / LIBRARY).is_dir():
             shutil.copytree(ROOT / LIBRARY, folder / LIBRARY, dirs_exist_ok=True)
+        yield folder
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
+
+
+def run(commit: str, folder: Path) -> dict[str, Any]:
+    """The results of ``commit``."""
+    with checked_out(commit, folder):
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = str(sock.getsockname()[1])
@@ -112,8 +123,6 @@ def run(commit: str, folder: Path) -> dict[str, Any]:
             raise SystemExit(f"{commit} failed")
         found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
         return found
-    finally:
-        subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from textwrap import indent
 from typing import Any
 
-__all__ = ["describe", "ranks_text"]
+__all__ = ["describe", "first_difference", "ranks_text"]
 
 SHOWN = 4  # groups of ranks that a report tells apart
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ds_hf.engine.comm.log import CollectiveLog
-from ds_hf.engine.comm.report import describe
+from ds_hf.engine.comm.report import describe, first_difference
 from ds_hf.errors import DivergenceError
 from ds_hf.printable import printable
 
@@ -51,6 +51,7 @@ ANSWER_S = 5.0  # how long the others have to answer an alarm, beyond their inte
 LEAD_S = 2.0  # how long the rank that tells ends before the others: a launcher reports the first that ends
 # Frames that say nothing to the reader: between the model's own lines, and below the call that led to a collective.
 _NOISE = (
+    "/ds_hf/engine/comm/watch.py",
     "/torch/nn/modules/module.py",
     "/torch/utils/_contextlib.py",
     "/torch/autograd/",
@@ -231,6 +232,8 @@ class Watch:
     # -- the alarm ------------------------------------------------------------------------------------------------
 
     def _end(self, reason: str | None) -> None:
+        for log in self.logs:  # the ranks answer one after another: who goes on meanwhile forgets where they parted
+            log.before = _rest
         first = reason is not None and self.store.compare_set("alarm", "", str(self.rank)) == str(self.rank).encode()
         if first and reason is not None:
             _tell(self._confer(reason))
@@ -255,10 +258,14 @@ class Watch:
         seconds = self.interval + ANSWER_S
         deadline = time.monotonic() + (seconds if first else 2 * seconds)
         answers: dict[int, dict[str, Any]] = {}
+        asks = first
         while len(answers) < len(self.ranks) and time.monotonic() < deadline:
-            if not first and self.store.check(["told"]):
-                return self.store.get("told").decode()
-            for rank in self.ranks if first else ():
+            if not asks and self.store.check(["told"]):
+                text = self.store.get("told").decode()
+                if text or only_if_apart:
+                    return text
+                asks = True  # the ranks seemed to be equally far before this one saw the difference
+            for rank in self.ranks if asks else ():
                 key = f"answer/{rank}"
                 if rank not in answers and self.store.check([key]):
                     answers[rank] = json.loads(self.store.get(key))
@@ -269,9 +276,12 @@ class Watch:
         return text
 
     def _together(self, answers: Mapping[int, Mapping[str, Any]]) -> bool:
-        """All have answered, and on each axis its ranks are equally far."""
-        places = [(key, place["count"]) for answer in answers.values() for key, place in answer["axes"].items()]
-        return len(answers) == len(self.ranks) and len(set(places)) == len({key for key, _ in places})
+        """All have answered, and on each axis its ranks have issued the same."""
+        axes: dict[str, dict[int, Any]] = {}
+        for rank, answer in answers.items():
+            for key, place in answer["axes"].items():
+                axes.setdefault(key, {})[rank] = place
+        return len(answers) == len(self.ranks) and all(first_difference(places) is None for places in axes.values())
 
     def _state_in_full(self) -> dict[str, Any]:
         """What a report tells of this rank."""
@@ -348,6 +358,11 @@ def _differ(mine: Mapping[str, Any], state: Mapping[str, Any], key: str, interva
 def _tell(text: str) -> None:
     sys.stderr.write(printable(f"\nDivergenceError: {text}\n"))
     _record_for_torchrun(text)
+
+
+def _rest() -> None:
+    """No more collectives: the process is about to end."""
+    threading.Event().wait()
 
 
 def _exit() -> None:
