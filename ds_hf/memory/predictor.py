@@ -176,6 +176,8 @@ class Predictor:
             zero = settings.zero_optimization
             ahead, most = zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters
             sharding = Sharding(True, plan.whole_below, plan.whole_in_all, ahead, most, plan.joins_blocks)
+        if settings.activation_checkpointing.cpu_checkpointing or settings.ds_hf.offload_activations:
+            sharding = dataclasses.replace(sharding, offloads=True)
         leaf = settings.zero_optimization.leaf_module
         key = (batch, plan.parameters.dtype, sharding, leaf, settings.data_types)
         if key not in self._timelines:

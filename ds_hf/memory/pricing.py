@@ -357,6 +357,7 @@ def _elsewhere(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Parts in host memory and on disk. What is on disk passes through the host one unit at a time."""
     host = {"loading": sum(_loaded(spec) for spec in timeline.buffers) * costs.source_itemsize}
+    host["activations"] = timeline.activations_on_host
     disk: dict[str, int] = {}
     for name, place, nbytes, largest in _rows(timeline, sizes, plan, costs):
         if place == "cpu":

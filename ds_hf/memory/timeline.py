@@ -24,6 +24,7 @@ from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.memory.kernels import AsOnCuda
+from ds_hf.memory.offloaded import offload_of
 from ds_hf.memory.tracker import Kind, LiveTensors
 
 __all__ = ["Event", "Sharding", "Step", "Timeline", "between", "record"]
@@ -60,6 +61,7 @@ class Sharding:
         whole_below, whole_in_all: see ``StatePlan``.
         prefetch, max_live: see ``Prefetch``.
         joins: small blocks are joined (``planning.join_small``).
+        offloads: inputs of checkpointed blocks go to host memory (``engine.activations``).
     """
 
     parameters: bool
@@ -68,6 +70,7 @@ class Sharding:
     prefetch: bool = True
     max_live: int | None = None
     joins: bool = False
+    offloads: bool = False
 
     @property
     def units(self) -> UnitPolicy:
@@ -94,13 +97,15 @@ class Step:
 class Timeline:
     """Attributes:
     buffers: flat buffers, in the engine's order.
-    steps: in time.
     constants: bytes of the model's buffers (``nn.Module.register_buffer``).
+    steps: in time.
+    activations_on_host: bytes of host memory for inputs of checkpointed blocks.
     """
 
     buffers: list[BufferSpec]
     constants: int
     steps: list[Step] = field(default_factory=list)
+    activations_on_host: int = 0
 
     def note(self, event: Event, buffer: int, live: Sequence[int]) -> None:
         """An event; ``live`` bytes by kind."""
@@ -129,7 +134,8 @@ def between(first: Timeline, last: Timeline, share: float) -> Timeline:
         )
         for one, other in zip(first.steps, last.steps, strict=True)
     ]
-    return Timeline(first.buffers, first.constants, steps)
+    on_host = mix(first.activations_on_host, last.activations_on_host)
+    return Timeline(first.buffers, first.constants, steps, on_host)
 
 
 class _Buffer(FlatBuffer):
@@ -199,6 +205,7 @@ def record(
     hooks = UnitHooks(units, reducer, Prefetch(sharding.prefetch, sharding.max_live))
     labels = [param.register_post_accumulate_grad_hook(_Label(tracker)) for param in _trained(gradients)]  # type: ignore[no-untyped-call]
     hooks.install(model)
+    offload = offload_of(model, tracker) if sharding.offloads else None
     timeline.note(Event.START, -1, tracker.live)
     try:
         with tracker:
@@ -212,7 +219,11 @@ def record(
             timeline.note(Event.BACKWARD, -1, tracker.live)
             with hooks.driving():
                 _backward(loss)
+        if offload is not None:
+            timeline.activations_on_host = offload.offload.arena.nbytes
     finally:
+        if offload is not None:
+            offload.remove()
         hooks.remove()
         for handle in labels:
             handle.remove()

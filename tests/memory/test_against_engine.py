@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf.engine.activations import offload
+from ds_hf.engine.activations.offload import ActivationOffload
 from ds_hf.engine.comm import streams
 from ds_hf.errors import ConfigError
 from ds_hf.memory import Predictor, Workload
@@ -137,3 +139,65 @@ def test_groups_that_do_not_divide_the_processes_are_not_predicted() -> None:
     predictor = Predictor(LlamaConfig(**LLAMA, num_hidden_layers=1), Workload(seq_len=8))
     with pytest.raises(ConfigError, match="mics_shard_size 2 does not divide the 3 processes"):
         predictor.predict(configuration(3, "bf16", 1, mics_shard_size=2), world_size=3)
+
+
+OFFLOADED = [(stage, accumulation) for stage in (2, 3) for accumulation in (1, 2)]
+HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
+LAYERS = 7
+
+
+def small_inputs_travel() -> None:
+    """What the engine leaves on the device as not worth a copy is all that these models have."""
+    offload.LEAST_NBYTES = 1024
+    defaults = ActivationOffload.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["in_flight_nbytes"] = 64 << 10
+
+
+def measured_offloaded() -> list[int]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    streams._UNDER_WAY_NBYTES = 0
+    small_inputs_travel()
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    found = []
+    for stage, accumulation in OFFLOADED:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=LAYERS)).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        config = configuration(stage, "bf16", accumulation) | HOST
+        found.append(train(model, config, {"input_ids": tokens, "labels": tokens}))
+    return found
+
+
+def test_peaks_with_activations_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the host's memory is the device's, and both are counted."""
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr(offload, "LEAST_NBYTES", offload.LEAST_NBYTES)
+    defaults = ActivationOffload.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "in_flight_nbytes", defaults["in_flight_nbytes"])
+    peaks = run_distributed(measured_offloaded, 2, timeout=110)
+    small_inputs_travel()
+    shape = LlamaConfig(**LLAMA, num_hidden_layers=LAYERS)
+    predictor = Predictor(shape, Workload(seq_len=LENGTH, gradient_checkpointing=True))
+    predictor.streams = False
+    block = BATCH * LENGTH * LLAMA["hidden_size"] * 2
+    for index, (stage, accumulation) in enumerate(OFFLOADED):
+        config = configuration(stage, "bf16", accumulation)
+        plain = predictor.predict(config, world_size=2)
+        predicted = predictor.predict(config | HOST, world_size=2)
+        assert predicted.host["activations"] == LAYERS * block
+        assert predicted.device_peak < plain.device_peak
+        total = predicted.device_peak - predicted.device["workspaces"] + predicted.host["activations"]
+        assert total == pytest.approx(max(rank[index] for rank in peaks), rel=0.01), (stage, accumulation)
+
+
+def test_a_model_that_checkpoints_nothing_offloads_nothing() -> None:
+    from transformers import LlamaConfig
+
+    predictor = Predictor(LlamaConfig(**LLAMA, num_hidden_layers=2), Workload(seq_len=LENGTH))
+    config = configuration(2, "bf16", 1)
+    plain, asked = predictor.predict(config), predictor.predict(config | HOST)
+    assert asked == plain

@@ -20,9 +20,9 @@ __all__ = ["Arena", "Stretch"]
 class _Piece:
     """One allocation, and which parts of it are free."""
 
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self.memory = host_empty(nbytes, torch.uint8, pinned=pinned)
-        self.free = [(0, nbytes)]  # ordered, never adjacent
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.free = [(0, memory.numel())]  # ordered, never adjacent
         self.returned: deque[tuple[int, int]] = deque()
 
     @property
@@ -102,12 +102,15 @@ class Arena:
             if stretch is not None:
                 return stretch
         self._pieces = [piece for piece in self._pieces if not piece.idle]  # too small, all of them
-        require_host_memory(nbytes * alike, what)
-        piece = _Piece(nbytes * alike, pinned=self.pinned)
+        piece = _Piece(self._allocate(nbytes * alike, what))
         self._pieces.append(piece)
         stretch = piece.take(nbytes)
         assert stretch is not None
         return stretch
+
+    def _allocate(self, nbytes: int, what: str) -> Tensor:
+        require_host_memory(nbytes, what)
+        return host_empty(nbytes, torch.uint8, pinned=self.pinned)
 
     def clear(self) -> None:
         """Let go of the memory; what is in use stays until its holders are gone."""

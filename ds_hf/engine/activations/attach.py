@@ -17,7 +17,7 @@ from ds_hf.engine.activations.offload import ActivationOffload
 from ds_hf.engine.zero.hooks import in_backward
 from ds_hf.log import warn_once
 
-__all__ = ["BlockOffload", "attach"]
+__all__ = ["BlockOffload", "attach", "longest_list"]
 
 _FUNCTION = "_gradient_checkpointing_func"
 
@@ -26,7 +26,7 @@ def attach(engine: Any) -> None:
     """Offload the inputs of the checkpointed blocks of an engine's model, if the configuration says so."""
     settings = engine.settings
     if settings.activation_checkpointing.cpu_checkpointing or settings.ds_hf.offload_activations:
-        offload = ActivationOffload(engine.device, alike=_longest_list(engine.module))
+        offload = ActivationOffload(engine.device, alike=longest_list(engine.module))
         engine.hooks.handles.append(BlockOffload(engine.module, offload))
 
 
@@ -102,6 +102,6 @@ def _own(given: Any) -> Any:
     return given.given if isinstance(given, Offloading) else given
 
 
-def _longest_list(model: nn.Module) -> int:
+def longest_list(model: nn.Module) -> int:
     """How many blocks the model has, as far as its lists tell."""
     return max((len(module) for module in model.modules() if isinstance(module, nn.ModuleList)), default=1) or 1
