@@ -52,6 +52,15 @@ Recompute = Annotated[
     typer.Option("--checkpointing/--no-checkpointing", help="Gradient checkpointing; by default as in the model."),
 ]
 Attention = Annotated[str | None, typer.Option("--attention", help="sdpa, eager, flash_attention_2, ...")]
+Sequence = Annotated[int | None, typer.Option("--sp", min=1, help="Processes that share each sequence (Ulysses).")]
+Offload = Annotated[
+    bool,
+    typer.Option(
+        "--offload-activations",
+        help="Keep the inputs of checkpointed blocks in host memory; switches checkpointing on.",
+    ),
+]
+Longest = Annotated[bool, typer.Option("--longest", help="Say the longest sequence that fits, too.")]
 DeviceMemory = Annotated[
     str | None,
     typer.Option(
@@ -73,6 +82,9 @@ def memory_command(
     seq_len: Length = None,
     checkpointing: Recompute = None,
     attention: Attention = None,
+    sp: Sequence = None,
+    offload_activations: Offload = False,
+    longest: Longest = False,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     gpus_per_host: PerHost = _PER_HOST,
@@ -87,13 +99,13 @@ def memory_command(
     from ds_hf.memory.subject import Request, Subject
     from ds_hf.memory.table import Machine, parse_bytes, rows
 
-    request = Request(config, micro_batch, seq_len, checkpointing, attention, load_weights)
+    request = Request(config, micro_batch, seq_len, checkpointing, attention, load_weights, sp, offload_activations)
     try:
         host = None if host_memory is None else parse_bytes(host_memory)
         machine = Machine(parse_bytes(device_memory or _this_device()), host, world_size, gpus_per_host)
         with _working(as_json):
             subject = Subject.of(target, rest or [], request)
-            table = list(rows(subject.predictor, subject.config, machine, micro_batch))
+            table = list(rows(subject.predictor, subject.config, machine, micro_batch, longest=longest))
     except (UnpredictableError, ConfigError) as error:
         complain(error)
         raise typer.Exit(1) from None
@@ -129,6 +141,7 @@ def _as_json(subject: Subject, machine: Machine, table: list[Row]) -> dict[str, 
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),
         "seq_len": workload.seq_len,
         "world_size": machine.world_size,
+        "sequence_parallel_size": subject.config.get("sequence_parallel_size", 1),
         "device_memory": machine.device_memory,
         "host_memory": machine.host_memory,
         "notes": subject.notes,
@@ -145,16 +158,20 @@ def _print(subject: Subject, machine: Machine, table: list[Row]) -> None:
     grid = Table(box=None, pad_edge=False, header_style="bold")
     grid.add_column("stage")
     grid.add_column("offload")
-    for name in ("GPU", "host", "disk", "micro-batch"):
+    lengths = any(row.longest is not None for row in table)
+    for name in ("GPU", "host", "disk", "micro-batch", *(["longest"] if lengths else [])):
         grid.add_column(name, justify="right")
     grid.add_column("")
     shown = _shown(subject, table)
     for row in table:
-        grid.add_row(*_cells(row, machine), style="bold" if row is shown else "" if row.fits else "dim")
+        grid.add_row(
+            *_cells(row, machine, lengths=lengths), style="bold" if row is shown else "" if row.fits else "dim"
+        )
     console.print(grid)
     per_host = min(machine.processes_per_host, machine.world_size)
     where = f"GPU of each process, host and disk of the {per_host} on one host"
-    console.print(Text(f"GiB: {where}; micro-batch: the largest that fits", "dim"), soft_wrap=True)
+    most = "; longest: tokens of a sample that fit, to 256 for each process that shares it" if lengths else ""
+    console.print(Text(f"GiB: {where}; micro-batch: the largest that fits{most}", "dim"), soft_wrap=True)
     for reason in dict.fromkeys(row.refused for row in table if row.refused):
         console.print(Text(printable(f"refused: {reason}"), "dim"), soft_wrap=True)
     if shown is not None and shown.prediction is not None:
@@ -170,6 +187,8 @@ def _title(subject: Subject, machine: Machine, table: list[Row]) -> Text:
     batch = predicted.micro_batch if predicted is not None else workload.micro_batch
     trains = "" if trained == total else f", of which {_count(trained)} train"
     processes = f"{machine.world_size} process{'es' if machine.world_size > 1 else ''}"
+    if (shared := subject.config.get("sequence_parallel_size", 1)) > 1:
+        processes += f", {shared} to a sequence,"
     return Text.assemble(
         (type(subject.predictor.model).__name__, "bold"),
         f": {_count(total)} parameters{trains}; micro-batch {batch} x {workload.seq_len} tokens; {processes} with "
@@ -187,9 +206,10 @@ def _shown(subject: Subject, table: list[Row]) -> Row | None:
     return min(possible, key=lambda row: row.prediction.device_total if row.prediction else 0, default=None)
 
 
-def _cells(row: Row, machine: Machine) -> tuple[str, ...]:
+def _cells(row: Row, machine: Machine, *, lengths: bool) -> tuple[str, ...]:
+    longest = (f"{row.longest:,}" if row.longest else "-",) if lengths else ()
     if row.prediction is None:
-        return str(row.stage), row.offload, "-", "-", "-", "-", "refused"
+        return str(row.stage), row.offload, "-", "-", "-", "-", *longest, "refused"
     processes = min(machine.processes_per_host, machine.world_size)
     host, disk = (getattr(row.prediction, name) * processes for name in ("host_total", "disk_total"))
     room = row.prediction.device_total <= machine.device_memory
@@ -201,6 +221,7 @@ def _cells(row: Row, machine: Machine) -> tuple[str, ...]:
         _gib(host),
         _gib(disk) if disk else "-",
         str(row.largest) if row.largest else "-",
+        *longest,
         verdict,
     )
 

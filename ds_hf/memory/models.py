@@ -21,7 +21,7 @@ from ds_hf.memory.prediction import UnpredictableError, Workload
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["build", "example_inputs", "without_values"]
+__all__ = ["build", "example_inputs", "positions_of", "with_length", "without_values"]
 
 META = torch.device("meta")
 
@@ -188,14 +188,36 @@ def example_inputs(model: nn.Module, workload: Workload) -> dict[str, Any]:
     return inputs
 
 
+def with_length(inputs: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
+    """The batch with sequences of ``new`` tokens where they had ``old``."""
+
+    def resized(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        shape = [value.shape[0], *(new if size == old else size for size in value.shape[1:])]
+        return torch.empty(shape, dtype=value.dtype, device=META)
+
+    return {name: resized(value) for name, value in inputs.items()}
+
+
 def _possible_length(config: Any, length: int) -> int:
     """As long as the model's positions allow, where it has a table of them."""
-    limit = getattr(config, "n_positions", None)
-    if limit is None and getattr(config, "position_embedding_type", None) == "absolute":
-        limit = getattr(config, "max_position_embeddings", None)
+    limit = _positions(config)
     if limit is not None and length > limit:
         raise UnpredictableError(f"a sequence of {length} tokens is more than the model's {limit} positions")
     return length
+
+
+def _positions(config: Any) -> int | None:
+    limit = getattr(config, "n_positions", None)
+    if limit is None and getattr(config, "position_embedding_type", None) == "absolute":
+        limit = getattr(config, "max_position_embeddings", None)
+    return limit
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """The tokens that ``model`` has learned positions for; ``None`` where there is no table of them."""
+    return _positions(getattr(model, "config", None))
 
 
 def _signal(config: Any, name: str, batch: int) -> Tensor:

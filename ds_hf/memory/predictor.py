@@ -26,7 +26,8 @@ from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine.casting import set_buffer_dtypes
 from ds_hf.engine.zero.leaf import mark_leaves
-from ds_hf.memory.models import build, example_inputs, without_values
+from ds_hf.memory.divided import divided_sequences, part_of
+from ds_hf.memory.models import build, example_inputs, positions_of, with_length, without_values
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
 from ds_hf.memory.pricing import DEVICE_MEMORY, Costs, price
 from ds_hf.memory.timeline import Sharding, Timeline, between, record
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Predictor", "largest_micro_batch", "predict"]
 
 _LIMIT = 1 << 16  # samples; no micro-batch is larger
+_STEP, _LONGEST = 256, 1 << 27  # tokens: what the longest sequence is a multiple of, and is not longer than
 
 
 class Predictor:
@@ -80,7 +82,7 @@ class Predictor:
             ConfigError: the configuration has faults.
             UnpredictableError: the model does not run without values.
         """
-        settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
+        settings = _settings(config)
         plan = plan_states(settings)
         batch = micro_batch or _micro_batch(settings, world_size) or self.workload.micro_batch
         costs = self._costs(settings, world_size, device_memory)
@@ -94,7 +96,7 @@ class Predictor:
         Raises:
             ConfigError, UnpredictableError: as ``predict``.
         """
-        settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
+        settings = _settings(config)
         plan, costs = plan_states(settings), self._costs(settings, world_size, device_memory)
         low, high = min(micro_batches), max(micro_batches)
         first, last = self._timeline(settings, plan, low), self._timeline(settings, plan, high)
@@ -112,27 +114,48 @@ class Predictor:
         Args:
             exact: check; otherwise the answer may be a little low.
         """
-        settings = config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
+        settings = _settings(config)
         plan, costs = plan_states(settings), self._costs(settings, world_size, device_memory)
 
         def fits(timeline: Timeline, batch: int) -> bool:
             return price(timeline, plan, costs, micro_batch=batch).device_total <= device_memory
 
-        def recorded(batch: int) -> Timeline:
-            return self._timeline(settings, plan, batch)
+        return _largest(lambda batch: self._timeline(settings, plan, batch), fits, _LIMIT, exact=exact)
 
-        if not fits(recorded(1), 1):
-            return 0
-        low, high = 1, 8
-        while high < _LIMIT and fits(recorded(high), high):
-            low, high = high, high * 8
-        while high - low > 1:
-            guess = _guess(recorded(low), recorded(high), (low, high), fits)
-            if not exact:
-                return guess
-            guess = max(guess, low + 1)
-            low, high = (guess, high) if fits(recorded(guess), guess) else (low, guess)
-        return low
+    def longest_sequence(
+        self,
+        config: Any,
+        *,
+        world_size: int = 1,
+        micro_batch: int | None = None,
+        device_memory: int,
+        exact: bool = True,
+    ) -> int:
+        """Most tokens of a sample, in steps of 256 for each process that shares it, that fit ``device_memory`` bytes.
+
+        Args:
+            micro_batch, exact: as of ``predict`` and ``largest_micro_batch``.
+
+        Returns:
+            0 if not even one such step fits.
+
+        Raises:
+            ConfigError, UnpredictableError: as ``predict``; or the model's batch has no tokens.
+        """
+        settings = _settings(config)
+        plan, costs = plan_states(settings), self._costs(settings, world_size, device_memory)
+        batch = micro_batch or _micro_batch(settings, world_size) or self.workload.micro_batch
+        step = _STEP * settings.sequence_parallel_size
+        most = min(_LONGEST, positions_of(self._model) or _LONGEST) // step
+
+        def fits(timeline: Timeline, steps: int) -> bool:
+            found = price(timeline, plan, costs, micro_batch=batch)
+            return found.device_total <= device_memory
+
+        def recorded(steps: int) -> Timeline:
+            return self._timeline(settings, plan, batch, steps * step)
+
+        return step * _largest(recorded, fits, most, exact=exact) if most else 0
 
     def _costs(self, settings: Config, world_size: int, device_memory: int) -> Costs:
         zero = settings.zero_optimization
@@ -141,7 +164,7 @@ class Predictor:
         traits = traits_of(optimizer)
         with_momentum = optimizer.lower() == "sgd" and params.get("momentum")
         plan = plan_states(settings)
-        if plan.inner is not None:
+        if plan.inner is not None or settings.sequence_parallel_size > 1:
             mesh_shape(settings, world_size)  # refuses groups that do not divide the processes
         return Costs(
             world_size=world_size,
@@ -170,7 +193,7 @@ class Predictor:
             return 0.0
         return own.stream
 
-    def _timeline(self, settings: Config, plan: StatePlan, batch: int) -> Timeline:
+    def _timeline(self, settings: Config, plan: StatePlan, batch: int, length: int | None = None) -> Timeline:
         sharding = Sharding(False, joins=plan.joins_blocks)
         if plan.shards_parameters:
             zero = settings.zero_optimization
@@ -179,12 +202,14 @@ class Predictor:
         if settings.activation_checkpointing.cpu_checkpointing or settings.ds_hf.offload_activations:
             sharding = dataclasses.replace(sharding, offloads=True)
         leaf = settings.zero_optimization.leaf_module
-        key = (batch, plan.parameters.dtype, sharding, leaf, settings.data_types)
+        processes, length = settings.sequence_parallel_size, length or self.workload.seq_len
+        key = (batch, length, processes, plan.parameters.dtype, sharding, leaf, settings.data_types)
         if key not in self._timelines:
-            workload = dataclasses.replace(self.workload, micro_batch=batch)
+            workload = _of_part(self.workload, batch, length, processes)
             model = copy.deepcopy(self._model)
             mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
-            self._timelines[key] = _recorded(_cast(model, settings, plan), workload, sharding)
+            with divided_sequences(model, processes):
+                self._timelines[key] = _recorded(_cast(model, settings, plan), workload, sharding)
         return self._timelines[key]
 
 
@@ -193,6 +218,40 @@ def _device_share(settings: Config) -> float:
     own = settings.ds_hf.offload.ratio
     ratio = settings.zero_optimization.offload_optimizer.ratio if own is None else own
     return 0.0 if isinstance(ratio, str) else 1.0 - float(ratio)
+
+
+def _settings(config: Any) -> Config:
+    return config if isinstance(config, Config) else load_config(config, allow_auto=True, check_batch=False)
+
+
+def _of_part(workload: Workload, batch: int, length: int, processes: int) -> Workload:
+    """The part of one of ``processes`` that share sequences of ``length`` tokens."""
+    part, inputs = part_of(length, processes), workload.inputs
+    if inputs is not None and part != workload.seq_len:
+        inputs = with_length(inputs, workload.seq_len, part)
+    return dataclasses.replace(workload, micro_batch=batch, seq_len=part, inputs=inputs)
+
+
+def _largest(
+    recorded: Callable[[int], Timeline], fits: Callable[[Timeline, int], bool], limit: int, *, exact: bool
+) -> int:
+    """The largest number up to ``limit`` whose timeline fits, 0 if not even 1: looked for between two recordings."""
+    if not fits(recorded(1), 1):
+        return 0
+    low, high = 1, min(8, limit + 1)
+    while high <= limit and fits(recorded(high), high):
+        low, high = high, min(high * 8, limit + 1)
+    poor = 0  # guesses that left more than half: where memory does not grow linearly
+    while high - low > 1:
+        guess, width = (low + high) // 2, high - low
+        if poor < 2 and high <= limit:
+            guess = _guess(recorded(low), recorded(high), (low, high), fits)
+            if not exact:
+                return guess
+        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if fits(recorded(guess), guess) else (low, guess)
+        poor = poor + 1 if 2 * (high - low) > width else 0
+    return low
 
 
 def _guess(first: Timeline, last: Timeline, bounds: tuple[int, int], fits: Callable[[Timeline, int], bool]) -> int:
@@ -288,6 +347,7 @@ def _set_checkpointing(model: nn.Module, wanted: bool | None) -> None:
 
 def _micro_batch(settings: Config, world_size: int) -> int | None:
     """Of the batch triple, as far as it is given."""
+    world_size //= settings.sequence_parallel_size
     micro = settings.train_micro_batch_size_per_gpu
     if micro is not None:
         return int(micro)
@@ -297,6 +357,7 @@ def _micro_batch(settings: Config, world_size: int) -> int | None:
 
 
 def _accumulation(settings: Config, world_size: int) -> int:
+    world_size //= settings.sequence_parallel_size
     if settings.gradient_accumulation_steps is not None:
         return int(settings.gradient_accumulation_steps)
     if settings.train_batch_size is None or settings.train_micro_batch_size_per_gpu is None:

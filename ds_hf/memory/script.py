@@ -29,7 +29,7 @@ from ds_hf.measure.saving import SaveGuard
 from ds_hf.memory.models import META
 from ds_hf.memory.prediction import UnpredictableError
 
-__all__ = ["Learned", "rehearse", "with_length"]
+__all__ = ["Learned", "rehearse"]
 
 
 @dataclass
@@ -129,18 +129,6 @@ def rehearse(script: Path, arguments: Sequence[str], *, load_weights: bool = Fal
         raise UnpredictableError(f"{script} did not reach initialize() or trainer.train(): {reason}{hint}")
     found[-1].stopped = "" if found[-1].inputs else reason
     return found[-1]
-
-
-def with_length(inputs: dict[str, Any], old: int, new: int) -> dict[str, Any]:
-    """The batch with sequences of ``new`` tokens where they had ``old``."""
-
-    def resized(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return value
-        shape = [value.shape[0], *(new if size == old else size for size in value.shape[1:])]
-        return torch.empty(shape, dtype=value.dtype, device=META)
-
-    return {name: resized(value) for name, value in inputs.items()}
 
 
 def _run(script: Path) -> str:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.config import load_config
+from ds_hf.memory.models import with_length
 from ds_hf.memory.prediction import UnpredictableError, Workload
 from ds_hf.memory.predictor import Predictor
-from ds_hf.memory.script import Learned, rehearse, with_length
+from ds_hf.memory.script import Learned, rehearse
 
 __all__ = ["Request", "Subject"]
 
@@ -26,6 +27,7 @@ class Request:
     Attributes:
         config: file or preset.
         micro_batch, seq_len, checkpointing, attention: of the workload.
+        sequence_parallel, offload_activations: put into the configuration, whatever it says.
         load_weights: for scripts, see ``rehearse``.
     """
 
@@ -35,6 +37,21 @@ class Request:
     checkpointing: bool | None = None
     attention: str | None = None
     load_weights: bool = False
+    sequence_parallel: int | None = None
+    offload_activations: bool = False
+
+    @property
+    def recomputes(self) -> bool | None:
+        """Gradient checkpointing: activations in host memory are the inputs of checkpointed blocks."""
+        return True if self.checkpointing is None and self.offload_activations else self.checkpointing
+
+    def put_into(self, config: dict[str, Any]) -> None:
+        """What was asked for beside the configuration."""
+        if self.sequence_parallel is not None:
+            config["sequence_parallel_size"] = self.sequence_parallel
+        if self.offload_activations:
+            section = config.get("activation_checkpointing")
+            config["activation_checkpointing"] = {**(section or {}), "cpu_checkpointing": True}
 
 
 @dataclass(frozen=True)
@@ -65,10 +82,11 @@ class Subject:
                 f"{' '.join(arguments)}: only scripts take arguments, and {target} is not a script"
             )
         config, notes = _configuration(request.config)
+        request.put_into(config)
         workload = Workload(
             micro_batch=request.micro_batch or 1,
             seq_len=request.seq_len or DEFAULT_LENGTH,
-            gradient_checkpointing=request.checkpointing,
+            gradient_checkpointing=request.recomputes,
             attention=request.attention,
         )
         predictor = Predictor(target, workload)
@@ -85,6 +103,7 @@ def _of_script(script: Path, arguments: Sequence[str], request: Request) -> Subj
         raise UnpredictableError("--attention is for models; a script says itself how it attends")
     learned = rehearse(script, arguments, load_weights=request.load_weights)
     config, notes = _configuration(request.config or learned.config)
+    request.put_into(config)
     predictor = Predictor(learned.model, _workload(script, learned, request, notes))
     return Subject(predictor, config, True, notes)
 
@@ -107,7 +126,7 @@ def _workload(script: Path, learned: Learned, request: Request, notes: list[str]
     return Workload(
         micro_batch=request.micro_batch or samples,
         seq_len=request.seq_len or (shape[1] if shape else DEFAULT_LENGTH),
-        gradient_checkpointing=request.checkpointing,
+        gradient_checkpointing=request.recomputes,
         optimizer=learned.optimizer or "AdamW",
         inputs=inputs or None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hf.errors import ConfigError
@@ -38,6 +38,7 @@ class Row:
         refused: why.
         fits: whether device and host have room.
         largest: the largest micro-batch that fits the device.
+        longest: the longest sequence that does, where it was asked for.
         chosen: it is what the given configuration says.
     """
 
@@ -49,6 +50,7 @@ class Row:
     fits: bool
     largest: int
     chosen: bool
+    longest: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; bytes."""
@@ -59,6 +61,7 @@ class Row:
             "chosen": self.chosen,
             "fits": self.fits,
             "largest_micro_batch": self.largest,
+            **({} if self.longest is None else {"longest_sequence": self.longest}),
             "refused": self.refused or None,
             "prediction": None if self.prediction is None else self.prediction.as_json(),
         }
@@ -79,19 +82,29 @@ class Machine:
         return prediction.device_total <= self.device_memory and (self.host_memory is None or host <= self.host_memory)
 
 
-def rows(predictor: Predictor, config: dict[str, Any], machine: Machine, micro_batch: int | None) -> Iterator[Row]:
+def rows(
+    predictor: Predictor, config: dict[str, Any], machine: Machine, micro_batch: int | None, *, longest: bool = False
+) -> Iterator[Row]:
     """``config`` at every stage and offload; its own row is marked.
 
     Args:
         config: resolved as far as it is; batch keys that contradict the number of processes are dropped.
         micro_batch: samples; default the configuration's, else the workload's.
+        longest: look for the longest sequence, too.
     """
     chosen = _own(config)
     for stage in range(4):
         for offload, (keys, stages) in _OFFLOADS.items():
             if stage in stages:
                 variant = _variant(config, stage, keys)
-                yield _row(predictor, variant, (stage, offload), machine, micro_batch, chosen)
+                row = _row(predictor, variant, (stage, offload), machine, micro_batch, chosen)
+                if longest and row.prediction is not None:
+                    room, world = machine.device_memory, machine.world_size
+                    tokens = predictor.longest_sequence(
+                        variant, world_size=world, micro_batch=micro_batch, device_memory=room, exact=row.chosen
+                    )
+                    row = replace(row, longest=tokens)
+                yield row
 
 
 def _row(

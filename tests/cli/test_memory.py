@@ -118,3 +118,40 @@ def test_groups_of_processes(tmp_path: Path) -> None:
         parameters[processes] = row["prediction"]["device"]["parts"]["parameters"]
     # A second half beside the fourth; of two processes the half is all.
     assert parameters["4"] == pytest.approx(1.5 * parameters["2"], rel=0.05)
+
+
+def test_long_sequences() -> None:
+    asked = (
+        "--sp",
+        "2",
+        "-w",
+        "4",
+        "--offload-activations",
+        "--longest",
+        "--device-memory",
+        "4GiB",
+        "--seq-len",
+        "512",
+    )
+    code, out, _ = run(TINY, *asked, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["sequence_parallel_size"] == 2
+    row = found["rows"][3]
+    assert row["longest_sequence"] % 512 == 0
+    assert row["longest_sequence"] > 10_000
+    code, out, _ = run(TINY, *asked)
+    assert "4 processes, 2 to a sequence, with 4.00 GiB each" in out.replace("4.0 GiB", "4.00 GiB")
+    assert "longest: tokens of a sample that fit" in out
+    code, _, err = run(TINY, "--sp", "3", "-w", "3", "--seq-len", "513")
+    assert code == 1
+    assert "head" in err
+
+
+def test_activations_of_a_long_sequence_are_on_the_host() -> None:
+    long = ("--seq-len", "65536", "--device-memory", "4GiB", "--json")
+    _, plain, _ = run(TINY, "--checkpointing", *long)
+    _, moved, _ = run(TINY, "--offload-activations", *long)
+    before, after = (json.loads(text)["rows"][3]["prediction"] for text in (plain, moved))
+    assert after["host"]["parts"]["activations"] == 2 * 65536 * 64 * 2  # layers, tokens, hidden, bytes
+    assert before["host"]["parts"].get("activations") is None

@@ -201,3 +201,40 @@ def test_a_model_that_checkpoints_nothing_offloads_nothing() -> None:
     config = configuration(2, "bf16", 1)
     plain, asked = predictor.predict(config), predictor.predict(config | HOST)
     assert asked == plain
+
+
+SHARED = [(2, False, 4), (3, True, 4), (3, False, 1)]
+
+
+def measured_shared() -> list[int]:
+    """Peak bytes on this rank where two processes share each sequence of ``2 * LENGTH`` tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    streams._UNDER_WAY_NBYTES = 0
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    positions = torch.arange(LENGTH)[None].expand(BATCH, -1) + LENGTH * torch.distributed.get_rank()
+    found = []
+    for stage, checkpointing, kv_heads in SHARED:
+        torch.manual_seed(0)
+        shape = {**LLAMA, "num_key_value_heads": kv_heads, "attn_implementation": "sdpa"}
+        model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = {"input_ids": tokens, "labels": tokens, "shift_labels": tokens, "position_ids": positions}
+        found.append(train(model, configuration(stage, "bf16", 1) | {"sequence_parallel_size": 2}, batch))
+    return found
+
+
+def test_peaks_where_processes_share_sequences() -> None:
+    from transformers import LlamaConfig
+
+    peaks = run_distributed(measured_shared, 2, timeout=110)
+    for index, (stage, checkpointing, kv_heads) in enumerate(SHARED):
+        shape = LlamaConfig(**{**LLAMA, "num_key_value_heads": kv_heads}, num_hidden_layers=3)
+        predictor = Predictor(shape, Workload(seq_len=2 * LENGTH, gradient_checkpointing=checkpointing))
+        predictor.streams = False
+        config = configuration(stage, "bf16", 1) | {"sequence_parallel_size": 2}
+        prediction = predictor.predict(config, world_size=2)
+        seen = max(rank[index] for rank in peaks)
+        predicted = prediction.device_peak - prediction.device["workspaces"]
+        assert predicted == pytest.approx(seen, rel=0.04), (stage, checkpointing, kv_heads)

@@ -121,3 +121,57 @@ def test_seventy_billion_parameters_within_seconds() -> None:
     assert time.process_time() - start < 30
     assert sum(p.numel() for p in predictor.model.parameters()) == pytest.approx(70.55e9, rel=0.001)
     assert prediction.device["masters"] == pytest.approx(2 * 70.55e9 / 64, rel=0.001)
+
+
+def test_the_longest_sequence_fits_and_one_more_step_does_not() -> None:
+    predictor = Predictor(TINY, Workload(seq_len=512, gradient_checkpointing=True))
+    room = predictor.predict(stage(2)).device_total + (300 << 20)
+    longest = predictor.longest_sequence(stage(2), device_memory=room)
+    assert longest > 512
+    assert longest % 256 == 0
+    for length, fits in ((longest, True), (longest + 256, False)):
+        other = Predictor(TINY, Workload(seq_len=length, gradient_checkpointing=True))
+        assert (other.predict(stage(2)).device_total <= room) is fits
+    rough = predictor.longest_sequence(stage(2), device_memory=room, exact=False)
+    assert rough == pytest.approx(longest, rel=0.02)
+    assert predictor.longest_sequence(stage(2), device_memory=1 << 20) == 0
+    halved = predictor.longest_sequence(stage(2), micro_batch=2, device_memory=room)
+    assert halved == pytest.approx(longest / 2, rel=0.02)
+
+
+def test_scores_of_eager_attention_bound_the_length() -> None:
+    """Where memory grows with the square of the sequence."""
+    predictor = Predictor(TINY, Workload(attention="eager"))
+    room = 3 << 30
+    longest = predictor.longest_sequence(stage(2), device_memory=room)
+    for length, fits in ((longest, True), (longest + 256, False)):
+        other = Predictor(TINY, Workload(seq_len=length, attention="eager"))
+        assert (other.predict(stage(2)).device_total <= room) is fits
+
+
+def test_processes_that_share_sequences() -> None:
+    predictor = Predictor(TINY, Workload(seq_len=4096, gradient_checkpointing=True))
+    room = 3 << 30
+    alone = predictor.longest_sequence(stage(2), world_size=4, device_memory=room)
+    shared = predictor.longest_sequence(stage(2, sequence_parallel_size=4), world_size=4, device_memory=room)
+    assert shared == pytest.approx(4 * alone, rel=0.05)
+    total = stage(2, sequence_parallel_size=2, train_batch_size=16, gradient_accumulation_steps=2)
+    assert predictor.predict(total, world_size=4).micro_batch == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "workload", "text"),
+    [
+        ({"sequence_parallel_size": 3}, {}, "does not divide the 4 processes"),
+        ({"sequence_parallel_size": 2}, {"seq_len": 33}, "33 tokens does not divide over 2"),
+        ({"sequence_parallel_size": 2}, {"attention": "eager"}, "give --attention sdpa"),
+    ],
+)
+def test_sequences_that_cannot_be_shared(changes: dict[str, Any], workload: dict[str, Any], text: str) -> None:
+    with pytest.raises((ConfigError, UnpredictableError), match=text):
+        Predictor(TINY, Workload(**workload)).predict(stage(2, **changes), world_size=4)
+
+
+def test_a_model_with_a_table_of_positions_is_no_longer() -> None:
+    predictor = Predictor("gpt2:n_embd=64,n_layer=2,n_head=4,vocab=512,n_positions=1000", Workload(seq_len=128))
+    assert predictor.longest_sequence(stage(2), device_memory=80 << 30) == 768

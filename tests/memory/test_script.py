@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ds_hf.memory import UnpredictableError
-from ds_hf.memory.script import rehearse, with_length
+from ds_hf.memory.models import with_length
+from ds_hf.memory.script import rehearse
 from ds_hf.memory.subject import Request, Subject
 
 NATIVE = """

@@ -36,6 +36,11 @@ def prepare_attention(settings: Config, model: nn.Module) -> None:
     asked = settings.ds_hf.sparse_attention
     if asked is False:
         return
+    if settings.mesh is not None and settings.mesh.sequence > 1:
+        raise ConfigError(
+            f"{KEY} does not work beside sequence parallelism, whose parts of a sequence know no layout: remove one "
+            "of the two"
+        )
     inner = _transformers_model(model)
     text = inner.config.get_text_config()
     _check_model(inner, text, everything=asked == "all")

@@ -218,6 +218,19 @@ def test_encoder_decoders_are_refused() -> None:
         sparse(model)
 
 
+def test_beside_sequence_parallelism_it_is_refused() -> None:
+    settings = load_config(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "sequence_parallel_size": 2,
+            "ds_hf": {"sparse_attention": True},
+        },
+        world_size=2,
+    )
+    with pytest.raises(ConfigError, match="sequence parallelism"):
+        prepare_attention(settings, llama())
+
+
 def trained(stage: int) -> list[float]:
     import deepspeed
 
