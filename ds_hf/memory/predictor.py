@@ -134,7 +134,8 @@ class Predictor:
         """Most tokens of a sample, in steps of 256 for each process that shares it, that fit ``device_memory`` bytes.
 
         Args:
-            micro_batch, exact: as of ``predict`` and ``largest_micro_batch``.
+            micro_batch: as of ``predict``.
+            exact: as of ``largest_micro_batch``.
 
         Returns:
             0 if not even one such step fits.
