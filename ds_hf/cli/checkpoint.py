@@ -51,6 +51,7 @@ class Format(str, Enum):
 
     ds_hf = "ds_hf"
     deepspeed = "deepspeed"
+    universal = "universal"
     dcp = "dcp"
     hf = "hf"
     fp32 = "fp32"
@@ -132,7 +133,7 @@ def convert_command(
     source: Annotated[Format | None, typer.Option("--from", help="Its format; detected by default.")] = None,
     tag: Tag = None,
     out_tag: Annotated[
-        str | None, typer.Option("--out-tag", help="Tag to write (ds_hf, deepspeed); by default global_stepN.")
+        str | None, typer.Option("--out-tag", help="Tag to write (ds_hf, deepspeed, universal); global_stepN.")
     ] = None,
     dtype: Dtype = None,
     max_shard_size: ShardSize = "5GB",
@@ -144,8 +145,9 @@ def convert_command(
 ) -> None:
     """Write a checkpoint in another format.
 
-    ds_hf: our own, which any number of processes loads. deepspeed: DeepSpeed's files, for a stage and world size. dcp:
-    torch.distributed.checkpoint. hf: weights for from_pretrained. fp32: weights in fp32, one file or a folder.
+    ds_hf: our own, which any number of processes loads. deepspeed: DeepSpeed's files, for a stage and world size.
+    universal: DeepSpeed's universal checkpoint, which it loads at any. dcp: torch.distributed.checkpoint. hf: weights
+    for from_pretrained. fp32: weights in fp32, one file or a folder.
     """
     _require(path)
     if source is Format.fp32:
@@ -153,7 +155,7 @@ def convert_command(
     if to is Format.fp32 and dtype is not None:
         _usage("--to fp32 writes fp32; use --to hf or consolidate with --dtype")
     kind = _dtype(dtype)
-    if to in (Format.ds_hf, Format.deepspeed) and kind is not None:
+    if to in (Format.ds_hf, Format.deepspeed, Format.universal) and kind is not None:
         _usage(f"--dtype: {to.value} keeps states as they are")
     from ds_hf.engine.checkpoint.formats import open_source
     from ds_hf.engine.checkpoint.source import Kind
@@ -187,6 +189,12 @@ def _convert(
         from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
 
         return write_deepspeed(source, output, Target(*target), tag, report), None
+    if to is Format.universal:
+        from ds_hf.engine.checkpoint.convert import place
+        from ds_hf.engine.checkpoint.export_universal import default_universal_tag, write_universal
+
+        folder = place(source, output, default_universal_tag(source) if tag is None else tag)[1]
+        return write_universal(source, folder, strict=False, report=report), None
     if to is Format.dcp:
         from ds_hf.engine.checkpoint.dcp import write_dcp
 

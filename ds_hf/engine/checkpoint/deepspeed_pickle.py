@@ -11,6 +11,7 @@ import copyreg
 import os
 import pickle
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +22,21 @@ from ds_hf.engine.checkpoint.pickled import check_pickled, reason_of
 from ds_hf.errors import CheckpointError
 from ds_hf.printable import harmless
 
-__all__ = ["DynamicScaler", "FragmentAddress", "StaticScaler", "ZeroStage", "load_pickled", "save_pickled"]
+__all__ = [
+    "READ_WHOLE",
+    "DynamicScaler",
+    "FragmentAddress",
+    "StaticScaler",
+    "SubparamShape",
+    "ZeroStage",
+    "load_any",
+    "load_pickled",
+    "save_pickled",
+]
 
 
 _RANKED = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states")
-_READ_WHOLE = 2**30  # bytes of a file up to which its own checksums are compared, which reads it
+READ_WHOLE = 2**30  # bytes of a file up to which its own checksums are compared, which reads it
 
 
 class _Record:
@@ -60,23 +71,51 @@ class ZeroStage(int):
         return type(self), (int(self),)
 
 
+@dataclass
+class SubparamShape:
+    """Matrices that are packed along one dimension of a parameter, each of which is cut by itself.
+
+    Attributes:
+        patterns: regular expressions for names of parameters.
+        shape: of the whole, as a view; at ``partition_dim`` the sizes of the matrices, or their number. -1 is the rest.
+        partition_dim: along which they are packed and cut.
+    """
+
+    patterns: list[str]
+    shape: tuple[tuple[int, ...] | int, ...]
+    partition_dim: int
+
+
 _NAMES: dict[Any, str] = {
     FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
     StaticScaler: "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     DynamicScaler: "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    SubparamShape: "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
     ZeroStage: "deepspeed.runtime.zero.config.ZeroStageEnum",
 }
 
 
 def load_pickled(path: Path) -> dict[str, Any]:
-    """The content of one file, its tensors mapped and not read.
+    """The dict in one file, its tensors mapped and not read.
 
     Raises:
         CheckpointError: it is missing or damaged, holds an object that is not admitted, or is another rank's.
     """
+    content = load_any(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
+    return content
+
+
+def load_any(path: Path, *, sums: bool = True) -> Any:
+    """As ``load_pickled``, whatever it holds.
+
+    Args:
+        sums: compare the archive's own checksums, which reads all of a file that is not too large for that.
+    """
     admitted: list[Any] = list(_NAMES.items())
     try:
-        archive = check_pickled(path, sums=path.stat().st_size < _READ_WHOLE)
+        archive = check_pickled(path, sums=sums and path.stat().st_size < READ_WHOLE)
         if archive.folder != path.stem and _RANKED.fullmatch(archive.folder):
             raise CheckpointError(f"{path} was written as {archive.folder}.pt: give the ranks' files their names back")
         foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_NAMES.values())
@@ -86,16 +125,13 @@ def load_pickled(path: Path) -> dict[str, Any]:
                 "checkpoint may run code. Save it again with client_state of numbers, text, tensors, lists and dicts"
             )
         with torch.serialization.safe_globals(admitted):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except Exception as error:  # damaged files make torch raise anything
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
-    return content
 
 
 class _Pickler(pickle._Pickler):

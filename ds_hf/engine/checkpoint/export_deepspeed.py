@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,26 @@ from ds_hf.engine.checkpoint.deepspeed_pickle import (
     ZeroStage,
     save_pickled,
 )
+from ds_hf.engine.checkpoint.deepspeed_slices import INFO
 from ds_hf.engine.checkpoint.files import replace_text
 from ds_hf.engine.checkpoint.source import Report, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter
 from ds_hf.errors import CheckpointError
 
-__all__ = ["DEEPSPEED_VERSION", "Target", "write_deepspeed"]
+__all__ = [
+    "DEEPSPEED_VERSION",
+    "UNIVERSAL_VERSION",
+    "Target",
+    "flats_of",
+    "model_state",
+    "number",
+    "param_groups_of",
+    "scaler_state",
+    "write_deepspeed",
+]
 
 DEEPSPEED_VERSION = "0.19.8"  # whose layout is written
+UNIVERSAL_VERSION = 0.4  # of the information for universal checkpoints
 _ALIGNMENT = 2  # elements a rank, at stages 1 and 2
 _SUB_GROUP = 10**9  # zero_optimization.sub_group_size: elements of a rank in one flat tensor at stage 3
 _SCALE_WINDOW, _HYSTERESIS, _MIN_SCALE = 1000, 2, 1
@@ -78,7 +90,7 @@ def write_deepspeed(
     source.check()
     if target.stage not in (1, 2, 3) or target.world_size < 1:
         raise CheckpointError("DeepSpeed's files are written for stage 1, 2 or 3 and at least one rank")
-    flats = _flats(source, target)
+    flats = flats_of(source, target)
     root, folder = place(source, save_dir, tag)
     staged = stage(folder, state_bytes(source))
     bf16 = any(weight.dtype is torch.bfloat16 for weight in source.weights())
@@ -92,7 +104,7 @@ def write_deepspeed(
                 name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if target.sharded else (
                     "mp_rank_00_model_states.pt"
                 )  # fmt: skip
-                save_pickled(staged / name, _model_state(source, flats, target, rank))
+                save_pickled(staged / name, model_state(source, flats, target, rank))
             if report is not None:
                 report(rank + 1, target.world_size)
         publish_folder(staged, folder)
@@ -102,7 +114,12 @@ def write_deepspeed(
     return folder
 
 
-def _flats(source: Source, target: Target) -> list[_Flat]:
+def flats_of(source: Source, target: Target) -> list[_Flat]:
+    """Which parameters lie in which flat tensor.
+
+    Raises:
+        CheckpointError: the source has no optimizer states.
+    """
     manifest = source.manifest
     groups = manifest.extra.get("groups")
     if not groups or not isinstance(source.common.get("param_groups"), list):
@@ -139,15 +156,9 @@ def _optimizer_state(source: Source, flats: list[_Flat], target: Target, rank: i
     for index, flat in enumerate(flats):
         values.append(_partition(source, flat, target, rank, "master"))
         moments = list(dict.fromkeys(key for saved in flat.parameters for key in saved.moments))
-        state[index] = {**_scalars(flat), **{k: _partition(source, flat, target, rank, k) for k in moments}}
-    base = {"state": state, "param_groups": _param_groups(source, flats)}
-    scaler = _scaler(source)
-    common = {
-        "zero_stage": ZeroStage(target.stage),
-        "loss_scaler": scaler,
-        "dynamic_loss_scale": isinstance(scaler, DynamicScaler),
-        "overflow": False,
-    }
+        state[index] = {**_scalars(flat.parameters), **{k: _partition(source, flat, target, rank, k) for k in moments}}
+    base = {"state": state, "param_groups": param_groups_of(source, flats)}
+    common = {"zero_stage": ZeroStage(target.stage), **scaler_state(source)}
     if target.sharded:
         partitions = {"optimizer_state_dict": base, "fp32_flat_groups": values, "partition_count": target.world_size}
         return {**common, **partitions}
@@ -207,25 +218,32 @@ def _partition(source: Source, flat: _Flat, target: Target, rank: int, state: st
             if state in saved.states:
                 source.files.fill(whole[row.offset : row.offset + row.numel], saved, state, row.start)
             elif state in saved.scalars and row.numel == 1:  # a parameter of one number: so are its moments
-                whole[row.offset] = _number(saved.scalars[state])
+                whole[row.offset] = number(saved.scalars[state])
     return whole
 
 
-def _scalars(flat: _Flat) -> dict[str, Any]:
+def _scalars(parameters: Sequence[SavedParameter]) -> dict[str, Any]:
     """Scalars beside the moments; DeepSpeed's optimizers and torch's both take the step as a number."""
     found: dict[str, Any] = {}
-    for saved in flat.parameters:
+    for saved in parameters:
         for key, value in saved.scalars.items():
-            found[key] = int(_number(value)) if key == "step" else _number(value)
+            found[key] = int(number(value)) if key == "step" else number(value)
     return found
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
     """A scalar of a manifest, without its dtype."""
     return value[1] if isinstance(value, list) else value
 
 
-def _param_groups(source: Source, flats: list[_Flat]) -> list[dict[str, Any]]:
+def scaler_state(source: Source) -> dict[str, Any]:
+    """The loss scaler, and what stands beside it."""
+    scaler = _scaler(source)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": isinstance(scaler, DynamicScaler), "overflow": False}
+
+
+def param_groups_of(source: Source, flats: list[_Flat]) -> list[dict[str, Any]]:
+    """Options of each group, with the numbers of its flat tensors."""
     needed = {"bias_correction": True, "amsgrad": False}  # by FusedAdam and DeepSpeedCPUAdam
     groups = []
     for index, options in enumerate(source.common["param_groups"]):
@@ -261,7 +279,8 @@ def _scaler(source: Source) -> StaticScaler | DynamicScaler:
 # -- the model's file -----------------------------------------------------------------------------------------------
 
 
-def _model_state(source: Source, flats: list[_Flat], target: Target, rank: int) -> dict[str, Any]:
+def model_state(source: Source, flats: list[_Flat], target: Target, rank: int) -> dict[str, Any]:
+    """The content of a file ``*_model_states.pt``."""
     manifest = source.manifest
     frozen = [saved for saved in manifest.parameters.values() if not any(saved in flat.parameters for flat in flats)]
     counters = manifest.extra.get("counters") or {}
@@ -286,7 +305,10 @@ def _model_state(source: Source, flats: list[_Flat], target: Target, rank: int) 
         "ds_config": {},
         "ds_version": DEEPSPEED_VERSION,
     }
-    return {**state, **(source.common.get("client_state") or {})}
+    client = dict(source.common.get("client_state") or {})
+    if INFO in client and manifest.extra.get("universal"):  # of slices, which are put together now
+        client[INFO] = {"universal_checkpoint_version": UNIVERSAL_VERSION}
+    return {**state, **client}
 
 
 def _module(source: Source, target: Target) -> OrderedDict[str, Any]:

@@ -21,7 +21,7 @@ from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["Fit", "check_fit"]
+__all__ = ["Fit", "check_fit", "model_shapes"]
 
 _LISTED = 10  # names in a message
 
@@ -46,7 +46,7 @@ def check_fit(
     Raises:
         CheckpointError: it lists every name and shape that does not fit.
     """
-    shapes, frozen = _model_shapes(engine)
+    shapes, frozen = model_shapes(engine)
     buffers, tied_buffers = module_buffers(engine.module)
     buffers = {name: value for name, value in buffers.items() if name not in holders.own}
     further = {**aliases(engine), **tied_buffers}
@@ -83,7 +83,7 @@ def check_fit(
     return fit
 
 
-def _model_shapes(engine: Checkpointable) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+def model_shapes(engine: Checkpointable) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     """Whole shapes of all parameters, and the names of those that nothing updates."""
     shapes: dict[str, tuple[int, ...]] = {}
     frozen: set[str] = set()

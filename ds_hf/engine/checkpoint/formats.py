@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.engine.checkpoint.import_deepspeed import is_deepspeed, read_deepspeed
+from ds_hf.engine.checkpoint.import_universal import LATEST as LATEST_UNIVERSAL
+from ds_hf.engine.checkpoint.import_universal import is_universal, read_universal
 from ds_hf.engine.checkpoint.pickled import read_pickled
 from ds_hf.engine.checkpoint.pretrained import is_pretrained, read_pretrained
 from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import (
+    LATEST,
     MANIFEST,
     Manifest,
     TensorFiles,
@@ -20,7 +23,7 @@ from ds_hf.engine.checkpoint.zero_to_fp32 import (
 )
 from ds_hf.errors import CheckpointError
 
-__all__ = ["kind_of", "locate", "open_folder", "open_source"]
+__all__ = ["kind_of", "locate", "named_by_latest", "open_folder", "open_source"]
 
 DCP_METADATA = ".metadata"
 
@@ -35,9 +38,9 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Kind, Path]:
     kind = kind_of(root) if tag is None else None
     if kind is not None:
         return kind, root
-    latest = root / "latest"
-    if tag is not None or (os.path.lexists(latest) and not latest.is_dir()):
-        folder = find_folder(root, tag)
+    named = named_by_latest(root)
+    if tag is not None or (named is not None and not (root / named).is_dir()):
+        folder = find_folder(root, tag, named or LATEST)
         kind = kind_of(folder)
         if kind is not None:
             return kind, folder
@@ -53,6 +56,17 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Kind, Path]:
     )
 
 
+def named_by_latest(root: Path, *, universal: bool = False) -> str | None:
+    """The file in ``root`` that names a checkpoint: ``latest``, or else that of universal ones; ``None``: neither is
+    there.
+
+    Args:
+        universal: the other way round.
+    """
+    names = (LATEST_UNIVERSAL, LATEST) if universal else (LATEST, LATEST_UNIVERSAL)
+    return next((name for name in names if os.path.lexists(root / name)), None)
+
+
 def kind_of(folder: Path) -> Kind | None:
     """Who wrote what lies in ``folder`` itself, ``None`` when there is no complete checkpoint."""
     if (folder / MANIFEST).is_file():
@@ -61,6 +75,8 @@ def kind_of(folder: Path) -> Kind | None:
         return Kind.DCP
     if any(folder.glob("rank_*.safetensors")):  # of ds_hf, whose pickled files have DeepSpeed's names: incomplete
         return None
+    if is_universal(folder):
+        return Kind.UNIVERSAL
     return Kind.DEEPSPEED if is_deepspeed(folder) else None
 
 
@@ -87,6 +103,8 @@ def open_folder(folder: Path) -> Source:
     kind = kind_of(folder)
     if kind is Kind.DEEPSPEED:
         return read_deepspeed(folder)
+    if kind is Kind.UNIVERSAL:
+        return read_universal(folder)
     if kind is Kind.DCP:
         from ds_hf.engine.checkpoint.dcp import read_dcp  # torch.distributed.checkpoint takes half a second to import
 

@@ -138,6 +138,10 @@ def _holds(source: Source, file: str) -> str:
     if source.kind is Kind.DEEPSPEED:
         what = "masters and moments" if file.endswith("_optim_states.pt") else "module, counters and client state"
         return f"{what}{whose}"
+    if source.kind is Kind.UNIVERSAL:
+        if file.startswith("zero/"):
+            return "options and loss scaler" if file.endswith("optimizer_state.pt") else "one state of a parameter"
+        return f"module, counters and client state{whose}"
     if source.kind is Kind.DCP:
         return "names, shapes and places" if file == ".metadata" else f"tensors{whose}"
     return f"{sum(any(f.file == file for f in s.fragments) for s in manifest.parameters.values())} weights"
@@ -203,7 +207,7 @@ def _read_all(kind: Kind, folder: Path, report: Any) -> str:
     else:
         source = read_pretrained(folder) if kind is Kind.HF else open_folder(folder)
     source.check()
-    if kind is Kind.DEEPSPEED:
+    if kind in (Kind.DEEPSPEED, Kind.UNIVERSAL):
         sums += [check_pickled(source.folder / file).summed for file in source.manifest.files]
     weights = list(source.weights())
     for number, weight in enumerate(weights, 1):

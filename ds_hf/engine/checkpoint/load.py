@@ -7,7 +7,6 @@ rank is raised on every rank, and between two meetings no collective is issued.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,10 @@ from torch import Tensor
 from ds_hf.engine.checkpoint.agreement import share, together
 from ds_hf.engine.checkpoint.exact import Restored, check_restored
 from ds_hf.engine.checkpoint.finding import undamaged, whole_or_newest
-from ds_hf.engine.checkpoint.fit import Fit, check_fit
-from ds_hf.engine.checkpoint.formats import kind_of, open_folder
+from ds_hf.engine.checkpoint.fit import Fit, check_fit, model_shapes
+from ds_hf.engine.checkpoint.formats import kind_of, named_by_latest, open_folder
 from ds_hf.engine.checkpoint.holders import Holders, find_holders
+from ds_hf.engine.checkpoint.import_universal import LATEST as LATEST_UNIVERSAL
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     cut_in,
@@ -45,11 +45,12 @@ from ds_hf.engine.checkpoint.resume import (
 )
 from ds_hf.engine.checkpoint.rng import restore_random_states
 from ds_hf.engine.checkpoint.source import Kind, Source
-from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest, TensorFiles, find_folder, folder_of
+from ds_hf.engine.checkpoint.vocabulary import padded
+from ds_hf.engine.checkpoint.zero_to_fp32 import LATEST, MANIFEST, Manifest, TensorFiles, find_folder, folder_of
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer, unshard
 from ds_hf.engine.zero.weight_sync import sync_weights
-from ds_hf.errors import CheckpointError
+from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
 
 __all__ = ["load_checkpoint"]
@@ -103,7 +104,7 @@ def load_checkpoint(
     folder: Path | None = None
     with together(axis, f"finding a checkpoint in {load_dir}"):
         root = folder_of(load_dir, "load_dir")
-        folder = _find(root, tag) if axis.rank == 0 else None
+        folder = _find(root, tag, engine.settings.checkpoint.load_universal) if axis.rank == 0 else None
     folder = share(axis, folder)
     if folder is None:
         return None, {}
@@ -138,16 +139,26 @@ def load_checkpoint(
 # -- before anything is changed -------------------------------------------------------------------------------------
 
 
-def _find(root: Path, tag: str | None) -> Path | None:
-    """The checkpoint's folder; ``None``, with a warning, where there is none to load."""
+def _find(root: Path, tag: str | None, universal: bool) -> Path | None:
+    """The checkpoint's folder; ``None``, with a warning, where there is none to load.
+
+    Args:
+        universal: what ``latest_universal`` names goes first, as DeepSpeed's ``checkpoint.load_universal`` asks for.
+    """
     if root.exists() and not root.is_dir():
         raise CheckpointError(f"{root} is a file and not the folder of checkpoints")
     if tag is None and kind_of(root) is not None:
         return root
-    if tag is None and not os.path.lexists(root / "latest"):
-        logger.warning("no checkpoint loaded: %s does not exist; give load_checkpoint() a tag", root / "latest")
+    named = named_by_latest(root, universal=universal)
+    if tag is None and named is None:
+        if universal:
+            raise CheckpointPlaceError(
+                f"checkpoint.load_universal is set, and {root / LATEST_UNIVERSAL} does not exist: give "
+                "load_checkpoint() a tag, or the folder that ds_to_universal has written"
+            )
+        logger.warning("no checkpoint loaded: %s does not exist; give load_checkpoint() a tag", root / LATEST)
         return None
-    folder = find_folder(root, None if tag is None else str(tag))
+    folder = find_folder(root, None if tag is None else str(tag), named or LATEST)
     if tag is None and kind_of(folder) in (None, Kind.DS_HF):
         return whole_or_newest(root, folder)
     if folder.is_dir():
@@ -160,6 +171,7 @@ def _open(
     engine: Checkpointable, holders: Holders, folder: Path, wanted: _Wanted, custom: bool
 ) -> tuple[Source, Fit, RankStates]:
     source = open_folder(folder)
+    source = padded(source, model_shapes(engine)[0])
     manifest, common = source.manifest, source.common
     if holders.rank == 0:  # once is enough, and there may be thousands of files
         source.check()

@@ -31,6 +31,7 @@ class Kind(str, Enum):
 
     DS_HF = "ds_hf"
     DEEPSPEED = "deepspeed"
+    UNIVERSAL = "universal"
     DCP = "dcp"
     HF = "hf"
 
@@ -43,6 +44,7 @@ class Source:
         common: ``client_state``, ``lr_scheduler`` and ``extra_state``; with an optimizer also ``loss_scaler`` and
             ``param_groups``, as ``save_checkpoint`` writes them.
         stage: ZeRO stage that wrote it, where that is known.
+        checks: what a reader can only compare by reading tensors.
     """
 
     kind: Kind
@@ -50,6 +52,7 @@ class Source:
     files: TensorFiles
     common: dict[str, Any] = field(default_factory=dict)
     stage: int | None = None
+    checks: tuple[Callable[[], None], ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -59,6 +62,8 @@ class Source:
         """Raise ``CheckpointError`` for the first thing that is missing, damaged or too short."""
         self.manifest.check_files()
         self.manifest.check_tensors(self.files)
+        for check in self.checks:
+            check()
 
     def weights(self) -> Iterator[Weight]:
         """Parameters, then buffers; further names of tied ones are not repeated."""
@@ -127,7 +132,11 @@ class MappedFiles(TensorFiles):
 
     def __init__(self, folder: Path, found: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(folder)
-        self._found = found
+        self._found = dict(found)
+
+    def add(self, file: str, key: str, value: Any) -> None:
+        """One more tensor."""
+        self._found[file, key] = value
 
     def piece(self, file: str, key: str) -> _Piece:
         known = self._pieces.get((file, key))

@@ -56,6 +56,7 @@ except ImportError:  # alone in a checkpoint, on a machine without ds_hf
 
 __all__ = [
     "FORMAT",
+    "LATEST",
     "MANIFEST",
     "SLICED_VERSION",
     "VERSION",
@@ -84,6 +85,7 @@ FORMAT = "ds_hf checkpoint"
 VERSION = 1  # of a checkpoint without slices, which the first version of ds_hf reads as well
 SLICED_VERSION = 2
 MANIFEST = "manifest.json"
+LATEST = "latest"
 _READ_AT_ONCE = 2**24  # elements of a fragment that is cut otherwise than what is wanted
 _LATEST_NBYTES = 4096  # a file 'latest' may have
 _MANIFEST_NBYTES = 2**22  # that a manifest may always have; more in proportion to the tensors
@@ -755,8 +757,8 @@ def tag_fault(tag: str) -> str:
     return ""
 
 
-def find_folder(checkpoint_dir: str | Path, tag: str | None = None) -> Path:
-    """The folder that holds the manifest: ``checkpoint_dir`` itself, its ``tag``, or what its ``latest`` names.
+def find_folder(checkpoint_dir: str | Path, tag: str | None = None, latest: str = LATEST) -> Path:
+    """The folder that holds the manifest: ``checkpoint_dir`` itself, its ``tag``, or what its file ``latest`` names.
 
     Raises:
         CheckpointError: there is none.
@@ -771,7 +773,7 @@ def find_folder(checkpoint_dir: str | Path, tag: str | None = None) -> Path:
         fault = "" if tag is None else tag_fault(str(tag))
         if fault:
             raise CheckpointPlaceError(f"{str(tag)!r} cannot be the tag of a checkpoint: {fault}")
-        folder = _latest(root) if tag is None else recover(root / str(tag))
+        folder = _latest(root / latest) if tag is None else recover(root / str(tag))
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(f"{folder} is a file and not the folder of a checkpoint")
         return folder
@@ -780,12 +782,12 @@ def find_folder(checkpoint_dir: str | Path, tag: str | None = None) -> Path:
     except (OSError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{root if tag is not None else root / 'latest'} cannot be read: {error}") from error
+        raise CheckpointError(f"{root if tag is not None else root / latest} cannot be read: {error}") from error
 
 
-def _latest(root: Path) -> Path:
+def _latest(path: Path) -> Path:
     """The folder that ``latest`` names. A stranger's may be a link to any file, so little of what it holds is told."""
-    path = root / "latest"
+    root = path.parent
     tag = _read_text(path, _LATEST_NBYTES).strip()
     fault = tag_fault(tag)
     folder = root if fault else recover(root / tag)
@@ -845,11 +847,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def _whole_state(
     checkpoint_dir: str | Path, tag: str | None, exclude_frozen_parameters: bool, lazy_mode: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    manifest = read_manifest(find_folder(checkpoint_dir, tag))
-    manifest.check_files()
-    files = TensorFiles(manifest.folder)
-    manifest.check_tensors(files)
-    manifest.check_sums()
+    manifest, files = _opened(checkpoint_dir, tag)
     state: dict[str, Any] = {}
     for name, parameter in manifest.parameters.items():
         if parameter.trainable or not exclude_frozen_parameters:
@@ -859,6 +857,34 @@ def _whole_state(
         state[name] = value.to(dtype) if value.is_floating_point() else value
     state.update({alias: state[name] for alias, name in manifest.tied.items() if name in state})
     return state
+
+
+def _opened(checkpoint_dir: str | Path, tag: str | None) -> tuple[Manifest, TensorFiles]:
+    """A whole checkpoint: ours, or where ds_hf is at hand that of another library."""
+    foreign = _foreign(checkpoint_dir, tag)
+    if foreign is not None:
+        foreign.check()
+        return foreign.manifest, foreign.files
+    manifest = read_manifest(find_folder(checkpoint_dir, tag))
+    manifest.check_files()
+    files = TensorFiles(manifest.folder)
+    manifest.check_tensors(files)
+    manifest.check_sums()
+    return manifest, files
+
+
+def _foreign(checkpoint_dir: str | Path, tag: str | None) -> Any:
+    """The opened checkpoint if another library wrote it."""
+    try:
+        from ds_hf.engine.checkpoint.formats import locate, open_folder
+        from ds_hf.engine.checkpoint.source import Kind
+    except ImportError:
+        return None
+    try:
+        kind, folder = locate(checkpoint_dir, tag)
+    except (CheckpointError, OSError):  # the search for ours says what is wrong
+        return None
+    return None if kind in (Kind.DS_HF, Kind.HF) else open_folder(folder)
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -418,13 +418,6 @@ def test_nothing_in_the_files_is_believed(written: Path, tmp_path: Path, name: s
     assert accepted > 10
 
 
-def test_tensor_parallelism_is_refused(written: Path, tmp_path: Path) -> None:
-    folder = _copy(written, tmp_path, "stage1-fp32-world2")
-    (folder / "mp_rank_01_model_states.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="tensor or pipeline parallelism"):
-        read_deepspeed(folder)
-
-
 @pytest.mark.parametrize("kind", ["optim_states", "model_states"])
 def test_files_of_two_ranks_that_were_exchanged(written: Path, tmp_path: Path, kind: str) -> None:
     folder = Path(shutil.copytree(written / "stage3-fp32-world2/global_step3", tmp_path / "x"))
