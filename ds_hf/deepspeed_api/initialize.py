@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from ds_hf.config import load_config
 from ds_hf.deepspeed_api import groups
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
@@ -84,6 +85,8 @@ def initialize(
     if (stand_in := _stand_in.get()) is not None:
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     asked = asked_of(model, mpu)
+    if asked is not None:
+        asked.check(load_config(source, check_batch=False))
     engine = build_engine(
         model,
         source,

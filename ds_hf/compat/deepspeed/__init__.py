@@ -20,6 +20,7 @@ from ds_hf.deepspeed_api.tensor_parallel import set_autotp_mode, tp_model_init
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
 from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, moe, monitor, ops
+from . import module_inject
 from . import pipe, profiling
 from . import runtime, utils
 from .git_version_info import git_branch as __git_branch__
@@ -61,6 +62,7 @@ __all__ = [
     "launcher",
     "log_dist",
     "logger",
+    "module_inject",
     "moe",
     "monitor",
     "ops",

@@ -39,15 +39,18 @@ class Divided:
 
     @torch.no_grad()
     def gather(self, param: Tensor) -> None:
-        """Make ``param`` whole. Collective over the axis; the parts are of one size."""
+        """Make ``param`` whole. Collective over the axis."""
         if self.local is not None:
             return
         self.local = local = param.data
-        parts = local.new_empty(self.axis.world_size, *local.shape)
-        collectives.all_gather(parts.view(-1), local.contiguous().view(-1), self.axis, "the parts of a cut parameter")
+        most = max(cut.shape.numel() for cut in self.cuts)
+        mine = local.new_zeros(most)
+        mine[: local.numel()] = local.reshape(-1)
+        parts = local.new_empty(self.axis.world_size, most)
+        collectives.all_gather(parts.view(-1), mine, self.axis, "the parts of a cut parameter")
         whole = local.new_empty(self.cuts[0].whole)
         for cut, part in zip(self.cuts, parts, strict=True):
-            cut.put(whole, part)
+            cut.put(whole, part[: cut.shape.numel()].view(cut.shape))
         param.data = whole
 
     @torch.no_grad()

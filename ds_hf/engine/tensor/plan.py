@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from ds_hf.config.types.parallel import TensorParallelSection
-from ds_hf.engine.tensor.rules import POINTER, Rule, Rules, find_rules, suggestion
-from ds_hf.engine.tensor.styles import STYLES, Style, is_transposed
+from ds_hf.engine.tensor.rules import POINTER, Rule, Rules, find_rules, sizes_of_shape, suggestion
+from ds_hf.engine.tensor.styles import FUSED, STYLES, Style, is_transposed
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import Cut, cut_of
 from ds_hf.engine.zero.packed import is_packed
@@ -93,6 +93,8 @@ def _divisions(model: nn.Module, rules: Rules, size: int, faults: list[Fault]) -
             style = STYLES[rule.style]
             if style == Style():
                 continue
+            if rule.shape is not None:
+                style = FUSED[style.cuts]
             division = Division(name, module, style, localises=rules.local_attributes)
             own = {key: param for key, param in module._parameters.items() if param is not None}
             if style.sums_gradient:
@@ -201,7 +203,7 @@ def _sizes(
     if rule.shape is None:
         return (length // division.style.packed,) * division.style.packed if _even(length, division) else (length,)
     try:
-        return _fused(rule, shape, dim)
+        return sizes_of_shape(rule, shape, dim)
     except ValueError as error:
         faults.append(
             Fault(
@@ -215,35 +217,6 @@ def _sizes(
 
 def _even(length: int, division: Division) -> bool:
     return length % division.style.packed == 0
-
-
-def _fused(rule: Rule, shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """DeepSpeed's ``shape``: at ``partition_dim`` the number of equal sub-matrices, their sizes, or -1 for one; other
-    entries are dimensions of a view, of which those before divide the cut dimension further."""
-    assert rule.shape is not None
-    lists = [index for index, each in enumerate(rule.shape) if isinstance(each, tuple)]
-    at = rule.dim if rule.dim is not None else lists[0] if lists else 0
-    if not 0 <= at < len(rule.shape):
-        raise ValueError(f"it has no dimension {at}")
-    before = [each for each in rule.shape[:at] if each != -1]
-    if any(not isinstance(each, int) or each < 1 for each in before):
-        raise ValueError("only the divided dimension may be a list")
-    # Entries before it are outer dimensions of a view of the cut dimension, as the experts of stacked matrices are.
-    outer = math.prod(before) if dim == 0 and len(rule.shape) > len(shape) else 1
-    length, rest = divmod(shape[dim], outer)
-    if rest:
-        raise ValueError(f"{shape[dim]} is not a multiple of {outer}")
-    entry = rule.shape[at]
-    if isinstance(entry, tuple):
-        if not entry or sum(entry) != length or any(not isinstance(n, int) or n < 1 for n in entry):
-            raise ValueError(f"its parts are {sum(entry)} together, and there are {length}")
-        return tuple(entry) * outer
-    if entry == -1:
-        return (length,) * outer
-    count = int(entry)
-    if count < 1 or length % count:
-        raise ValueError(f"{length} is not a multiple of {count}")
-    return (length // count,) * (count * outer)
 
 
 def _check(

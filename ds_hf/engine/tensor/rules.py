@@ -7,6 +7,7 @@ from. A ``Rule`` says of one module, or of one parameter, which style it has; no
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from ds_hf.engine.tensor.styles import STYLES
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.errors import Fault
 
-__all__ = ["POINTER", "Rule", "Rules", "find_rules", "suggestion"]
+__all__ = ["POINTER", "Rule", "Rules", "find_rules", "sizes_of_shape", "suggestion"]
 
 POINTER = "/tensor_parallel"
 _CONFIG = f"{POINTER}/partition_config"
@@ -87,6 +88,41 @@ def find_rules(model: nn.Module, section: TensorParallelSection, faults: list[Fa
             )
         )
     return rules
+
+
+def sizes_of_shape(rule: Rule, shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """What lies along dimension ``dim`` of a fused weight, one after another.
+
+    DeepSpeed's ``shape``: at ``partition_dim`` the number of equal sub-matrices, their sizes, or -1 for one; other
+    entries are dimensions of a view, of which those before divide the cut dimension further.
+
+    Raises:
+        ValueError: it does not fit a weight of this shape.
+    """
+    assert rule.shape is not None
+    lists = [index for index, each in enumerate(rule.shape) if isinstance(each, tuple)]
+    at = rule.dim if rule.dim is not None else lists[0] if lists else 0
+    if not 0 <= at < len(rule.shape):
+        raise ValueError(f"it has no dimension {at}")
+    before = [each for each in rule.shape[:at] if each != -1]
+    if any(not isinstance(each, int) or each < 1 for each in before):
+        raise ValueError("only the divided dimension may be a list")
+    # Entries before it are outer dimensions of a view of the cut dimension, as the experts of stacked matrices are.
+    outer = math.prod(before) if dim == 0 and len(rule.shape) > len(shape) else 1
+    length, rest = divmod(shape[dim], outer)
+    if rest:
+        raise ValueError(f"{shape[dim]} is not a multiple of {outer}")
+    entry = rule.shape[at]
+    if isinstance(entry, tuple):
+        if not entry or sum(entry) != length or any(not isinstance(n, int) or n < 1 for n in entry):
+            raise ValueError(f"its parts are {sum(entry)} together, and there are {length}")
+        return tuple(entry) * outer
+    if entry == -1:
+        return (length,) * outer
+    count = int(entry)
+    if count < 1 or length % count:
+        raise ValueError(f"{length} is not a multiple of {count}")
+    return (length // count,) * (count * outer)
 
 
 # -- partition_config and presets ----------------------------------------------------------------------------------

@@ -36,12 +36,13 @@ from torch.nn import functional as F
 from ds_hf.engine.tensor.functions import Place, copy_to, gather_last, reduce_from, split_last
 from ds_hf.errors import DsHfError
 
-__all__ = ["STYLES", "CutModule", "Style", "is_transposed", "place_of", "swap_class"]
+__all__ = ["FUSED", "STYLES", "CutModule", "Style", "is_transposed", "place_of", "swap_class"]
 
 
 class CutModule(nn.Module):
     """What the classes below have in common: the first base of the class of a cut module."""
 
+    gather_output = False
     _ds_place: Place
     _ds_plain: bool  # a linear layer of torch or transformers, whose product is computed here
 
@@ -59,8 +60,14 @@ class Colwise(CutModule):
         return super().forward(copy_to(x, self._ds_place, owns_gradient=self._ds_plain), *args, **kwargs)
 
 
+class ColwiseFused(Colwise):
+    """The same of several matrices in one, each of which is cut."""
+
+
 class ColwiseGathered(Colwise):
     """Computes its part of the outputs, and gathers all."""
+
+    gather_output = True
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return gather_last(super().forward(x, *args, **kwargs), self._ds_place)
@@ -77,6 +84,10 @@ class Rowwise(CutModule):
         parts = torch.matmul(x, weight) if is_transposed(self) else F.linear(x, weight)
         total = reduce_from(parts, self._ds_place, in_place=True)
         return total if bias is None else total + bias.to(total.dtype)
+
+
+class RowwiseFused(Rowwise):
+    """The same of several matrices in one."""
 
 
 class RowwiseSplit(Rowwise):
@@ -173,6 +184,9 @@ STYLES = {
     "local_params": Style(),
     "replicate": Style(takes_parameter=True),
 }
+
+
+FUSED = {"out": Style(ColwiseFused, "out"), "in": Style(RowwiseFused, "in")}  # by DeepSpeed's ``shape``
 
 
 def is_transposed(module: nn.Module) -> bool:

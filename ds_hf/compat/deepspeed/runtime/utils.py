@@ -26,6 +26,7 @@ from ds_hf.deepspeed_api.runtime_utils import (
     see_memory_usage,
     set_random_seed,
 )
+from ds_hf.engine.zero.cut import is_marked as is_model_parallel_parameter
 
 from .._missing import missing
 
@@ -42,6 +43,7 @@ __all__ = [
     "get_only_unique_item",
     "get_weight_norm",
     "has_inf_or_nan",
+    "is_model_parallel_parameter",
     "mask_nan_or_inf_with_val_inplace",
     "memory_status",
     "move_to_device",
