@@ -157,6 +157,10 @@ def convert_command(
     kind = _dtype(dtype)
     if to in (Format.ds_hf, Format.deepspeed, Format.universal) and kind is not None:
         _usage(f"--dtype: {to.value} keeps states as they are")
+    if to not in (Format.ds_hf, Format.deepspeed) and out_tag is not None:
+        _usage(f"--out-tag: {to.value} has no tags; it is written to {output} itself")
+    if to not in (Format.hf, Format.fp32) and model is not None:
+        _usage(f"--model goes with weights (--to hf or fp32), not with {to.value}")
     from ds_hf.engine.checkpoint.formats import open_source
     from ds_hf.engine.checkpoint.source import Kind
 

@@ -52,8 +52,8 @@ class Draft:
     def _add(self, fault: Fault) -> None:
         self.faults.append(fault)
         if len(self.faults) >= MOST_FAULTS:
-            self.faults.append(Fault("", f"the check ended after {MOST_FAULTS} faults", "is this the right file?"))
-            self.refuse()
+            ended = Fault("", f"the check ended after {MOST_FAULTS} faults", "is this the right file?")
+            raise ConfigError([ended, *in_order(self.faults)], self.name)
 
     def refuse(self) -> NoReturn:
         """Raise what was found."""

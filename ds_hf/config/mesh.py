@@ -264,7 +264,7 @@ def _size(value: Any, source: str, pointer: str, faults: list[Fault]) -> int | N
         faults.append(Fault(pointer, f"{source} gives {value!r:.60}, not a number"))
         return None
     if size < 1:
-        faults.append(Fault(pointer, f"{source} gives {size}, which is no number of processes"))
+        faults.append(Fault(pointer, f"{source} gives {size}, which is not a number of processes"))
         return None
     return size
 

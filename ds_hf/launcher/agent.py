@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from ds_hf.launcher import worker
 from ds_hf.launcher.cores import cores_by_rank
 from ds_hf.launcher.errors import LaunchError
-from ds_hf.launcher.failure import Failure
+from ds_hf.launcher.failure import Failure, about_log
 from ds_hf.launcher.spec import NodeSpec
 
 __all__ = ["GRACE_S", "Attempt", "SignalException", "WorkerAgent", "run_workers", "worker_command"]
@@ -70,10 +70,11 @@ def worker_command(spec: NodeSpec, processes: int, restart: int = 0) -> list[str
 class WorkerAgent(LocalElasticAgent):
     """torch's agent with an earlier word about failures and a shorter patience."""
 
-    def __init__(self, spec: WorkerSpec, on_failure: OnFailure, host: str, **options: Any) -> None:
+    def __init__(self, spec: WorkerSpec, on_failure: OnFailure, host: str, log_dir: str | None, **options: Any) -> None:
         super().__init__(spec, **options)
         self._on_failure = on_failure
         self._host = host
+        self._log_dir = log_dir
         self._told_of: Any = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -105,7 +106,8 @@ class WorkerAgent(LocalElasticAgent):
             text, age = _recorded(context.error_files[local_rank])
             if code or (code is None and text):
                 rank = worker_group.workers[local_rank].global_rank
-                found.append(Failure(rank, local_rank, self._host, code or 1, age, text))
+                log = "" if self._log_dir is None else about_log(worker.log_file(self._log_dir, rank))
+                found.append(Failure(rank, local_rank, self._host, code or 1, age, text, log))
         return found
 
     def _kill_later(self) -> None:
@@ -154,6 +156,7 @@ def run_workers(attempt: Attempt, on_failure: OnFailure) -> bool:
             _worker_spec(attempt, command),
             on_failure,
             spec.hosts[attempt.node],
+            spec.log_dir,
             logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.ALL if spec.prefix else Std.NONE),
             start_method="spawn",
             log_line_prefix_template=f"[{spec.hosts[attempt.node]} ${{rank}}] " if spec.prefix else None,

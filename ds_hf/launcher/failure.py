@@ -6,19 +6,25 @@ time. Ages and not clock times travel between hosts, so that their clocks may di
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Failure", "describe", "first_of", "from_json"]
+__all__ = ["Failure", "about_log", "describe", "first_of", "from_json"]
 
+_FULL = 1 << 12  # bytes that are left: less than a block
 SIGTERM_CODES = (-int(signal.SIGTERM), -int(signal.SIGKILL))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One process that ended with an error; ``age`` is how many seconds ago, ``text`` its traceback or ``""``."""
+    """One process that ended with an error.
+
+    ``age`` is how many seconds ago, ``text`` its traceback or ``""``, ``log`` where its output is, if
+    that was not shown.
+    """
 
     rank: int
     local_rank: int
@@ -26,6 +32,7 @@ class Failure:
     code: int
     age: float
     text: str = ""
+    log: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -51,12 +58,26 @@ def describe(failures: Sequence[Failure]) -> str:
     """The first failure with its traceback, then the others in a line."""
     first = first_of(failures)
     head = f"rank {first.rank} failed first: host {first.host}, local rank {first.local_rank}, {_end(first.code)}"
-    body = first.text.rstrip() or "no traceback was recorded; what the process printed is above"
+    printed = f"what the process printed is {first.log or 'above'}"
+    if not first.text:
+        body = f"no traceback was recorded; {printed}"
+    else:
+        body = first.text.rstrip() + (f"\n{printed}" if first.log else "")
     others = sorted((f for f in failures if f.rank != first.rank), key=lambda failure: failure.rank)
     listed = ", ".join(f"rank {f.rank} ({f.host}, {_end(f.code)}{_last_line(f.text)})" for f in others[:8])
     more = f" and {len(others) - 8} more" if len(others) > 8 else ""
     after = f"\nafter it: {listed}{more}" if others else ""
     return f"{head}\n{body}{after}"
+
+
+def about_log(path: str) -> str:
+    """Where the output is, for ``Failure.log``. A full disk ends what prints, and nothing in the file says so."""
+    try:
+        disk = os.statvfs(os.path.dirname(path))
+        full = disk.f_blocks > 0 and disk.f_bavail * disk.f_frsize < _FULL
+    except OSError:
+        full = False
+    return f"in {path}{', on a disk that is full: make room there, or give another folder for logs' if full else ''}"
 
 
 def _last_line(text: str) -> str:

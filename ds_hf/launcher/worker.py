@@ -53,10 +53,14 @@ def _die_with(agent: int) -> None:
         sys.exit(1)
 
 
+def log_file(folder: str, rank: int | str) -> str:
+    """Where the output of ``rank`` goes."""
+    return os.path.join(folder, f"{os.environ['DS_HF_LAUNCH_TIME']}_rank{rank}.log")
+
+
 def _redirect(folder: str, rank: str) -> None:
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"{os.environ['DS_HF_LAUNCH_TIME']}_rank{rank}.log")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -190,6 +190,8 @@ def test_weights(own: Path, tmp_path: Path) -> None:
         (["convert", "OWN", "out", "--out-tag", "../evil"], 1, "'../evil' cannot be the tag of a checkpoint"),
         (["convert", "OWN", "out", "--out-tag", "/tmp/evil"], 1, "it leads out of the folder"),
         (["convert", "OWN", "out", "--to", "deepspeed", "--out-tag", "../evil"], 1, "it leads out of the folder"),
+        (["convert", "OWN", "out", "--to", "dcp", "--out-tag", "later"], 2, "--out-tag: dcp has no tags"),
+        (["convert", "OWN", "out", "--to", "dcp", "--model", "."], 2, "--model goes with weights"),
         (["convert", "OWN", "out", "--out-tag", "latest"], 1, "'latest' is the name of a file"),
         (["convert", "OWN", "", "--to", "hf"], 2, "is empty"),
         (["verify", ""], 2, "is empty"),

@@ -211,7 +211,7 @@ def test_parts_divide_the_processes_that_hold_the_same(tree: dict[str, Any], sai
         ({"mesh_param": (4, 0)}, "(4, 0) is not a mesh"),
         ({"mesh_param": (4, True)}, "(4, True) is not a mesh"),
         ({"mpu": mpu(model="two")}, "mpu.get_model_parallel_world_size() gives 'two', not a number"),
-        ({"mpu": mpu(model=0)}, "mpu.get_model_parallel_world_size() gives 0, which is no number of processes"),
+        ({"mpu": mpu(model=0)}, "mpu.get_model_parallel_world_size() gives 0, which is not a number of processes"),
         ({"mpu": object()}, "object has no get_data_parallel_group()"),
         ({"topology": Topology(pipe=2, depth=2)}, "it has an axis 'depth'"),
         ({"environ": environ(TP="two")}, "PARALLELISM_CONFIG_TP_SIZE gives 'two', not a number"),

@@ -182,7 +182,7 @@ def test_twenty_thousand_faults_are_a_page(kind: str, monkeypatch: pytest.Monkey
         load_config(FLOODS[kind], world_size=1)
     assert len(str(caught.value)) < 4000
     assert "... and 31 more" in str(caught.value)
-    assert any("the check ended after 50 faults" in fault.message for fault in caught.value.faults)
+    assert "the check ended after 50 faults" in str(caught.value)  # among those that are shown
     assert len(looked) <= 50  # what takes the time: 7 ms each
 
 

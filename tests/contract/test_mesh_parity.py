@@ -384,7 +384,7 @@ def test_bad_groups_and_marks_are_refused_on_every_rank() -> None:
         )
         assert "mpu.get_model_parallel_rank() is 1, and its place in the group [0, 1] is 0" in found["rank"]
         assert "it has no get_tensor_model_parallel_group()" in found["no group"]
-        assert "are no row and column of one grid" in found["no grid"]
+        assert "do not cross in one grid" in found["no grid"]
         assert "and there are 4 processes" in found["sizes"]
         assert "data 2 x tensor 2" in found["sizes"]
         assert "data-parallel size 2: 4 processes" in found["batch"]

@@ -21,7 +21,7 @@ from ds_hf.cli.root import app
 from ds_hf.launcher import agent, front, node, resources
 from ds_hf.launcher.cores import cores_by_rank, physical_cores
 from ds_hf.launcher.errors import LaunchError
-from ds_hf.launcher.failure import Failure, describe
+from ds_hf.launcher.failure import Failure, about_log, describe
 from ds_hf.launcher.spec import NodeSpec
 from tests.helpers.distributed import free_port
 from tests.helpers.patience import PATIENCE
@@ -343,6 +343,22 @@ def test_failures_that_follow_are_a_line() -> None:
     assert text.startswith("rank 1 failed first: host a, local rank 1, exit code 1\nTraceback")
     assert text.endswith("after it: rank 0 (a, exit code 1: RuntimeError: connection closed)")
     assert text.count("Traceback") == 1
+
+
+def test_a_failure_names_the_log_that_has_the_output(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    code, output = finish(tmp_path, "--num_gpus", "1", "--enable_each_rank_log", "logs", "fails.py")
+    (log,) = (tmp_path / "logs").iterdir()
+    assert code == 3
+    assert output.rstrip().endswith(f"no traceback was recorded; what the process printed is in {log}")
+
+
+@pytest.mark.parametrize("text", ["", "Traceback ...\nOSError: [Errno 28] No space left on device\n"])
+def test_a_log_on_a_full_disk_is_told(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    told = describe([Failure(0, 0, "a", 1, 1.0, text, about_log(str(tmp_path / "rank0.log")))])
+    assert f"what the process printed is in {tmp_path}/rank0.log, on a disk that is full: make room there" in told
 
 
 def test_core_lists() -> None:

@@ -493,7 +493,7 @@ def cover_fault(shape: Sequence[int], fragments: Sequence[SavedFragment]) -> str
         return "" if end == numel else f"have {end} elements, its shape {list(shape)} has {numel}"
     dim = slices[0].dim
     if len(slices) < len(cuts) or any(cut.dim != dim for cut in slices) or dim >= len(shape):
-        return f"are of slices that are no parts of one dimension of its shape {list(shape)}"
+        return f"are of slices that are not parts of one dimension of its shape {list(shape)}"
     end = 0
     for first, count in sorted(pair for cut in slices for pair in cut.ranges):
         if first != end or count == 0:

@@ -37,7 +37,7 @@ def check_groups(mpu: Any, shape: MeshShape) -> tuple[dist.ProcessGroup, dist.Pr
     if not faults:
         out_of_line = _out_of_line(places)
         if out_of_line:
-            fault = f"its groups {data} and {tensor} are no row and column of one grid" if me in out_of_line else ""
+            fault = f"its groups {data} and {tensor} do not cross in one grid" if me in out_of_line else ""
             faults, _ = _told_by_all(fault, place)
     if faults:
         more = f"; {len(faults) - 4} more ranks" if len(faults) > 4 else ""
