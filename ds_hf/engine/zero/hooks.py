@@ -65,6 +65,34 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, slot, None), depth + 1)
 
 
+class _Untracked:
+    """Whether calls of modules are followed; which units were gathered while they were not."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.gathered: dict[Unit, None] = {}
+
+
+_untracked = _Untracked()
+
+
+@contextmanager
+def untracked_calls() -> Iterator[None]:
+    """Calls of modules inside are parts of something that is followed: a unit that is not there is gathered for the
+    first of them, and released when the block ends.
+
+    For a function that runs in pieces (tiles), each with a backward of its own inside.
+    """
+    _untracked.depth += 1
+    try:
+        yield
+    finally:
+        _untracked.depth -= 1
+        while not _untracked.depth and _untracked.gathered:
+            unit, _ = _untracked.gathered.popitem()
+            unit.release()
+
+
 class Removable(Protocol):
     """What can be taken away again, as torch's ``RemovableHandle``."""
 
@@ -230,6 +258,14 @@ class UnitHooks:
             self.reducer.record_use(unit)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if _untracked.depth:
+            if unit.start_gather():
+                _untracked.gathered.setdefault(unit)
+            unit.gather()
+            return None
+        return self._enter(unit, module, args, kwargs)
+
+    def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not unit.name and module is unit.module:
             self._open = True
             self._let_root_go()
@@ -259,6 +295,10 @@ class UnitHooks:
         return watched
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not _untracked.depth:
+            self._leave(unit, module, output)
+
+    def _leave(self, unit: Unit, module: nn.Module, output: Any) -> None:
         recomputing = in_backward()
         if not recomputing:
             unit.depth = max(unit.depth - 1, 0)
@@ -309,7 +349,7 @@ class UnitHooks:
                 self._queue_flush()
         elif self._open:
             used = unit in self.reducer.used
-            self._pre_forward(unit, unit.module, (), {})
+            self._enter(unit, unit.module, (), {})
             call = self._calls.setdefault(unit, _Call(self, unit))  # there is none yet under no_grad
             if self._last is not None and not used:
                 call.ends_before(self._last)
@@ -320,7 +360,7 @@ class UnitHooks:
         self._open, self._last = False, None
         guests, self._guests = self._guests, []
         for guest in guests:
-            self._post_forward(guest, guest.module, (), {}, output)
+            self._leave(guest, guest.module, output)
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -402,8 +442,8 @@ class _GradientHook:
         self.index, self.ready, self.count = index, buffer.ready, len(buffer.buffer.params)
 
     def __call__(self, param: Tensor) -> None:
-        if param.grad is None:
-            return
+        if param.grad is None or not param.__dict__.get("ds_grad_is_ready", True):
+            return  # a function that runs in tiles says, as DeepSpeed's do, that more comes to it
         self.ready.add(self.index)
         if len(self.ready) < self.count:  # most calls end here: there is one for each parameter
             return

@@ -1,0 +1,220 @@
+"""Losses tile by tile, so that the logits of all positions never exist at once.
+
+A loss is the last thing that a model computes, so its gradient is taken in forward, beside each tile, and only
+multiplied in backward: no logits are computed twice. Of a head of ``[vocabulary, hidden]`` the gradient is kept between
+forward and backward, and that of the hidden states.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ds_hf.engine.tiling.compute import GradientSums, apply, bounds, deliver, leaves_behind
+from ds_hf.engine.zero.hooks import untracked_calls
+
+__all__ = ["linear_cross_entropy", "tiled_loss"]
+
+_LOGITS_NBYTES = 512 << 20  # of one chunk, in fp32
+_LEAST_ROWS = 1024  # with fewer, adding up the gradient of the weight takes a third of the time of the products
+
+# -- any loss -------------------------------------------------------------------------------------------------------
+
+
+def tiled_loss(
+    fn: Callable[..., Tensor], tensors: Sequence[Tensor], weights: Sequence[nn.Parameter], tiles: int, *, mean: bool
+) -> Tensor:
+    """The sum, or the mean, of ``fn`` over the tiles of ``tensors`` (``[positions, ...]`` each).
+
+    Args:
+        fn: gives one number for the tiles of one stretch. What else it reads are weights.
+        tensors: the first is what gradients go back to.
+        weights: those that ``fn`` reads, as far as known; others get their gradient in backward all the same.
+    """
+    weights = [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
+    cuts = bounds(len(tensors[0]), tiles)
+    share = 1 / len(cuts) if mean else 1.0
+    wanted, count = torch.is_grad_enabled(), len(tensors)
+    return apply(_Loss, fn, cuts, share, wanted, count, *tensors, *weights)
+
+
+class _Loss(torch.autograd.Function):
+    """``tiled_loss``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        fn: Callable[..., Tensor],
+        cuts: Sequence[tuple[int, int]],
+        share: float,
+        wanted: bool,
+        count: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        x, others, weights = tensors[0], tensors[1:count], tensors[count:]
+        x_grad = torch.zeros_like(x) if wanted and ctx.needs_input_grad[5] else None
+        sums, beside, outputs = GradientSums(len(weights)), list[Tensor](), []
+        with untracked_calls():
+            for start, end in cuts:
+                tile = x[start:end].detach().requires_grad_(x_grad is not None)
+                with torch.set_grad_enabled(wanted):
+                    output = fn(tile, *(other[start:end] for other in others))
+                outputs.append(output.detach().reshape(()))
+                if not output.requires_grad:
+                    continue
+                own = [tile] if x_grad is not None else []
+                if not beside:
+                    beside = leaves_behind(output, [*own, *weights])
+                    sums.sums += [None] * len(beside)
+                grads = torch.autograd.grad(output, [*own, *weights, *beside], allow_unused=True)
+                if x_grad is not None and grads[0] is not None:
+                    x_grad[start:end] = grads[0]
+                sums.add(grads[len(own) :])
+        ctx.share, ctx.count, ctx.weights, ctx.beside = share, count, weights, beside
+        ctx.save_for_backward(x_grad, *kept(sums.sums, [*weights, *beside]))
+        return torch.stack(outputs).sum() * share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x_grad, *sums = ctx.saved_tensors
+        factor = grad.float() * ctx.share
+        scaled = [times(s, factor, weight) for s, weight in zip(sums, [*ctx.weights, *ctx.beside], strict=True)]
+        known = len(ctx.weights)
+        deliver(ctx.beside, scaled[known:])
+        own = None if x_grad is None else times(x_grad, factor, x_grad)
+        return (*[None] * 5, own, *[None] * (ctx.count - 1), *scaled[:known])
+
+
+def kept(sums: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients as they wait for backward: in bf16 if that is their tensor's dtype; of fp16, whose range the loss scale
+    has not widened yet, as they are."""
+    narrow = torch.bfloat16
+    return [None if s is None else s.to(narrow) if t.dtype is narrow else s for s, t in zip(sums, of, strict=True)]
+
+
+def times(grad: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
+    """``grad * factor`` in the dtype of ``like``."""
+    return None if grad is None else (grad * factor).to(like.dtype)
+
+
+# -- cross entropy over a head ----------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100
+) -> Tensor:
+    """``cross_entropy(linear(hidden, weight, bias).float(), labels, reduction="sum")``, ``[]`` in fp32.
+
+    Liger's kernel where it is installed and there is a GPU; else plain torch.
+
+    Args:
+        hidden: ``[positions, hidden]``. weight: ``[vocabulary, hidden]``. labels: ``[positions]``, int64.
+    """
+    if hidden.is_cuda and (liger := _liger()) is not None:
+        fused: Tensor = liger(hidden, weight, labels, bias=bias, ignore_index=ignore_index, reduction="sum")
+        return fused.float()
+    wanted = torch.is_grad_enabled()
+    return apply(_LinearCrossEntropy, hidden, weight, bias, labels, ignore_index, wanted)
+
+
+@functools.cache
+def _liger() -> Callable[..., Any] | None:
+    """Liger's fused linear cross entropy, summing the gradient of the weight in fp32 where it can."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as fused
+
+    if "accum_dtype" in inspect.signature(fused).parameters:
+        return functools.partial(fused, accum_dtype=torch.float32)
+    return fused  # type: ignore[no-any-return]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """``linear_cross_entropy`` in torch's operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ignore_index: int,
+        wanted: bool,
+    ) -> Tensor:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        needs = [wanted and need for need in ctx.needs_input_grad[:3]]
+        chunks = _Chunks(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), needs)
+        with torch.autocast(kind, enabled=False):
+            loss = chunks.run(labels.reshape(-1), ignore_index)
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
+        ctx.save_for_backward(*chunks.grads(weight))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        found = [
+            None if kept_grad is None else (kept_grad * grad).to(dtype)
+            for kept_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*found, None, None, None)
+
+
+class _Chunks:
+    """Loss and gradients of stretches of positions, one after another.
+
+    Args:
+        hidden, weight, bias: in the dtype of the product.
+        needs: which of them want gradients.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.of_hidden = torch.empty_like(hidden) if needs[0] else None
+        self.of_weight, self.of_bias = GradientSums(1), GradientSums(1)
+        self.needs = needs
+
+    def run(self, labels: Tensor, ignore_index: int) -> Tensor:
+        """The loss, summed in fp32."""
+        rows = max(_LOGITS_NBYTES // (4 * len(self.weight)), _LEAST_ROWS)
+        loss = torch.zeros((), dtype=torch.float32, device=self.hidden.device)
+        for start, end in bounds(len(self.hidden), -(-len(self.hidden) // rows)):
+            if end > start:
+                loss += self._chunk(start, end, labels[start:end], ignore_index)
+        return loss
+
+    def _chunk(self, start: int, end: int, labels: Tensor, ignore_index: int) -> Tensor:
+        hidden = self.hidden[start:end]
+        logits = F.linear(hidden, self.weight, self.bias).float()
+        counted = (labels != ignore_index).unsqueeze(1)
+        places = torch.where(counted, labels.unsqueeze(1), 0)
+        normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+        loss = ((normaliser - logits.gather(1, places)) * counted).sum()
+        if any(self.needs):
+            grad = logits.sub_(normaliser).exp_()  # the softmax
+            grad.scatter_add_(1, places, torch.full_like(normaliser, -1.0))
+            self._backward(start, end, grad.mul_(counted).to(hidden.dtype))
+        return loss
+
+    def _backward(self, start: int, end: int, grad: Tensor) -> None:
+        if self.of_hidden is not None:
+            torch.mm(grad, self.weight, out=self.of_hidden[start:end])
+        if self.needs[1]:
+            self.of_weight.add([grad.t() @ self.hidden[start:end]])
+        if self.needs[2]:
+            self.of_bias.add([grad.sum(0, dtype=torch.float32)])
+
+    def grads(self, weight: Tensor) -> list[Tensor | None]:
+        """Of the three, as they wait for backward."""
+        return [self.of_hidden, *kept(self.of_weight.sums, [weight]), *self.of_bias.sums]
