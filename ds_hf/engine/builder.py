@@ -21,7 +21,7 @@ from ds_hf.config import load_config
 from ds_hf.config.mesh import MODEL_TOPOLOGY, TOPOLOGY, Claim, divides_layers, given_claims
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
-from ds_hf.engine import activations, progress
+from ds_hf.engine import activations, progress, tiling
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
 from ds_hf.engine.data import build_dataloader
@@ -114,6 +114,7 @@ def build_engine(
     if mesh.shape.tensor > 1 and not mesh.is_given:
         compare_first_batch(model, mesh)
     activations.attach(engine)
+    tiling.attach(engine)
     progress.attach(engine)
     if compiled or settings.ds_hf.compile:
         engine.compile()

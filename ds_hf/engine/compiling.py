@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_hf.log import logger
 
-__all__ = ["CompileReport", "ModuleCompiler", "tell_of_compilation"]
+__all__ = ["CompileReport", "ModuleCompiler", "StandIn", "tell_of_compilation"]
 
 _ENOUGH_CALLS = 2  # optimizer steps after which everything that recurs has been compiled
 
@@ -51,12 +51,12 @@ class ModuleCompiler:
 
     def __init__(self, hooked: Iterable[nn.Module]) -> None:
         self.hooked = list(dict.fromkeys(hooked))
-        self.compiled: dict[nn.Module, _StandIn] = {}
+        self.compiled: dict[nn.Module, StandIn] = {}
         self.steps = 0
         self._before: tuple[int, dict[str, int]] | None = None
         for module in self.hooked:
             again = module.__dict__.pop("_compiled_call_impl", None) is not None
-            module.__dict__["compile"] = _StandIn(module, "compile", _Compile(self, module))
+            module.__dict__["compile"] = StandIn(module, "compile", _Compile(self, module))
             if again:  # compiled before it had hooks
                 self.compile(module)
 
@@ -74,7 +74,7 @@ class ModuleCompiler:
             return
         if module not in self.compiled:
             forward = torch.compile(module.forward, *args, **options)
-            self.compiled[module] = module.__dict__["forward"] = _StandIn(module, "forward", forward)
+            self.compiled[module] = module.__dict__["forward"] = StandIn(module, "forward", forward)
 
     def report(self) -> CompileReport:
         """Graphs and graph breaks since the first module was compiled."""
@@ -118,7 +118,7 @@ class _Compile:
         self.compiler.compile(self.module, *args, **options)
 
 
-class _StandIn:
+class StandIn:
     """Stands in for a method of one module; a copy of the module has its class's method again."""
 
     def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:

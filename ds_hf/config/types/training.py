@@ -188,6 +188,8 @@ class DsHfSection:
     sparse_attention: bool | Literal["all"] = False
     split_masters: bool | Literal["auto"] = "auto"
     offload_activations: bool = False
+    tiled_mlp: int | Literal["auto"] | None = None
+    chunked_loss: bool = False
     stochastic_rounding: bool = True
 
 

@@ -205,7 +205,7 @@ def _run(
     whole = list(tensors[split:])
     output: Tensor | None = None
     for index, (start, end) in enumerate(cuts):
-        tile = fn([tensor.narrow(dim, start, end - start) for tensor in tensors[:split]], whole)
+        tile = fn([_tile(tensor, dim, start, end) for tensor in tensors[:split]], whole)
         if output is None:
             shape = list(tile.shape)
             if join is None:
@@ -216,6 +216,11 @@ def _run(
         (output[index] if join is None else output.narrow(join, start, end - start)).copy_(tile)
     assert output is not None
     return output
+
+
+def _tile(tensor: Tensor, dim: int, start: int, end: int) -> Tensor:
+    """A stretch of ``tensor``, without a graph; in one piece, as whole tensors mostly are: functions count on it."""
+    return tensor.detach().narrow(dim, start, end - start).contiguous()
 
 
 class _Backward:
@@ -260,7 +265,7 @@ class _Backward:
 
     def _again(self, start: int, end: int) -> tuple[list[Tensor], Tensor]:
         tiles = [
-            tensor.narrow(self.dim, start, end - start).detach().requires_grad_(need)
+            _tile(tensor, self.dim, start, end).requires_grad_(need)
             for tensor, need in zip(self.split, self.split_needs, strict=True)
         ]
         with torch.enable_grad():

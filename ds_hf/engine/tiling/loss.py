@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ds_hf.engine.tiling.compute import GradientSums, apply, bounds, deliver, leaves_behind
+from ds_hf.engine.tiling.logits import DeferredLogits
 from ds_hf.engine.zero.hooks import untracked_calls
 
-__all__ = ["linear_cross_entropy", "tiled_loss"]
+__all__ = ["causal_lm_loss", "linear_cross_entropy", "rows_cross_entropy", "tiled_loss"]
 
 _LOGITS_NBYTES = 512 << 20  # of one chunk, in fp32
 _LEAST_ROWS = 1024  # with fewer, adding up the gradient of the weight takes a third of the time of the products
@@ -218,3 +219,90 @@ class _Chunks:
     def grads(self, weight: Tensor) -> list[Tensor | None]:
         """Of the three, as they wait for backward."""
         return [self.of_hidden, *kept(self.of_weight.sums, [weight]), *self.of_bias.sums]
+
+
+# -- cross entropy of logits that are there ---------------------------------------------------------------------------
+
+
+def rows_cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, rows: int | None = None) -> Tensor:
+    """``cross_entropy(logits.float(), labels, reduction="none")``, ``[rows]`` in fp32, a few rows at a time: no fp32
+    copy of the logits exists, and their gradient is made in their own dtype.
+
+    Args:
+        logits: ``[rows, vocabulary]``. labels: ``[rows]``, int64.
+        rows: in one step; default as many as are 512 MiB in fp32.
+    """
+    rows = rows or max(_LOGITS_NBYTES // (4 * max(logits.shape[-1], 1)), 1)
+    return apply(_RowsCrossEntropy, logits, labels, ignore_index, rows)
+
+
+class _RowsCrossEntropy(torch.autograd.Function):
+    """``rows_cross_entropy``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
+        counted = labels != ignore_index
+        places = torch.where(counted, labels, 0).unsqueeze(1)
+        normaliser = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        chosen = torch.empty_like(normaliser)
+        for start in range(0, len(logits), rows):
+            part = logits[start : start + rows].float()
+            normaliser[start : start + rows] = torch.logsumexp(part, dim=1)
+            chosen[start : start + rows] = part.gather(1, places[start : start + rows]).squeeze(1)
+        ctx.rows = rows
+        ctx.save_for_backward(logits, places, counted, normaliser)
+        return torch.where(counted, normaliser - chosen, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "The chunked cross entropy has no second derivative; backward with create_graph=True is not supported"
+            )
+        logits, places, counted, normaliser = ctx.saved_tensors
+        factor = torch.where(counted, grad.float(), 0.0)
+        found = torch.empty_like(logits)
+        for start in range(0, len(logits), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            softmax = logits[part].float().sub_(normaliser[part].unsqueeze(1)).exp_()
+            softmax.scatter_add_(1, places[part], torch.full_like(softmax[:, :1], -1.0))
+            found[part] = softmax.mul_(factor[part].unsqueeze(1))
+        return found, None, None, None
+
+
+# -- as models of transformers call it --------------------------------------------------------------------------------
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    rows: int | None = None,
+    **unused: Any,
+) -> Tensor:
+    """transformers' ``ForCausalLMLoss``, of logits or of ``DeferredLogits``.
+
+    Args:
+        labels: as long as ``logits``; a position predicts the label of the next one.
+        num_items_in_batch: by which the sum is divided; default the labels that count.
+        shift_labels: labels that are at the position that predicts them.
+        rows: of ``rows_cross_entropy``.
+    """
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.reshape(-1).to(logits.device)
+    if isinstance(logits, DeferredLogits) and logits.shape[-1] == vocab_size:
+        head, hidden = logits.head, logits.hidden
+        total = linear_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]), head.weight, targets, head.bias, ignore_index=ignore_index
+        )
+    else:
+        total = rows_cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index=ignore_index, rows=rows).sum()
+    if num_items_in_batch is None:
+        return total / (targets != ignore_index).sum()
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch

@@ -1,0 +1,82 @@
+"""Logits that are computed when they are looked at: a loss may then do without most of them.
+
+``DeferredLogits`` is what a head gives while its model computes its training loss. It has the shape, dtype and device
+of the logits. The one loss that knows it takes hidden states and head apart; any other operator gets the logits
+themselves, so a model that scales or caps them before its loss is right and only saves less.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+__all__ = ["DeferredHead", "DeferredLogits"]
+
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_leaf", "grad_fn", "is_sparse")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point),
+    *(Tensor.__len__, Tensor.is_complex, Tensor.get_device, Tensor.__hash__),
+}
+
+
+class DeferredLogits(Tensor):
+    """``head(hidden)``, not computed yet.
+
+    Attributes:
+        hidden: ``[..., hidden]``. head: the linear layer. made: the logits, once they were asked for.
+    """
+
+    hidden: Tensor
+    head: nn.Linear
+    made: Tensor | None
+
+    @staticmethod
+    def __new__(cls: type[DeferredLogits], hidden: Tensor, head: nn.Linear) -> DeferredLogits:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        shape = (*hidden.shape[:-1], head.out_features)
+        deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        deferred.hidden, deferred.head, deferred.made = hidden, head, None
+        return deferred
+
+    def compute(self) -> Tensor:
+        """The logits."""
+        if self.made is None:
+            self.made = self.head(self.hidden)
+        return self.made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DeferredLogits({tuple(self.hidden.shape[:-1])}, {self.head})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        args, kwargs = tree_map(_computed, args), tree_map(_computed, kwargs or {})
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map(_computed, args), tree_map(_computed, kwargs or {})
+        return func(*args, **kwargs)
+
+
+def _computed(value: Any) -> Any:
+    return value.compute() if isinstance(value, DeferredLogits) else value
+
+
+class DeferredHead:
+    """Stands for a head while its logits are deferred."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self._head = head
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return DeferredLogits(hidden, self._head)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
