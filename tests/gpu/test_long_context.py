@@ -147,8 +147,7 @@ def tiny_flight() -> dict[str, Any]:
     room._IN_FLIGHT_NBYTES = 0
     usual = room.ActivationOffload.__init__.__kwdefaults__
     room.ActivationOffload.__init__.__kwdefaults__ = {**usual, "in_flight_nbytes": 0}  # type: ignore[dict-item]
-    found = {name: run(2, "bf16", {"chunked_loss": True, **WAYS[name]}) for name in ("plain", "offload")}
-    return found
+    return {name: run(2, "bf16", {"chunked_loss": True, **WAYS[name]}) for name in ("plain", "offload")}
 
 
 def test_memory_after_forward() -> None:
