@@ -295,6 +295,24 @@ class PipelineEngine(Engine):
             text = " | ".join(f"stage {stage}: {share:.1%}" for stage, share in enumerate(shares.tolist()))
             say(f"idle | {text} | bubble of the schedule: {(stages - 1) / (count + stages - 1):.1%}")
 
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
+        """Load whole weights, the same on every rank, of which each stage takes its own. Collective.
+
+        Raises:
+            RuntimeError: ``strict``, and this stage has weights that are not there.
+        """
+        own = self.module.state_dict().keys()
+        super().load_module_state_dict({name: value for name, value in state_dict.items() if name in own}, strict)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """As of every engine, at any number of stages; data of ``initialize`` go on where they stood."""
+        found = super().load_checkpoint(*args, **kwargs)
+        if self.training_dataloader is not None:
+            self.data_iterator = None
+        return found
+
     # -- what a pipeline has not ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

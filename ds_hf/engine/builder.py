@@ -87,8 +87,8 @@ def build_engine(
     measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
     monitor = open_monitors(settings, mesh.world, silent=measured)
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
-    pipelined = isinstance(model, StageModule)
-    if pipelined and measured:
+    pipeline = model if isinstance(model, StageModule) else None
+    if pipeline is not None and measured:
         raise ConfigError(
             "the autotuner and the LR finder run forward and backward of an engine by themselves, which are parts of "
             "train_batch() here: tune a model without stages",
@@ -96,10 +96,12 @@ def build_engine(
         )
     if divides:
         divide(model, mesh, settings.tensor_parallel, optimizer)
+    if pipeline is not None:
+        model_parameters = _set_chunks(pipeline, settings.ds_hf.pipeline.chunks, optimizer, model_parameters)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
     if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
         warn_once(advice)
-    parts = make_parts(settings, plan, mesh, model, inner, optimizer_type, whole_batches=pipelined)
+    parts = make_parts(settings, plan, mesh, model, inner, optimizer_type, whole_batches=pipeline is not None)
     engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
     engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
     if training_data is not None:
@@ -174,6 +176,23 @@ def _warn_of_divided_sequences(together: int, here: int) -> None:
             "layer exchanges, four times q, k and v in a step, goes between hosts; give a "
             f"sequence-parallel size that divides {here} ({', '.join(map(str, sizes))}), and ZeRO the rest"
         )
+
+
+def _set_chunks(
+    model: StageModule, chunks: int, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> Iterable[Any] | None:
+    """Divide the model as ``ds_hf.pipeline.chunks`` asks, if it is not; the parameters to train."""
+    if chunks == 1 or chunks == model.chunks or model.num_stages == 1:
+        return model_parameters
+    given = None if model_parameters is None else list(model_parameters)
+    if isinstance(optimizer, Optimizer) or (given and isinstance(given[0], dict)):
+        raise ConfigError(
+            f"ds_hf.pipeline.chunks is {chunks}, which gives this process other layers, and the optimizer or the "
+            f"groups were made of those that it had: make the model as PipelineModule(..., chunks={chunks}) first",
+            "/ds_hf/pipeline/chunks",
+        )
+    model.repartition(chunks)
+    return None
 
 
 def _warn_of_hosts(inner: int, here: int) -> None:
@@ -262,10 +281,11 @@ def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) 
     else:
         kept = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
         kept[0]["params"] = [p for p in kept[0]["params"] if p.requires_grad]
-    kept = [group for group in kept if group["params"]]
-    if not kept:
+    if not any(group["params"] for group in kept):
         raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
-    return kept
+    if isinstance(model, StageModule):  # groups have the same numbers on all stages
+        return kept
+    return [group for group in kept if group["params"]]
 
 
 def _listed(params: Any) -> list[Tensor]:

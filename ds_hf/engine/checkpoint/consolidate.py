@@ -33,6 +33,7 @@ from ds_hf.engine.checkpoint.interface import (
     parameter_name,
     world_of,
 )
+from ds_hf.engine.checkpoint.stages import find_stages, values_of
 from ds_hf.engine.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
@@ -71,7 +72,9 @@ def consolidated_state_dict(
     """
     holders = find_holders(engine)
     holders.check(engine, "gathering whole weights")
-    holders.check_first()
+    stages = find_stages(engine, holders)
+    if not stages.remote:
+        holders.check_first()
     first = holders.rank == 0
     adapters = adapter_names(engine.module)
     state: dict[str, Tensor] = {}
@@ -79,7 +82,7 @@ def consolidated_state_dict(
     def wanted(name: str, param: Tensor) -> bool:
         return not exclude_frozen_parameters or param.requires_grad or not adapters.isdisjoint(name.split("."))
 
-    for buffer in flat_buffers(engine):
+    for buffer in flat_buffers(engine) if stages.here else ():
         named = [(parameter_name(engine, param), param) for param in buffer.owners]
         named = [(name, param) for name, param in named if wanted(name, param)]
         with torch.no_grad(), unshard([buffer] if buffer.sharded and named else []):
@@ -88,19 +91,21 @@ def consolidated_state_dict(
                 if first and value is not None:
                     state[name] = value.to("cpu", copy=True)
     placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.owners}
-    for name, param in engine.module.named_parameters():
+    for name, param in engine.module.named_parameters() if stages.here else ():
         name = parameter_name(engine, param, name)
         if id(param) not in placed and wanted(name, param):
             value = whole_value(engine, holders, name, param)
             if first and value is not None:
                 state[name] = value.to("cpu", copy=True)
+    for name, value in values_of(engine, stages, lambda r: r.trains or not exclude_frozen_parameters):
+        state[name] = value.to("cpu", copy=True)
     if not first:
         return None
     buffers, tied = module_buffers(engine.module)
     kept = {name: value for name, value in buffers.items() if name not in holders.own}
     state.update({name: value.detach().to("cpu", copy=True) for name, value in kept.items()})
     state.update({name: child.get_extra_state() for name, child in extra_states(engine.module).items()})
-    for alias, name in {**aliases(engine), **tied}.items():
+    for alias, name in {**stages.tied, **aliases(engine), **tied}.items():
         if name in state:
             state[alias] = state[name]
     order = {name.replace("_orig_mod.", ""): index for index, name in enumerate(engine.module.state_dict())}

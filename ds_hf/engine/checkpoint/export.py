@@ -27,6 +27,7 @@ from ds_hf.engine.checkpoint.interface import (
 from ds_hf.engine.checkpoint.model_files import copy_model_files, find_model_folder, require_config, set_dtype
 from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.checkpoint.source import Report, Source
+from ds_hf.engine.checkpoint.stages import find_stages, values_of
 from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.engine.zero.cut import whole_shape
@@ -124,9 +125,12 @@ def export_engine(
     """
     holders, world = find_holders(engine), world_of(engine)
     holders.check(engine, f"writing {folder}")
-    holders.check_first()
+    stages = find_stages(engine, holders)
+    if not stages.remote:
+        holders.check_first()
     first = holders.rank == 0
     specs = [spec for spec in _engine_specs(engine, dtype) if spec.name not in holders.own]
+    specs += [Spec(each.name, each.shape, _floating(dtype, each.dtype)) for each in stages.remote]
     writer: ShardedWriter | None = None
     problem: list[BaseException] = []
     with together(world, f"preparing {folder}"):
@@ -134,21 +138,26 @@ def export_engine(
         writer = ShardedWriter(target, specs, max_shard_size) if first else None
 
     def put(name: str, param: Tensor) -> None:
-        """Write on rank 0; a failure waits, since the others are gathering the next unit."""
-        value = whole_value(engine, holders, name, param)
+        write(name, whole_value(engine, holders, name, param))
+
+    def write(name: str, value: Tensor | None) -> None:
+        """On rank 0; a failure waits, since the others are gathering the next unit."""
         if writer is not None and value is not None and not problem:
             try:
                 writer.put(name, value)
             except Exception as error:  # everything: raised below, on every rank
                 problem.append(error)
 
-    for buffer in flat_buffers(engine):
+    for buffer in flat_buffers(engine) if stages.here else ():
         with torch.no_grad(), unshard([buffer] if buffer.sharded else []):
             for name, param in zip(names_of(engine, buffer), buffer.owners, strict=True):
                 put(name, param)
-    for name, value in {**loose_parameters(engine), **module_buffers(engine.module)[0]}.items():
+    rest = {**loose_parameters(engine), **module_buffers(engine.module)[0]} if stages.here else {}
+    for name, value in rest.items():
         if name not in holders.own:
             put(name, value)
+    for name, value in values_of(engine, stages):
+        write(name, value)
     with together(world, f"writing {target}"):
         if writer is not None:
             error = problem[0] if problem else None

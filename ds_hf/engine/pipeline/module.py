@@ -111,8 +111,6 @@ class StageModule(nn.Module):
         self.tied_modules = nn.ModuleDict()
         self.tied_weight_attrs: dict[str, list[str]] = {}
         self._set_division(chunks)
-        if self.global_rank == 0:
-            logger.info("%s", self._division.table(self._layer_specs))
         self._build()
 
     def _set_division(self, chunks: int) -> None:
@@ -124,11 +122,13 @@ class StageModule(nn.Module):
         self.parts = self._division.parts
         self._bounds = self._division.bounds(self.stage_id)
         self._local_start, self._local_stop = self._bounds[0][0], self._bounds[-1][1]
+        if self.global_rank == 0:
+            logger.info("%s", self._division.table(self._layer_specs))
 
     # -- building -------------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
-        """Build this stage's layers, in order."""
+    def _build(self, *, synchronize: bool = True) -> None:
+        """Build this stage's layers, in order, and bring tied ones together."""
         self.forward_funcs: list[Any] = []
         self.fwd_map: dict[str, int] = {}
         self.layer_ids = [index for start, stop in self._bounds for index in range(start, stop)]
@@ -139,7 +139,8 @@ class StageModule(nn.Module):
         self._register_in_order()
         self.to(compute_device())
         self.tied_comms = self._index_tied_modules()
-        self._synchronize_tied_weights()
+        if synchronize:
+            self._synchronize_tied_weights()
         self.is_checkpointable_results: list[bool] = []
         self._precompute_checkpointable_values()
 
@@ -166,6 +167,44 @@ class StageModule(nn.Module):
                 f"layer {index} is a {type(layer).__name__}: give a LayerSpec, a module or a function", _WHERE
             )
         return layer
+
+    def repartition(self, chunks: int) -> bool:
+        """Give each stage ``chunks`` chunks; layers that change stages take their values along. Collective.
+
+        Returns:
+            whether anything changed: then the module's parameters are others.
+        """
+        if chunks == self.chunks or self.num_stages == 1:
+            return False
+        before, held = self._division, self._layer_modules()
+        for name in [name for name in self._modules if name != "tied_modules"]:
+            del self._modules[name]
+        self.tied_modules.clear()
+        self._set_division(chunks)
+        for index, layer in held.items():
+            if self._division.stage_of(index) == self.stage_id:  # what is there already is not built
+                spec = self._layer_specs[index]
+                home, name = (self.tied_modules, spec.key) if isinstance(spec, TiedLayerSpec) else (self, str(index))
+                home.add_module(name, layer)
+        self._build(synchronize=False)
+        now, axis = self._layer_modules(), self._grid.mesh.axis("pipe")
+        for index in range(self._num_layers):
+            source, target = before.stage_of(index), self._division.stage_of(index)
+            module = held.get(index) if self.stage_id == source else now.get(index)
+            if source != target and self.stage_id in (source, target) and module is not None:
+                _hand_over(module, axis, source, target)
+        self._synchronize_tied_weights()
+        return True
+
+    def _layer_modules(self) -> dict[int, nn.Module]:
+        """The modules of this stage's layers, by number of the layer."""
+        found = {}
+        for index, layer in zip(self.layer_ids, self.forward_funcs, strict=True):
+            spec = self._layer_specs[index]
+            module = self.tied_modules[spec.key] if isinstance(spec, TiedLayerSpec) else layer
+            if isinstance(module, nn.Module):
+                found[index] = module
+        return found
 
     def _register_in_order(self) -> None:
         """Tied modules by key, alike on all stages: what several stages do together they do in this order."""
@@ -336,6 +375,17 @@ class StageModule(nn.Module):
     def get_additional_losses(self) -> dict[str, Tensor] | None:
         """More losses of the latest micro-batch, to be reported by name; to be overridden."""
         return None
+
+
+def _hand_over(module: nn.Module, axis: Axis, source: int, target: int) -> None:
+    """Bring the values of a layer from one stage to another; both call it, each with its own copy."""
+    for value in (*module.parameters(), *module.buffers()):
+        if axis.rank == source:
+            dist.send(value.detach().contiguous(), axis.global_rank(target), group=axis.group)
+        else:
+            received = torch.empty_like(value)
+            dist.recv(received, axis.global_rank(source), group=axis.group)
+            value.data.copy_(received)
 
 
 def _topology(num_stages: int | None) -> ProcessTopology:
