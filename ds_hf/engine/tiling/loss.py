@@ -264,7 +264,7 @@ class _RowsCrossEntropy(torch.autograd.Function):
         found = torch.empty_like(logits)
         for start in range(0, len(logits), ctx.rows):
             part = slice(start, start + ctx.rows)
-            softmax = logits[part].float().sub_(normaliser[part].unsqueeze(1)).exp_()
+            softmax = (logits[part] - normaliser[part].unsqueeze(1)).exp_()  # in fp32, as its second half is
             softmax.scatter_add_(1, places[part], torch.full_like(softmax[:, :1], -1.0))
             found[part] = softmax.mul_(factor[part].unsqueeze(1))
         return found, None, None, None

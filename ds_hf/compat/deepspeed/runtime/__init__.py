@@ -8,6 +8,7 @@ from .._missing import missing
 from . import (
     activation_checkpointing,
     base_optimizer,
+    chunked_cross_entropy,
     config,
     dataloader,
     engine,
@@ -26,6 +27,7 @@ __all__ = [
     "ZeROOptimizer",
     "activation_checkpointing",
     "base_optimizer",
+    "chunked_cross_entropy",
     "config",
     "dataloader",
     "engine",
