@@ -113,7 +113,8 @@ def install_chunked_causal_lm_loss(
         setattr(model, "loss_function", loss)  # noqa: B010  no attribute of every nn.Module
     except (AttributeError, TypeError) as error:
         raise ValueError(fault) from error
-    if getattr(model, "loss_function", None) is not loss:
+    written: object = model.loss_function
+    if written is not loss:
         raise ValueError(fault)
     return loss
 
