@@ -21,7 +21,7 @@ import wrapt
 
 from ds_hf.hf.source import plain_config
 
-__all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_data_loader", "wrap_state"]
+__all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_data_loader", "wrap_launch", "wrap_state"]
 
 
 def wrap_state(module: ModuleType) -> None:
@@ -90,6 +90,23 @@ def wrap_accelerator(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(module, "Accelerator.gather_for_metrics", _each_sample_once)
     wrapt.wrap_function_wrapper(module, "Accelerator.save_state", written("wait"))
     wrapt.wrap_function_wrapper(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
+
+
+def wrap_launch(module: ModuleType) -> None:
+    """Hook of ``accelerate.commands.launch``, as the command ``accelerate`` imports it: accelerate 1.15 refuses
+    ``--use_parallelism_config`` with DeepSpeed on the command line, though it takes the same from its own file."""
+
+    def validate(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args[0] if args else kwargs["args"]
+        if not (given.use_deepspeed and getattr(given, "use_parallelism_config", False)):
+            return wrapped(*args, **kwargs)
+        given.use_parallelism_config = False
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            given.use_parallelism_config = True
+
+    wrapt.wrap_function_wrapper(module, "_validate_launch_command", validate)
 
 
 def wrap_data_loader(module: ModuleType) -> None:

@@ -32,6 +32,7 @@ Hook = Callable[[ModuleType], None]
 HOOKS = {
     "accelerate.state": ("ds_hf.hf.accelerate_state", "wrap_state"),
     "accelerate.accelerator": ("ds_hf.hf.accelerate_state", "wrap_accelerator"),
+    "accelerate.commands.launch": ("ds_hf.hf.accelerate_state", "wrap_launch"),
     "accelerate.data_loader": ("ds_hf.hf.accelerate_state", "wrap_data_loader"),
     "accelerate.utils.deepspeed": ("ds_hf.hf.accelerate_state", "wrap_config"),
     "transformers.training_args": ("ds_hf.hf.training_args", "wrap_training_args"),
