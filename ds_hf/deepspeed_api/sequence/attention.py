@@ -76,7 +76,7 @@ def attend(
     if kwargs.get("s_aux") is not None:  # learned sinks, one for each head
         kwargs["s_aux"] = kwargs["s_aux"].unflatten(0, (axis.world_size, heads // axis.world_size))[axis.rank]
     if (positions := kwargs.get("position_ids")) is not None and positions.shape[-1] != query.shape[2]:
-        kwargs["position_ids"] = division.whole(positions, "position_ids") if division.flash else None
+        kwargs["position_ids"] = division.whole(positions, "position_ids") if division.by_positions else None
     with _groups(module, groups):
         context, *others = core(module, query, key, value, attention_mask, *args, **kwargs)
     if context.ndim == 3:

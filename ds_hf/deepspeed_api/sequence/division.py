@@ -31,6 +31,7 @@ class Division:
         core: name of the attention that computes, as transformers has it.
         axis: the processes that share a sequence.
         disable_in_eval: in evaluation every process has whole sequences.
+        by_positions: the core finds packed documents by ``position_ids``, as flash attention does.
         seq_length: of all sequences, ``None`` where it varies.
         model: the model; configs: its configuration and those inside; names: of its modules, by identity.
         calls: attention layers that were called in this forward; ``checked``: a forward has been looked at.
@@ -41,6 +42,7 @@ class Division:
     axis: Axis
     disable_in_eval: bool = False
     seq_length: int | None = None
+    by_positions: bool = False
     model: weakref.ref[nn.Module] | None = None
     configs: list[Any] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
@@ -53,11 +55,6 @@ class Division:
         """Sequences are divided now."""
         model = None if self.model is None else self.model()
         return not self.disable_in_eval or model is None or model.training
-
-    @property
-    def flash(self) -> bool:
-        """The core finds packed documents by ``position_ids``."""
-        return "flash" in self.core
 
     def whole(self, local: Tensor, what: str) -> Tensor:
         """The parts of all processes, along the last dimension; kept with ``local``, from which a forward asks

@@ -72,11 +72,10 @@ class UlyssesSPAttentionHF(nn.Module):
         self.seq_length_is_variable, self.disable_in_eval = seq_length_is_variable, disable_in_eval
         self.local_seq_length, self.global_seq_length = local_seq_length, global_seq_length
         plan_heads(attn_head_count, kv_head_count, self.world_size)
-        name = getattr(attn, "__name__", "attention")
-        self.core_attn_implementation = "flash_attention_2" if "flash" in name else name
+        self.core_attn_implementation = getattr(attn, "__name__", "attention")
         length = None if seq_length_is_variable else global_seq_length
         axis = axis_of(process_group, "sequence")
-        self._division = Division(self.core_attn_implementation, axis, disable_in_eval, length)
+        self._division = Division(self.core_attn_implementation, axis, disable_in_eval, length, by_positions=True)
 
     def forward(
         self,
@@ -225,6 +224,10 @@ def _made(wrapped: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> An
 
 def divide(model: nn.Module, division: Division) -> None:
     """Have the model of transformers compute as ``division`` says, from its next forward on."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+
+    masks = ALL_MASK_ATTENTION_FUNCTIONS
+    division.by_positions = division.core not in masks or masks[division.core] is flash_attention_mask
     replace_core(division.core)
     use_whole_masks(model)
     bind(model, division)

@@ -153,3 +153,56 @@ def test_forwards_that_cannot_be_divided() -> None:
         assert "attention_mask has shape [2, 1, 12, 12], and this process has 12 of 24 tokens" in mask
         assert "packed documents (cu_seq_lens_q) without position_ids" in lengths
         assert "packed documents (attention_mask) without position_ids" in documents
+
+
+def flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
+    """As flash attention of transformers computes: packed documents by ``position_ids``, padding by a mask of 2
+    dimensions, windows by a number."""
+    tokens = query.shape[2]
+    index = torch.arange(tokens)
+    seen = (index[:, None] >= index)[None].expand(len(query), -1, -1)
+    if (window := given.get("sliding_window")) is not None:
+        seen = seen & (index[:, None] - index < window)
+    if mask is not None:
+        assert mask.shape == (len(query), tokens)
+        seen = seen & mask[:, None].bool()
+    elif len(query) == 1:
+        positions = given["position_ids"]
+        assert positions.shape == (1, tokens)
+        document = (positions == 0).cumsum(-1)
+        seen = seen & (document[:, :, None] == document[:, None])
+    seen = seen | torch.eye(tokens, dtype=torch.bool)  # padding attends to itself
+    key, value = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))  # type: ignore[arg-type]
+    context = nn.functional.scaled_dot_product_attention(query, key, value, seen[:, None])
+    return context.transpose(1, 2), None
+
+
+@torch.no_grad()
+def flash_differences(names: list[str]) -> list[float]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register("positions_for_tests", flash)
+    AttentionMaskInterface.register("positions_for_tests", flash_attention_mask)
+    found, axis = [], axis_of(None, "sequence")
+    for name in names:
+        kind, more, given = CASES[name]
+        batch = {key: value[:1] for key, value in given.items()} if "packed" in name else given
+        net = model(kind, **more)
+        net.set_attn_implementation("positions_for_tests")  # type: ignore[operator]
+        positions = batch.get("position_ids", torch.arange(TOKENS).expand(len(batch["input_ids"]), -1))
+        batch = {**batch, "position_ids": positions}
+        whole = net(**batch).logits
+        divide(net, Division("positions_for_tests", axis))
+        length = TOKENS // axis.world_size
+        part = slice(axis.rank * length, (axis.rank + 1) * length)
+        logits = net(**{key: value[:, part] for key, value in batch.items()}).logits
+        shown = batch.get("attention_mask", torch.ones(len(whole), TOKENS))[:, part] > 0
+        found.append(float((logits - whole[:, part])[shown].abs().max() / whole.abs().max()))
+    return found
+
+
+def test_cores_that_make_no_masks_get_positions_of_the_whole() -> None:
+    names = ["plain", "left", "packed", "window, packed", "one key head"]
+    for found in run_distributed(flash_differences, 2, names):
+        assert max(found) < 1e-5, dict(zip(names, found, strict=True))
