@@ -4,13 +4,15 @@
 
 One process for each commit measures with its own ``benchmarks/host_cost.py``; they take turns, ``ROUNDS`` times, each
 beginning every other time, and the shortest step of each counts. Times are of the process (``time.process_time``), so
-other programs disturb them less.
+other programs disturb them less; where they still do, the number of function calls in a step is the same each time.
 """
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
+import pstats
 import subprocess
 import sys
 import tempfile
@@ -34,11 +36,23 @@ def child_main(folder: str) -> None:
 
     host_cost.STEPS = 1  # the shorter, the more often a step is not disturbed
     host_cost.time = SimpleNamespace(perf_counter=time.process_time)
+    timed, calls = host_cost.milliseconds, [0]
+
+    def counted(step: Any, device: str) -> float:
+        if step.__name__ == "step" and not calls[0]:
+            with cProfile.Profile() as profile:
+                step()
+            calls[0] = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+        return float(timed(step, device))
+
+    host_cost.milliseconds = counted
     args = host_cost.parse()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        print(json.dumps(host_cost.measure(args, int(line), joined=True)), file=answers, flush=True)
+        calls[0] = 0
+        row = host_cost.measure(args, int(line), joined=True)
+        print(json.dumps({**row, "calls": calls[0]}), file=answers, flush=True)
 
 
 class Child:
@@ -58,6 +72,7 @@ class Child:
         stack.callback(self.process.wait, 60)
         stack.callback(self.process.kill)
         self.least: dict[int, float] = {}
+        self.calls: dict[int, int] = {}
 
     def turn(self, stage: int) -> None:
         assert self.process.stdin is not None
@@ -65,6 +80,7 @@ class Child:
         self.process.stdin.write(f"{stage}\n")
         self.process.stdin.flush()
         row: dict[str, Any] = json.loads(self.process.stdout.readline())
+        self.calls[stage] = row["calls"]
         self.least[stage] = min(self.least.get(stage, float("inf")), row["engine_ms"])
 
 
@@ -79,10 +95,11 @@ def main() -> None:
             for stage in STAGES:
                 for child in (before, after) if number % 2 else (after, before):
                     child.turn(stage)
-    print(f"| stage | {commits[0]}: ms of a step | {commits[1]} | ratio |\n|---|---|---|---|")
+    print(f"| stage | {commits[0]}: ms, calls of a step | {commits[1]} | ratios |\n|---|---|---|---|")
     for stage in STAGES:
-        old, new = before.least[stage], after.least[stage]
-        print(f"| {stage} | {old:.2f} | {new:.2f} | {new / old:.3f} |")
+        (old, calls), (new, now) = ((child.least[stage], child.calls[stage]) for child in (before, after))
+        ratios = f"{new / old:.3f}, {now / calls:.3f}"
+        print(f"| {stage} | {old:.2f}, {calls:,} | {new:.2f}, {now:,} | {ratios} |")
 
 
 if __name__ == "__main__":
