@@ -60,7 +60,7 @@ class StepReportCallback(TrainerCallback):
             return
         found = summarise(self._seconds)
         self._seconds = []
-        numel = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        numel = args.train_batch_size * args.gradient_accumulation_steps * _reading_different_samples(args)
         figures: dict[str, float] = {
             "step_seconds": found.median,
             "step_seconds_low": found.low,
@@ -73,6 +73,15 @@ class StepReportCallback(TrainerCallback):
         logs.update(figures)
         if state.log_history and "loss" in state.log_history[-1]:
             state.log_history[-1].update(figures)
+
+
+def _reading_different_samples(args: Any) -> int:
+    """How many processes do: those that share the layers of a model, or its sequences, read the same ones."""
+    if args.deepspeed_plugin is None:
+        return int(args.world_size)
+    from ds_hf.deepspeed_api import groups
+
+    return groups.get_data_parallel_world_size()
 
 
 def _peak() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,3 +45,13 @@ def test_figures_in_the_log(tmp_path: Path) -> None:
         assert entry["samples_per_second"] == pytest.approx(2 / entry["step_seconds"])
         assert entry["against_autotuned"] == pytest.approx(entry["samples_per_second"] / 100)
         assert entry["peak_memory"] > 1e6
+
+
+def test_processes_that_share_a_model_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_hf.deepspeed_api.groups.get_data_parallel_world_size", lambda: 2)
+    args = SimpleNamespace(train_batch_size=3, gradient_accumulation_steps=4, world_size=8, deepspeed_plugin=object())
+    callback, state, logs = StepReportCallback(), SimpleNamespace(log_history=[]), {"loss": 1.0}
+    for _ in range(3):
+        callback.on_step_end(args, state, None)
+    callback.on_log(args, state, None, logs)
+    assert logs["samples_per_second"] == pytest.approx(3 * 4 * 2 / logs["step_seconds"])
