@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from ds_hf import Engine, initialize
 from ds_hf.engine.comm import collectives, streams
+from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gather import GatheredParameters
-from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
+from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError, LossError
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
@@ -359,3 +363,52 @@ def test_on_the_cpu_whole_gradients_are_reduced_when_backward_ends() -> None:
     for at_0, *others in run_distributed(orders, 2, timeout=60):
         assert at_0 == "c" * UNITS + "r" * UNITS
         assert all(other.startswith("cr") for other in others)
+
+
+# -- joined blocks ----------------------------------------------------------------------------------------------------
+
+
+class Recorded(GradientBuffer):
+    """Notes what is asked of it."""
+
+    def __init__(self, unit: Unit) -> None:
+        buffer = FlatBuffer(
+            unit.params, Axis(None, 0, 1), dtype=torch.float32, device=torch.device("cpu"), sharded=True
+        )
+        buffer.adopt()
+        unit.buffers.append(buffer)
+        super().__init__(buffer, GradientPolicy(False, True, 1.0, 1.0, None, torch.float32))
+        self.asked: list[str] = []
+
+    def collect(self, factor: float = 1.0, *, soon: bool = False) -> None:
+        self.asked.append("collect")
+
+    def reduce(self) -> None:
+        self.asked.append("reduce")
+
+
+def recorded_unit() -> tuple[Unit, Recorded, Reducer]:
+    linear = nn.Linear(2, 2)
+    unit = Unit("blocks.0", linear, list(linear.parameters()))
+    buffer = Recorded(unit)
+    return unit, buffer, Reducer([unit], {unit: [buffer]}, every_micro_batch=True)
+
+
+def test_blocks_of_one_unit_are_collected_and_reduced_together() -> None:
+    """The end of backward of one of its blocks is not that of the unit: the others' gradients are still to come."""
+    unit, buffer, reducer = recorded_unit()
+    unit.awaited = 3
+    reducer.end_call(unit, partly=True)
+    reducer.end_call(unit, partly=True)
+    assert buffer.asked == []
+    reducer.end_call(unit)
+    assert buffer.asked == ["collect", "reduce"]
+
+
+def test_a_unit_that_is_called_again_is_reduced_after_its_last_call() -> None:
+    unit, buffer, reducer = recorded_unit()
+    unit.awaited = 2
+    reducer.end_call(unit)
+    assert buffer.asked == ["collect"]
+    reducer.end_call(unit)
+    assert buffer.asked == ["collect", "collect", "reduce"]
