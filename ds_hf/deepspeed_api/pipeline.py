@@ -69,6 +69,43 @@ class PipelineModule(StageModule):
             sample,
         )
 
+    @staticmethod
+    def from_transformers(
+        model_or_config: Any,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        chunks: int = 1,
+    ) -> PipelineModule:
+        """A decoder of transformers as a pipeline; all processes make it.
+
+        Args:
+            model_or_config: a folder or a name of the Hub, of whose files each stage reads its own layers; a
+                configuration, for initial weights; or a model, of which each process keeps its part.
+            loss_fn: ``loss_fn(logits, labels)``, default the model's own.
+            dtype: of the weights, default their own.
+            others: as for ``PipelineModule``.
+
+        Raises:
+            ConfigError: the model has no ``base_model_pp_plan`` of embedding, layers and norm, or cannot be cut.
+        """
+        from ds_hf.deepspeed_api.transformers_pipeline import TransformersPipeline
+
+        return TransformersPipeline(
+            model_or_config,
+            num_stages,
+            topology,
+            loss_fn,
+            dtype=dtype,
+            partition_method=partition_method,
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            chunks=chunks,
+        )
+
 
 class PipelineEngine(Engine):
     """Trains a ``PipelineModule``: ``train_batch`` runs all micro-batches of a step through the stages.
@@ -101,7 +138,7 @@ class PipelineEngine(Engine):
             self.module.set_checkpoint_interval(interval)
         self.executor = Executor(self, self.module)
         self.data_iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = getattr(module, "pair_of", None)
         self.agg_train_loss: Tensor | None = None
         self.agg_additional_losses: dict[str, Tensor] | None = None
         self._compared = False

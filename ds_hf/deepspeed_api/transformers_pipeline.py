@@ -1,0 +1,351 @@
+"""Models of transformers as pipelines: ``PipelineModule.from_transformers``.
+
+Each stage has the model with holes: layers of other stages pass their input on. It runs the model's own forward, so
+masks and rotary embeddings are the model's; between stages go hidden states, and the masks and positions that came with
+the batch. Names of parameters are those of the model, so checkpoints, ``zero_to_fp32`` and exports are as of a model
+without stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.engine.comm.mesh import compute_device
+from ds_hf.engine.pipeline.topology import ProcessTopology
+from ds_hf.engine.zero.replicas import tie_over_stages
+from ds_hf.errors import ConfigError
+
+__all__ = ["TransformersPipeline"]
+
+_WHERE = "PipelineModule.from_transformers(...)"
+_PLAN = ("embed_tokens", "layers", "norm")
+
+
+class _Skip(nn.Module):
+    """Stands for what another stage has: passes hidden states on."""
+
+    def __init__(self, like: nn.Module | None = None) -> None:
+        super().__init__()
+        kind = getattr(like, "attention_type", None)  # some models choose the mask by it
+        if kind is not None:
+            self.attention_type = kind
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+class TransformersPipeline(PipelineModule):
+    """The stage of a model of transformers. Layers: the embedding, each block, the norm, the head.
+
+    Inputs of the first stage are ``input_ids``, or ``(input_ids, attention_mask)``, or these and ``position_ids``, each
+    ``[batch, length]``; items of the data may be dictionaries with such keys and ``labels``.
+
+    Attributes:
+        config: the model's.
+
+    Raises:
+        ConfigError: the model has no plan of this form, or computes with hidden states outside of its layers.
+    """
+
+    _model: Any
+    _base: Any
+    _head: str | None
+    _folder: Path | str | None
+    _dtype: torch.dtype | None
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        chunks: int = 1,
+    ) -> None:
+        model, folder = _shell(model_or_config)
+        base, head = _parts(model)
+        self.__dict__.update(_model=model, _base=base, _head=head, _folder=folder, _dtype=dtype)
+        layers = [base.embed_tokens, *base.layers, base.norm, *([getattr(model, head)] if head else ())]
+        self.config, self.generation_config = model.config, getattr(model, "generation_config", None)
+        super().__init__(
+            layers,
+            num_stages,
+            topology,
+            loss_fn or self._loss,
+            partition_method=partition_method,
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            chunks=chunks,
+        )
+
+    # -- building -------------------------------------------------------------------------------------------------
+
+    def _build(self, *, synchronize: bool = True) -> None:
+        """Make this stage's part of the model, with its weights."""
+        model, base, head = self._model, self._base, self._head
+        self.layer_ids = [index for start, stop in self._bounds for index in range(start, stop)]
+        blocks, here = list(base.layers), set(self.layer_ids)
+        norm, count = base.norm, len(blocks)
+        tied = head is not None and _is_tied(model, head)
+        ends = {self.stage_owner(0), self.stage_owner(count + 2)} if tied else set()
+        embeds = 0 in here or self.stage_id in ends
+        made: list[nn.Module] = [child for name, child in base.named_children() if name not in _PLAN]
+        made += [base.embed_tokens] if embeds else []
+        made += [block for index, block in enumerate(blocks, 1) if index in here]
+        made += [norm] if count + 1 in here else []
+        if head is not None and count + 2 in here:
+            made.append(getattr(model, head))
+        elif head is not None:
+            setattr(model, head, _Skip())
+        self._holes = [self._with_holes(blocks, norm, *bounds) for bounds in self._bounds]
+        base.layers, base.norm = self._with_holes(blocks, norm, None, None)
+        if not embeds:
+            base.embed_tokens = _Skip()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self._no_split_modules = sorted(getattr(model, "_no_split_modules", None) or ())
+        self._fill(made, ties=tied and count + 2 in here)
+        self.forward_funcs = made
+        self.fwd_map = {}
+        if self._dtype is not None:
+            self.to(self._dtype)
+        self.to(compute_device())
+        self._check_passes_on()
+        self.tied_comms = {}
+        if len(ends) > 1:
+            axis = self._grid.mesh.spanning(sorted(ends), "data", "sequence")
+            if axis is not None:
+                tie_over_stages(base.embed_tokens.weight, "the tied embedding", sorted(ends))
+        self.is_checkpointable_results = []
+        self.set_checkpoint_interval(self.activation_checkpoint_interval)
+
+    def _with_holes(
+        self, blocks: list[nn.Module], norm: nn.Module, start: int | None, stop: int | None
+    ) -> tuple[nn.ModuleList, nn.Module]:
+        """Blocks and norm, where those that are not of the given layers, or of this stage, pass on."""
+        here = set(self.layer_ids) if start is None or stop is None else set(range(start, stop))
+        kept = [block if index in here else _Skip(block) for index, block in enumerate(blocks, 1)]
+        return nn.ModuleList(kept), norm if len(blocks) + 1 in here else _Skip()
+
+    def _fill(self, made: list[nn.Module], *, ties: bool) -> None:
+        """Give values to what is on the meta device: initial ones, then those of the files.
+
+        Args:
+            ties: the head's weight is the embedding's.
+        """
+        for module in made:
+            if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+                module.to_empty(device=compute_device())
+                for each in module.modules():
+                    self._model._init_weights(each)
+        if ties and self._head is not None:
+            getattr(self._model, self._head).weight = self._base.embed_tokens.weight
+        if self._folder is not None:
+            _load(self, self._folder, self._model.base_model_prefix)
+
+    @torch.no_grad()
+    def _check_passes_on(self) -> None:
+        """Without layers the model has to give what it was given: else each stage would do something of its own."""
+        blocks = nn.ModuleList(_Skip(block) for block in self._base.layers)
+        param = next(self._base.parameters(), None)
+        size = self.config.get_text_config().hidden_size
+        dtype = torch.float32 if param is None else param.dtype
+        hidden = torch.linspace(-1, 1, 2 * size, device=compute_device()).view(1, 2, size).to(dtype)
+        with self._as(blocks, _Skip()):
+            found = self._run_base(None, hidden, ())
+        if found.shape != hidden.shape or not torch.equal(found, hidden):
+            raise ConfigError(
+                f"{type(self._base).__name__} computes with hidden states outside of its layers (a factor, as in "
+                "Granite), which every stage would do again: write its layers as LayerSpecs",
+                _WHERE,
+            )
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def _as(self, blocks: nn.ModuleList, norm: nn.Module) -> _Swapped:
+        return _Swapped(self._base, blocks, norm)
+
+    def forward(self, forward_input: Any) -> Any:
+        """The present chunk. Of the last stage the logits, ``[batch, length, vocabulary]``."""
+        value, *rest = forward_input if isinstance(forward_input, tuple) else (forward_input,)
+        start, stop = self._bounds[self.chunk]
+        ids, hidden = (value, None) if start == 0 else (None, value)
+        with self._as(*self._holes[self.chunk]):
+            if stop == self._num_layers and self._head is not None:
+                return self._model(**self._arguments(ids, hidden, rest)).logits
+            output = self._run_base(ids, hidden, rest)
+        return (output, *rest) if rest and stop < self._num_layers else output
+
+    def _run_base(self, ids: Tensor | None, hidden: Tensor | None, rest: Any) -> Tensor:
+        found: Tensor = self._base(**self._arguments(ids, hidden, rest)).last_hidden_state
+        return found
+
+    def _arguments(self, ids: Tensor | None, hidden: Tensor | None, rest: Any) -> dict[str, Any]:
+        if len(rest) > 2:
+            raise ConfigError("inputs are input_ids, attention_mask and position_ids, no more", _WHERE)
+        given = dict(zip(("attention_mask", "position_ids"), rest, strict=False))
+        return {"input_ids": ids, "inputs_embeds": hidden, "use_cache": False, **given}
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The model's own: mean over the labels that are not -100."""
+        size = self.config.get_text_config().vocab_size
+        loss: Tensor = self._model.loss_function(logits=logits, labels=labels, vocab_size=size)
+        return loss
+
+    def pair_of(self, item: Any) -> Any:
+        """Inputs and labels of an item of the data, which may be a dictionary with the names of transformers."""
+        if not isinstance(item, Mapping):
+            return item
+        inputs = [item[name] for name in ("input_ids", "attention_mask", "position_ids") if item.get(name) is not None]
+        if "position_ids" in item and len(inputs) == 2:
+            inputs.insert(1, torch.ones_like(item["input_ids"]))
+        return (tuple(inputs) if len(inputs) > 1 else inputs[0]), item.get("labels", item["input_ids"])
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> TransformersPipeline:
+        """As of every module."""
+        super().train(mode)
+        self._model.training = mode
+        return self
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute each block in backward (whatever number above 0); 0: none."""
+        if interval < 0:
+            raise ValueError(f"the interval is at least 0, not {interval}")
+        self.activation_checkpoint_interval = interval
+        if interval and not self._model.supports_gradient_checkpointing:
+            raise ConfigError(f"{type(self._model).__name__} cannot recompute its blocks", _WHERE)
+        for block in self._base.layers if interval or hasattr(self, "_recomputes") else ():
+            if hasattr(block, "gradient_checkpointing"):
+                block.gradient_checkpointing = interval > 0
+                block._gradient_checkpointing_func = self.activation_checkpoint_func
+        self._recomputes = interval > 0
+
+    def repartition(self, chunks: int) -> bool:
+        """Not of weights that are loaded already: give ``from_transformers`` the chunks."""
+        raise ConfigError(
+            f"ds_hf.pipeline.chunks is {chunks}, and the model was made with {self.chunks}: "
+            f"PipelineModule.from_transformers(..., chunks={chunks})",
+            "/ds_hf/pipeline/chunks",
+        )
+
+
+class _Swapped:
+    """Inside, the model has these blocks and this norm."""
+
+    def __init__(self, base: nn.Module, blocks: nn.ModuleList, norm: nn.Module) -> None:
+        self.base, self.inside = base, {"layers": blocks, "norm": norm}
+
+    def __enter__(self) -> None:
+        self.before = {name: self.base._modules[name] for name in self.inside}
+        self.base._modules.update(self.inside)
+
+    def __exit__(self, *error: object) -> None:
+        self.base._modules.update(self.before)
+
+
+# -- models and their files ----------------------------------------------------------------------------------------
+
+
+def _shell(given: Any) -> tuple[Any, Path | str | None]:
+    """A model, on the meta device unless it was given, and where its weights are."""
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+    from transformers.configuration_utils import PreTrainedConfig
+
+    if isinstance(given, PreTrainedModel):
+        return given, None
+    if isinstance(given, PreTrainedConfig):
+        config, folder = given, None
+    elif isinstance(given, str | Path):
+        config, folder = AutoConfig.from_pretrained(given), given
+    else:
+        kind = type(given).__name__
+        raise ConfigError(f"give a model, a configuration, or a folder of transformers, not {kind}", _WHERE)
+    with torch.device("meta"):
+        made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return made, folder
+
+
+def _parts(model: Any) -> tuple[Any, str | None]:
+    """The base model, whose plan is that of most decoders, and the name of the head."""
+    base = model.base_model
+    plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None) or {}
+    fits = tuple(plan) == _PLAN and all(hasattr(base, name) for name in _PLAN)
+    if not fits:
+        found = f"its base_model_pp_plan is {', '.join(plan)}" if plan else "it has no base_model_pp_plan"
+        raise ConfigError(
+            f"{type(model).__name__}: {found}, and not {', '.join(_PLAN)}: write its layers as LayerSpecs", _WHERE
+        )
+    others = [(name, child) for name, child in model.named_children() if child is not base]
+    heads = [name for name, child in others if any(True for _ in child.parameters())]
+    known = set(getattr(model, "_pp_plan", None) or ())
+    if len(heads) > 1 or not set(heads) <= known:
+        raise ConfigError(f"{', '.join(heads)} of {type(model).__name__} are in no plan for pipelines", _WHERE)
+    return base, heads[0] if heads else None
+
+
+def _is_tied(model: Any, head: str) -> bool:
+    embedding, output = model.base_model.embed_tokens.weight, getattr(model, head).weight
+    if embedding is output:
+        return True
+    return bool(embedding.is_meta and model.config.get_text_config().tie_word_embeddings)
+
+
+def _load(module: nn.Module, folder: Path | str, prefix: str) -> None:
+    """Read the weights of this stage, one tensor at a time, from safetensors."""
+    from safetensors import safe_open
+
+    files = dict(_files(folder))
+    own = {**dict(module.named_parameters()), **{n: b for n, b in module.named_buffers() if n in module.state_dict()}}
+    missing, by_file = [], dict[Path, list[tuple[str, str]]]()
+    for name in own:
+        candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        stored = next((each for each in candidates if each in files), None)
+        if stored is None:
+            missing.append(name)
+        else:
+            by_file.setdefault(files[stored], []).append((name, stored))
+    if missing:
+        raise ConfigError(
+            f"{folder} has no {', '.join(missing[:4])}{' and others' if len(missing) > 4 else ''}: load the model with "
+            "from_pretrained(), which converts names, and give it instead",
+            _WHERE,
+        )
+    for path, names in by_file.items():
+        with safe_open(path, "pt") as file, torch.no_grad():
+            for name, stored in names:
+                value = file.get_tensor(stored)
+                if tuple(value.shape) != tuple(own[name].shape):
+                    raise ConfigError(f"{stored} in {path} is {list(value.shape)}, not {list(own[name].shape)}", _WHERE)
+                own[name].data = value.to(own[name].device)
+
+
+def _files(folder: Path | str) -> Iterator[tuple[str, Path]]:
+    """Names of the tensors of a folder or a model of the Hub, each with its file."""
+    from safetensors import safe_open
+    from transformers.utils.hub import cached_file
+
+    def found(name: str) -> str | None:
+        return cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+
+    index = found("model.safetensors.index.json")
+    if index is not None:
+        weights = json.loads(Path(index).read_text("utf-8"))["weight_map"]
+        paths = {name: Path(found(name) or "") for name in set(weights.values())}
+        yield from ((name, paths[file]) for name, file in weights.items())
+        return
+    single = found("model.safetensors")
+    if single is None:
+        raise ConfigError(f"{folder} has no model.safetensors, nor an index of several", _WHERE)
+    with safe_open(single, "pt") as file:
+        yield from ((name, Path(single)) for name in file.keys())  # noqa: SIM118

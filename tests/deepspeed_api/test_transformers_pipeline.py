@@ -1,0 +1,137 @@
+"""Models of transformers as pipelines, against the same models whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hf import initialize
+from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.errors import ConfigError
+from tests.helpers.distributed import run_distributed
+
+MICRO = 2
+
+
+def model_of(kind: str, tied: bool) -> Any:
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 64, "tie_word_embeddings": tied, "head_dim": 8}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    torch.manual_seed(3)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+def data(steps: int = 3) -> list[list[dict[str, Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(steps):
+        items = []
+        for _ in range(MICRO):
+            ids = torch.randint(0, 64, (2, 8 + step), generator=generator)
+            mask = torch.ones_like(ids)
+            mask[1, : 3 + step] = 0  # padding on the left
+            items.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+        found.append(items)
+    return found
+
+
+def whole(kind: str, tied: bool) -> dict[str, Any]:
+    model = model_of(kind, tied)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for items in data():
+        total = []
+        for item in items:
+            loss = model(**item, use_cache=False).loss
+            (loss / MICRO).backward()
+            total.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(torch.stack(total).mean()))
+    return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def train(kind: str, tied: bool, stages: int, folder: str, how: str, **options: Any) -> dict[str, Any]:
+    given: Any = model_of(kind, tied) if how == "model" else folder
+    module = PipelineModule.from_transformers(given, stages, **options)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = initialize(model=module, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), config=settings)
+    losses = [float(engine.train_batch(iter(items))) for items in data()]
+    found = {name: param.detach().clone() for name, param in module.named_parameters()}
+    numel = sum(param.numel() for param in module.parameters())
+    engine.export_pretrained(f"{folder}-out")
+    engine.save_checkpoint(f"{folder}-saved")
+    engine.destroy()
+    dist.barrier()
+    return {"losses": losses, "weights": found, "numel": numel}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "stages", "how", "options"),
+    [
+        ("Llama", True, 2, "folder", {}),
+        pytest.param("Qwen3", False, 4, "model", {}, marks=pytest.mark.slow),
+        pytest.param("Mistral", True, 4, "folder", {"activation_checkpoint_interval": 1}, marks=pytest.mark.slow),
+        pytest.param("Llama", True, 2, "folder", {"chunks": 2, "partition_method": "uniform"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_trains_as_the_whole(
+    kind: str, tied: bool, stages: int, how: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    model_of(kind, tied).save_pretrained(folder)
+    wanted = whole(kind, tied)
+    ranks = run_distributed(train, stages, kind, tied, stages, str(folder), how, timeout=120, **options)
+    everything = sum(value.numel() for value in wanted["weights"].values())
+    for one in ranks:
+        assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert one["numel"] < everything
+        for name, value in one["weights"].items():
+            assert float((value - wanted["weights"][name]).norm() / wanted["weights"][name].norm()) < 1e-5, name
+    assert {name for one in ranks for name in one["weights"]} == set(wanted["weights"])
+    from transformers import AutoModelForCausalLM
+
+    from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    exported = AutoModelForCausalLM.from_pretrained(f"{folder}-out")
+    saved = get_fp32_state_dict_from_zero_checkpoint(f"{folder}-saved")
+    for name, param in exported.named_parameters():
+        assert torch.allclose(param, wanted["weights"][name], atol=1e-5), name
+        assert torch.equal(param, saved[name]), name
+
+
+def refusals() -> list[str]:
+    import transformers
+
+    small = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16}
+    small |= {"intermediate_size": 8, "num_key_value_heads": 1}
+    found = []
+    for given in (
+        transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=16),
+        transformers.GraniteConfig(**small, embedding_multiplier=2.0),
+        torch.nn.Linear(2, 2),
+    ):
+        try:
+            PipelineModule.from_transformers(given, 1)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
+    plan, scaled, other = run_distributed(refusals, 1)[0]
+    assert "GPT2LMHeadModel: it has no base_model_pp_plan" in plan
+    assert "GraniteModel computes with hidden states outside of its layers" in scaled
+    assert "give a model, a configuration, or a folder of transformers, not Linear" in other
