@@ -244,9 +244,11 @@ class CoreEngine(nn.Module):
         undo()
         self._skipped_steps += 1
         if self.mesh.world.rank == 0:
+            scaler = self.optimizer.loss_scaler
+            scale = f"; loss scale now {scaler.scale:g}" if scaler.use_grad_scaling else ""
             logger.warning(
-                "step %d skipped: a gradient is inf or nan (%d skipped so far; loss scale now %g)",
-                self.global_steps, self._skipped_steps, self.optimizer.loss_scaler.scale,
+                "step %d skipped: a gradient is inf or nan (%d skipped so far%s)",
+                self.global_steps, self._skipped_steps, scale,
             )  # fmt: skip
 
     @property

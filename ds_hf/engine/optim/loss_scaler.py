@@ -36,6 +36,10 @@ class LossScaler(Protocol):
     cur_scale: float
 
     @property
+    def use_grad_scaling(self) -> bool:
+        """Whether gradients carry a scale."""
+
+    @property
     def scale(self) -> float:
         """The factor for the next loss."""
 
@@ -112,8 +116,7 @@ class StaticLossScaler(_DeepSpeedNames):
         return self._scale
 
     def update(self, overflow: bool) -> None:
-        if overflow:
-            logger.warning("Gradients are not finite at the fixed loss scale %g; the step was skipped.", self._scale)
+        """Nothing to move; that a step is skipped, the engine says."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self._scale}
@@ -131,10 +134,6 @@ class NoLossScaler(StaticLossScaler):
     @property
     def use_grad_scaling(self) -> bool:
         return False
-
-    def update(self, overflow: bool) -> None:
-        if overflow:
-            logger.warning("Gradients are not finite; the step was skipped and the weights were not changed.")
 
 
 class DynamicLossScaler(_DeepSpeedNames):

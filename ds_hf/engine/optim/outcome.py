@@ -276,7 +276,7 @@ class NonFinite:
         first = min(one.place for one in seen.values())
         if first != _ABSENT:
             ranks = [rank for rank, one in seen.items() if one.place == first]
-            where = "" if alone or self._whole else f", in what {ranks_text(ranks)} keeps of it"
+            where = "" if alone or self._whole else f", in the part of {ranks_text(ranks)}"
             which = "The first parameter" if complete or self._whole else "The first parameter that this rank sees"
             parts.append(f"{which} whose gradient is not finite is {list(self._names.values())[first]!r}{where}.")
         bad = [rank for rank, one in seen.items() if one.loss]

@@ -167,6 +167,8 @@ def skipped() -> None:
         named = [text for text in heard.texts if "first parameter" in text]
         assert len(named) == (dist.get_rank() == 0)
         assert all("The step is skipped" in text for text in named)
+        lines = [f"step {1 + n} skipped: a gradient is inf or nan ({n} skipped so far)" for n in (1, 2)]
+        assert [text for text in heard.texts if text not in named] == (lines if dist.get_rank() == 0 else [])
         train(engine)
         for _ in range(2):
             train(twin)
