@@ -18,7 +18,7 @@ __all__ = ["Grid", "find_grid", "is_model_file"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{1,9})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d{1,9})-model_(\d{1,9})-model_states\.pt")
+_LAYER = re.compile(r"layer_(\d{1,9})(?:-model_(\d{1,9}))?-model_states\.pt")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def find_grid(folder: Path, *, whole: bool = False) -> Grid:
             f"{folder}: there are models of {len(models)} model-parallel ranks, and optimizer states of "
             f"{len(optimizers)}: the files of some ranks are missing"
         )
-    layers = [(int(match[1]), int(match[2]), match[0]) for name in names if (match := _LAYER.fullmatch(name))]
+    layers = [(int(match[1]), int(match[2] or 0), match[0]) for name in names if (match := _LAYER.fullmatch(name))]
     return Grid([row[:1] for row in models] if whole else models, optimizers, layers)
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "addressed",
     "count_of",
     "even_parts",
+    "get_layer_ckpt_name_for_rank",
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
     "in_order",
@@ -33,6 +34,11 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
     """The file with the optimizer states of a data-parallel rank."""
     return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """The file with a pipeline's layer (``"layer_03"``) of a tensor-parallel rank."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
 
 
 def even_parts(shapes: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, list[SavedFragment]]:

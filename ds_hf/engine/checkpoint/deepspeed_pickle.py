@@ -147,7 +147,7 @@ class _Pickler(pickle._Pickler):
         self.memoize(obj)  # type: ignore[attr-defined]
 
 
-def save_pickled(path: Path, content: dict[str, Any]) -> int:
+def save_pickled(path: Path, content: Any) -> int:
     """Write a file that ``torch.load`` of DeepSpeed reads; returns its size in bytes."""
     module = SimpleNamespace(
         **{name: getattr(pickle, name) for name in ("dump", "dumps", "load", "loads", "Unpickler")}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_hf.engine.checkpoint.deepspeed_affine import VERSION as AFFINE_VERSION
@@ -25,6 +26,7 @@ from ds_hf.engine.checkpoint.deepspeed_affine import AffineMap, parse_affine_map
 from ds_hf.engine.checkpoint.deepspeed_layout import count_of
 from ds_hf.engine.checkpoint.deepspeed_pickle import SubparamShape
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.engine.zero.cut import Cut
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import read_regular
 
@@ -64,6 +66,26 @@ class Place:
     keys: dict[str, Any] = field(default_factory=dict)
     same: bool = False
     made: Callable[[Sequence[Tensor], str], Tensor] | None = None
+
+    def merge(self, slices: Sequence[Tensor], state: str) -> Tensor:
+        """The whole of the ranks' slices of one state ("master", "exp_avg", ...), in any shapes.
+
+        Raises:
+            ValueError: ranks that are to hold the same hold different values.
+        """
+        if self.made is not None:
+            return self.made([held.reshape(-1) for held in slices], state).view(self.shape)
+        if self.same and not all(torch.equal(held, slices[0]) for held in slices[1:]):
+            raise ValueError("it is to be the same on all tensor-parallel ranks, which hold different values")
+        whole = torch.empty(self.shape, dtype=slices[0].dtype)
+        for held, cut, kept in zip(slices, self.cuts, self.kept, strict=True):
+            flat = held.reshape(-1)[:kept]
+            if cut is not None:
+                place = Cut(cut.dim, cut.ranges, torch.Size(self.shape))
+                place.put(whole, flat.view(place.shape))
+            elif self.same or len(slices) == 1:
+                return flat.view(self.shape).clone()
+        return whole
 
 
 def given_info(folder: Path, info: Any) -> Any:

@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
-from .._missing import missing
-from . import utils
+from ds_hf.deepspeed_api.checkpoint.constants import *  # noqa: F403
+from ds_hf.deepspeed_api.checkpoint.constants import __all__ as _constants
+from ds_hf.deepspeed_api.checkpoint.opened import DeepSpeedCheckpoint, ZeROCheckpoint
+from ds_hf.deepspeed_api.checkpoint.reshape import (
+    get_model_3d_descriptor,
+    merge_state,
+    model_3d_desc,
+    reshape_meg_2d_parallel,
+)
+from ds_hf.deepspeed_api.checkpoint.universal_checkpoint import SubparamShape, enable_universal_checkpoint
+from ds_hf.engine.checkpoint.deepspeed_layout import (
+    get_layer_ckpt_name_for_rank,
+    get_model_ckpt_name_for_rank,
+    get_zero_ckpt_name_for_rank,
+)
 
-__all__ = ["utils"]
+from .._missing import missing
+from . import constants, utils
+
+__all__ = [
+    "DeepSpeedCheckpoint",
+    "SubparamShape",
+    "ZeROCheckpoint",
+    "constants",
+    "enable_universal_checkpoint",
+    "get_layer_ckpt_name_for_rank",
+    "get_model_3d_descriptor",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
+    "merge_state",
+    "model_3d_desc",
+    "reshape_meg_2d_parallel",
+    "utils",
+    *_constants,
+]
 __getattr__ = missing(__name__)

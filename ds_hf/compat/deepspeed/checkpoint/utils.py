@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from ds_hf.engine.checkpoint.consolidate import clone_tensors_for_torch_save
-from ds_hf.engine.checkpoint.deepspeed_layout import get_model_ckpt_name_for_rank, get_zero_ckpt_name_for_rank
+from ds_hf.engine.checkpoint.deepspeed_layout import (
+    get_layer_ckpt_name_for_rank,
+    get_model_ckpt_name_for_rank,
+    get_zero_ckpt_name_for_rank,
+)
 
 from .._missing import missing
 
-__all__ = ["clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank", "get_zero_ckpt_name_for_rank"]
+__all__ = [
+    "clone_tensors_for_torch_save",
+    "get_layer_ckpt_name_for_rank",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
+]
 __getattr__ = missing(__name__)
