@@ -97,7 +97,7 @@ def test_a_checkpoint_of_tensor_parallel_ranks(tmp_path: Path) -> None:
     parts = [load_pickled(Path(path))["optimizer_state_dict"] for path in fewer.get_zero_files(0, 0, 0)]
     whole = torch.cat([part["single_partition_of_fp32_groups"][0] for part in parts])
     assert torch.equal(merged["single_partition_of_fp32_groups"][0], whole)
-    assert fewer.get_2d_parallel_state(tp_index=0, pp_index=0)["global_steps"] == 3
+    assert opened.get_2d_parallel_state(tp_index=1, pp_index=0)["global_steps"] == 3
     zero = ZeROCheckpoint(str(folder))
     assert (zero.get_src_world_size(), zero.get_src_tp_degree(), zero.num_files) == (4, 2, 4)
     with pytest.raises(AssertionError, match="DP index 2 >= DP degree 2"):
