@@ -13,6 +13,7 @@
 #   offload 1, 8    2.7 B with its states in host memory
 #   offload2 2, 4   1.35 B on two GPUs
 #   memory 1, 3     predicted and measured
+#   long 1 or 2, 12 long sequences: activations in host memory, tiles, chunked losses; on two GPUs shared sequences
 #   host 1, 3       microseconds a module and pass
 #   profile 2, 1    where the time of a step goes
 #   masters 2, 2    6.7 B with split masters and whole ones, in turns, and where the time of both goes
@@ -102,6 +103,13 @@ offload2() {
 
 memory() { python3 benchmarks/memory_prediction.py --budget 150 --json "$OUT/memory.json"; }
 
+long() {
+  local script=benchmarks/long_context.py
+  if [[ $(nvidia-smi -L | wc -l) -gt 1 ]]; then two $script --parts sp --json "$OUT/long-sp.json"; return; fi
+  python3 $script --parts peak,offload "${WITH[@]}" --json "$OUT/long.json"
+  python3 $script --parts longest --lengths "${LENGTHS:-32768,65536,131072,262144}" "${WITH[@]}" --json "$OUT/longest.json"
+}
+
 profile() {
   for stage in 2 3; do
     two benchmarks/step_profile.py --model 1b3 --micro-batch 4 --seq 2048 --stage "$stage" --engines ds_hf |
@@ -122,12 +130,12 @@ autotune() {
     --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
 }
 
-(($#)) || { sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 2; }
+(($#)) || { sed -n '2,22s/^# \{0,1\}//p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
     prepare) prepare && build_deepspeed ;;
-    kernels | tests | training | offload | offload2 | memory | host | profile | masters | autotune)
+    kernels | tests | training | offload | offload2 | memory | long | host | profile | masters | autotune)
       [[ -v PREPARED ]] || { prepare; PREPARED=1; }
       SECONDS=0
       "$part"
