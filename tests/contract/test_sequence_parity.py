@@ -158,3 +158,52 @@ def test_what_cannot_be_divided_is_refused() -> None:
     for text in run_distributed(refused, 3, {"sequence_parallel_size": 3}):
         assert "Attention head count 4 is not divisible by SP size 3" in text
         assert "sp_size can be 1, 2, 4, and 4 at most" in text
+
+
+def losses(sequence: int, tree: dict[str, Any], *, checkpointing: bool = False) -> list[float]:
+    """Of six micro-batches in fp32, and the weights' sum after them."""
+    samples = dist.get_world_size() // sequence // max(tree.get("tensor_parallel", {}).get("autotp_size", 1), 1)
+    net = model().float()
+    if checkpointing:
+        net.gradient_checkpointing_enable()  # type: ignore[operator]
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine, *_ = initialize(model=net, config={**config(1), **optimizer, "sequence_parallel_size": sequence, **tree})
+    axis, found = engine.mesh.axis("sequence"), []
+    mine = slice(axis.rank * TOKENS // sequence, (axis.rank + 1) * TOKENS // sequence)
+    for ids, labels in zip(*data(samples), strict=True):
+        x, y = ids[engine.mesh.sample_rank][:, mine], shifted(labels[engine.mesh.sample_rank])[:, mine].contiguous()
+        for _ in range(2):
+            loss = mean_over_tokens(engine(input_ids=x, labels=y, shift_labels=y).loss, (y != -100).sum(), axis)
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss.detach()))
+    engine.destroy()
+    return found
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+HOST = {"device": "cpu"}
+BESIDE: list[tuple[dict[str, Any], bool, float]] = [
+    (zero(2, offload_optimizer=HOST), False, 1e-5),
+    (zero(3, offload_optimizer=HOST, offload_param=HOST), False, 1e-5),
+    ({**zero(3), "activation_checkpointing": {"cpu_checkpointing": True}}, True, 1e-5),
+    ({**zero(3), "bf16": {"enabled": True}}, True, 1e-2),
+    ({**zero(1), "bf16": {"enabled": True}, "seq_parallel_communication_data_type": "bf16"}, False, 1e-2),
+    ({**zero(2), "fp16": {"enabled": True, "initial_scale_power": 8}}, False, 1e-2),
+    ({**zero(1), "ds_hf": {"compile": "blocks"}}, False, 1e-5),
+    (zero(3, mics_shard_size=2), False, 1e-5),
+    (zero(3, zero_hpz_partition_size=2), False, 1e-5),
+    ({**zero(0), "tensor_parallel": {"autotp_size": 2}}, False, 1e-5),
+    ({**zero(3), "tensor_parallel": {"autotp_size": 2}}, False, 1e-5),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tree", "checkpointing", "tolerance"), BESIDE)
+def test_beside_other_features(tree: dict[str, Any], checkpointing: bool, tolerance: float) -> None:
+    expected = run_distributed(losses, 2 if "tensor_parallel" in tree else 4, 2, zero(3), timeout=90)
+    for rank, found in enumerate(run_distributed(losses, 4, 2, tree, checkpointing=checkpointing, timeout=150)):
+        assert found == pytest.approx(expected[rank % len(expected)], rel=tolerance)

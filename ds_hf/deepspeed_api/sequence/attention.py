@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence.division import Division, division_of
@@ -31,6 +32,8 @@ def replace_core(name: str) -> None:
 
 def divided_attention(core: Callable[..., Any]) -> Callable[..., Any]:
     """``core`` for the sequences of bound models, ``[batch, heads, tokens, dim]``."""
+    # Else compiled blocks would trace the log of the collectives.
+    divide = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
@@ -38,7 +41,7 @@ def divided_attention(core: Callable[..., Any]) -> Callable[..., Any]:
         division = division_of(module)
         if division is None or not division.active:
             return core(module, query, key, value, attention_mask, *args, **kwargs)
-        return attend(core, division, module, query, key, value, attention_mask, *args, **kwargs)
+        return divide(core, division, module, query, key, value, attention_mask, *args, **kwargs)
 
     setattr(attention, _CORE, core)
     return attention
