@@ -53,6 +53,7 @@ Recompute = Annotated[
 ]
 Attention = Annotated[str | None, typer.Option("--attention", help="sdpa, eager, flash_attention_2, ...")]
 Sequence = Annotated[int | None, typer.Option("--sp", min=1, help="Processes that share each sequence (Ulysses).")]
+Tensor = Annotated[int | None, typer.Option("--tp", min=1, help="Processes that share each layer (AutoTP).")]
 Offload = Annotated[
     bool,
     typer.Option(
@@ -83,6 +84,7 @@ def memory_command(
     checkpointing: Recompute = None,
     attention: Attention = None,
     sp: Sequence = None,
+    tp: Tensor = None,
     offload_activations: Offload = False,
     longest: Longest = False,
     device_memory: DeviceMemory = None,
@@ -99,7 +101,7 @@ def memory_command(
     from ds_hf.memory.subject import Request, Subject
     from ds_hf.memory.table import Machine, parse_bytes, rows
 
-    request = Request(config, micro_batch, seq_len, checkpointing, attention, load_weights, sp, offload_activations)
+    request = Request(config, micro_batch, seq_len, checkpointing, attention, load_weights, sp, offload_activations, tp)
     try:
         host = None if host_memory is None else parse_bytes(host_memory)
         machine = Machine(parse_bytes(device_memory or _this_device()), host, world_size, gpus_per_host)
@@ -113,6 +115,12 @@ def memory_command(
         print(json.dumps(_as_json(subject, machine, table), indent=2))
     else:
         _print(subject, machine, table)
+
+
+def _tensor(subject: Subject) -> int:
+    """Processes that share each layer."""
+    section = subject.config.get("tensor_parallel") or {}
+    return int(max(section.get("autotp_size", 0), (section.get("tp") or {}).get("tp_size", 1), 1))
 
 
 def _this_device() -> str:
@@ -142,6 +150,7 @@ def _as_json(subject: Subject, machine: Machine, table: list[Row]) -> dict[str, 
         "seq_len": workload.seq_len,
         "world_size": machine.world_size,
         "sequence_parallel_size": subject.config.get("sequence_parallel_size", 1),
+        "tensor_parallel_size": _tensor(subject),
         "device_memory": machine.device_memory,
         "host_memory": machine.host_memory,
         "notes": subject.notes,
@@ -189,6 +198,8 @@ def _title(subject: Subject, machine: Machine, table: list[Row]) -> Text:
     processes = f"{machine.world_size} process{'es' if machine.world_size > 1 else ''}"
     if (shared := subject.config.get("sequence_parallel_size", 1)) > 1:
         processes += f", {shared} to a sequence,"
+    if (shared := _tensor(subject)) > 1:
+        processes += f", {shared} to a layer,"
     return Text.assemble(
         (type(subject.predictor.model).__name__, "bold"),
         f": {_count(total)} parameters{trains}; micro-batch {batch} x {workload.seq_len} tokens; {processes} with "

@@ -25,6 +25,7 @@ from ds_hf.config.optimizer_traits import Traits, traits_of
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine.casting import set_buffer_dtypes
+from ds_hf.engine.tensor.divide import divide_without_values
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.memory.divided import divided_sequences, part_of
 from ds_hf.memory.models import build, example_inputs, positions_of, with_length, without_values
@@ -165,7 +166,8 @@ class Predictor:
         traits = traits_of(optimizer)
         with_momentum = optimizer.lower() == "sgd" and params.get("momentum")
         plan = plan_states(settings)
-        if plan.inner is not None or settings.sequence_parallel_size > 1:
+        tensor = _tensor(settings)
+        if plan.inner is not None or settings.sequence_parallel_size * tensor > 1:
             mesh_shape(settings, world_size)  # refuses groups that do not divide the processes
         return Costs(
             world_size=world_size,
@@ -183,6 +185,7 @@ class Predictor:
             device_share=_device_share(settings) if traits.streamed else 0.0,
             streamed_share=self._streamed_share(settings, traits),
             device_memory=device_memory,
+            tensor=tensor,
         )
 
     def _streamed_share(self, settings: Config, traits: Traits) -> float | Literal["auto"]:
@@ -204,10 +207,13 @@ class Predictor:
             sharding = dataclasses.replace(sharding, offloads=True)
         leaf = settings.zero_optimization.leaf_module
         processes, length = settings.sequence_parallel_size, length or self.workload.seq_len
-        key = (batch, length, processes, plan.parameters.dtype, sharding, leaf, settings.data_types)
+        tensor = _tensor(settings)
+        key = (batch, length, processes, tensor, plan.parameters.dtype, sharding, leaf, settings.data_types)
         if key not in self._timelines:
             workload = _of_part(self.workload, batch, length, processes)
             model = copy.deepcopy(self._model)
+            if tensor > 1:
+                divide_without_values(model, tensor, settings.tensor_parallel)
             mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
             with divided_sequences(model, processes):
                 self._timelines[key] = _recorded(_cast(model, settings, plan), workload, sharding)
@@ -346,9 +352,15 @@ def _set_checkpointing(model: nn.Module, wanted: bool | None) -> None:
         raise UnpredictableError(f"{type(model).__name__} has no gradient_checkpointing_enable()")
 
 
+def _tensor(settings: Config) -> int:
+    """Processes that share each layer."""
+    section = settings.tensor_parallel
+    return max(section.autotp_size, section.tp.tp_size, 1)
+
+
 def _micro_batch(settings: Config, world_size: int) -> int | None:
     """Of the batch triple, as far as it is given."""
-    world_size //= settings.sequence_parallel_size
+    world_size //= settings.sequence_parallel_size * _tensor(settings)
     micro = settings.train_micro_batch_size_per_gpu
     if micro is not None:
         return int(micro)
@@ -358,7 +370,7 @@ def _micro_batch(settings: Config, world_size: int) -> int | None:
 
 
 def _accumulation(settings: Config, world_size: int) -> int:
-    world_size //= settings.sequence_parallel_size
+    world_size //= settings.sequence_parallel_size * _tensor(settings)
     if settings.gradient_accumulation_steps is not None:
         return int(settings.gradient_accumulation_steps)
     if settings.train_batch_size is None or settings.train_micro_batch_size_per_gpu is None:

@@ -49,6 +49,7 @@ class Costs:
         streamed_share: of the others, the share that the GPU updates on their way over the device
             (``ds_hf.offload.stream``); ``"auto"``: as the engine decides with a fast link.
         device_memory: bytes of the whole device, which that depends on.
+        tensor: processes that share each layer.
     """
 
     world_size: int
@@ -64,6 +65,7 @@ class Costs:
     device_share: float = 0.0
     streamed_share: float | Literal["auto"] = 0.0
     device_memory: int = DEVICE_MEMORY
+    tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -188,11 +190,16 @@ def _owned(spec: BufferSpec, plan: StatePlan, costs: Costs) -> int:
 
 def _shards(spec: BufferSpec, plan: StatePlan, costs: Costs) -> int:
     """Into how many shards the states of a buffer are divided."""
-    return plan.shards(plan.optimizer.over if spec.trains else plan.parameters.over, costs.world_size)
+    return plan.shards(plan.optimizer.over if spec.trains else plan.parameters.over, _replicas(spec, costs))
+
+
+def _replicas(spec: BufferSpec, costs: Costs) -> int:
+    """Processes that hold the same values: all, but of parts that tensor parallelism has cut."""
+    return costs.world_size if spec.replicas is None else costs.world_size // costs.tensor
 
 
 def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Sizes:
-    shards, neighbours = _shards(spec, plan, costs), plan.shards(plan.parameters.over, costs.world_size)
+    shards, neighbours = _shards(spec, plan, costs), plan.shards(plan.parameters.over, _replicas(spec, costs))
     layout = FlatLayout(spec.shapes, shards)
     owned = _owned(spec, plan, costs)
     sixteen = spec.itemsize == 2

@@ -27,7 +27,7 @@ class Request:
     Attributes:
         config: file or preset.
         micro_batch, seq_len, checkpointing, attention: of the workload.
-        sequence_parallel, offload_activations: put into the configuration, whatever it says.
+        sequence_parallel, tensor_parallel, offload_activations: put into the configuration, whatever it says.
         load_weights: for scripts, see ``rehearse``.
     """
 
@@ -39,6 +39,7 @@ class Request:
     load_weights: bool = False
     sequence_parallel: int | None = None
     offload_activations: bool = False
+    tensor_parallel: int | None = None
 
     @property
     def recomputes(self) -> bool | None:
@@ -49,6 +50,8 @@ class Request:
         """What was asked for beside the configuration."""
         if self.sequence_parallel is not None:
             config["sequence_parallel_size"] = self.sequence_parallel
+        if self.tensor_parallel is not None:
+            config["tensor_parallel"] = {**(config.get("tensor_parallel") or {}), "autotp_size": self.tensor_parallel}
         if self.offload_activations:
             section = config.get("activation_checkpointing")
             config["activation_checkpointing"] = {**(section or {}), "cpu_checkpointing": True}

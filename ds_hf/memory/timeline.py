@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
+from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_units
@@ -31,6 +32,7 @@ __all__ = ["Event", "Sharding", "Step", "Timeline", "between", "record"]
 
 _META = torch.device("meta")
 _ALONE = Axis(None, 0, 1)
+_WHOLE, _CUT = Replicas(_ALONE, 1), Replicas(_ALONE, 2)  # of cut parameters fewer processes are replicas: apart
 _POLICY = GradientPolicy(
     whole=False,
     every_micro_batch=True,
@@ -182,6 +184,10 @@ class _Gradient(GradientBuffer):
         self.partial, self.owned = None, torch.empty(0)
 
 
+def _replicas(param: nn.Parameter) -> Replicas:
+    return _CUT if is_cut(param) else _WHOLE
+
+
 def record(
     model: nn.Module, inputs: Mapping[str, Any], sharding: Sharding, *, wide: int = 0, keeps_outputs: bool = False
 ) -> Timeline:
@@ -193,7 +199,7 @@ def record(
         keeps_outputs: see ``Workload``.
     """
     trained = {id(param): 0 for param in model.parameters() if param.requires_grad}
-    planned = plan_units(model, None, sharding.units, trained, lambda param: Replicas.along(_ALONE))
+    planned = plan_units(model, None, sharding.units, trained, _replicas)
     units = list(planned)
     constants = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
     timeline = Timeline([], constants)
@@ -295,7 +301,7 @@ def _stand_in(
             buffer.device = torch.device("cpu")  # where the reducer makes the little it needs
             buffer.note = noter(len(timeline.buffers))
             unit.buffers.append(buffer)
-            timeline.buffers.append(replace(spec, params=(), replicas=None))
+            timeline.buffers.append(replace(spec, params=(), replicas=None if spec.replicas == _WHOLE else _CUT))
             if spec.trains:
                 gradient = _Gradient(buffer, _POLICY)
                 gradient.note = buffer.note

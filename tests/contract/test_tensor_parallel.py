@@ -148,7 +148,7 @@ def test_gradients_in_fp64(kind: str, processes: int, tensor: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mistral", "phi3", "mixtral", "qwen3"])
+@pytest.mark.parametrize("kind", ["mistral", "phi3", "mixtral", "qwen3", "gpt2", "DeepseekV2", "GraniteSwa"])
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_gradients_of_more_models(kind: str, tensor: int) -> None:
     check_gradients(kind, 4, tensor, 3)

@@ -86,6 +86,30 @@ PARTITION = {
 }
 
 
+GPT2 = {
+    "layer_specs": [
+        {"patterns": [r".*attn\.c_attn\.weight$"], "partition_type": "column", "shape": [-1, [32, 32, 32]]},
+        {"patterns": [r".*mlp\.c_fc\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*c_proj\.weight$"], "partition_type": "row"},
+    ],
+}
+DEEPSEEK = {  # latent attention, with a dense and a sparse layer
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
 def build(kind: str, **more: Any) -> nn.Module:
     """A model with the same values on every process: of transformers, or ``Fused``."""
     import transformers
@@ -93,7 +117,10 @@ def build(kind: str, **more: Any) -> nn.Module:
     torch.manual_seed(0)
     if kind == "fused":
         return Fused()
-    name = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "mixtral": "Mixtral"}[kind]
+    if kind == "gpt2":
+        small = {"n_embd": WIDTH, "n_layer": 2, "n_head": 8, "n_positions": 64, "vocab_size": VOCABULARY}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small))
+    name = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "mixtral": "Mixtral"}.get(kind, kind)
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
@@ -108,9 +135,11 @@ def build(kind: str, **more: Any) -> nn.Module:
         "max_position_embeddings": 64,
         **({"head_dim": 4} if kind == "qwen3" else {}),
         **({"num_local_experts": 4, "router_jitter_noise": 0.0} if kind == "mixtral" else {}),
+        **(DEEPSEEK if kind == "DeepseekV2" else {}),
         **more,
     }
     config = getattr(transformers, f"{name}Config")(**settings)
+    config._experts_implementation = "eager"  # others have no fp64
     model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
     return model
 
@@ -120,7 +149,8 @@ KINDS = ("llama", "qwen3", "mistral", "fused")
 
 def tensor_section(kind: str, size: int) -> dict[str, Any]:
     """``tensor_parallel`` of the configuration."""
-    return {"autotp_size": size, **({"partition_config": PARTITION} if kind == "fused" else {})}
+    rules = {"fused": PARTITION, "gpt2": GPT2}.get(kind)
+    return {"autotp_size": size, **({} if rules is None else {"partition_config": rules})}
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:

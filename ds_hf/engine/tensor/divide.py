@@ -28,7 +28,7 @@ from ds_hf.engine.zero.init import shard_again
 from ds_hf.engine.zero.replicas import sum_over_tensor
 from ds_hf.errors import ConfigError
 
-__all__ = ["divide"]
+__all__ = ["divide", "divide_without_values"]
 
 
 def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimizer: Any = None) -> None:
@@ -55,6 +55,20 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
     share_random_states(axis)
 
 
+def divide_without_values(model: nn.Module, size: int, section: TensorParallelSection) -> None:
+    """Cut a model on the meta device as the first of ``size`` processes has it, for predictions: nothing is sent.
+
+    Raises:
+        ConfigError: see ``plan_division``.
+    """
+    axis = Axis(None, 0, size)
+    divisions = plan_division(model, section, size)
+    copied: list[Any] = [None]
+    for division in divisions:
+        _apply(division, model, None, axis, copied, None)
+    _localise(model, divisions, size)
+
+
 def _is_divided(model: nn.Module, axis: Axis) -> bool:
     marked = next((name for name, p in model.named_parameters() if is_marked(p) and cut_of(p) is None), None)
     if marked is not None:
@@ -75,7 +89,9 @@ def _is_divided(model: nn.Module, axis: Axis) -> bool:
     return True
 
 
-def _apply(division: Division, model: nn.Module, mesh: Mesh, axis: Axis, copied: list[Any], optimizer: Any) -> None:
+def _apply(
+    division: Division, model: nn.Module, mesh: Mesh | None, axis: Axis, copied: list[Any], optimizer: Any
+) -> None:
     module = division.module
     for key in division.sums:
         param = module._parameters[key]
@@ -117,9 +133,9 @@ def _rotary(model: nn.Module, division: Division) -> int:
 
 
 @torch.no_grad()
-def _cut(param: nn.Parameter, division: Division, key: str, mesh: Mesh, axis: Axis, optimizer: Any) -> None:
+def _cut(param: nn.Parameter, division: Division, key: str, mesh: Mesh | None, axis: Axis, optimizer: Any) -> None:
     home = home_of(param)
-    if home is not None and home.buffer.sharded:  # every process gathers the same values
+    if home is not None and home.buffer.sharded and mesh is not None:  # every process gathers the same values
         buffer = home.buffer
         with unshard([buffer]):
             cut = division.cut(key, param.shape, axis.rank, axis.world_size)

@@ -1,0 +1,374 @@
+"""What a cut model goes through beside plain steps: checkpoints at other meshes and stages, exports, adapters, compiled
+blocks, generation, LAMB, gradient checkpointing, loading at stage 3; and bad input, refused by name."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hf import initialize
+from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_hf.engine.optim.lamb import FusedLamb
+from ds_hf.engine.zero.buffer import home_of
+from ds_hf.engine.zero.cut import cut_of
+from ds_hf.errors import ConfigError
+from tests.contract.test_parity import ADAMW
+from tests.contract.test_tensor_parallel import config
+from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import full_weights
+from tests.helpers.tensor import PARTITION, batches_of, build, loss_of, tensor_section
+
+GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
+
+
+def engine_of(kind: str, tensor: int, stage: int, model: nn.Module | None = None, **more: Any) -> Any:
+    settings = config(kind, tensor, stage, **more)
+    settings["zero_optimization"].update(GATHERS)
+    return initialize(model=build(kind) if model is None else model, config=settings)[0]
+
+
+def steps(engine: Any, batches: Tensor) -> list[float]:
+    """Losses, meaned over all processes."""
+    losses = []
+    for micro in batches[:, 0]:
+        loss = loss_of(engine, micro[engine.mesh.sample_rank])
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    mean = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return (mean / dist.get_world_size()).tolist()  # type: ignore[no-any-return]
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+# (tensor, stage) of four processes; every one is loaded by every other. Four samples a step, whatever the mesh.
+MESHES = ((1, 2), (2, 1), (2, 3), (4, 0))
+
+
+def batches_for(tensor: int, count: int) -> Tensor:
+    """The same samples in each step for every mesh of four processes: [steps, 1, data, samples, tokens]."""
+    data = 4 // tensor
+    return batches_of(count, 1, 4).flatten(2, 3).view(count, 1, data, 8 // data, -1)
+
+
+def mesh_engine(kind: str, tensor: int, stage: int) -> Any:
+    settings = config(kind, tensor, stage)
+    settings["train_micro_batch_size_per_gpu"] = 2 * tensor
+    settings["zero_optimization"].update(GATHERS)
+    if tensor == 1:
+        del settings["tensor_parallel"]
+    return initialize(model=build(kind), config=settings)[0]
+
+
+def save_at(folder: str, kind: str, tensor: int, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    engine = mesh_engine(kind, tensor, stage)
+    batches = batches_for(tensor, 4)
+    steps(engine, batches[:2])
+    engine.save_checkpoint(folder)
+    weights = engine._zero3_consolidated_16bit_state_dict()
+    if kind == "llama":
+        engine.export_pretrained(f"{folder}/exported")
+    later = steps(engine, batches[2:])
+    engine.destroy()
+    return later, weights
+
+
+def load_at(folder: str, kind: str, tensor: int, stage: int) -> list[float]:
+    engine = mesh_engine(kind, tensor, stage)
+    engine.load_checkpoint(folder)
+    later = steps(engine, batches_for(tensor, 4)[2:])
+    engine.destroy()
+    return later
+
+
+def save_and_load(folder: str, kind: str, saved: Any, loaded: list[Any]) -> Any:
+    later, weights = save_at(folder, kind, *saved)
+    return later, weights, {mesh: load_at(folder, kind, *mesh) for mesh in loaded}
+
+
+def check_saved(folder: Path, kind: str, saved: tuple[int, int], loaded: list[tuple[int, int]]) -> None:
+    ranks = run_distributed(save_and_load, 4, str(folder), kind, saved, loaded, timeout=200)
+    later, weights, found = ranks[0]
+    for mesh, losses in found.items():
+        assert losses == pytest.approx(later, rel=1e-6), mesh
+        if mesh == saved:
+            assert losses == later
+    fp32 = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    shapes = {name: param.shape for name, param in build(kind).named_parameters()}
+    assert {name: value.shape for name, value in weights.items()} == shapes
+    for name, value in weights.items():
+        assert torch.equal(fp32[name], value), name
+    if kind == "llama":
+        from transformers import LlamaForCausalLM
+
+        exported = LlamaForCausalLM.from_pretrained(folder / "exported")
+        for name, value in exported.named_parameters():
+            assert torch.equal(value, weights[name]), name
+
+
+def test_saved_cut_and_loaded_otherwise(tmp_path: Path) -> None:
+    check_saved(tmp_path, "fused", (2, 3), [(2, 3), (4, 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", MESHES)
+@pytest.mark.parametrize("kind", ["llama", "fused"])
+def test_every_mesh_loads_what_any_other_saved(kind: str, saved: tuple[int, int], tmp_path: Path) -> None:
+    check_saved(tmp_path, kind, saved, list(MESHES))
+
+
+# -- ways of training ----------------------------------------------------------------------------------------------
+
+
+def plain(model: nn.Module, optimizer: Any = None, count: int = 3) -> list[float]:
+    rule = (optimizer or (lambda params: torch.optim.AdamW(params, **ADAMW)))(
+        [param for param in model.parameters() if param.requires_grad]
+    )
+    losses = []
+    for micro in batches_of(count, 1, 1)[:, 0, 0]:
+        loss = loss_of(model, micro)
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def with_lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    targets = ["q_proj", "o_proj", "gate_proj", "down_proj", "lm_head"]
+    adapter = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, modules_to_save=["v_proj"])
+    model: nn.Module = get_peft_model(build("llama"), adapter)  # type: ignore[arg-type]
+    return model
+
+
+def lora(stage: int) -> tuple[list[float], list[float], Any]:
+    expected = plain(with_lora())
+    engine = engine_of("llama", 2, stage, with_lora())
+    found = steps(engine, batches_of(3, 1, 1))
+    saved = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    return expected, found, saved and {name: tuple(value.shape) for name, value in saved.items()}
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_lora_on_cut_layers(stage: int) -> None:
+    for rank, (expected, found, saved) in enumerate(run_distributed(lora, 2, stage, timeout=90)):
+        assert found == pytest.approx(expected, rel=1e-5)
+        if rank == 0:
+            shapes = {name: tuple(p.shape) for name, p in with_lora().named_parameters() if p.requires_grad}
+            assert saved == shapes
+
+
+def lamb() -> tuple[list[float], dict[int, list[float]]]:
+    rule = functools.partial(FusedLamb, lr=1e-2)
+    given = {"type": "Lamb", "params": {"lr": 1e-2}}
+    found = {stage: steps(engine_of("llama", 2, stage, optimizer=given), batches_of(3, 1, 1)) for stage in (0, 1, 3)}
+    return plain(build("llama"), rule), found
+
+
+def test_lamb_takes_norms_of_whole_parameters() -> None:
+    for expected, found in run_distributed(lamb, 2, timeout=90):
+        for losses in found.values():
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def compiled() -> tuple[list[float], list[float], Any]:
+    engine = engine_of("llama", 2, 1, ds_hf={"compile": "blocks"})
+    found = steps(engine, batches_of(3, 1, 1))
+    report = engine.compile_report()
+    return plain(build("llama")), found, (report.graphs, report.breaks)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_no_breaks() -> None:
+    for expected, found, (graphs, breaks) in run_distributed(compiled, 2, timeout=150):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert (graphs, breaks) == (3, {})  # one for each of three blocks: their places differ
+
+
+def other_ways(folder: str) -> dict[str, bool]:
+    """Generation, copies, checkpointing of activations, loading at stage 3, a second engine."""
+    from transformers import LlamaForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    found = {}
+    reference = build("llama").eval()
+    prompt = batches_of(1, 1, 1)[0, 0, 0][:, :4]
+    settings: dict[str, Any] = {"max_new_tokens": 5, "pad_token_id": 3}
+    expected = reference.generate(prompt, do_sample=False, **settings)
+    torch.manual_seed(1)
+    sampled = reference.generate(prompt, do_sample=True, **settings)
+    engine = engine_of("llama", 2, 3)
+    engine.eval()
+    found["generate"] = torch.equal(engine.module.generate(prompt, do_sample=False, **settings), expected)
+    torch.manual_seed(1)
+    found["sample"] = torch.equal(engine.module.generate(prompt, do_sample=True, **settings), sampled)
+    engine.destroy()
+    again = engine_of("llama", 2, 1, engine.module)
+    copied = copy.deepcopy(again.module)
+    logits = again.module(input_ids=prompt).logits
+    found["copy"] = torch.equal(copied(input_ids=prompt).logits, logits)
+    found["again"] = torch.allclose(logits, reference(input_ids=prompt).logits, atol=1e-5)
+    losses = plain(build("llama"))
+    model = build("llama")
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    model.train()
+    trained = steps(engine_of("llama", 2, 3, model), batches_of(3, 1, 1))
+    found["checkpointing"] = trained == pytest.approx(losses, rel=1e-5)
+    if dist.get_rank() == 0:
+        build("llama").save_pretrained(folder)  # type: ignore[operator]
+    dist.barrier()
+    settings = config("llama", 2, 3)
+    kept = HfDeepSpeedConfig(settings)
+    loaded = LlamaForCausalLM.from_pretrained(folder)
+    sharded = all(home_of(param) is not None and param.numel() == 0 for param in loaded.parameters())
+    found["loaded"] = steps(engine_of("llama", 2, 3, loaded), batches_of(3, 1, 1)) == pytest.approx(losses, rel=1e-5)
+    return {**found, "sharded": sharded, "kept": kept is not None}
+
+
+def test_generation_copies_checkpointing_and_loading(tmp_path: Path) -> None:
+    for found in run_distributed(other_ways, 2, str(tmp_path / "model"), timeout=120):
+        assert all(found.values()), found
+
+
+def dropout() -> tuple[Tensor, Tensor]:
+    """Of two processes that begin with other random states: what dropout outside of cut layers lets through."""
+    torch.manual_seed(100 + dist.get_rank())
+    model = build("llama", attention_dropout=0.0)
+    model.model.layers[0].mlp.register_forward_hook(  # type: ignore[union-attr, index]
+        lambda module, args, output: nn.functional.dropout(output, 0.5, module.training)
+    )
+    engine = engine_of("llama", 2, 1, model)
+    micro = batches_of(1, 1, 1)[0, 0, 0]
+    logits = engine(input_ids=micro).logits
+    engine.backward(logits.square().mean())
+    engine.step()
+    uncut = {name: p for name, p in full_weights(engine.module).items() if "norm" in name}
+    return logits.detach(), torch.cat([value.flatten() for value in uncut.values()])
+
+
+def test_dropout_draws_the_same_outside_of_cut_layers() -> None:
+    (logits, norms), (other, others) = run_distributed(dropout, 2)
+    assert torch.equal(logits, other)
+    assert torch.equal(norms, others)
+
+
+def tied() -> tuple[list[float], list[float], bool]:
+    model = build("llama", tie_word_embeddings=True)
+    expected = plain(build("llama", tie_word_embeddings=True))
+    engine = engine_of("llama", 2, 1, model)
+    uncut = cut_of(engine.module.lm_head.weight) is None and cut_of(engine.module.model.layers[0].mlp.up_proj.weight)
+    return expected, steps(engine, batches_of(3, 1, 1)), bool(uncut)
+
+
+def test_tied_embeddings_stay_whole() -> None:
+    for expected, found, uncut in run_distributed(tied, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert uncut
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"up_proj": nn.Linear(8, 8), "odd": nn.Linear(8, 8)}) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["odd"](layer["up_proj"](x))  # type: ignore[index, operator]
+        return x
+
+
+def refusals() -> dict[str, str]:
+    def refused(kind: str, model: nn.Module | None = None, tensor: int = 4, **more: Any) -> str:
+        section = {**tensor_section("llama", tensor), **more.pop("section", {})}
+        settings = {**config("llama", tensor, 1), "tensor_parallel": section, **more}
+        try:
+            initialize(model=build(kind) if model is None else model, config=settings)
+        except ConfigError as error:
+            return " ".join(str(error).split())
+        return ""
+
+    unknown = build("llama")
+    unknown._tp_plan = {"model.layers.*.mlp.up_proj": "diagonal"}  # type: ignore[assignment]
+    patched = build("llama")
+    patched.model.layers[1].mlp.up_proj.forward = lambda x: x  # type: ignore[union-attr, index]
+    muon = {"type": "Muon", "params": {"lr": 1e-3}}
+    wrong = [{"patterns": [".*qkv.weight"], "partition_type": "column", "shape": [[30, 16, 16], -1]}]
+    return {
+        "heads": refused("llama", build("llama", num_attention_heads=2, num_key_value_heads=2)),
+        "keys": refused("llama", build("llama", num_key_value_heads=2)),
+        "mlp": refused("llama", build("llama", intermediate_size=50)),
+        "vocabulary": refused("llama", build("llama", vocab_size=66)),
+        "rules": refused("", Plain()),
+        "style": refused("", unknown),
+        "forward": refused("", patched),
+        "muon": refused("llama", tensor=2, optimizer=muon),
+        "adafactor": refused("llama", tensor=2, optimizer={"type": "Adafactor", "params": {"lr": 1e-3}}),
+        "shape": refused("fused", section={"partition_config": {**PARTITION, "layer_specs": wrong}}),
+        "pattern": refused("fused", section={"partition_config": {"layer_specs": [{"patterns": ["("]}]}}),
+        "unmatched": refused("fused", section={"partition_config": {"layer_specs": [{"patterns": ["nothing"]}]}}),
+        "strict": refused("fused", section={"partition_config": {**PARTITION, "strict_mode": True}}),
+        "loss": refused("llama", tensor=2, section={"vocab_parallel_lm_head": True}),
+        "sizes": refused("llama", tensor=3),
+    }
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    for found in run_distributed(refusals, 4, timeout=90):
+        assert "num_attention_heads" in found["heads"]
+        assert "use a tensor-parallel size of 2" in found["heads"]
+        assert "attention of 2 heads (num_key_value_heads), which 4 does not divide" in found["keys"]
+        assert "model.layers.0.mlp.gate_proj (weight (50, 32)) are 50, which 4 does not divide" in found["mlp"]
+        assert "the vocabulary of model.embed_tokens" in found["vocabulary"]
+        assert "pad_to_multiple_of=4" in found["vocabulary"]
+        assert "Plain has no tp_plan" in found["rules"]
+        assert (
+            '{"patterns": ["^layers\\\\.\\\\d+\\\\.up_proj\\\\.weight$"], "partition_type": "column"}' in found["rules"]
+        )
+        assert 'gives model.layers.0.mlp.up_proj the style "diagonal"' in found["style"]
+        assert "refused as a whole" in found["style"]
+        assert "the forward of model.layers.1.mlp.up_proj, a Linear, was replaced" in found["forward"]
+        assert "MuonWithAuxAdam looks at whole parameters, of which the tensor-parallel processes" in found["muon"]
+        assert "Adafactor looks at whole parameters" in found["adafactor"]
+        assert "/tensor_parallel/partition_config/layer_specs/0/shape" in found["shape"]
+        assert "its parts are 62 together, and there are 64" in found["shape"]
+        assert "is no regular expression" in found["pattern"]
+        assert "no layer of Fused matches a rule" in found["unmatched"]
+        assert found["strict"] == ""  # every linear layer has a rule
+        assert "all logits" in found["loss"]
+        assert "tensor-parallel 3 (tensor_parallel.autotp_size) does not divide the 4 processes" in found["sizes"]
+
+
+def other_batches() -> list[str]:
+    said = []
+    for shift in (1, 0):
+        engine = engine_of("llama", 2, 1)
+        micro = batches_of(1, 1, 1)[0, 0, 0] + shift * dist.get_rank() % 3
+        try:
+            engine(input_ids=micro % 64)
+            said.append("")
+        except AssertionError as error:  # as in DeepSpeed
+            said.append(f"{error} | {error.__notes__[0]}")  # type: ignore[attr-defined]
+        engine.destroy()
+    return said
+
+
+def test_different_samples_on_ranks_that_share_layers() -> None:
+    for different, same in run_distributed(other_batches, 2):
+        assert different.startswith("Data inconsistency within the TP group. Please check the Dataloader")
+        assert "ranks 0 to 1 share layers and were given different input_ids, (2, 10)" in different
+        assert "sampler rank = rank // 2, num_replicas = 1" in different
+        assert same == ""
