@@ -36,7 +36,7 @@ class Footprint:
     """
 
     def __init__(self, facts: Mapping[str, Any], found: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
-        self.world = int(facts["world_size"])
+        self.world = int(facts.get("processes") or facts["world_size"])
         self._device_memory = int(facts.get("memory") or DEVICE_MEMORY)
         probed = {int(numel) for name in ("plain", "checkpointed") for numel in found.get(name) or ()}
         self.micros = sorted({micro for micro, _ in sizes} | probed | {1})

@@ -140,7 +140,8 @@ def make_result(contest: Contest) -> Result:
     result.changes = [] if kept else changes_of(search, result.best)
     result.words = final_words(search, best[0].setting, size)
     result.limits, result.limit = limits_of(search, result.best)
-    examine(config, world=WorldSize(search.world_size, "the search"), allow_auto=True)  # never write a bad file
+    processes = int(search.own.events["facts"].get("processes") or search.world_size)
+    examine(config, world=WorldSize(processes, "the search"), allow_auto=True)  # never write a bad file
     return result
 
 

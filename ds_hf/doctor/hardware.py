@@ -1,4 +1,4 @@
-"""Of ``ds-hf doctor``: free memory, links between GPUs, NCCL, disk speed; each a pure reading of what a tool printed.
+"""Of ``ds-hf doctor``: free memory, links between GPUs, NCCL, disk speed; most purely read what a tool printed.
 
 GPUs are asked through ``nvidia-smi``, which comes with the driver and makes no CUDA context (torch's own question takes
 half a gigabyte of the memory that it asks about).
@@ -20,7 +20,18 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["DiskSpeed", "Gpu", "disk_speed", "gpus", "host_memory", "links", "parse_gpus", "parse_links", "shm_nbytes"]
+__all__ = [
+    "DiskSpeed",
+    "Gpu",
+    "disk_speed",
+    "gpus",
+    "host_memory",
+    "links",
+    "neighbour_speed",
+    "parse_gpus",
+    "parse_links",
+    "shm_nbytes",
+]
 
 ASK_S = 20
 DISK_NBYTES = 128 << 20
@@ -82,6 +93,29 @@ def parse_links(text: str) -> str:
     kinds = Counter(matrix[i][j + 1] for i in range(count) for j in range(i + 1, count) if j + 1 < len(matrix[i]))
     parts = [f"{_link(kind)} between {number} {'pair' if number == 1 else 'pairs'}" for kind, number in kinds.items()]
     return "; ".join(parts)
+
+
+def neighbour_speed(nbytes: int = 64 << 20, rounds: int = 8) -> float | None:
+    """Bytes a second of copies from the first GPU to the second, as tensor-parallel neighbours send; ``None`` where
+    there are not two, or they have no memory left for it."""
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        return None
+    try:
+        source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
+        target = torch.empty(nbytes, dtype=torch.uint8, device="cuda:1")
+    except torch.cuda.OutOfMemoryError:
+        return None
+    target.copy_(source)  # the first copy opens the way
+    for device in (0, 1):
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        target.copy_(source, non_blocking=True)
+    for device in (0, 1):
+        torch.cuda.synchronize(device)
+    return rounds * nbytes / (time.perf_counter() - start)
 
 
 def _link(kind: str) -> str:

@@ -23,6 +23,7 @@ from ds_hf.launcher.handover import real_deepspeed
 
 __all__ = ["Fact", "Operator", "Report", "examine"]
 
+_SLOW_LINK = 40e9  # bytes a second: less is PCIe, over which the sums of each layer take longer than the layer
 _PACKAGES = ("ds-hf", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "optuna", "cuda-core")
 
 
@@ -148,7 +149,13 @@ def _groups(machine: Machine) -> list[Fact]:
 
 def _links(gpus: list[Gpu]) -> list[Fact]:
     text = hardware.links() if len(gpus) > 1 else ""
-    return [Fact("links", text)] if text else []
+    facts = [Fact("links", text)] if text else []
+    speed = hardware.neighbour_speed()
+    if speed is not None:
+        slow = speed < _SLOW_LINK
+        fix = "keep tensor_parallel.autotp_size at 1: ZeRO sends less" if slow else ""
+        facts.append(Fact("neighbours", f"{speed / 1e9:.0f} GB/s from GPU 0 to GPU 1 (tensor parallelism)", fix))
+    return facts
 
 
 def _memory(gpus: list[Gpu]) -> list[Fact]:

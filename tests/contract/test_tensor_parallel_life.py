@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ds_hf import initialize
 from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine.optim.lamb import FusedLamb
+from ds_hf.engine.tensor import hosts
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import ConfigError
@@ -160,7 +161,8 @@ def lora(stage: int) -> tuple[list[float], list[float], Any]:
     return expected, found, saved and {name: tuple(value.shape) for name, value in saved.items()}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_lora_on_cut_layers(stage: int) -> None:
     for rank, (expected, found, saved) in enumerate(run_distributed(lora, 2, stage, timeout=90)):
         assert found == pytest.approx(expected, rel=1e-5)
@@ -176,6 +178,7 @@ def lamb() -> tuple[list[float], dict[int, list[float]]]:
     return plain(build("llama"), rule), found
 
 
+@pytest.mark.slow
 def test_lamb_takes_norms_of_whole_parameters() -> None:
     for expected, found in run_distributed(lamb, 2, timeout=90):
         for losses in found.values():
@@ -350,6 +353,21 @@ def test_bad_input_is_refused_by_name() -> None:
         assert found["strict"] == ""  # every linear layer has a rule
         assert "all logits" in found["loss"]
         assert "tensor-parallel 3 (tensor_parallel.autotp_size) does not divide the 4 processes" in found["sizes"]
+
+
+def across_hosts() -> list[str]:
+    messages: list[str] = []
+    hosts.warn_once = messages.append  # type: ignore[assignment]
+    for name in ("one", f"host{dist.get_rank()}"):
+        hosts.platform.node = lambda name=name: name  # type: ignore[assignment]
+        engine_of("llama", 2, 1).destroy()
+    return messages
+
+
+def test_layers_shared_across_hosts_are_said_to_be_slow() -> None:
+    for (message,) in run_distributed(across_hosts, 2):
+        assert "ranks 0 to 1 share layers and are on 2 hosts (host0, host1)" in message
+        assert "GB/s as measured now" in message
 
 
 def other_batches() -> list[str]:

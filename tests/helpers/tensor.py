@@ -119,8 +119,11 @@ def build(kind: str, **more: Any) -> nn.Module:
         return Fused()
     if kind == "gpt2":
         small = {"n_embd": WIDTH, "n_layer": 2, "n_head": 8, "n_positions": 64, "vocab_size": VOCABULARY}
+        small |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small))
-    name = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "mixtral": "Mixtral"}.get(kind, kind)
+    name = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "phi3": "Phi3", "mixtral": "Mixtral"}.get(
+        kind, kind
+    )
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,

@@ -172,6 +172,24 @@ def test_sequences_that_cannot_be_shared(changes: dict[str, Any], workload: dict
         Predictor(TINY, Workload(**workload)).predict(stage(2, **changes), world_size=4)
 
 
+def test_processes_that_share_layers() -> None:
+    predictor = Predictor(TINY, Workload(seq_len=256))
+    alone = predictor.predict(stage(0), world_size=4)
+    for size in (2, 4):
+        shared = predictor.predict(stage(0, tensor_parallel={"autotp_size": size}), world_size=4)
+        for part in ("parameters", "masters", "moments"):  # norms alone are whole
+            assert shared.device[part] == pytest.approx(alone.device[part] / size, rel=0.05), part
+        assert shared.device["activations"] < alone.device["activations"]
+    # what ZeRO divides besides: every element of a state has one owner in the world, cut or not
+    divided = predictor.predict(stage(3), world_size=4)
+    both = predictor.predict(stage(3, tensor_parallel={"autotp_size": 2}), world_size=4)
+    assert both.device["moments"] == pytest.approx(divided.device["moments"], rel=0.02)
+    total = stage(2, tensor_parallel={"autotp_size": 2}, train_batch_size=16, gradient_accumulation_steps=2)
+    assert predictor.predict(total, world_size=4).micro_batch == 4
+    with pytest.raises(ConfigError, match="does not divide"):
+        predictor.predict(stage(0, tensor_parallel={"autotp_size": 3}), world_size=3)
+
+
 def test_a_model_with_a_table_of_positions_is_no_longer() -> None:
     predictor = Predictor("gpt2:n_embd=64,n_layer=2,n_head=4,vocab=512,n_positions=1000", Workload(seq_len=128))
     assert predictor.longest_sequence(stage(2), device_memory=80 << 30) == 768

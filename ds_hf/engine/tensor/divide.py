@@ -20,6 +20,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
 from ds_hf.engine.tensor.functions import Place
 from ds_hf.engine.tensor.gathered import divided_over
+from ds_hf.engine.tensor.hosts import warn_across_hosts
 from ds_hf.engine.tensor.plan import Division, plan_division
 from ds_hf.engine.tensor.styles import STYLES, place_of, swap_class
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
@@ -46,6 +47,7 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
         ConfigError: see ``plan_division``; or the model is cut otherwise already.
     """
     axis = mesh.axis("tensor")
+    warn_across_hosts(axis)
     if not _is_divided(model, axis):
         divisions = plan_division(model, section, axis.world_size)
         copied: list[Any] = [None]

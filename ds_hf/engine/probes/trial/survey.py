@@ -41,6 +41,7 @@ def facts(engine: CoreEngine, total_memory: int | None) -> dict[str, Any]:
         "units": len(engine.units),
         "module_dtype": _dtype(engine),
         "world_size": engine.axis.world_size,
+        "processes": engine.mesh.world.world_size,
         "micro": engine.batch.micro,
         "accumulation": engine.batch.accumulation_steps,
         "train_batch": engine.batch.train,
