@@ -84,24 +84,12 @@ def build_engine(
     _check_scheduler(optimizer, lr_scheduler)
     if settings.ds_hf.sparse_attention:
         prepare_attention(settings, model)
-    measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
-    monitor = open_monitors(settings, mesh.world, silent=measured)
-    model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
-    pipeline = model if isinstance(model, StageModule) else None
-    if pipeline is not None and measured:
-        raise ConfigError(
-            "the autotuner and the LR finder run forward and backward of an engine by themselves, which are parts of "
-            "train_batch() here: tune a model without stages",
-            "PipelineModule",
-        )
-    if divides:
-        divide(model, mesh, settings.tensor_parallel, optimizer)
-    if pipeline is not None:
-        model_parameters = _set_chunks(pipeline, settings.ds_hf.pipeline.chunks, optimizer, model_parameters)
+    monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
+    model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
     if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
         warn_once(advice)
-    parts = make_parts(settings, plan, mesh, model, inner, optimizer_type, whole_batches=pipeline is not None)
+    parts = make_parts(settings, plan, mesh, model, inner, optimizer_type, whole_batches=isinstance(model, StageModule))
     engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
     engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
     if training_data is not None:
@@ -113,18 +101,54 @@ def build_engine(
             rank=mesh.sample_rank,
             world_size=mesh.shape.data,
         )
-    if mesh.shape.tensor > 1 and not mesh.is_given:
-        compare_first_batch(model, mesh)
+    _attach(engine, compiled=compiled)
+    return engine
+
+
+def _is_measured(model: nn.Module) -> bool:
+    """Whether this is a run of the autotuner or the LR finder."""
+    measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
+    if measured and isinstance(model, StageModule):
+        raise ConfigError(
+            "the autotuner and the LR finder run forward and backward of an engine by themselves, which are parts of "
+            "train_batch() here: tune a model without stages",
+            "PipelineModule",
+        )
+    return measured
+
+
+def _divide(
+    settings: Config,
+    mesh: Mesh,
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    *,
+    layers: bool,
+) -> Iterable[Any] | None:
+    """Leave of the model what this process holds of it, where its DTensors, layers or stages are divided; the
+    parameters to train."""
+    model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
+    if layers:
+        divide(model, mesh, settings.tensor_parallel, optimizer)
+    if isinstance(model, StageModule):
+        return _set_chunks(model, settings.ds_hf.pipeline.chunks, optimizer, model_parameters)
+    return model_parameters
+
+
+def _attach(engine: CoreEngine, *, compiled: bool) -> None:
+    """What looks at a finished engine, or changes how it runs its module."""
+    if engine.mesh.shape.tensor > 1 and not engine.mesh.is_given:
+        compare_first_batch(engine.module, engine.mesh)
     activations.attach(engine)
     tiling.attach(engine)
     progress.attach(engine)
-    if compiled or settings.ds_hf.compile:
+    if compiled or engine.settings.ds_hf.compile:
         engine.compile()
     if os.environ.get(lr_script.ENVIRONMENT):
         lr_script.attach(engine)
     if request := os.environ.get(TRIAL_ENV):
         trial.attach(engine, request)
-    return engine
 
 
 def _load(
