@@ -23,7 +23,13 @@ from ds_hf.engine.activations.offload import ActivationOffload
 from ds_hf.errors import ConfigError
 from ds_hf.log import logger, warn_once
 
-__all__ = ["ActivationCheckpointing", "RngTracker", "activation_checkpointing"]
+__all__ = [
+    "ActivationCheckpointing",
+    "RngTracker",
+    "activation_checkpointing",
+    "checkpoint_function",
+    "non_reentrant_checkpoint",
+]
 
 MODEL_PARALLEL = "model-parallel-rng"
 TENSOR_PARALLEL_SEED_OFFSET = 2718  # as Megatron and DeepSpeed have it, so that seeded runs can be compared
@@ -237,3 +243,8 @@ def _first(given: bool | None, configured: bool | None) -> bool:
 def activation_checkpointing() -> ActivationCheckpointing:
     """The one of this process."""
     return ActivationCheckpointing()
+
+
+# Two names of one function, which scripts tell apart: DeepSpeed's first one is reentrant.
+checkpoint_function = activation_checkpointing().checkpoint
+non_reentrant_checkpoint = activation_checkpointing().checkpoint

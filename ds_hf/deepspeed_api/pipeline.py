@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.config.types import Config
-from ds_hf.deepspeed_api.activation_checkpointing import activation_checkpointing
+from ds_hf.deepspeed_api.activation_checkpointing import checkpoint_function, non_reentrant_checkpoint
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.engine.accumulation import WholeBatches
 from ds_hf.engine.comm import collectives
-from ds_hf.engine.data import RepeatingLoader
+from ds_hf.engine.data import RepeatingLoader, ShardedLoader
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.monitor import MonitorMaster
 from ds_hf.engine.parts import EngineParts
@@ -26,9 +26,6 @@ from ds_hf.errors import PipelineError
 from ds_hf.log import say
 
 __all__ = ["PipelineEngine", "PipelineModule"]
-
-
-_CHECKPOINT = activation_checkpointing().checkpoint
 
 
 class PipelineModule(StageModule):
@@ -45,7 +42,7 @@ class PipelineModule(StageModule):
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = _CHECKPOINT,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint_function,
         checkpointable_layers: list[str] | None = None,
         dynamic_shape: bool = False,
         *,
@@ -133,6 +130,8 @@ class PipelineEngine(Engine):
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.is_pipe_parallel, self.is_data_parallel = shape.pipe > 1, shape.data > 1
         self.is_model_parallel = shape.tensor > 1
+        if not settings.pipeline.use_reentrant:
+            self.module.activation_checkpoint_func = non_reentrant_checkpoint
         interval = settings.pipeline.activation_checkpoint_interval
         if interval:
             self.module.set_checkpoint_interval(interval)
@@ -179,13 +178,18 @@ class PipelineEngine(Engine):
         """Whether the present backward is the last one of a step, or the step itself is running."""
         return self.accumulation.at_boundary
 
+    def _reentrant_activation_checkpointing(self) -> bool:
+        """Whether DeepSpeed would recompute layers by its reentrant function; here none needs gradients of inputs."""
+        func = self.module.activation_checkpoint_func
+        return self.module.activation_checkpoint_interval > 0 and func is not non_reentrant_checkpoint
+
     # -- data -----------------------------------------------------------------------------------------------------
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Read from ``loader`` from now on; stages that read no data ignore it."""
+        """Read one pass of ``loader`` from now on (``RepeatingLoader`` gives more); other stages ignore it."""
         if self.is_first_stage() or self.is_last_stage():
             self.training_dataloader = loader
-            self.data_iterator = None
+            self.data_iterator = iter(loader)
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read from ``iterator`` from now on; stages that read no data ignore it."""
@@ -346,7 +350,7 @@ class PipelineEngine(Engine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         """As of every engine, at any number of stages; data of ``initialize`` go on where they stood."""
         found = super().load_checkpoint(*args, **kwargs)
-        if self.training_dataloader is not None:
+        if isinstance(self.training_dataloader, ShardedLoader):
             self.data_iterator = None
         return found
 

@@ -180,7 +180,10 @@ def _load(
         _warn_of_divided_sequences(shape.sequence * shape.tensor, here)
     divides = divides_layers(settings, claims)
     if pipeline is not None:
-        return settings, plan, pipeline.mpu().mesh, divides
+        mesh = pipeline.mpu().mesh
+        if divides:
+            mesh.leave_layers_to_engine()
+        return settings, plan, mesh, divides
     mesh = Mesh(shape) if mpu is None else Mesh.given(mpu, shape, divided=not divides)
     mesh.sums_sequence = settings.ds_hf.sequence_gradients == "sum"
     return settings, plan, mesh, divides

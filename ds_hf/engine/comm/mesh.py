@@ -198,6 +198,10 @@ class Mesh:
             self._spans[key] = axis_of(group, name) if self.stage_rank in chosen else None
         return self._spans[key]
 
+    def leave_layers_to_engine(self) -> None:
+        """The engine divides layers over the tensor axis: then whole parameters have replicas there, too."""
+        self._layers_given = False
+
     def lists_along(self, *dims: str) -> list[list[int]]:
         """Global ranks of the processes along ``dims``, for every place in the other axes."""
         return _ranks_along(self._sizes(dims), frozenset(dims))

@@ -201,3 +201,64 @@ def test_pipe_data_and_model_together(pipe: int, model: int, data: int, stage: i
     assert set(found[0]["whole"]) == set(alone["whole"])
     for name, value in alone["whole"].items():
         assert float((found[0]["whole"][name] - value).norm() / value.norm()) < 2e-6, name
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+
+
+RULES = [
+    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+]
+
+
+def cut_by_the_engine(pipe: int, tensor: int, data: int, stage: int) -> dict[str, Any]:
+    layers = [
+        TiedLayerSpec("embed", Embedding),
+        *[LayerSpec(Mlp) for _ in range(4)],
+        TiedLayerSpec("embed", Embedding, forward_fn=project),
+    ]
+    topology = PipeModelDataParallelTopology(pipe, tensor, data)
+    module = PipelineModule(
+        layers, topology=topology, loss_fn=cross_entropy, seed_layers=True, base_seed=SEED, partition_method="uniform"
+    )
+    module.seed_layers = False
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO // data,
+        "optimizer": ADAMW,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+    }
+    if tensor > 1:
+        section = {"use_default_specs": False, "layer_specs": RULES}
+        settings["tensor_parallel"] = {"autotp_size": tensor, "partition_config": section}
+    engine, *_ = initialize(model=module, config=settings)
+    losses, norms = [], []
+    for tokens in batches(4, MICRO):
+        shared = tokens.view(-1, data, *tokens.shape[2:])
+        losses.append(float(engine.train_batch(pairs(shared, engine.mesh.sample_rank))))
+        norms.append(engine.get_global_grad_norm())
+    cut = sum(param.numel() for param in module.parameters())
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    engine.destroy()
+    return {"losses": losses, "norms": norms, "whole": whole, "numel": cut}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "stage"), [(1, 0), (1, 1), (2, 1)])
+def test_layers_of_stages_that_the_engine_cuts(data: int, stage: int) -> None:
+    alone = run_distributed(cut_by_the_engine, 1, 1, 1, 1, 0)[0]
+    found = run_distributed(cut_by_the_engine, 4 * data, 2, 2, data, stage, timeout=150)
+    for one in found:
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert one["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert one["numel"] < 0.4 * alone["numel"]
+    for name, value in alone["whole"].items():
+        assert float((found[0]["whole"][name] - value).norm() / value.norm()) < 2e-6, name

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.activation_checkpointing import activation_checkpointing
+from ds_hf.deepspeed_api.activation_checkpointing import (
+    activation_checkpointing,
+    non_reentrant_checkpoint,
+)
+from ds_hf.deepspeed_api.activation_checkpointing import (
+    checkpoint_function as checkpoint,
+)
 from ds_hf.deepspeed_api.activation_checkpointing import RngTracker as CudaRNGStatesTracker
 
 from ..._missing import missing
@@ -22,13 +28,11 @@ __all__ = [
 ]
 
 _state = activation_checkpointing()
-checkpoint = _state.checkpoint
 configure = _state.configure
 get_cuda_rng_tracker = _state.get_cuda_rng_tracker
 is_configured = _state.is_configured
 model_parallel_cuda_manual_seed = _state.model_parallel_cuda_manual_seed
 model_parallel_reconfigure_tp_seed = _state.model_parallel_reconfigure_tp_seed
-non_reentrant_checkpoint = _state.checkpoint
 partition_activations_in_checkpoint = _state.partition_activations_in_checkpoint
 reset = _state.reset
 set_num_layers = _state.set_num_layers

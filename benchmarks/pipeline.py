@@ -1,0 +1,278 @@
+"""Pipelines: idle share of each stage, peers, lengths that change, and what a micro-batch costs the host.
+
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py --stages 2 --micro-batches 4,8,16 --rounds 5 --json FILE
+
+One process for each stage, by gloo. In each round the ways take turns, so ratios are of times of the same minutes;
+medians count. Ways: ``ds_hf`` (1F1B), ``chunks`` (ds_hf with two chunks a stage), ``torch`` (Schedule1F1B of
+torch.distributed.pipelining over the same layers, with the optimizer of torch), and ``deepspeed``, if ``--deepspeed
+FOLDER`` names where ``pip install --target`` has put it.
+
+- *idle*: which part of a batch the stage spent in neither forward nor backward, against the bubble of 1F1B,
+  ``(S - 1) / (M + S - 1)``.
+- *changing*: seconds a token where each batch has another length, against batches padded to the longest.
+- *overhead*: of layers that compute next to nothing, milliseconds a micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SEED = 7
+
+
+class Block(nn.Module):
+    """A residual MLP, about ``12 width^2`` multiplications a token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 6 * width), nn.Linear(6 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+
+
+def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - labels).square().mean()
+
+
+def items_of(args: argparse.Namespace, micro_batches: int, length: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(SEED)
+    size = (args.batch, length, args.width)
+    return [
+        (torch.randn(size, generator=generator), torch.randn(size, generator=generator)) for _ in range(micro_batches)
+    ]
+
+
+# -- ways ---------------------------------------------------------------------------------------------------------
+
+
+def engine_way(
+    args: argparse.Namespace, micro_batches: int, width: int, *, chunks: int = 1
+) -> tuple[Callable[..., Any], Any]:
+    """``run(items)`` of ds_hf, or of DeepSpeed where that is what ``deepspeed`` imports."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    layers = [LayerSpec(Block, width) for _ in range(args.layers)]
+    module = PipelineModule(layers, num_stages=args.stages, loss_fn=loss_of, partition_method="uniform")
+    config: dict[str, Any] = {
+        "train_batch_size": args.batch * micro_batches,
+        "train_micro_batch_size_per_gpu": args.batch,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 0},
+    }
+    if args.way != "deepspeed":
+        config["ds_hf"] = {"pipeline": {"chunks": chunks, "check_batches": False}}
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+
+    def run(items: list[Any]) -> None:
+        if args.way == "deepspeed":
+            engine.reset_activation_shape()
+        engine.train_batch(iter(items))
+
+    return run, engine
+
+
+def torch_way(args: argparse.Namespace, micro_batches: int, width: int) -> tuple[Callable[..., Any], Any]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, each = dist.get_rank(), args.layers // args.stages
+    module = nn.Sequential(*(Block(width) for _ in range(each)))
+    stage = PipelineStage(module, rank, args.stages, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+
+    def run(items: list[Any]) -> None:
+        inputs, labels = (torch.cat([item[place] for item in items]) for place in (0, 1))
+        given = (inputs,) if rank == 0 else ()
+        losses: list[Tensor] = []
+        schedule.step(*given, **({"target": labels, "losses": losses} if rank == args.stages - 1 else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.broadcast(loss, args.stages - 1)  # train_batch gives it to all stages, too
+
+    return run, None
+
+
+def make(args: argparse.Namespace, micro_batches: int, width: int) -> tuple[Callable[..., Any], Any]:
+    torch.manual_seed(SEED)
+    if args.way == "torch":
+        return torch_way(args, micro_batches, width)
+    return engine_way(args, micro_batches, width, chunks=2 if args.way == "chunks" else 1)
+
+
+def timed(run: Callable[..., Any], items: list[Any]) -> float:
+    dist.barrier()
+    begun = time.perf_counter()
+    run(items)
+    dist.barrier()
+    return time.perf_counter() - begun
+
+
+# -- one process ----------------------------------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """What one way takes, once."""
+    found: dict[str, Any] = {}
+    for micro_batches in args.counts:
+        run, engine = make(args, micro_batches, args.width)
+        items = items_of(args, micro_batches, args.length)
+        run(items)
+        times, idle = [], []
+        for _ in range(args.repeats):
+            times.append(timed(run, items))
+            if hasattr(engine, "executor"):
+                idle.append(engine.executor.idle_share)
+        found[f"M={micro_batches}"] = {
+            "seconds": statistics.median(times),
+            "idle": statistics.median(idle) if idle else None,
+        }
+        if hasattr(engine, "destroy"):
+            engine.destroy()
+    if args.way != "torch":  # whose lengths cannot change
+        found["changing"] = changing(args)
+    args.width, width = 8, args.width
+    run, _ = make(args, 16, 8)
+    items = items_of(args, 16, 4)
+    run(items)
+    found["overhead ms"] = min(timed(run, items) for _ in range(5)) / 16 * 1e3
+    args.width = width
+    return found
+
+
+def changing(args: argparse.Namespace) -> dict[str, float]:
+    run, engine = make(args, 8, args.width)
+    lengths = [args.length * part // 8 for part in (4, 8, 5, 7, 6, 8, 4, 6)]
+    batches = [items_of(args, 8, length) for length in lengths]
+    padded = [items_of(args, 8, max(lengths)) for _ in lengths]
+    run(batches[0])
+    own, longest = sum(timed(run, each) for each in batches), sum(timed(run, each) for each in padded)
+    if hasattr(engine, "destroy"):
+        engine.destroy()
+    tokens = args.batch * 8 * sum(lengths)
+    return {"seconds a token": own / tokens, "of padded": longest / (args.batch * 8 * max(lengths) * len(lengths))}
+
+
+def worker(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = measure(args)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    if dist.get_rank() == 0:
+        Path(args.out).write_text(json.dumps(every))
+    dist.barrier()
+    os._exit(0)
+
+
+# -- the parent -----------------------------------------------------------------------------------------------------
+
+
+def run_way(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
+    """What each stage found."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    root = Path(__file__).resolve().parents[1]
+    path = [str(root), args.deepspeed if way == "deepspeed" else str(root / "ds_hf" / "compat")]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.stages)}
+    environment |= {"PYTHONPATH": os.pathsep.join(path[::-1]), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--out", str(out)]
+        stages = [
+            subprocess.Popen(
+                command,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(args.stages)
+        ]
+        try:
+            errors = [stage.communicate(timeout=args.timeout)[1] for stage in stages]
+        finally:
+            for stage in stages:
+                stage.kill()
+        if not out.exists():
+            raise SystemExit(f"{way} failed:\n" + "\n".join(error[-2000:] for error in errors))
+        found: list[dict[str, Any]] = json.loads(out.read_text())
+        return found
+
+
+def summarise(args: argparse.Namespace, rounds: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for way, found in rounds.items():
+        row: dict[str, Any] = {}
+        for count in args.counts:
+            key, bubble = f"M={count}", (args.stages - 1) / (count + args.stages - 1)
+            row[key] = {"ms": round(statistics.median(each[0][key]["seconds"] for each in found) * 1e3, 1)}
+            if found[0][0][key]["idle"] is not None:
+                idle = [statistics.median(each[stage][key]["idle"] for each in found) for stage in range(args.stages)]
+                row[key] |= {"idle": [round(share, 3) for share in idle], "bubble": round(bubble, 3)}
+        row["overhead ms"] = round(statistics.median(each[0]["overhead ms"] for each in found), 3)
+        if "changing" in found[0][0]:
+            ratio = [each[0]["changing"]["seconds a token"] / each[0]["changing"]["of padded"] for each in found]
+            row["changing / padded, a token"] = round(statistics.median(ratio), 3)
+        table[way] = row
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--micro-batches", default="4,8,16")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="batches timed in a round")
+    parser.add_argument("--ways", default="ds_hf,chunks,torch")
+    parser.add_argument("--deepspeed", help="folder into which DeepSpeed was installed with pip --target")
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--json", help="where to write the table")
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.counts = [int(count) for count in args.micro_batches.split(",")]
+    if args.way:
+        worker(args)
+        return
+    ways = args.ways.split(",") + (["deepspeed"] if args.deepspeed else [])
+    rounds: dict[str, list[Any]] = {way: [] for way in ways}
+    for _ in range(args.rounds):
+        for way in ways:
+            rounds[way].append(run_way(args, way))
+    table = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        **summarise(args, rounds),
+    }
+    text = json.dumps(table, indent=2)
+    print(text)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
