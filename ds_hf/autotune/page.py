@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -32,7 +33,7 @@ table { border-collapse: collapse; width: 100%; } th, td { text-align: left; pad
   border-bottom: 1px solid var(--line); } th { font-weight: 600; color: var(--dim); }
 td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } th.n { text-align: right; }
 tr.best td { background: var(--good-soft); }
-td code { white-space: nowrap; }
+.word { white-space: nowrap; }
 code { background: var(--soft); padding: .1rem .3rem; border-radius: 3px; overflow-wrap: anywhere; }
 pre { background: var(--soft); padding: .7rem; border-radius: 5px; white-space: pre-wrap; overflow-wrap: anywhere;
   margin: 0; font-size: .87rem; }
@@ -112,7 +113,9 @@ def notice(text: str) -> str:
 
 def code(text: str) -> str:
     """Text with a button that copies it."""
-    return f'<div class="copied"><pre>{escape(text)}</pre></div>'
+    # Browsers break lines at hyphens: 1e-05 and --option stay in one piece, long paths do not.
+    words = re.sub(r"(?<!\S)(?=\S{1,50}(?!\S))\S*-\S*", r'<span class="word">\g<0></span>', escape(text))
+    return f'<div class="copied"><pre>{words}</pre></div>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), best: int = -1) -> str:
@@ -134,7 +137,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequen
 
 def _cell(text: str) -> str:
     if len(text) > 2 and text[0] == text[-1] == "`":
-        return f"<code>{escape(text[1:-1])}</code>"
+        return f"<code>{escape(text[1:-1]).replace('.', '.<wbr>')}</code>"  # a long key gives way between its parts
     return escape(text)
 
 

@@ -19,8 +19,14 @@ def test_nothing_is_fetched_and_everything_is_escaped() -> None:
 
 def test_table_marks_code_and_the_best_row() -> None:
     text = table(["key", "value"], [["`a.b`", "1"], ["c", "`"]], numbers=[1], best=0)
-    assert "<tr class=best><td><code>a.b</code></td>" in text
+    assert "<tr class=best><td><code>a.<wbr>b</code></td>" in text
     assert '<td class="n">`</td>' in text
+
+
+def test_short_words_are_not_broken_at_hyphens() -> None:
+    text = code(f"x --lr 1e-05 {'a-' * 40}b")
+    assert re.findall(r'<span class="word">(.*?)</span>', text) == ["--lr", "1e-05"]
+    assert re.sub("<.*?>", "", text) == f"x --lr 1e-05 {'a-' * 40}b"  # what the button copies
 
 
 def test_json_side_by_side_marks_what_differs() -> None:

@@ -53,7 +53,7 @@ def test_the_page_says_what_why_and_how() -> None:
     assert "Of runs of 100 updates &lt;it&gt; was best." in text
     assert "a shorter search: too few batches" in text
     assert "train.py --deepspeed a&lt;b.json" in text
-    boxes = re.findall(r'<div class="copied"><pre>(.*?)</pre>', text, re.S)
+    boxes = [re.sub("<.*?>", "", box) for box in re.findall(r'<div class="copied"><pre>(.*?)</pre>', text, re.S)]
     assert "--learning_rate 0.02 --lr_scheduler_type linear --warmup_steps 12" in boxes
     assert len(boxes) == 8  # four schedules, each as arguments and as JSON
     for label in ("suggested 0.02", "valley 0.002", "breaks 0.1", "parabola through the best and its neighbours"):
