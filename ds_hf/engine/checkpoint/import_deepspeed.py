@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ds_hf.engine.checkpoint.deepspeed_grid import find_grid, is_model_file
 from ds_hf.engine.checkpoint.deepspeed_layout import addressed, count_of, even_parts, in_order
-from ds_hf.engine.checkpoint.deepspeed_module import Found, Local, ModelStates
+from ds_hf.engine.checkpoint.deepspeed_module import ModelStates
 from ds_hf.engine.checkpoint.deepspeed_options import as_step, base_groups, names_of_groups, of, options_of, scaler_of
 from ds_hf.engine.checkpoint.deepspeed_pickle import load_pickled
+from ds_hf.engine.checkpoint.deepspeed_whole import Found, Local
 from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.states import encode_scalar
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedFragment

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.checkpoint.deepspeed_grid import find_grid, is_model_file
-from ds_hf.engine.checkpoint.deepspeed_module import Found, Local, ModelStates
+from ds_hf.engine.checkpoint.deepspeed_module import ModelStates
 from ds_hf.engine.checkpoint.deepspeed_options import as_step, base_groups, names_of_groups, options_of, scaler_of
 from ds_hf.engine.checkpoint.deepspeed_pickle import READ_WHOLE, load_any, load_pickled
 from ds_hf.engine.checkpoint.deepspeed_slices import RULES_FILE
+from ds_hf.engine.checkpoint.deepspeed_whole import Found, Local
 from ds_hf.engine.checkpoint.import_deepspeed import FAULTS
 from ds_hf.engine.checkpoint.pickled import check_pickled
 from ds_hf.engine.checkpoint.source import Kind, Source
