@@ -51,7 +51,7 @@ def both_ends(how: str) -> list[tuple[int, str]]:
             stage.wait()
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "hang"])
+@pytest.mark.parametrize("how", ["kill", *(pytest.param(how, marks=pytest.mark.slow) for how in ("raise", "hang"))])
 def test_a_stage_that_fails_ends_the_other_one(how: str) -> None:
     (code, output), (other_code, other_output) = both_ends(how)
     assert code != 0

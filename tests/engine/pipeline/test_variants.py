@@ -59,7 +59,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(VARIANTS))
 def test_two_stages_are_one(name: str) -> None:
     steps = 10 if name == "fp16" else 4
     alone = run_distributed(run, 2, 1, VARIANTS[name], steps, 2)[0]
