@@ -83,6 +83,10 @@ def initialize(
     source = _config_source(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if (stand_in := _stand_in.get()) is not None:
+        if isinstance(model, StageModule):
+            raise ConfigError(
+                "`ds-hf memory` predicts no pipelines yet: predict the model without stages", "PipelineModule"
+            )
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     asked = asked_of(model, mpu)
     if asked is not None:

@@ -22,7 +22,7 @@ from ds_hf.engine.pipeline.batches import pull
 from ds_hf.engine.pipeline.executor import Executor, Outcome
 from ds_hf.engine.pipeline.module import StageModule
 from ds_hf.engine.pipeline.topology import ProcessTopology
-from ds_hf.errors import PipelineError
+from ds_hf.errors import ConfigError, PipelineError
 from ds_hf.log import say
 
 __all__ = ["PipelineEngine", "PipelineModule"]
@@ -135,6 +135,12 @@ class PipelineEngine(Engine):
         interval = settings.pipeline.activation_checkpoint_interval
         if interval:
             self.module.set_checkpoint_interval(interval)
+        if self.module.chunks > 1 and self.micro_batches % self.num_stages:
+            raise ConfigError(
+                f"{self.micro_batches} micro-batches a step are not a multiple of the {self.num_stages} stages, which "
+                f"{self.module.chunks} chunks a stage need: change gradient_accumulation_steps, or give 1 chunk",
+                "/ds_hf/pipeline/chunks",
+            )
         self.executor = Executor(self, self.module)
         self.data_iterator: Iterator[Any] | None = None
         self.batch_fn: Callable[[Any], Any] | None = getattr(module, "pair_of", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 from ds_hf import initialize
 from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec
 from ds_hf.errors import ConfigError, LossError, PipelineError
+from ds_hf.measure.protocol import TRIAL_ENV
 from tests.engine.pipeline.models import Embedding, batches, cross_entropy, pairs, pipeline
 from tests.helpers.distributed import free_port, run_distributed
 from tests.helpers.patience import patient
@@ -99,7 +101,12 @@ def on_two_stages() -> dict[str, str]:
         ),
         "stages": refused(lambda: pipeline(stages=3), RuntimeError),
     }
-    engine, *_ = initialize(model=pipeline(False), config=CONFIG)
+    chunked = {**CONFIG, "gradient_accumulation_steps": 3, "ds_hf": {"pipeline": {"chunks": 2}}}
+    found["chunks"] = refused(lambda: initialize(model=pipeline(), config=chunked), ConfigError)
+    os.environ[TRIAL_ENV] = "{}"
+    found["tuner"] = refused(lambda: initialize(model=pipeline(), config=CONFIG), ConfigError)
+    del os.environ[TRIAL_ENV]
+    engine, *_ = initialize(model=pipeline(False), config={**CONFIG, "wall_clock_breakdown": True})
     tokens = batches(4, 4)
     found["other items"] = refused(lambda: engine.train_batch(pairs(tokens[rank])), PipelineError)
     engine._compared = False
@@ -120,7 +127,7 @@ def pipeline_of(layers: list[Any]) -> Any:
     return PipelineModule(layers, num_stages=2)
 
 
-def test_what_cannot_work_says_so() -> None:
+def test_what_cannot_work_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     for found in run_distributed(on_two_stages, 2, timeout=90):
         assert "ZeRO stage 3 with a pipeline" in found["stage 3"]
         assert "use stage 1 or 2" in found["stage 3"]
@@ -136,6 +143,10 @@ def test_what_cannot_work_says_so() -> None:
         assert found["steps"] == "1"
         assert "was given none" in found["no data"]
         assert found["steps after"] == "2"
+        assert "3 micro-batches a step are not a multiple of the 2 stages" in found["chunks"]
+        assert "the autotuner and the LR finder" in found["tuner"]
+    output = capsys.readouterr().out
+    assert re.search(r"idle \| stage 0: [\d.]+% \| stage 1: [\d.]+% \| bubble of the schedule: 20.0%", output), output
 
 
 def on_one_stage() -> list[str]:
