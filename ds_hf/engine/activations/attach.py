@@ -2,7 +2,8 @@
 
 Models of transformers call ``module._gradient_checkpointing_func(function, *args)``, which
 ``activation_checkpointing_enable`` sets anew, before or after ``initialize``. So the model is looked at when it is
-called. Whatever checkpoints, reentrant or not, saves its inputs through the hooks of the offload and nothing else.
+called. Whatever checkpoints, reentrant or not, saves its inputs through the hooks of the offload and nothing else. So
+does a compiled block that has its checkpoint inside the graph: there the offload is around the compiled function.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from ds_hf.engine.activations.offload import ActivationOffload
+from ds_hf.engine.compiling import StandIn
 from ds_hf.engine.zero.hooks import in_backward
 from ds_hf.log import warn_once
 
@@ -49,9 +51,13 @@ class BlockOffload:
             self._began = ActivationOffload.rounds
         for block in self._blocks:
             given = block.__dict__.get(_FUNCTION)
-            if given is None or (isinstance(given, Offloading) and given.offload is self.offload):
+            if given is not None and not (isinstance(given, Offloading) and given.offload is self.offload):
+                block.__dict__[_FUNCTION] = Offloading(_own(given), self.offload)
+            compiled = block.__dict__.get("forward")
+            if not block.gradient_checkpointing or not isinstance(compiled, StandIn):
                 continue
-            block.__dict__[_FUNCTION] = Offloading(_own(given), self.offload)
+            if not isinstance(compiled.call, _Around):
+                compiled.call = _Around(compiled.call, self.offload)
 
     def _after(self) -> None:
         if self._began is not None and self._began == ActivationOffload.rounds:
@@ -71,6 +77,9 @@ class BlockOffload:
             given = block.__dict__.get(_FUNCTION)
             if isinstance(given, Offloading) and given.offload is self.offload:
                 block.__dict__[_FUNCTION] = given.given
+            compiled = block.__dict__.get("forward")
+            if isinstance(compiled, StandIn) and isinstance(compiled.call, _Around):
+                compiled.call = compiled.call.given
         self.offload.close()
 
 
@@ -92,6 +101,19 @@ class Offloading:
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return _itself, (self.given,)
+
+
+class _Around:
+    """A compiled block with an offload around it, unless its checkpoint is around it and has one."""
+
+    def __init__(self, given: Callable[..., Any], offload: ActivationOffload) -> None:
+        self.given, self.offload = given, offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.offload.inside or not torch.is_grad_enabled() or in_backward():
+            return self.given(*args, **kwargs)
+        with self.offload.around(args):
+            return self.given(*args, **kwargs)
 
 
 def _itself(given: Any) -> Any:

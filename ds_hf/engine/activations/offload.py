@@ -118,6 +118,7 @@ class ActivationOffload:
         self.in_flight_nbytes = in_flight_nbytes
         self.arena = Arena(pinned=pinned and device.type == "cuda")
         self.kept_nbytes = 0  # copied to the host since it was made
+        self.inside = 0  # functions that it is around now
         self._link = Link(device if beside else torch.device("cpu"), yielding=True)
         self._falling: deque[_Descent] = deque()
         self._alive: weakref.WeakSet[Offloaded] = weakref.WeakSet()
@@ -136,10 +137,12 @@ class ActivationOffload:
         def pack(tensor: Tensor) -> Any:
             return self.save(tensor) if mine.get(id(tensor)) is tensor else tensor
 
+        self.inside += 1
         try:
             with saved_tensors_hooks(pack, self.unpack):
                 yield
         finally:
+            self.inside -= 1
             mine.clear()  # autograd keeps the hooks as long as what they gave
 
     def unpack(self, saved: Any) -> Tensor:

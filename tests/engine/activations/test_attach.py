@@ -118,6 +118,30 @@ def test_an_encoder_whose_states_all_decoder_blocks_read() -> None:
         assert found[True] == pytest.approx(found[False], rel=1e-6)
 
 
+def compiled_blocks() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for offload in (False, True):
+        model = llama()
+        model.gradient_checkpointing_enable()
+        engine = engine_of(model, 2, activation_checkpointing={"cpu_checkpointing": offload})
+        engine.compile(backend="aot_eager")
+        kept = attached(engine).offload if offload else None
+        found[str(offload)] = steps(engine)
+        if kept is not None:
+            found["kept"] = kept.kept_nbytes
+            found["breaks"] = engine.compile_report().breaks
+        engine.destroy()
+    return found
+
+
+def test_compiled_blocks() -> None:
+    """The checkpoint is inside the graph (outside of it with older transformers): the same is moved."""
+    (found,) = run_distributed(compiled_blocks, 1, timeout=100)
+    assert found["True"] == pytest.approx(found["False"], rel=1e-6)
+    assert found["kept"] == 2 * LAYERS * 2 * TOKENS * HIDDEN * 4
+    assert not found["breaks"]
+
+
 def warned(checkpointing: bool) -> int:
     messages: list[str] = []
 
