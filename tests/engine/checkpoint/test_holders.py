@@ -203,7 +203,7 @@ def test_what_is_not_the_whole_model_is_refused_and_the_old_one_stays(tmp_path: 
     assert "parts of down that the processes have hold 12 indices of dimension 1 of its shape [8, 24]" in found["twice"]
     assert "index 11 of dimension 1 of its shape [8, 24] not at all" in found["nowhere"]
     assert "the whole of down has shape [9, 24] on process 1 and [8, 24] on another" in found["shapes"]
-    assert "no parts of one dimension" in found["dims"]
+    assert "not parts of one dimension" in found["dims"]
     assert "norm differ over the model-parallel group and are not marked" in found["forgotten mark"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest", "zero_to_fp32.py"]
     assert verify(tmp_path, "a") == []

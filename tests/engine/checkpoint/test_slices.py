@@ -168,9 +168,9 @@ BAD: dict[str, tuple[Cuts, str]] = {
     "end": ([SavedCut(0, ((0, 2),))], "hold 2 indices of dimension 0 of its shape [4, 3]"),
     "twice": ([SavedCut(0, ((0, 3),)), SavedCut(0, ((2, 2),))], "hold index 2 of dimension 0"),
     "beyond": ([SavedCut(0, ((0, 4),)), SavedCut(0, ((4, 2),))], "hold 6 indices of dimension 0"),
-    "two dims": ([SavedCut(0, ((0, 2),)), SavedCut(1, ((0, 2),))], "no parts of one dimension"),
-    "no such dim": ([SavedCut(2, ((0, 4),))], "no parts of one dimension"),
-    "whole too": ([None, SavedCut(0, ((0, 4),))], "no parts of one dimension"),
+    "two dims": ([SavedCut(0, ((0, 2),)), SavedCut(1, ((0, 2),))], "not parts of one dimension"),
+    "no such dim": ([SavedCut(2, ((0, 4),))], "not parts of one dimension"),
+    "whole too": ([None, SavedCut(0, ((0, 4),))], "not parts of one dimension"),
 }
 
 
