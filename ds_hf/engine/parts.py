@@ -400,11 +400,11 @@ _WHOLE_RULES = ("Muon", "Adafactor", "Shampoo", "SOAP", "GaLore", "CAME", "LBFGS
 
 
 def _refuse_whole_rules(inner: Optimizer, mesh: Mesh) -> None:
-    """LAMB's norms can be summed over processes; what looks at rows, columns or the whole of a matrix cannot."""
+    """LAMB's norms can be summed over processes; what looks at rows, columns or the whole of a matrix cannot. An author
+    who has divided the model (``mpu=``) may give such an optimizer of their own."""
     name = type(inner).__name__
-    if not any(each.lower() in name.lower() for each in _WHOLE_RULES) and not (
-        mesh.is_given and isinstance(inner, TensorwiseOptimizer)
-    ):
+    named = any(each.lower() in name.lower() for each in _WHOLE_RULES)
+    if not (isinstance(inner, TensorwiseOptimizer) if mesh.is_given else named):
         return
     whose = "model-parallel processes of the mpu" if mesh.is_given else "tensor-parallel processes"
     raise ConfigError(
