@@ -21,7 +21,7 @@ import numpy as np
 
 from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import gib
-from ds_hf.autotune.space import CHECKPOINTING, COMPILE, STAGE, Setting, config_of
+from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Setting, config_of
 from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, StatePlan, plan_states
 from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estimate_states
@@ -32,6 +32,7 @@ __all__ = ["CostModel", "Prediction", "Survey"]
 
 RECOMPUTE = 4 / 3  # forward again: 1 of 3 parts
 COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs/performance.md)
+TRAVELS = 1.02  # activations to host memory and back, beside the computation
 HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
 HOST_UPDATE = 2e9  # elements a second that one process updates on the host
 HOST_COPY = 2e10  # bytes a second between device and host
@@ -227,6 +228,7 @@ class CostModel:
         compute = self._own_compute(micro)
         compute *= _ratio(self._checkpoints(setting), self._checkpoints(self.own), RECOMPUTE)
         compute *= _ratio(bool(setting.get(COMPILE)), bool(self.own.get(COMPILE)), COMPILED)
+        compute *= _ratio(bool(setting.get(ACTIVATIONS)), bool(self.own.get(ACTIVATIONS)), TRAVELS)
         around = self._around(setting, accumulation, compute)
         return accumulation * compute + around + self._update(setting, micro, accumulation)
 
@@ -344,6 +346,8 @@ class CostModel:
 
     def _spread_of(self, feature: Feature) -> float:
         """How wrong the roofline may be about a feature, before any launch had it: a standard deviation."""
+        if feature[0] in (ACTIVATIONS, CHUNKED_LOSS):
+            return LEAST_SPREAD  # they make room, and compute the same
         if feature[0] not in (PARAMETERS, GRADIENTS, OPTIMIZER) or "compute" not in self.survey.split:
             return PRIOR_SPREAD
         others = 1 - float(self.survey.split["compute"])

@@ -56,6 +56,7 @@ class Footprint:
         if key not in self._known:
             settings = {**self._with_precision(tree), "gradient_accumulation_steps": 1 + several}
             settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] = "auto"
+            settings.pop("sequence_parallel_size", None)  # the batch is one process's part already
             predictor = self._predictors[checkpointing]
             self._known[key] = predictor.predict_each(
                 settings, self.micros, world_size=self.world, device_memory=self._device_memory

@@ -14,7 +14,9 @@ from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.space import (
+    ACTIVATIONS,
     CHECKPOINTING,
+    CHUNKED_LOSS,
     COMMUNICATION,
     COMPILE,
     OFFLOAD_OPTIMIZER,
@@ -304,6 +306,10 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
         CHECKPOINTING: "recomputing activations makes room for a larger micro-batch"
         if value
         else "activations fit, so nothing is computed twice",
+        ACTIVATIONS: "inputs of checkpointed blocks in host memory make room on the device"
+        if value
+        else "inputs of checkpointed blocks fit on the device",
+        CHUNKED_LOSS: "logits that are never all there make room" if value else "logits fit on the device",
         COMMUNICATION: f"gradients travel as {value}",
     }
     return "; ".join(part for part in (texts.get(name, ""), effect) if part)

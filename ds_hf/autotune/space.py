@@ -33,6 +33,8 @@ OFFLOAD_PARAM = "zero_optimization.offload_param.device"
 RATIO = "zero_optimization.offload_optimizer.ratio"
 COMPILE = "ds_hf.compile"
 CHECKPOINTING = "gradient_checkpointing"
+ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
+CHUNKED_LOSS = "ds_hf.chunked_loss"
 COMMUNICATION = "communication_data_type"
 WORKERS = "dataloader_num_workers"  # no axis: batches that are replayed say nothing of it (``workers``)
 
@@ -63,21 +65,41 @@ AXES = (
     Axis("zero_optimization.stage3_max_live_parameters", (1_000_000_000, 100_000_000), named_only=True),
     Axis(COMPILE, (False, "blocks"), device_only=True),
     Axis(CHECKPOINTING, (False, True)),
+    Axis(ACTIVATIONS, (False, True), device_only=True),
+    Axis(CHUNKED_LOSS, (False, True), device_only=True),
     Axis(COMMUNICATION, (None, "bf16", "fp32"), named_only=True),
 )
+
+_SAME = {ACTIVATIONS: ("ds_hf.offload_activations",)}  # other keys that say the same
 
 
 class Space:
     """The free axes of one search, and the settings that they span.
+
+    Args:
+        cuda, can_checkpoint: of the device and the model.
+        checkpoints: the script's model checkpoints its blocks as it is.
+        can_chunk: it computes a loss over a vocabulary that can be computed in chunks.
 
     Attributes:
         axes: free keys. own: the user's setting.
         kept: keys that stay as they are, with the reason.
     """
 
-    def __init__(self, config: Config, command: Command, options: Options, *, cuda: bool, can_checkpoint: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        command: Command,
+        options: Options,
+        *,
+        cuda: bool,
+        can_checkpoint: bool,
+        checkpoints: bool = False,
+        can_chunk: bool = False,
+    ) -> None:
         self.tree = config.resolved
         self.command = command
+        self.checkpoints, self.can_chunk = checkpoints, can_chunk
         self.kept: dict[str, str] = {}
         self._settings: list[Setting] | None = None
         self.axes = [axis for axis in AXES if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
@@ -99,7 +121,13 @@ class Space:
                 reason = "given on the command line"
         elif not _has_effect(axis.name):
             reason = "ds_hf does not act upon it"
-        elif self._given(axis.name) and not named:
+        elif axis.name == CHUNKED_LOSS and not self.can_chunk:
+            reason = "the model is no causal language model of transformers"
+        elif axis.name == ACTIVATIONS and not (
+            self.checkpoints or (can_checkpoint and CHECKPOINTING in self.command.mappings)
+        ):
+            reason = "the model checkpoints nothing"
+        elif any(self._given(name) for name in (axis.name, *_SAME.get(axis.name, ()))) and not named:
             reason = "given in the file"
         if not reason and axis.device_only and not cuda and axis.name not in options.tune:
             reason = "has no effect without an accelerator"
@@ -154,6 +182,8 @@ class Space:
             if ((axis.name == OFFLOAD_PARAM or "stage3_" in axis.name) and stage != 3) or (
                 axis.name == RATIO and offload != "cpu"
             ):
+                result[axis.name] = axis.values[0]
+            if axis.name == ACTIVATIONS and not result.get(CHECKPOINTING, self.checkpoints):
                 result[axis.name] = axis.values[0]
         return result
 
@@ -253,11 +283,15 @@ def label_of(setting: Setting) -> str:
         words.append(f"{' and '.join(host)} on host")
     if setting.get(CHECKPOINTING):
         words.append("checkpointing")
+    if setting.get(ACTIVATIONS):
+        words.append("activations on host")
+    if setting.get(CHUNKED_LOSS):
+        words.append("loss in chunks")
     if setting.get(COMPILE):
         words.append("compiled")
     if setting.get(COMMUNICATION):
         words.append(f"communicates {setting[COMMUNICATION]}")
-    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, COMPILE, COMMUNICATION}
+    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, COMMUNICATION}
     defaults = {axis.name: axis.values[0] for axis in AXES}
     words += [
         f"{name.rpartition('.')[2]} {value}"

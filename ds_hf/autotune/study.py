@@ -158,6 +158,8 @@ class Search:
             self.options,
             cuda=bool(facts["cuda"]),
             can_checkpoint=bool(facts["can_checkpoint"]),
+            checkpoints=bool(facts.get("checkpointing")),
+            can_chunk=str((facts.get("model") or {}).get("class", "")).endswith("ForCausalLM"),
         )
 
     def _measure_own(self) -> Record:

@@ -235,6 +235,10 @@ def _of_part(workload: Workload, batch: int, length: int, processes: int) -> Wor
     """The part of one of ``processes`` that share sequences of ``length`` tokens."""
     part, inputs = part_of(length, processes), workload.inputs
     if inputs is not None and part != workload.seq_len:
+        if not any(workload.seq_len in value.shape[1:] for value in inputs.values() if isinstance(value, torch.Tensor)):
+            raise UnpredictableError(
+                f"nothing in the batch has {workload.seq_len} tokens: give Workload(seq_len=...) as the inputs have it"
+            )
         inputs = with_length(inputs, workload.seq_len, part)
     return dataclasses.replace(workload, micro_batch=batch, seq_len=part, inputs=inputs)
 

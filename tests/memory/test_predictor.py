@@ -193,3 +193,12 @@ def test_processes_that_share_layers() -> None:
 def test_a_model_with_a_table_of_positions_is_no_longer() -> None:
     predictor = Predictor("gpt2:n_embd=64,n_layer=2,n_head=4,vocab=512,n_positions=1000", Workload(seq_len=128))
     assert predictor.longest_sequence(stage(2), device_memory=80 << 30) == 768
+
+
+def test_a_batch_of_another_length_than_was_said() -> None:
+    inputs = {name: torch.zeros(1, 64, dtype=torch.long) for name in ("input_ids", "labels")}
+    predictor = Predictor(TINY, Workload(inputs=inputs))
+    with pytest.raises(UnpredictableError, match="nothing in the batch has 2048 tokens"):
+        predictor.longest_sequence(stage(2), device_memory=3 << 30)
+    said = Predictor(TINY, Workload(seq_len=64, inputs=inputs))
+    assert said.longest_sequence(stage(2), device_memory=3 << 30) > 1024
