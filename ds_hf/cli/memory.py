@@ -61,6 +61,7 @@ Offload = Annotated[
         help="Keep the inputs of checkpointed blocks in host memory; switches checkpointing on.",
     ),
 ]
+Tiles = Annotated[bool, typer.Option("--tiles", help="MLPs in tiles and the loss in chunks.")]
 Longest = Annotated[bool, typer.Option("--longest", help="Say the longest sequence that fits, too.")]
 DeviceMemory = Annotated[
     str | None,
@@ -86,6 +87,7 @@ def memory_command(
     sp: Sequence = None,
     tp: Tensor = None,
     offload_activations: Offload = False,
+    tiles: Tiles = False,
     longest: Longest = False,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -101,7 +103,18 @@ def memory_command(
     from ds_hf.memory.subject import Request, Subject
     from ds_hf.memory.table import Machine, parse_bytes, rows
 
-    request = Request(config, micro_batch, seq_len, checkpointing, attention, load_weights, sp, offload_activations, tp)
+    request = Request(
+        config,
+        micro_batch,
+        seq_len,
+        checkpointing,
+        attention,
+        load_weights,
+        sequence_parallel=sp,
+        offload_activations=offload_activations,
+        tensor_parallel=tp,
+        tiles=tiles,
+    )
     try:
         host = None if host_memory is None else parse_bytes(host_memory)
         machine = Machine(parse_bytes(device_memory or _this_device()), host, world_size, gpus_per_host)

@@ -203,8 +203,13 @@ class Predictor:
             zero = settings.zero_optimization
             ahead, most = zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters
             sharding = Sharding(True, plan.whole_below, plan.whole_in_all, ahead, most, plan.joins_blocks)
-        if settings.activation_checkpointing.cpu_checkpointing or settings.ds_hf.offload_activations:
-            sharding = dataclasses.replace(sharding, offloads=True)
+        own = settings.ds_hf
+        sharding = dataclasses.replace(
+            sharding,
+            offloads=settings.activation_checkpointing.cpu_checkpointing or own.offload_activations,
+            tiled_mlp=own.tiled_mlp,
+            chunked_loss=own.chunked_loss,
+        )
         leaf = settings.zero_optimization.leaf_module
         processes, length = settings.sequence_parallel_size, length or self.workload.seq_len
         tensor = _tensor(settings)

@@ -27,7 +27,7 @@ class Request:
     Attributes:
         config: file or preset.
         micro_batch, seq_len, checkpointing, attention: of the workload.
-        sequence_parallel, tensor_parallel, offload_activations: put into the configuration, whatever it says.
+        sequence_parallel, tensor_parallel, offload_activations, tiles: put into the configuration, whatever it says.
         load_weights: for scripts, see ``rehearse``.
     """
 
@@ -40,6 +40,7 @@ class Request:
     sequence_parallel: int | None = None
     offload_activations: bool = False
     tensor_parallel: int | None = None
+    tiles: bool = False
 
     @property
     def recomputes(self) -> bool | None:
@@ -55,6 +56,9 @@ class Request:
         if self.offload_activations:
             section = config.get("activation_checkpointing")
             config["activation_checkpointing"] = {**(section or {}), "cpu_checkpointing": True}
+        if self.tiles:
+            own = config.get("ds_hf") or {}
+            config["ds_hf"] = {**own, "chunked_loss": True, "tiled_mlp": own.get("tiled_mlp") or "auto"}
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.tiling.models import ChunkedLoss, TiledMlps
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
@@ -64,6 +65,7 @@ class Sharding:
         prefetch, max_live: see ``Prefetch``.
         joins: small blocks are joined (``planning.join_small``).
         offloads: inputs of checkpointed blocks go to host memory (``engine.activations``).
+        tiled_mlp, chunked_loss: as in the configuration (``engine.tiling``).
     """
 
     parameters: bool
@@ -73,6 +75,8 @@ class Sharding:
     max_live: int | None = None
     joins: bool = False
     offloads: bool = False
+    tiled_mlp: int | Literal["auto"] | None = None
+    chunked_loss: bool = False
 
     @property
     def units(self) -> UnitPolicy:
@@ -212,6 +216,7 @@ def record(
     labels = [param.register_post_accumulate_grad_hook(_Label(tracker)) for param in _trained(gradients)]  # type: ignore[no-untyped-call]
     hooks.install(model)
     offload = offload_of(model, tracker) if sharding.offloads else None
+    tiled = _tile(model, sharding)
     timeline.note(Event.START, -1, tracker.live)
     try:
         with tracker:
@@ -228,14 +233,24 @@ def record(
         if offload is not None:
             timeline.activations_on_host = offload.offload.arena.nbytes
     finally:
-        if offload is not None:
-            offload.remove()
+        for handle in (*tiled, *([offload] if offload is not None else [])):
+            handle.remove()
         hooks.remove()
         for handle in labels:
             handle.remove()
         for param in model.parameters():
             param.grad = None
     return timeline
+
+
+def _tile(model: nn.Module, sharding: Sharding) -> list[TiledMlps | ChunkedLoss]:
+    """Tiles, as ``engine.tiling`` attaches them."""
+    found: list[TiledMlps | ChunkedLoss] = []
+    if sharding.tiled_mlp is not None:
+        found.append(TiledMlps(model, sharding.tiled_mlp))
+    if sharding.chunked_loss:
+        found.append(ChunkedLoss(model))
+    return found
 
 
 def _teach_order(model: nn.Module, inputs: Mapping[str, Any], hooks: UnitHooks, timeline: Timeline) -> None:

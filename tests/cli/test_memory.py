@@ -155,3 +155,11 @@ def test_activations_of_a_long_sequence_are_on_the_host() -> None:
     before, after = (json.loads(text)["rows"][3]["prediction"] for text in (plain, moved))
     assert after["host"]["parts"]["activations"] == 2 * 65536 * 64 * 2  # layers, tokens, hidden, bytes
     assert before["host"]["parts"].get("activations") is None
+
+
+def test_tiles_make_room_for_longer_sequences() -> None:
+    long = ("--longest", "--checkpointing", "--device-memory", "4GiB", "--json")
+    _, plain, _ = run(TINY, *long)
+    _, tiled, _ = run(TINY, "--tiles", *long)
+    before, after = (json.loads(text)["rows"][3]["longest_sequence"] for text in (plain, tiled))
+    assert after > 1.5 * before

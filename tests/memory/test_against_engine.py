@@ -10,6 +10,7 @@ import torch
 from ds_hf.engine.activations import offload
 from ds_hf.engine.activations.offload import ActivationOffload
 from ds_hf.engine.comm import streams
+from ds_hf.engine.tiling import loss as chunks
 from ds_hf.errors import ConfigError
 from ds_hf.memory import Predictor, Workload
 from tests.helpers.distributed import run_distributed
@@ -238,3 +239,43 @@ def test_peaks_where_processes_share_sequences() -> None:
         seen = max(rank[index] for rank in peaks)
         predicted = prediction.device_peak - prediction.device["workspaces"]
         assert predicted == pytest.approx(seen, rel=0.04), (stage, checkpointing, kv_heads)
+
+
+TILED = [
+    (stage, checkpointing, own)
+    for stage, checkpointing in ((2, False), (3, True))
+    for own in ({"tiled_mlp": 4}, {"chunked_loss": True}, {"tiled_mlp": 4, "chunked_loss": True})
+]
+
+
+def measured_tiled() -> list[int]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    streams._UNDER_WAY_NBYTES = 0
+    chunks._LOGITS_NBYTES, chunks._LEAST_ROWS = 64 << 10, 16
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    found = []
+    for stage, checkpointing, own in TILED:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=3)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        config = configuration(stage, "bf16", 1) | {"ds_hf": own}
+        found.append(train(model, config, {"input_ids": tokens, "labels": tokens}))
+    return found
+
+
+def test_peaks_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr(chunks, "_LOGITS_NBYTES", 64 << 10)
+    monkeypatch.setattr(chunks, "_LEAST_ROWS", 16)
+    peaks = run_distributed(measured_tiled, 2, timeout=110)
+    shape = LlamaConfig(**LLAMA, num_hidden_layers=3)
+    for index, (stage, checkpointing, own) in enumerate(TILED):
+        predictor = Predictor(shape, Workload(seq_len=LENGTH, gradient_checkpointing=checkpointing))
+        predictor.streams = False
+        prediction = predictor.predict(configuration(stage, "bf16", 1) | {"ds_hf": own}, world_size=2)
+        predicted = prediction.device_peak - prediction.device["workspaces"]
+        seen = max(rank[index] for rank in peaks)
+        assert predicted == pytest.approx(seen, rel=0.005), (stage, checkpointing, own)

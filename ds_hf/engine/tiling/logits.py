@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["DeferredHead", "DeferredLogits"]
+__all__ = ["DeferredHead", "DeferredLogits", "product_dtype"]
 
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
@@ -21,6 +21,14 @@ _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point),
     *(Tensor.__len__, Tensor.is_complex, Tensor.get_device, Tensor.__hash__),
 }
+
+
+def product_dtype(device: torch.device, given: torch.dtype) -> torch.dtype:
+    """In which a matrix product of ``given`` is computed on ``device``: autocast's, where it is on."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):  # the meta device has none
+        return given
+    return torch.get_autocast_dtype(kind)
 
 
 class DeferredLogits(Tensor):
@@ -36,8 +44,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def __new__(cls: type[DeferredLogits], hidden: Tensor, head: nn.Linear) -> DeferredLogits:
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        dtype = product_dtype(hidden.device, hidden.dtype)
         shape = (*hidden.shape[:-1], head.out_features)
         deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         deferred.hidden, deferred.head, deferred.made = hidden, head, None

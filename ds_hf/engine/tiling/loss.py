@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ds_hf.engine.tiling.compute import GradientSums, apply, bounds, deliver, leaves_behind
-from ds_hf.engine.tiling.logits import DeferredLogits
+from ds_hf.engine.tiling.logits import DeferredLogits, product_dtype
 from ds_hf.engine.zero.hooks import untracked_calls
 
 __all__ = ["causal_lm_loss", "linear_cross_entropy", "rows_cross_entropy", "tiled_loss"]
@@ -152,11 +153,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         wanted: bool,
     ) -> Tensor:
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        dtype = product_dtype(hidden.device, weight.dtype)
         needs = [wanted and need for need in ctx.needs_input_grad[:3]]
         chunks = _Chunks(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), needs)
-        with torch.autocast(kind, enabled=False):
+        kind = hidden.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             loss = chunks.run(labels.reshape(-1), ignore_index)
         ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
         ctx.save_for_backward(*chunks.grads(weight))
