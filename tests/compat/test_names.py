@@ -86,6 +86,8 @@ deepspeed.ops: adam adagrad lion aio op_builder sparse_attention __compatible_op
 deepspeed.ops.sparse_attention: SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig
 deepspeed.ops.sparse_attention: BigBirdSparsityConfig BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig
 deepspeed.ops.sparse_attention: SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils
+deepspeed.ops.sparse_attention.matmul: MatMul
+deepspeed.ops.sparse_attention.softmax: Softmax
 deepspeed.ops.sparse_attention.sparsity_config: SparsityConfig FixedSparsityConfig
 deepspeed.ops.sparse_attention.sparse_self_attention: SparseSelfAttention
 deepspeed.ops.sparse_attention.bert_sparse_self_attention: BertSparseSelfAttention

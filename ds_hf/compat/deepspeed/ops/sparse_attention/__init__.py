@@ -15,7 +15,14 @@ from ds_hf.engine.sparse.layouts import (
 )
 
 from ..._missing import missing
-from . import bert_sparse_self_attention, sparse_attention_utils, sparse_self_attention, sparsity_config
+from . import (
+    bert_sparse_self_attention,
+    matmul,
+    softmax,
+    sparse_attention_utils,
+    sparse_self_attention,
+    sparsity_config,
+)
 
 __all__ = [
     "BSLongformerSparsityConfig",
@@ -29,6 +36,8 @@ __all__ = [
     "SparsityConfig",
     "VariableSparsityConfig",
     "bert_sparse_self_attention",
+    "matmul",
+    "softmax",
     "sparse_attention_utils",
     "sparse_self_attention",
     "sparsity_config",
