@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds_hf.printable import printable
 
-__all__ = ["complain", "log_once", "logger", "say", "set_log_level_from_string", "warn_once"]
+__all__ = ["complain", "forget_said", "log_once", "logger", "say", "set_log_level_from_string", "warn_once"]
 
 
 class _Arguments(logging.Filter):
@@ -51,6 +51,11 @@ def log_once(message: str, level: int = logging.INFO) -> None:
         _seen.add(message)
         if _rank() == 0:
             logger.log(level, "%s", message)
+
+
+def forget_said() -> None:
+    """What was said once may be said again: for tests and long-lived processes that begin anew."""
+    _seen.clear()
 
 
 def warn_once(message: str) -> None:

@@ -144,13 +144,13 @@ def _host_store(
         )
         share, streamed, room = 0.0, 0.0, None
     kept = _host_settings(settings, plan, machine, inner, share, streamed)
-    kept = dataclasses.replace(kept, split=splits_masters, room=_room_for_streams(machine.device))
+    kept = dataclasses.replace(kept, split=splits_masters, room=room_for_streams(machine.device))
     _look_for_memory(kept, plan)
     store: HostStore
     if own.delayed and by_unit:
         store = DelayedStore(machine.device, kept, room)
     else:
-        auto = _auto_share(settings, machine, inner, by_unit) if own.stream == "auto" else None
+        auto = auto_share_of(settings, machine, inner, by_unit) if own.stream == "auto" else None
         store = HostStore(machine.device, kept, room, auto=auto)
     log_once(
         f"offload: the CPU updates with {store.worker.threads} threads a process, of {len(rank_cores())} cores "
@@ -159,7 +159,7 @@ def _host_store(
     return store
 
 
-def _auto_share(settings: Config, machine: _Machine, inner: Optimizer, by_unit: bool) -> AutoShare | None:
+def auto_share_of(settings: Config, machine: _Machine, inner: Optimizer, by_unit: bool) -> AutoShare | None:
     """What decides "auto"; ``None`` where streaming cannot pay, whatever the sizes."""
     reason = ""
     if machine.device.type != "cuda":
@@ -174,7 +174,7 @@ def _auto_share(settings: Config, machine: _Machine, inner: Optimizer, by_unit: 
     return AutoShare(machine.device, machine.world, _processes_here())
 
 
-def _room_for_streams(device: torch.device) -> int:
+def room_for_streams(device: torch.device) -> int:
     """Bytes of the device for states on their way, with a share that the user gives."""
     return slots_room(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
 

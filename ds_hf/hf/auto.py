@@ -116,7 +116,7 @@ def _choose_with_model(hf_config: Any, arguments: Any, model: Any, num_training_
 
 
 def _settle(arguments: Any, hf_config: Any, size: ModelSize) -> None:
-    memory = _free_memory()
+    memory = free_device_memory()
     dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else "float32"
     world_size = process_group.get_world_size() if process_group.is_initialized() else 1
     accumulates = arguments.gradient_accumulation_steps > 1
@@ -160,10 +160,10 @@ def _measure_named(name: str | None) -> ModelSize | None:
         return None
 
 
-def _free_memory() -> Memory:
+def free_device_memory() -> Memory:
     """Free bytes for each rank: the least over all ranks, so that all of them decide alike."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    host = _free_host_nbytes() // max(1, local_ranks)
+    host = free_host_nbytes() // max(1, local_ranks)
     device = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host
     free = torch.tensor([device, host], dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
     if process_group.is_initialized():
@@ -171,7 +171,7 @@ def _free_memory() -> Memory:
     return Memory(int(free[0]), int(free[1]))
 
 
-def _free_host_nbytes() -> int:
+def free_host_nbytes() -> int:
     """What the machine has left, or the container if that is less."""
     free = int(psutil.virtual_memory().available)
     try:

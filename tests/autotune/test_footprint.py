@@ -114,7 +114,7 @@ def test_states_that_the_gpu_updates_take_no_time_of_the_cpu(
     owned = facts["total"] / 2
     assert none - some == pytest.approx(0.3 * owned / HOST_UPDATE)
     assert update("auto") == none  # less than 64 MiB of states
-    monkeypatch.setattr(stream_share, "_LEAST_STATES", 1)
+    monkeypatch.setattr(stream_share, "LEAST_STATES", 1)
     assert none > update("auto") > 0
     facts = {**facts, "memory": 1 << 20}
     assert update("auto") == none  # slots would take more than a part of that device

@@ -244,7 +244,6 @@ def test_grad_hooks_of_the_documentation_is_ignored_with_a_warning() -> None:
         {"activation_checkpointing": {"partition_activations": True}},
         {"graph_harvesting": True},
         {"autotuning": {"enabled": True}},
-        {"checkpoint": {"load_universal": True}},
         {"pipeline": {"seed_layers": True}},
         {"aio": {"queue_depth": 32}},
         {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "buffer_count": 9}}},
@@ -339,7 +338,7 @@ def test_provenance_tells_where_each_value_came_from(tmp_path: Path) -> None:
 
 
 def test_warnings_are_one_log_message_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_seen", set())
+    log.forget_said()
     monkeypatch.setattr(log.logger, "propagate", True)
     with caplog.at_level(logging.WARNING, logger="ds_hf"):
         for _ in range(2):

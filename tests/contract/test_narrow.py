@@ -131,6 +131,6 @@ def test_a_checkpoint_of_fp32_states_loads_into_narrow_ones(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("name", "warned"), [("Lamb", True), ("AdamW", False), ("RMSprop", True)])
 def test_a_rule_that_rounds_to_nearest_says_so(name: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    log._seen.clear()
+    log.forget_said()
     build(settings(1, False, {"type": name, "params": {"lr": 1e-3}})).destroy()
     assert ("rounds bf16 master weights to nearest" in caplog.text) is warned

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_hf import Engine, initialize
+from ds_hf import Engine, initialize, log
 from ds_hf.deepspeed_api.autocast import get_autocast_dtype, init_autocast_params, is_autocast_initialized
 from ds_hf.engine.comm import collectives
 from ds_hf.errors import ConfigError, DsHfError
@@ -191,10 +191,8 @@ def test_the_configuration_decides_in_forward_recomputation_and_evaluation(stage
         assert off == ([None] * 3, torch.float32)
 
 
-def test_an_autocast_that_is_switched_off_is_told_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds_hf.log._seen", set())
+def test_an_autocast_that_is_switched_off_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    log.forget_said()
     engine, *_ = initialize(model=nn.Linear(4, 4), config=base_config(0))
     with caplog.at_level(logging.WARNING, logger="ds_hf"), torch.autocast("cpu", torch.bfloat16):
         assert engine(torch.ones(1, 4)).dtype is torch.float32

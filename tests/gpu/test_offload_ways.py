@@ -250,7 +250,7 @@ def auto() -> tuple[bool, list[float]]:
         return speeds[-1]
 
     AutoShare._speed = noted  # type: ignore[method-assign]
-    stream_share._LEAST_STATES = 1
+    stream_share.LEAST_STATES = 1
     _, losses, places = offloaded({})
     assert losses == pytest.approx(expected, rel=1e-2)  # another kernel
     return Place.STREAMED in places, speeds

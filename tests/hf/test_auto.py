@@ -92,7 +92,7 @@ def test_decided_when_the_command_line_names_the_model(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", f"--model_name_or_path={model_folder}"])
-    monkeypatch.setattr(auto, "_free_memory", lambda: free(0.1))
+    monkeypatch.setattr(auto, "free_device_memory", lambda: free(0.1))
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", deepspeed="auto")
     assert arguments.deepspeed == "auto"
     assert arguments.hf_deepspeed_config.is_zero3()  # in time for zero.Init in from_pretrained
@@ -108,7 +108,7 @@ def test_decided_when_the_trainer_has_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.setattr(auto, "_free_memory", lambda: free(1000))
+    monkeypatch.setattr(auto, "free_device_memory", lambda: free(1000))
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", deepspeed="auto")
     assert arguments.hf_deepspeed_config.get_value("zero_optimization.stage") == 1  # provisional
     assert "auto takes" not in capsys.readouterr().err
@@ -131,6 +131,6 @@ def test_evaluation_alone_takes_the_stage_that_transformers_evaluates_with(
 
 
 def test_free_memory_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_free_host_nbytes", lambda: 8 * GIB)
+    monkeypatch.setattr(auto, "free_host_nbytes", lambda: 8 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert auto._free_memory().host == 2 * GIB
+    assert auto.free_device_memory().host == 2 * GIB

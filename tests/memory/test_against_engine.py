@@ -52,7 +52,7 @@ def measured(cells: list[Any]) -> list[int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     # Collectives of the CPU that are under way keep up to 4 MiB, which is as much as these models; no GPU does.
-    streams._UNDER_WAY_NBYTES = 0
+    streams.UNDER_WAY_NBYTES = 0
     found = []
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     for stage, dtype, checkpointing, accumulation, tied, layers in cells:
@@ -112,7 +112,7 @@ def measured_inside() -> list[int]:
     """Peak bytes on this rank where states are divided among two of four processes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    streams._UNDER_WAY_NBYTES = 0
+    streams.UNDER_WAY_NBYTES = 0
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     found = []
     for stage, zero in INSIDE:
@@ -158,7 +158,7 @@ def small_inputs_travel() -> None:
 def measured_offloaded() -> list[int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    streams._UNDER_WAY_NBYTES = 0
+    streams.UNDER_WAY_NBYTES = 0
     small_inputs_travel()
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     found = []
@@ -211,7 +211,7 @@ def measured_shared() -> list[int]:
     """Peak bytes on this rank where two processes share each sequence of ``2 * LENGTH`` tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    streams._UNDER_WAY_NBYTES = 0
+    streams.UNDER_WAY_NBYTES = 0
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     positions = torch.arange(LENGTH)[None].expand(BATCH, -1) + LENGTH * torch.distributed.get_rank()
     found = []

@@ -182,12 +182,12 @@ def test_auto_is_priced_by_the_engines_rule(monkeypatch: pytest.MonkeyPatch) -> 
         return prediction.streamed_share, prediction.device.get("states on their way", 0) // MB
 
     assert streamed() == (0.0, 0)  # 24 MiB of states
-    monkeypatch.setattr(stream_share, "_LEAST_STATES", 24 * MB)
+    monkeypatch.setattr(stream_share, "LEAST_STATES", 24 * MB)
     assert streamed() == (0.3, 24)
     assert streamed(device_memory=16 * 28 * MB) == (0.3, 24)
     assert streamed(device_memory=16 * 26 * MB - 1) == (0.0, 0)
     assert streamed(world_size=2) == (0.0, 0)
-    monkeypatch.setattr(stream_share, "_LEAST_STATES", 10 * MB)
+    monkeypatch.setattr(stream_share, "LEAST_STATES", 10 * MB)
     assert streamed(split_masters=True) == (0.6, 20)
     assert streamed(split_masters=True, world_size=2) == (1.0, 10)
 

@@ -33,7 +33,7 @@ __all__ = [
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_EXCHANGED_NBYTES = 4 << 20  # of a gradient that two processes exchange: for more, bytes count and not the ways
+EXCHANGED_NBYTES = 4 << 20  # of a gradient that two processes exchange: for more, bytes count and not the ways
 _EXCHANGE = 0x6473  # the tag of such messages
 
 
@@ -147,7 +147,7 @@ def all_to_all(
 
 
 def _exchanges(full: Tensor, axis: Axis) -> bool:
-    small = full.nbytes <= _EXCHANGED_NBYTES and not full.is_cuda
+    small = full.nbytes <= EXCHANGED_NBYTES and not full.is_cuda
     return small and axis.world_size == 2 and not comms_logger.enabled and dist.get_backend(axis.group) == "gloo"
 
 

@@ -25,7 +25,7 @@ __all__ = ["Awaited", "CommStream", "wait"]
 
 # What collectives of the CPU may be under way at once: enough for ranks with small models to wait for each other once a
 # step, too little to count as memory.
-_UNDER_WAY_NBYTES = 4 << 20
+UNDER_WAY_NBYTES = 4 << 20
 
 
 class Awaited(Protocol):
@@ -106,7 +106,7 @@ class CommStream:
         """A collective of ``nbytes`` was issued on the CPU; ``over`` returns when it has ended."""
         self._under_way.append(over)
         self._under_way_nbytes += nbytes
-        if self._under_way_nbytes > _UNDER_WAY_NBYTES:
+        if self._under_way_nbytes > UNDER_WAY_NBYTES:
             self.arrive()
 
     def arrive(self) -> None:

@@ -30,7 +30,7 @@ from ds_hf.errors import ConfigError
 __all__ = ["MonitorMaster", "open_monitors", "wait_at_exit"]
 
 _MOST_WAITING = 1000  # calls whose numbers have not arrived; more are waited for
-_PATIENCE_AT_EXIT = 5.0  # seconds: after an error the GPU may never come to what was queued
+PATIENCE_AT_EXIT = 5.0  # seconds: after an error the GPU may never come to what was queued
 
 
 class MonitorSections(Protocol):
@@ -108,7 +108,7 @@ class MonitorMaster(Monitor):
 
 def wait_at_exit(ready: Callable[[], bool]) -> bool:
     """Wait for ``ready()`` as long as an exiting process may; whether it came."""
-    until = time.monotonic() + _PATIENCE_AT_EXIT
+    until = time.monotonic() + PATIENCE_AT_EXIT
     while not ready() and time.monotonic() < until:
         time.sleep(0.01)
     return ready()

@@ -67,7 +67,7 @@ def _folder() -> Path:
 
 def cubin(text: str, arch: str) -> bytes:
     """Machine code of the program ``text`` for ``arch`` (``"sm_90"``), from the cache where it has it."""
-    key = hashlib.sha256("\0".join([text, arch, STANDARD, _compiler_version()]).encode()).hexdigest()
+    key = hashlib.sha256("\0".join([text, arch, STANDARD, compiler_version()]).encode()).hexdigest()
     path = cache_folder() / f"{key}.cubin"
     code = _read(path)
     if code is None:
@@ -103,7 +103,7 @@ def _core() -> Any:
 
 
 @functools.cache
-def _compiler_version() -> str:
+def compiler_version() -> str:
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
     return ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
 

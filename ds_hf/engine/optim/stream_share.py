@@ -48,7 +48,7 @@ _FAST_SEVERAL = 25e9  # where the CPU has as many such tasks as there are proces
 _LEAST_SPEED = 20e9  # PCIe 5 moves twice that, PCIe 4 and what is shared less
 _HALVED = 11  # bytes of an element's states; AdamW has 10 of them with masters split, and 12 with whole ones
 _MISSED = 0.2  # of the states: so far from the share may be what units of these sizes allow
-_LEAST_STATES = 64 << 20  # bytes; a CPU updates less in a few milliseconds
+LEAST_STATES = 64 << 20  # bytes; a CPU updates less in a few milliseconds
 _LARGE = 1.5  # times the median: such a unit makes slots large, and goes only where the share needs it
 _AHEAD = 2  # of the states that go up, one such part at most is on its way at once, or there before the step
 _PART = 16  # of the device's memory, one such part may go to slots and to gradients that stay
@@ -157,8 +157,8 @@ def why_not(units: Sequence[HostUnit], room: int, share: float = _SLOW) -> str:
         room: as for ``streaming``.
     """
     total, states = sum(unit.numel for unit in units), sum(unit.states for unit in units)
-    if states < _LEAST_STATES:
-        return f"they are less than {_LEAST_STATES >> 20} MiB"
+    if states < LEAST_STATES:
+        return f"they are less than {LEAST_STATES >> 20} MiB"
     found = streaming(units, share, room)
     numel = sum(unit.numel for unit, goes in zip(units, found.up, strict=True) if goes)
     if not numel or abs(numel / total - share) > _MISSED:
@@ -249,13 +249,13 @@ class Room:
         self._steps += 1
         if self._steps != _STEPS:
             return None
-        mine = torch.tensor([-self._free()], dtype=torch.float64, device=self._device)
+        mine = torch.tensor([-self.free_nbytes()], dtype=torch.float64, device=self._device)
         left = max(0, int(-collectives.all_reduce_max(mine, self._axis, "the free memory of devices").item()))
         if self._axis.rank == 0:
             logger.info("offload: %.1f GiB of the device are free for optimizer states", left / 2**30)
         return left
 
-    def _free(self) -> int:
+    def free_nbytes(self) -> int:
         """Bytes beyond the peak so far, less the margin. Without a CUDA device nothing is gained by moving."""
         if self._device.type != "cuda":
             return 0

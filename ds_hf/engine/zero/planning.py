@@ -40,7 +40,7 @@ __all__ = [
 FROZEN = -1  # group index of parameters that no optimizer updates
 
 LARGE_LEAF_NUMEL = 1 << 20  # elements; smaller leaves travel with the root, where their latency is shared
-_JOINED_NBYTES = 80 << 20  # of a unit of several blocks, at most: 0.3 ms of NVLink, of which a unit costs the host more
+JOINED_NBYTES = 80 << 20  # of a unit of several blocks, at most: 0.3 ms of NVLink, of which a unit costs the host more
 _LEAST_UNITS = 4  # that blocks are joined to, for some to be on their way while others compute
 
 
@@ -223,7 +223,7 @@ def join_small(units: list[Unit], dtype: torch.dtype | None, max_live: int | Non
         for unit in run:
             numels.append(sum(logical_shape(param).numel() for param in unit.params))
             nbytes = max(nbytes, sum(logical_shape(p).numel() * (dtype or own_dtype(p)).itemsize for p in unit.params))
-        together = min(_JOINED_NBYTES // max(nbytes, 1), len(run) // _LEAST_UNITS)
+        together = min(JOINED_NBYTES // max(nbytes, 1), len(run) // _LEAST_UNITS)
         if max_live is not None:
             together = min(together, max_live // 2 // max(*numels, 1))
         together = max(together, 1)

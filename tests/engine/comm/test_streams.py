@@ -44,7 +44,7 @@ def test_small_collectives_are_awaited_in_their_order(end: str) -> None:
 
 
 def test_no_more_than_a_few_megabytes_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_UNDER_WAY_NBYTES", 100)
+    monkeypatch.setattr(streams, "UNDER_WAY_NBYTES", 100)
     log: list[str] = []
     stream = CommStream()
     stream.await_later(collective(log, "a"), 60)

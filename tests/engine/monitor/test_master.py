@@ -86,7 +86,7 @@ from ds_hf.deepspeed_api.monitor_config import get_monitor_config
 from ds_hf.engine.monitor import MonitorMaster, master
 from tests.engine.monitor.slow_device import Slow, become_slow
 become_slow()
-master._PATIENCE_AT_EXIT = 0.2
+master.PATIENCE_AT_EXIT = 0.2
 content = {{
     "train_batch_size": 2,
     "csv_monitor": {{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": "run"}},

@@ -149,7 +149,7 @@ def test_a_fault_of_an_update_beside_the_forward_is_raised_and_nothing_is_saved(
 
 def not_made(stage: int) -> None:
     """A gradient that is nan, of one rank: as if the step had not been asked for, wherever a unit is updated."""
-    offloading._room_for_streams = lambda device: 1 << 30  # as on a GPU
+    offloading.room_for_streams = lambda device: 1 << 30  # as on a GPU
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     to_host = {"offload_optimizer": {"device": "cpu"}}
     cases: list[tuple[dict[str, Any], dict[str, Any], bool]] = [

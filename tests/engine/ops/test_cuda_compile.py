@@ -127,7 +127,7 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda_build, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(cuda_build, "_compiler_version", lambda: "13.0")
+    monkeypatch.setattr(cuda_build, "compiler_version", lambda: "13.0")
     return texts
 
 
@@ -136,7 +136,7 @@ def test_cache_keeps_kernels_by_what_they_depend_on(compilations: list[str], mon
     assert compilations == ["a"]
     assert cuda_build.cubin("a", "sm_80") == b"a for sm_80"
     cuda_build.cubin("b", "sm_90")
-    monkeypatch.setattr(cuda_build, "_compiler_version", lambda: "13.1")
+    monkeypatch.setattr(cuda_build, "compiler_version", lambda: "13.1")
     cuda_build.cubin("a", "sm_90")
     assert compilations == ["a", "a", "b", "a"]
     assert len(list(cuda_build.cache_folder().iterdir())) == 4  # and no temporary files

@@ -171,7 +171,7 @@ def test_written_tensors_count_versions() -> None:
 
 
 def test_what_no_kernel_takes_goes_to_the_reference_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    log._seen.clear()
+    log.forget_said()
     lists = [[values(5, torch.float64, seed)] for seed in range(2)]
     with caplog.at_level(logging.INFO, logger="ds_hf"):
         for _ in range(2):
@@ -201,7 +201,7 @@ def test_other_devices_have_the_reference() -> None:
 
 def test_without_the_library_torch_computes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(cpu, "available", lambda: "no C++ compiler when ds_hf was installed")
-    log._seen.clear()
+    log.forget_said()
     one, two = adam_arguments(), adam_arguments()
     with caplog.at_level(logging.INFO, logger="ds_hf"):
         library.adam_(*one, **ADAM)

@@ -13,7 +13,7 @@ from tests.helpers.distributed import run_distributed
 
 
 def moved(nbytes: int) -> None:
-    Room._free = lambda self: nbytes  # type: ignore[method-assign]
+    Room.free_nbytes = lambda self: nbytes  # type: ignore[method-assign]
     weights = []
     for offload in ({}, {"ratio": "auto"}):
         trained = model()
@@ -48,7 +48,7 @@ def test_units_move_after_the_second_step_as_far_as_there_is_room(share: float) 
 
 
 def all_moved() -> None:
-    Room._free = lambda self: 1 << 40  # type: ignore[method-assign]
+    Room.free_nbytes = lambda self: 1 << 40  # type: ignore[method-assign]
     config = {
         "train_micro_batch_size_per_gpu": MICRO,
         "bf16": {"enabled": True},

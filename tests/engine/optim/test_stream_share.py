@@ -118,8 +118,8 @@ class Faked(AutoShare):
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(log, "_seen", set())
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    log.forget_said()
     caplog.set_level(logging.INFO, "ds_hf")
     return caplog
 
@@ -227,14 +227,14 @@ def engines() -> None:
         assert found == {Place.HOST}
         assert all(torch.equal(a, b) for a, b in zip(same, weights, strict=True))
     # as on a GPU with a fast link, and then with a slow one
-    offloading._auto_share = lambda *_: Faked(45e9, GB)  # type: ignore[assignment]
-    stream_share._LEAST_STATES = 1
+    offloading.auto_share_of = lambda *_: Faked(45e9, GB)  # type: ignore[assignment]
+    stream_share.LEAST_STATES = 1
     found, same = places_of("auto")
     assert found == {Place.HOST, Place.STREAMED}
     assert all(torch.equal(a, b) for a, b in zip(same, weights, strict=True))
     assert places_of(0.0)[0] == {Place.HOST}, "numbers are taken as they are"
     assert places_of(1.0)[0] == {Place.STREAMED}
-    offloading._auto_share = lambda *_: Faked(10e9, GB)  # type: ignore[assignment]
+    offloading.auto_share_of = lambda *_: Faked(10e9, GB)  # type: ignore[assignment]
     assert places_of("auto")[0] == {Place.HOST}
 
 
@@ -263,5 +263,5 @@ def test_where_it_cannot_pay(
     params = [torch.nn.Parameter(torch.zeros(2))]
     inner = FusedLamb(params) if optimizer == "Lamb" else torch.optim.AdamW(params)
     machine = offloading._Machine(Axis(None, 0, 1), torch.device(device), trained=2, numel=2)
-    assert (offloading._auto_share(settings, machine, inner, by_unit) is None) == bool(reason)
+    assert (offloading.auto_share_of(settings, machine, inner, by_unit) is None) == bool(reason)
     assert [reason in record.getMessage() for record in said.records] == [True] * bool(reason)

@@ -27,7 +27,7 @@ DEPTH, WAYS = 12, 6
 
 
 def make(stage: int, rule: str = "AdamW", share: float = 1.0) -> Engine:
-    offloading._room_for_streams = lambda device: 1 << 30  # as on a GPU
+    offloading.room_for_streams = lambda device: 1 << 30  # as on a GPU
     torch.manual_seed(3)
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     own = {"offload": {"stream": share}, "join_blocks": False}

@@ -45,7 +45,7 @@ def test_four_units_remain(depth: int, sizes: list[int]) -> None:
 def test_sizes_limit_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = blocks(24)
     numel = sum(p.numel() for p in model["blocks"][0].parameters())  # type: ignore[index]
-    monkeypatch.setattr(planning, "_JOINED_NBYTES", 3 * 2 * numel)
+    monkeypatch.setattr(planning, "JOINED_NBYTES", 3 * 2 * numel)
     assert {size for _, size in names(join_small(make_units(model), torch.bfloat16))} == {3}
     assert {size for _, size in names(join_small(make_units(model), None))} == {1}  # fp32: twice as much
     assert {size for _, size in names(join_small(make_units(model), torch.bfloat16, 4 * numel))} == {2}

@@ -95,7 +95,7 @@ def test_collectives_of_a_step() -> None:
 def waits_of_a_step(stage: int, alone: bool, more: dict[str, Any]) -> tuple[int, Tensor]:
     """How often the third step waits for collectives that are under way, and the weights after it."""
     if alone:
-        streams._UNDER_WAY_NBYTES = collectives._EXCHANGED_NBYTES = 0
+        streams.UNDER_WAY_NBYTES = collectives.EXCHANGED_NBYTES = 0
     torch.manual_seed(11)
     engine = initialize(model=Stack(), config=base_config(stage, optimizer=SGD, **more))[0]
     waits, original = 0, streams.CommStream.arrive
