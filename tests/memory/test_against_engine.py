@@ -226,6 +226,7 @@ def measured_shared() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_peaks_where_processes_share_sequences() -> None:
     from transformers import LlamaConfig
 
@@ -265,6 +266,7 @@ def measured_tiled() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_peaks_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaConfig
 

@@ -139,6 +139,7 @@ def test_the_longest_sequence_fits_and_one_more_step_does_not() -> None:
     assert halved == pytest.approx(longest / 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_scores_of_eager_attention_bound_the_length() -> None:
     """Where memory grows with the square of the sequence."""
     predictor = Predictor(TINY, Workload(attention="eager"))
