@@ -360,6 +360,11 @@ class PipelineEngine(Engine):
             self.data_iterator = None
         return found
 
+    def destroy(self) -> None:
+        """As of every engine."""
+        self.executor.links.log.close()
+        super().destroy()
+
     # -- what a pipeline has not ----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

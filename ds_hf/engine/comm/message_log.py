@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,9 +21,10 @@ class MessageLog(CollectiveLog):
     """
 
     compared = False
+    _numbers = itertools.count()  # several engines of a process have their own
 
     def __init__(self, ranks: tuple[int, ...], rank: int, name: str, key: str) -> None:
-        super().__init__(ranks, name, f"{key}/messages of {rank}")
+        super().__init__(ranks, name, f"{key}/messages of {rank}/{next(self._numbers)}")
         self.peer: int | None = None
 
     def __call__(self, operation: str, what: str, tensor: Tensor | None = None) -> MessageLog:
@@ -34,6 +36,11 @@ class MessageLog(CollectiveLog):
     def others(self, rank: int) -> list[int]:
         """The one that is waited for."""
         return [] if self.peer is None else [self.peer]
+
+    def close(self) -> None:
+        """Nothing is sent any more: the watch forgets this log."""
+        if self.watch is not None:
+            self.watch.logs = [log for log in self.watch.logs if log is not self]
 
     @contextmanager
     def awaiting(self, peer: int) -> Iterator[None]:
