@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +255,50 @@ def test_rows_of_slices_are_padded_too(tmp_path: Path) -> None:
         assert torch.equal(value[:3], values[name]["master"][:3])
         assert not value[3:].any()
         assert value.shape[0] == rows
+
+
+# -- real DeepSpeed --------------------------------------------------------------------------------------------------
+
+
+def _deepspeed(action: str, folder: Path, *numbers: int) -> list[float]:
+    script = Path(__file__).with_name("deepspeed_universal.py")
+    result = subprocess.run(
+        [os.environ["DS_HF_DEEPSPEED_PYTHON"], str(script), action, str(folder), *map(str, numbers)],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    losses: list[float] = json.loads(result.stdout.splitlines()[-1])
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "DS_HF_DEEPSPEED_PYTHON" not in os.environ, reason="DS_HF_DEEPSPEED_PYTHON names no Python with DeepSpeed"
+)
+@pytest.mark.parametrize(
+    ("saved", "loaded"),  # stage, tensor-parallel processes, processes
+    [((1, 2, 2), (3, 1, 2)), ((3, 2, 4), (2, 2, 2)), ((2, 1, 2), (1, 1, 1))],
+)
+def test_real_deepspeed_agrees(tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]) -> None:
+    """We read what its converter makes of its files, to the bit, and it goes on from what ours makes of them."""
+    losses = _deepspeed("save", tmp_path, *saved)
+    source, theirs = open_source(tmp_path / "saved"), open_source(tmp_path / "saved_universal")
+    source.check()
+    same(source, theirs)
+    ours = write_universal(source, tmp_path / "ours")
+    for name, states in values_of(source).items():
+        for state, value in states.items():
+            content = load_any(ours / "zero" / name / f"{'fp32' if state == 'master' else state}.pt")
+            other = load_any(
+                tmp_path / "saved_universal" / "zero" / name / f"{'fp32' if state == 'master' else state}.pt"
+            )
+            assert torch.equal(content.pop("param"), value)
+            if isinstance(other, dict):
+                other.pop("param")
+                assert content == other
+    assert _deepspeed("load", tmp_path, *loaded) == pytest.approx(losses, abs=1e-5)
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
