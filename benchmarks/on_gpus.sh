@@ -14,6 +14,7 @@
 #   offload2 2, 4   1.35 B on two GPUs
 #   memory 1, 3     predicted and measured
 #   long 1 or 2, 12 long sequences: activations in host memory, tiles, chunked losses; on two GPUs shared sequences
+#   tensor 2, 8     layers shared by two GPUs, 1.35 B and 6.7 B, against AutoTP and transformers' plan
 #   host 1, 3       microseconds a module and pass
 #   profile 2, 1    where the time of a step goes
 #   masters 2, 2    6.7 B with split masters and whole ones, in turns, and where the time of both goes
@@ -110,6 +111,13 @@ long() {
   python3 $script --parts longest --lengths "${LENGTHS:-32768,65536,131072,262144}" "${WITH[@]}" --json "$OUT/longest.json"
 }
 
+tensor() {
+  local script=benchmarks/tensor_parallel.py all=ds_hf,deepspeed,transformers,half
+  two $script --part step --model 1b3 --micro-batch 8 --seq 2048 --engines $all "${WITH[@]}" --json "$OUT/tensor-1b3.json"
+  two $script --part step --model 6b7 --micro-batch 2 --seq 2048 --checkpointing --engines $all "${WITH[@]}" \
+    --json "$OUT/tensor-6b7.json"
+}
+
 profile() {
   for stage in 2 3; do
     two benchmarks/step_profile.py --model 1b3 --micro-batch 4 --seq 2048 --stage "$stage" --engines ds_hf |
@@ -130,12 +138,12 @@ autotune() {
     --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
 }
 
-(($#)) || { sed -n '2,22s/^# \{0,1\}//p' "$0"; exit 2; }
+(($#)) || { sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
     prepare) prepare && build_deepspeed ;;
-    kernels | tests | training | offload | offload2 | memory | long | host | profile | masters | autotune)
+    kernels | tests | training | offload | offload2 | memory | long | tensor | host | profile | masters | autotune)
       [[ -v PREPARED ]] || { prepare; PREPARED=1; }
       SECONDS=0
       "$part"

@@ -138,6 +138,7 @@ def build(kind: str, **more: Any) -> nn.Module:
         "max_position_embeddings": 64,
         **({"head_dim": 4} if kind == "qwen3" else {}),
         **({"num_local_experts": 4, "router_jitter_noise": 0.0} if kind == "mixtral" else {}),
+        **({"attn_implementation": "eager"} if kind == "GraniteSWA" else {}),
         **(DEEPSEEK if kind == "DeepseekV2" else {}),
         **more,
     }
