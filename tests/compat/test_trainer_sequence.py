@@ -97,7 +97,7 @@ COUNTING: dict[str, Any] = {**EVALUATING, "include_num_input_tokens_seen": "all"
 
 def test_every_logged_number_of_two_processes(tmp_path: Path) -> None:
     expected = alone(tmp_path / "alone", **COUNTING)
-    for found in run_user_code(logged_at, tmp_path, [1, 3], COUNTING):
+    for found in run_user_code(logged_at, tmp_path, [2, 3], COUNTING):
         for history_ in found.values():
             assert_same(history_, expected)
 

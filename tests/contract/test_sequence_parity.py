@@ -25,7 +25,7 @@ TOKENS, MICRO, STEPS = 16, 2, 3
 STAGES = (0, 1, 2, 3)
 
 
-def model(kv_heads: int = 2, **more: Any) -> nn.Module:
+def model(kv_heads: int = 2, heads: int = 4, **more: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -33,7 +33,8 @@ def model(kv_heads: int = 2, **more: Any) -> nn.Module:
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=3,
-        num_attention_heads=4,
+        num_attention_heads=heads,
+        head_dim=8,
         num_key_value_heads=kv_heads,
         use_cache=False,
         attn_implementation="sdpa",
@@ -141,23 +142,25 @@ def test_gradients_of_every_mesh(stage: int, shape: tuple[int, int]) -> None:
         assert max(errors) < 1e-12
 
 
-def refused(tree: dict[str, Any], implementation: str = "sdpa", **sizes: Any) -> str:
+def refused(implementation: str, **sizes: Any) -> str:
     net = model(**sizes)
-    net.config._attn_implementation = implementation
+    net.config._attn_implementation = implementation  # type: ignore[union-attr]
     with pytest.raises(ConfigError) as caught:
-        initialize(model=net, config={**config(1), **tree})
+        initialize(model=net, config={**config(1), "sequence_parallel_size": dist.get_world_size()})
     return str(caught.value)
 
 
+def refused_each() -> list[str]:
+    kinds = ["linear_attention", "full_attention", "full_attention"]
+    return [refused("eager"), refused("sdpa", layer_types=kinds), refused("sdpa", kv_heads=3, heads=3)]
+
+
 def test_what_cannot_be_divided_is_refused() -> None:
-    two = {"sequence_parallel_size": 2}
-    for text in run_distributed(refused, 2, two, "eager"):
-        assert "eager attn_implementation isn't supported by Ulysses" in text
-    for text in run_distributed(refused, 2, two, layer_types=["linear_attention"] + ["full_attention"] * 2):
-        assert "does not support layers of type linear_attention" in text
-    for text in run_distributed(refused, 3, {"sequence_parallel_size": 3}):
-        assert "Attention head count 4 is not divisible by SP size 3" in text
-        assert "sp_size can be 1, 2, 4, and 4 at most" in text
+    for eager, linear, heads in run_distributed(refused_each, 2):
+        assert "eager attn_implementation isn't supported by Ulysses" in eager
+        assert "does not support layers of type linear_attention" in linear
+        assert "Attention head count 3 is not divisible by SP size 2" in heads
+        assert "sp_size can be 1, 3, and 3 at most" in heads
 
 
 def losses(sequence: int, tree: dict[str, Any], *, checkpointing: bool = False) -> list[float]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence.division import Division, division_of_config
+from ds_hf.log import warn_once
 
 __all__ = ["use_whole_masks"]
 
@@ -31,6 +32,7 @@ _FUNCTIONS = (
     "create_chunked_causal_mask",
     "create_masks_for_generate",
 )
+_LARGE = 1 << 30  # bytes
 _DONE = "_ds_hf_whole_masks"
 _OWN = ("or_mask_function", "and_mask_function")  # functions of token indices, and of tensors of a part of them
 
@@ -55,7 +57,14 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
         if division is None or not division.active:
             return original(*args, **kwargs)
         extra = given.pop("kwargs", {})
-        return original(**_of_the_whole(given, division), **extra)
+        mask = original(**_of_the_whole(given, division), **extra)
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.nbytes >= _LARGE:
+            warn_once(
+                f"the mask of {mask.shape[-1]} tokens takes {mask.nbytes / 2**30:.1f} GiB on every process, for packed "
+                f"documents, padding or a sliding window with {division.core!r}: flash attention needs none "
+                "(attn_implementation='flash_attention_2')"
+            )
+        return mask
 
     setattr(make, _DONE, True)
     return make
