@@ -35,7 +35,7 @@ class Equal(Sentences):
         self.masked = [9] * count
 
 
-DATA: dict[str, Any] = {"train_dataset": Equal(60, seed=1), "eval_dataset": Equal(16, seed=2)}
+DATA: dict[str, Any] = {"train_dataset": Equal(64, seed=1), "eval_dataset": Equal(16, seed=2)}
 EVALUATING: dict[str, Any] = {
     "eval_strategy": "steps",
     "per_device_eval_batch_size": 2,
