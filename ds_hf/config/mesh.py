@@ -294,7 +294,7 @@ def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
             continue
         if claim.axis == "pipe" and claim.pointer != MPU:
             message = (
-                f"{claim.source} is {claim.size}, and the model is no PipelineModule: a file alone divides no layers"
+                f"{claim.source} is {claim.size}, and the model is not a PipelineModule: a file alone divides no layers"
             )
             faults.append(Fault(claim.pointer, message, _PIPELINE_FIX))
             continue

@@ -131,7 +131,7 @@ def test_what_cannot_work_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     for found in run_distributed(on_two_stages, 2, timeout=90):
         assert "ZeRO stage 3 with a pipeline" in found["stage 3"]
         assert "use stage 1 or 2" in found["stage 3"]
-        assert "pipeline.stages is 2, and the model is no PipelineModule" in found["no module"]
+        assert "pipeline.stages is 2, and the model is not a PipelineModule" in found["no module"]
         assert "from_transformers" in found["no module"]
         assert "pipeline-parallel size is given as 4 (pipeline.stages) and 2" in found["other stages"]
         assert "inside a pipeline are not supported" in found["sequence"]
