@@ -100,6 +100,7 @@ def build_engine(
             drop_last=settings.dataloader_drop_last,
             rank=mesh.sample_rank,
             world_size=mesh.shape.data,
+            shuffles=not isinstance(model, StageModule),  # as in DeepSpeed, whose pipelines read data in order
         )
     _attach(engine, compiled=compiled)
     return engine

@@ -123,11 +123,16 @@ def build_dataloader(
     num_workers: int = 0,
     pin_memory: bool = False,
     seed: int = 0,
+    *,
+    shuffles: bool = True,
 ) -> ShardedLoader:
     """A loader of this rank's batches of ``batch_size`` samples (the micro-batch) from ``dataset``.
 
     An iterable dataset is cut by rank as it streams; with ``num_workers`` it must, as in plain torch, share itself out
     among the workers.
+
+    Args:
+        shuffles: a dataset with a length is read in another order in each epoch.
     """
     sampler: _ResumableSampler | None = None
     if isinstance(dataset, IterableDataset):
@@ -138,7 +143,7 @@ def build_dataloader(
             raise ValueError(f"training_data: {name} has no __len__; add it, or make it a torch IterableDataset")
         if not len(dataset):
             raise ValueError("training_data: the dataset is empty")
-        sampler = _ResumableSampler(dataset, world_size, rank, seed=seed)
+        sampler = _ResumableSampler(dataset, world_size, rank, shuffle=shuffles, seed=seed)
     return ShardedLoader(
         dataset,
         sampler,

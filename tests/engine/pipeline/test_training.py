@@ -184,6 +184,7 @@ def more_names() -> dict[str, Any]:
     first = [float(engine.train_batch()) for _ in range(5)]  # 4 micro-batches of 2 of 32 samples: a second epoch
     engine.set_train_batch_size(4)
     assert (engine.micro_batches, engine.gradient_accumulation_steps()) == (2, 2)
+    assert torch.equal(next(iter(loader))[0], torch.stack([data[0][0], data[1][0]]))  # in order
     engine.train_batch()
     names = {
         "stage": (engine.stage_id, engine.is_first_stage(), engine.is_last_stage(), engine.is_pipe_parallel),
