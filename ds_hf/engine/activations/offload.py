@@ -16,10 +16,10 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +56,11 @@ class Offloaded:
         self._offset, self._version = tensor.storage_offset(), tensor._version
         self._base = weakref.ref(_base(tensor))
 
+    def __del__(self) -> None:
+        if self.here is not None:  # came up, and was not asked for: its memory goes back after the copy
+            with contextlib.suppress(Exception):  # at exit the modules may be gone
+                self.up.on_stream()
+
     @property
     def changed(self) -> bool:
         """What is on the device is the tensor that was saved, and was written to since."""
@@ -72,9 +77,9 @@ class Offloaded:
 class _Descent:
     """The device's memory of a tensor on its way down."""
 
-    def __init__(self, of: Offloaded) -> None:
+    def __init__(self, of: Offloaded, source: Tensor) -> None:
         self.of, self.nbytes = weakref.ref(of), of.nbytes
-        self.memory, self.arrival = of.here, of.down
+        self.memory, self.source, self.arrival = of.here, source, of.down
 
     def end(self) -> None:
         """The memory may be taken by what the current stream gets next."""
@@ -82,6 +87,7 @@ class _Descent:
         if (of := self.of()) is not None and of.here is self.memory:
             of.here = None
         self.memory = None
+        del self.source
 
 
 class ActivationOffload:
@@ -128,7 +134,7 @@ class ActivationOffload:
 
     # -- around a function ----------------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def around(self, args: Iterable[Any]) -> Iterator[None]:
         """Inside, those of ``args`` that autograd saves are offloaded; everything else that it saves stays."""
         ActivationOffload.rounds += 1
@@ -182,7 +188,7 @@ class ActivationOffload:
         saved.down = self._link.down(saved.host.view(values.numel(), values.dtype), values, kept=True)
         saved.here = tensor.detach()
         saved.uses = 1
-        self._falling.append(_Descent(saved))
+        self._falling.append(_Descent(saved, values))
         while len(self._falling) > 1 and sum(each.nbytes for each in self._falling) > self.in_flight_nbytes:
             self._falling.popleft().end()
         self._alive.add(saved)
