@@ -348,7 +348,7 @@ def test_bad_input_is_refused_by_name() -> None:
         assert "Adafactor looks at whole parameters" in found["adafactor"]
         assert "/tensor_parallel/partition_config/layer_specs/0/shape" in found["shape"]
         assert "its parts are 62 together, and there are 64" in found["shape"]
-        assert "is no regular expression" in found["pattern"]
+        assert "is not a regular expression" in found["pattern"]
         assert "no layer of Fused matches a rule" in found["unmatched"]
         assert found["strict"] == ""  # every linear layer has a rule
         assert "all logits" in found["loss"]

@@ -68,7 +68,7 @@ def write_universal(
     target = folder_of(folder, "the output folder").absolute()
     occupied = target.exists()
     if occupied and not (target.is_dir() and (is_universal(target) or not any(target.iterdir()))):
-        raise CheckpointError(f"{target} exists and is no universal checkpoint: give another folder")
+        raise CheckpointError(f"{target} exists and is not a universal checkpoint: give another folder")
     source.check()
     keys = _Keys(source)
     flats = flats_of(source, Target(2, 1))

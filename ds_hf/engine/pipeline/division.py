@@ -125,7 +125,7 @@ def _matches(layers: Sequence[Any], pattern: str) -> list[int]:
     try:
         wanted = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise ConfigError(f"{pattern!r:.60} is no regular expression: {error}", _WHERE) from error
+        raise ConfigError(f"{pattern!r:.60} is not a regular expression: {error}", _WHERE) from error
     found = [int(wanted.search(layer_name(layer)) is not None) for layer in layers]
     if not any(found):
         names = ", ".join(sorted({layer_name(layer) for layer in layers})[:8])

@@ -75,7 +75,7 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
         )
     divisions = [] if faults else [*_divisions(model, rules, size, faults)]
     if not faults:
-        divisions = _without_tied(model, divisions)
+        divisions = _without_fused_heads(model, _without_tied(model, divisions))
         faults += _odd_heads(model, divisions, size)
     if faults:
         raise ConfigError(faults, "tensor parallelism")
@@ -301,6 +301,34 @@ def _without_tied(model: nn.Module, divisions: list[Division]) -> list[Division]
             f"{names} are one tensor: it stays whole on every tensor-parallel process, as do the modules that use it"
         )
     return kept
+
+
+def _without_fused_heads(model: nn.Module, divisions: list[Division]) -> list[Division]:
+    """Heads stay whole where another library has replaced the model's forward: fused losses (Liger's, TRL's) multiply by
+    the head's weight without calling the head, and would take a part of the vocabulary for all of it."""
+    fused: dict[int, str] = {}
+    for module in model.modules():
+        head = module.get_output_embeddings() if callable(getattr(module, "get_output_embeddings", None)) else None
+        if isinstance(head, nn.Module) and (where := _replaced_by(module)):
+            fused[id(head)] = where
+    kept = [division for division in divisions if not (division.parts and id(division.module) in fused)]
+    for division in divisions:
+        if division.parts and id(division.module) in fused:
+            warn_once(
+                f"{division.name} stays whole on every tensor-parallel process: the model's forward is now "
+                f"{fused[id(division.module)]}, which may multiply by the weight of the head without calling it"
+            )
+    return kept
+
+
+def _replaced_by(module: nn.Module) -> str:
+    """Where the forward of ``module`` comes from, if its class was not written with it; ``""`` if it was."""
+    own = vars(module).get("forward")
+    if own is not None:
+        return f"{getattr(own, '__module__', '?')}.{getattr(own, '__name__', 'forward')}"
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    written = str(getattr(owner.forward, "__module__", ""))
+    return "" if written.partition(".")[0] == owner.__module__.partition(".")[0] else f"that of {written}"
 
 
 def _odd_heads(model: nn.Module, divisions: Sequence[Division], size: int) -> Iterator[Fault]:

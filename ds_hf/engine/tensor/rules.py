@@ -170,7 +170,7 @@ def _compiled(spec: Mapping[str, Any], faults: list[Fault]) -> Iterator[re.Patte
             yield re.compile(pattern)
         except re.error as error:
             said = spec.get("said", "layer_specs")
-            faults.append(Fault(f"{_CONFIG}/{said}/patterns", f"{pattern!r:.80} is no regular expression: {error}"))
+            faults.append(Fault(f"{_CONFIG}/{said}/patterns", f"{pattern!r:.80} is not a regular expression: {error}"))
 
 
 def _matches(pattern: re.Pattern[str], layer: str) -> bool:

@@ -325,7 +325,7 @@ def test_which_of_two_is_loaded(tmp_path: Path, trained: Any) -> None:
 def test_what_is_there_is_not_overwritten(tmp_path: Path, trained: Any) -> None:
     (tmp_path / "u").mkdir()
     (tmp_path / "u" / "notes").write_text("mine")
-    with pytest.raises(CheckpointError, match="exists and is no universal checkpoint"):
+    with pytest.raises(CheckpointError, match="exists and is not a universal checkpoint"):
         write_universal(open_source(trained[0]), tmp_path / "u")
     (tmp_path / "u" / "notes").unlink()
     for _ in range(2):
