@@ -304,8 +304,8 @@ def _without_tied(model: nn.Module, divisions: list[Division]) -> list[Division]
 
 
 def _without_fused_heads(model: nn.Module, divisions: list[Division]) -> list[Division]:
-    """Heads stay whole where another library has replaced the model's forward: fused losses (Liger's, TRL's) multiply by
-    the head's weight without calling the head, and would take a part of the vocabulary for all of it."""
+    """Heads stay whole where another library has replaced the model's forward: fused losses (Liger's, TRL's) multiply
+    by the head's weight without calling the head, and would take a part of the vocabulary for all of it."""
     fused: dict[int, str] = {}
     for module in model.modules():
         head = module.get_output_embeddings() if callable(getattr(module, "get_output_embeddings", None)) else None

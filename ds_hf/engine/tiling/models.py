@@ -143,8 +143,8 @@ class ChunkedLoss:
         self.models = [_CausalLM(module) for module in model.modules() if _is_causal_lm(module)]
         if not self.models:
             warn_once(
-                f"chunked_loss has no effect: {type(model).__name__} is not a causal language model of transformers with "
-                "transformers' own loss"
+                f"chunked_loss has no effect: {type(model).__name__} is not a causal language model of transformers "
+                "with transformers' own loss"
             )
 
     def remove(self) -> None:
