@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -308,7 +309,8 @@ def _without_fused_heads(model: nn.Module, divisions: list[Division]) -> list[Di
     by the head's weight without calling the head, and would take a part of the vocabulary for all of it."""
     fused: dict[int, str] = {}
     for module in model.modules():
-        head = module.get_output_embeddings() if callable(getattr(module, "get_output_embeddings", None)) else None
+        of_head: Any = getattr(module, "get_output_embeddings", None)
+        head = of_head() if callable(of_head) else None
         if isinstance(head, nn.Module) and (where := _replaced_by(module)):
             fused[id(head)] = where
     kept = [division for division in divisions if not (division.parts and id(division.module) in fused)]
@@ -327,7 +329,7 @@ def _replaced_by(module: nn.Module) -> str:
     if own is not None:
         return f"{getattr(own, '__module__', '?')}.{getattr(own, '__name__', 'forward')}"
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    written = str(getattr(owner.forward, "__module__", ""))
+    written = str(getattr(vars(owner)["forward"], "__module__", ""))
     return "" if written.partition(".")[0] == owner.__module__.partition(".")[0] else f"that of {written}"
 
 
