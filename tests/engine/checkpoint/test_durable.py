@@ -381,10 +381,18 @@ class _Life:
                 os.killpg(self.ranks[rank].pid, signal.SIGKILL)
 
     def end(self) -> list[Any]:
+        """The exit code of each rank, 0 for one that reported its end: it waits for the other to report, too."""
         codes = []
         for process, pipe in zip(self.ranks, self.pipes, strict=True):
+            kind = "late"
+            with contextlib.suppress(EOFError, OSError):
+                kind = pickle.loads(pipe.recv_bytes())[1] if pipe.poll(600) else kind
+            if kind != "ok":
+                process.join(600)
+            codes.append(0 if kind == "ok" else process.exitcode)
+        self.kill([0, 1])
+        for process, pipe in zip(self.ranks, self.pipes, strict=True):
             process.join(600)
-            codes.append(process.exitcode)
             pipe.close()
         return codes
 
