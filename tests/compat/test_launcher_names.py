@@ -38,12 +38,18 @@ def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
+_SAYS = """
+import os, sys
+os.write(1, f"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n".encode())  # at once, to a shared pipe
+"""
+
+
 def test_the_starter_of_one_host(tmp_path: Path) -> None:
     from deepspeed.launcher.runner import encode_world_info
 
     from tests.helpers.distributed import free_port
 
-    (tmp_path / "s.py").write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    (tmp_path / "s.py").write_text(_SAYS)
     world = encode_world_info({"localhost": [0, 1]})
     done = launch(
         tmp_path, f"--world_info={world}", "--node_rank=0", f"--master_port={free_port()}", "s.py", "--x", "1"

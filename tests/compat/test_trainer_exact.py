@@ -110,6 +110,7 @@ def limited(folder: Path, limit: int) -> tuple[list[list[str]], list[str], list[
 def limited_twice(folder: Path) -> list[Any]:
     """Again after a run that was killed while it saved: the newest checkpoint is not the last whole one."""
     found = [limited(folder, 1)]
+    torch.distributed.barrier()  # the other rank still looks at what there is
     if torch.distributed.get_rank() == 0:
         state = json.loads((folder / "checkpoint-8/trainer_state.json").read_text())
         (folder / "checkpoint-8/trainer_state.json").write_text(json.dumps({**state, "global_step": 5}))
