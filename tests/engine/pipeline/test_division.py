@@ -94,7 +94,7 @@ def test_the_table() -> None:
         ("uniform", 7, "6 layers cannot be divided over 7 stages"),
         ("profile", 2, "there is no partition method 'profile'"),
         ("type:Attention", 2, "no layer's class matches 'Attention': there are Block, Embedding, Head"),
-        ("type:(", 2, "no regular expression"),
+        ("type:(", 2, "not a regular expression"),
     ],
 )
 def test_what_cannot_be_divided(method: str, stages: int, words: str) -> None:
