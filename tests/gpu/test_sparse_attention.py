@@ -107,7 +107,7 @@ def test_a_model_of_transformers(side: str, asked: Any) -> None:
 
 
 def test_nothing_of_tokens_by_tokens_is_allocated() -> None:
-    length = 16384
+    length = 32768
     config = BigBirdSparsityConfig(4, block=64, attention="unidirectional")
     layout = BlockLayout(config.cells(length // 64), 64)
     given = tensors(torch.bfloat16, length)

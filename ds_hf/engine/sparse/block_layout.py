@@ -7,6 +7,7 @@ cells (a summed-area table) say which tiles they fill.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ class BlockLayout:
 
     def on(self, device: torch.device) -> Tensor:
         """The cells on ``device``."""
-        cells: Tensor = self._keep(("cells", device), lambda: self.cells.to(device))
+        cells: Tensor = self.keep(("cells", device), lambda: self.cells.to(device))
         return cells
 
     def mask(self, queries: int, keys: int, device: torch.device, *, start: Any = 0, key_start: int = 0) -> Tensor:
@@ -67,12 +68,12 @@ class BlockLayout:
 
         if isinstance(start, Tensor):
             return make()
-        mask: Tensor = self._keep(("mask", queries, keys, start, key_start, device), make)
+        mask: Tensor = self.keep(("mask", queries, keys, start, key_start, device), make)
         return mask
 
     def tiles(self, length: int, device: torch.device) -> Tiles:
         """The tiles of ``length`` queries and keys, ``[1, heads or 1, tiles, tiles]``."""
-        tiles: Tiles = self._keep(("tiles", length, device), lambda: self._tiles(length, device))
+        tiles: Tiles = self.keep(("tiles", length, device), lambda: self._tiles(length, device))
         return tiles
 
     def _tiles(self, length: int, device: torch.device) -> Tiles:
@@ -84,7 +85,7 @@ class BlockLayout:
         wide = high - low
         return Tiles((counts > 0)[None], (counts == wide[:, None] * wide[None, :])[None])
 
-    def _keep(self, key: tuple[Any, ...], make: Any) -> Any:
+    def keep(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """``make()``, once for each of the last few keys: masks are large, and lengths vary."""
         if key not in self._kept:
             for old in list(self._kept)[: max(0, len(self._kept) - 5)]:

@@ -66,6 +66,8 @@ def _tiled_attention(
         block_mask=block_mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        # Loading a tile of the bias ahead of its use, as loops over keys do by default, overflows shared memory.
+        kernel_options={"num_stages": 1} if bias else None,
     )
 
 
@@ -83,15 +85,23 @@ def _compiled() -> Any:
 def block_mask_of(
     length: int, device: torch.device, layout: BlockLayout | None, keep: Sequence[Any], causal: bool
 ) -> Any:
-    """A BlockMask of all conditions; None without any. Kept with a BlockMask, which is made once for all layers."""
-    if len(keep) != 1 or isinstance(keep[0], Tensor):
+    """A BlockMask of all conditions; None without any.
+
+    Making one takes some fifty small kernels, as long as attention over 10,000 tokens: it is kept with the mask, which
+    transformers makes once for all layers, or else with the layout.
+    """
+    if not keep and layout is not None:
+        return layout.keep(("tiled", length, device, causal), lambda: _build(length, device, layout, keep, causal))
+    if len(keep) != 1:
         return _build(length, device, layout, keep, causal)
-    if layout is None and not causal:
-        return keep[0]
-    made = keep[0].__dict__.setdefault("_ds_hf_with_layouts", {})
-    if (id(layout), causal) not in made:
-        made[id(layout), causal] = (layout, _build(length, device, layout, keep, causal))  # the layout keeps its id
-    return made[id(layout), causal][1]
+    (mask,) = keep
+    if not isinstance(mask, Tensor) and layout is None and not causal:
+        return mask
+    made = mask.__dict__.setdefault("_ds_hf_with_layouts", {})
+    key = (id(layout), causal, length, mask._version if isinstance(mask, Tensor) else None)
+    if key not in made:
+        made[key] = (layout, _build(length, device, layout, keep, causal))  # the layout keeps its id
+    return made[key][1]
 
 
 def tensor_of(mask: Any, device: torch.device) -> Tensor:
