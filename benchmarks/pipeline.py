@@ -9,8 +9,13 @@ FOLDER`` names where ``pip install --target`` has put it.
 
 - *idle*: which part of a batch the stage spent in neither forward nor backward, against the bubble of 1F1B,
   ``(S - 1) / (M + S - 1)``.
-- *changing*: seconds a token where each batch has another length, against batches padded to the longest.
-- *overhead*: of layers that compute next to nothing, milliseconds a micro-batch.
+- *idle, asleep*: the same, of layers that sleep for 20 ms in forward and 40 in backward. They need no core, so what
+  else runs on the machine matters little, and any number of stages will do.
+- *changing*: seconds a token where each batch has another length, against batches padded to the longest; and processor
+  time a token.
+- *overhead*: milliseconds of processor time of the main thread for a micro-batch of layers that compute next to
+  nothing, without what forward, loss and backward of these layers take by themselves. It does not depend on load;
+  *wall* is all of the batch, as it was.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 SEED = 7
+ASLEEP = 0.02  # seconds of a forward
 
 
 class Block(nn.Module):
@@ -47,13 +53,47 @@ class Block(nn.Module):
         return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
 
 
+class _Asleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        time.sleep(ASLEEP)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        time.sleep(2 * ASLEEP)
+        return grads[0]
+
+
+class Asleep(nn.Module):
+    """Takes time and no processor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Asleep.apply(hidden * self.weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Scale(nn.Module):
+    """Takes next to nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight
+
+
 def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs - labels).square().mean()
 
 
-def items_of(args: argparse.Namespace, micro_batches: int, length: int) -> list[tuple[Tensor, Tensor]]:
+def items_of(args: argparse.Namespace, micro_batches: int, length: int, width: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(SEED)
-    size = (args.batch, length, args.width)
+    size = (args.batch, length, width)
     return [
         (torch.randn(size, generator=generator), torch.randn(size, generator=generator)) for _ in range(micro_batches)
     ]
@@ -63,13 +103,15 @@ def items_of(args: argparse.Namespace, micro_batches: int, length: int) -> list[
 
 
 def engine_way(
-    args: argparse.Namespace, micro_batches: int, width: int, *, chunks: int = 1
+    args: argparse.Namespace, micro_batches: int, width: int, kind: type[nn.Module], *, chunks: int = 1
 ) -> tuple[Callable[..., Any], Any]:
     """``run(items)`` of ds_hf, or of DeepSpeed where that is what ``deepspeed`` imports."""
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 
-    layers = [LayerSpec(Block, width) for _ in range(args.layers)]
+    if args.way == "deepspeed":
+        deepspeed.init_distributed("gloo")  # it asks for that; the group of torch stays
+    layers = [LayerSpec(kind, width) for _ in range(count_of(args, kind, chunks))]
     module = PipelineModule(layers, num_stages=args.stages, loss_fn=loss_of, partition_method="uniform")
     config: dict[str, Any] = {
         "train_batch_size": args.batch * micro_batches,
@@ -90,11 +132,18 @@ def engine_way(
     return run, engine
 
 
-def torch_way(args: argparse.Namespace, micro_batches: int, width: int) -> tuple[Callable[..., Any], Any]:
+def count_of(args: argparse.Namespace, kind: type[nn.Module], chunks: int) -> int:
+    """Layers in all."""
+    return int(args.layers) if kind is Block else int(args.stages) * chunks
+
+
+def torch_way(
+    args: argparse.Namespace, micro_batches: int, width: int, kind: type[nn.Module]
+) -> tuple[Callable[..., Any], Any]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    rank, each = dist.get_rank(), args.layers // args.stages
-    module = nn.Sequential(*(Block(width) for _ in range(each)))
+    rank, each = dist.get_rank(), count_of(args, kind, 1) // args.stages
+    module = nn.Sequential(*(kind(width) for _ in range(each)))
     stage = PipelineStage(module, rank, args.stages, torch.device("cpu"))
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
@@ -112,11 +161,18 @@ def torch_way(args: argparse.Namespace, micro_batches: int, width: int) -> tuple
     return run, None
 
 
-def make(args: argparse.Namespace, micro_batches: int, width: int) -> tuple[Callable[..., Any], Any]:
+def make(
+    args: argparse.Namespace, micro_batches: int, width: int, kind: type[nn.Module] = Block
+) -> tuple[Callable[..., Any], Any]:
     torch.manual_seed(SEED)
     if args.way == "torch":
-        return torch_way(args, micro_batches, width)
-    return engine_way(args, micro_batches, width, chunks=2 if args.way == "chunks" else 1)
+        return torch_way(args, micro_batches, width, kind)
+    return engine_way(args, micro_batches, width, kind, chunks=2 if args.way == "chunks" else 1)
+
+
+def end(engine: Any) -> None:
+    if hasattr(engine, "destroy"):
+        engine.destroy()
 
 
 def timed(run: Callable[..., Any], items: list[Any]) -> float:
@@ -135,7 +191,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for micro_batches in args.counts:
         run, engine = make(args, micro_batches, args.width)
-        items = items_of(args, micro_batches, args.length)
+        items = items_of(args, micro_batches, args.length, args.width)
         run(items)
         times, idle = [], []
         for _ in range(args.repeats):
@@ -146,30 +202,62 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "seconds": statistics.median(times),
             "idle": statistics.median(idle) if idle else None,
         }
-        if hasattr(engine, "destroy"):
-            engine.destroy()
+        end(engine)
+        found[f"M={micro_batches}"]["asleep"] = asleep(args, micro_batches)
     if args.way != "torch":  # whose lengths cannot change
         found["changing"] = changing(args)
-    args.width, width = 8, args.width
-    run, _ = make(args, 16, 8)
-    items = items_of(args, 16, 4)
-    run(items)
-    found["overhead ms"] = min(timed(run, items) for _ in range(5)) / 16 * 1e3
-    args.width = width
+    found["overhead"] = overhead(args)
     return found
+
+
+def asleep(args: argparse.Namespace, micro_batches: int) -> float:
+    """Idle share of a stage whose layers sleep."""
+    run, engine = make(args, micro_batches, 8, Asleep)
+    items = items_of(args, micro_batches, 4, 8)
+    run(items)
+    seconds = min(timed(run, items) for _ in range(2))
+    end(engine)
+    return 1 - 3 * ASLEEP * micro_batches * (2 if args.way == "chunks" else 1) / seconds
+
+
+def overhead(args: argparse.Namespace, micro_batches: int = 16) -> dict[str, float]:
+    """Milliseconds a micro-batch."""
+    run, engine = make(args, micro_batches, 8, Scale)
+    items = items_of(args, micro_batches, 4, 8)
+    run(items)
+    walls, threads = [], []
+    for _ in range(20):
+        dist.barrier()
+        before, begun = time.thread_time(), time.perf_counter()
+        run(items)
+        threads.append(time.thread_time() - before)
+        walls.append(time.perf_counter() - begun)
+    end(engine)
+    layer, bare = nn.Sequential(*(Scale(8) for _ in range(2 if args.way == "chunks" else 1))), []
+    for _ in range(20):
+        before = time.thread_time()
+        for inputs, labels in items:
+            loss_of(layer(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        bare.append(time.thread_time() - before)
+    each = 1e3 / micro_batches
+    own = statistics.median(threads) - statistics.median(bare)
+    return {"ms": own * each, "wall ms": statistics.median(walls) * each}
 
 
 def changing(args: argparse.Namespace) -> dict[str, float]:
     run, engine = make(args, 8, args.width)
     lengths = [args.length * part // 8 for part in (4, 8, 5, 7, 6, 8, 4, 6)]
-    batches = [items_of(args, 8, length) for length in lengths]
-    padded = [items_of(args, 8, max(lengths)) for _ in lengths]
+    batches = [items_of(args, 8, length, args.width) for length in lengths]
+    padded = [items_of(args, 8, max(lengths), args.width) for _ in lengths]
     run(batches[0])
-    own, longest = sum(timed(run, each) for each in batches), sum(timed(run, each) for each in padded)
-    if hasattr(engine, "destroy"):
-        engine.destroy()
+    found = {}
     tokens = args.batch * 8 * sum(lengths)
-    return {"seconds a token": own / tokens, "of padded": longest / (args.batch * 8 * max(lengths) * len(lengths))}
+    for name, each, count in (("own", batches, tokens), ("padded", padded, args.batch * 8 * max(lengths) * 8)):
+        before = time.process_time()
+        found[name] = sum(timed(run, items) for items in each) / count
+        found[f"{name}, processor"] = (time.process_time() - before) / count
+    end(engine)
+    return found
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -225,15 +313,27 @@ def summarise(args: argparse.Namespace, rounds: dict[str, list[list[dict[str, An
     for way, found in rounds.items():
         row: dict[str, Any] = {}
         for count in args.counts:
-            key, bubble = f"M={count}", (args.stages - 1) / (count + args.stages - 1)
+            works = count * (2 if way == "chunks" else 1)
+            key, bubble = f"M={count}", (args.stages - 1) / (works + args.stages - 1)
             row[key] = {"ms": round(statistics.median(each[0][key]["seconds"] for each in found) * 1e3, 1)}
+            row[key] |= {
+                "idle, asleep": round(statistics.median(each[0][key]["asleep"] for each in found), 3),
+                "bubble": round(bubble, 3),
+            }
+            if way != "ds_hf" and "ds_hf" in rounds:
+                pairs = zip(rounds["ds_hf"], found, strict=True)
+                ratio = [own[0][key]["seconds"] / other[0][key]["seconds"] for own, other in pairs]
+                row[key]["ds_hf / this"] = round(statistics.median(ratio), 3)
             if found[0][0][key]["idle"] is not None:
                 idle = [statistics.median(each[stage][key]["idle"] for each in found) for stage in range(args.stages)]
-                row[key] |= {"idle": [round(share, 3) for share in idle], "bubble": round(bubble, 3)}
-        row["overhead ms"] = round(statistics.median(each[0]["overhead ms"] for each in found), 3)
+                row[key]["idle"] = [round(share, 3) for share in idle]
+        for name in ("ms", "wall ms"):
+            worst = [max(stage["overhead"][name] for stage in each) for each in found]
+            row[f"overhead {name}"] = round(statistics.median(worst), 3)
         if "changing" in found[0][0]:
-            ratio = [each[0]["changing"]["seconds a token"] / each[0]["changing"]["of padded"] for each in found]
-            row["changing / padded, a token"] = round(statistics.median(ratio), 3)
+            for name in ("", ", processor"):
+                ratio = [each[0]["changing"][f"own{name}"] / each[0]["changing"][f"padded{name}"] for each in found]
+                row[f"changing / padded, a token{name}"] = round(statistics.median(ratio), 3)
         table[way] = row
     return table
 

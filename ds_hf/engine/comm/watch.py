@@ -276,12 +276,14 @@ class Watch:
         return text
 
     def _together(self, answers: Mapping[int, Mapping[str, Any]]) -> bool:
-        """All have answered, and on each axis its ranks have issued the same."""
+        """All have answered, none of them ended by an error, and on each axis its ranks have issued the same."""
         axes: dict[str, dict[int, Any]] = {}
         for rank, answer in answers.items():
             for key, place in answer["axes"].items():
                 axes.setdefault(key, {})[rank] = place
-        return len(answers) == len(self.ranks) and all(first_difference(places) is None for places in axes.values())
+        if len(answers) < len(self.ranks) or any(answer.get("ended") for answer in answers.values()):
+            return False
+        return all(first_difference(places) is None for places in axes.values())
 
     def _state_in_full(self) -> dict[str, Any]:
         """What a report tells of this rank."""

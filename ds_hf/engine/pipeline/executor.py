@@ -71,6 +71,45 @@ class _Kept:
     outputs: list[Tensor]
 
 
+class _Telling:
+    """Reports of hangs say where this stage is, and so does what it raises. (A class: entered for every work.)"""
+
+    def __init__(self, executor: Executor, work: Work) -> None:
+        kind = "forward" if work.forward else "backward"
+        chunk = f", chunk {work.chunk}" if executor.chunks > 1 else ""
+        where = f"stage {executor.stage} of {executor.stages}"
+        self.at = executor.links.log.at = f"{where}, {kind} of micro-batch {work.micro_batch}{chunk}"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        if sys.version_info >= (3, 11):
+            error.add_note(f"ds_hf: in {self.at}")
+        else:
+            logger.error("%s: %s", self.at, error)
+
+
+class _Computing:
+    """The time inside is not idle; it is that of a phase of the breakdown."""
+
+    def __init__(self, executor: Executor, phase: str) -> None:
+        self.executor, breakdown = executor, executor.engine.breakdown
+        self.phase = breakdown(phase) if breakdown.on else None  # type: ignore[operator]  # only one that is on is called
+
+    def __enter__(self) -> None:
+        self.begun = time.perf_counter()
+        if self.phase is not None:
+            self.phase.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.phase is not None:
+            self.phase.__exit__(*error)
+        self.executor.busy_seconds += time.perf_counter() - self.begun
+
+
 class Executor:
     """Runs batches on this process's stage.
 
@@ -119,7 +158,7 @@ class Executor:
         with self._batch(), torch.no_grad():
             outcome = Outcome()
             for work in order:
-                with self._telling(work):
+                with _Telling(self, work):
                     self._forward(work, None, items, outcome, compute_loss=compute_loss)
             self.links.settle()
         return outcome
@@ -137,38 +176,11 @@ class Executor:
             self.links.log.at = ""
 
     def _run(self, work: Work, following: Work | None, items: Sequence[Any], outcome: Outcome) -> None:
-        with self._telling(work):
+        with _Telling(self, work):
             if work.forward:
                 self._forward(work, following, items, outcome, compute_loss=True)
             else:
                 self._backward(work, following)
-
-    @contextmanager
-    def _telling(self, work: Work) -> Iterator[None]:
-        """Reports of hangs say where this stage is, and so does what it raises."""
-        kind = "forward" if work.forward else "backward"
-        chunk = f", chunk {work.chunk}" if self.chunks > 1 else ""
-        at = f"stage {self.stage} of {self.stages}, {kind} of micro-batch {work.micro_batch}{chunk}"
-        self.links.log.at = at
-        try:
-            yield
-        except Exception as error:
-            if sys.version_info >= (3, 11):
-                error.add_note(f"ds_hf: in {at}")
-            else:
-                logger.error("%s: %s", at, error)
-            raise
-
-    @contextmanager
-    def _computing(self, phase: str) -> Iterator[None]:
-        breakdown = self.engine.breakdown
-        begun = time.perf_counter()
-        if breakdown.on:
-            with breakdown(phase):  # type: ignore[operator]  # only one that is on is called
-                yield
-        else:
-            yield
-        self.busy_seconds += time.perf_counter() - begun
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -191,7 +203,7 @@ class Executor:
             inputs = received.value
         self._expect(following)
         self.module.chunk = work.chunk
-        with self._computing("forward"):
+        with _Computing(self, "forward"):
             with autocast_of(self.engine.plan, self.engine.device):
                 outputs = self.module(inputs)
             if self._is_last(work):
@@ -227,7 +239,7 @@ class Executor:
         if link is not None:
             gradients = list(link.receive_gradients(kept.outputs))
         self._expect(following)
-        with self._computing("backward"), self.engine.hooks.driving():
+        with _Computing(self, "backward"), self.engine.hooks.driving():
             if link is None:
                 self._last_backward(kept.outputs)
             elif kept.outputs:

@@ -22,7 +22,7 @@ from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.comm_dtype import comm_dtype
-from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage
+from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage, summed_in
 from ds_hf.errors import DsHfError
 
 __all__ = ["GradientBuffer", "GradientPolicy", "summed_by_copies"]
@@ -331,7 +331,7 @@ class GradientBuffer:
             if self._partial is None:
                 self._partial = self._together(grads, indices)
             else:
-                self._partial = self._partial.to(self.policy.accumulation_dtype)
+                self._partial = self._partial.to(summed_in(self.policy.accumulation_dtype, self._partial.dtype))
                 views = self._views_of(self._partial)
                 torch._foreach_add_([views[index] for index in indices], grads)
                 self.comm_stream.keep(grads)

@@ -35,6 +35,7 @@ __all__ = [
     "HostGradientStorage",
     "HostShardStorage",
     "ShardStorage",
+    "summed_in",
 ]
 
 
@@ -231,6 +232,11 @@ class FileShardStorage:
 # -- gradients -----------------------------------------------------------------------------------------------------
 
 
+def summed_in(accumulation_dtype: torch.dtype, gradient: torch.dtype) -> torch.dtype:
+    """The dtype of sums over micro-batches: double precision is not given up, whatever the plan says of others."""
+    return gradient if gradient is torch.float64 else accumulation_dtype
+
+
 class GradientStorage(Protocol):
     """Keeps the gradients of one buffer; ``settle`` must have been called before what ``add`` gave is read.
 
@@ -267,7 +273,7 @@ class DeviceGradientStorage:
         return None
 
     def add(self, owned: Tensor | None, reduced: Tensor) -> Tensor:
-        return reduced if owned is None else owned.to(self.accumulation_dtype).add_(reduced)
+        return reduced if owned is None else owned.to(summed_in(self.accumulation_dtype, owned.dtype)).add_(reduced)
 
     def settle(self) -> None:
         """Always there."""
@@ -322,7 +328,7 @@ class HostGradientStorage:
             self._squares = ops.squared_norm([reduced])
             self._arrival = self._link.down(received, reduced)
             return received
-        total = self._place(self._sums, reduced.numel(), self._accumulation_dtype)
+        total = self._place(self._sums, reduced.numel(), summed_in(self._accumulation_dtype, reduced.dtype))
         if owned is not None and owned is not total:  # more micro-batches than were expected, or a user's own gradient
             total.copy_(owned)
         self._squares = None

@@ -52,7 +52,8 @@ def project(module: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    wide = logits.float() if logits.dtype.itemsize < 4 else logits
+    return F.cross_entropy(wide.flatten(0, 1), labels.flatten())
 
 
 def specs(tied: bool, depth: int = DEPTH) -> list[Any]:

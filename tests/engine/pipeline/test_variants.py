@@ -71,7 +71,8 @@ def test_two_stages_are_one(name: str) -> None:
             assert 0 < one["skipped"] < 10
         for key, value in one["weights"].items():
             error = float((value - alone["weights"][key]).norm() / alone["weights"][key].norm())
-            assert error < (1e-5 if name == "lamb" else 1e-2), key
+            # biases begin at 0: what Adam made of them in few steps is made of rounded gradients alone
+            assert error < (1e-5 if name == "lamb" else 3e-2 if name == "fp16" else 1e-2), key
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
