@@ -265,10 +265,11 @@ void squared_norm(Chunk &chunk) {
 
 #define DS_HF_JOIN(a, b) a##b
 #define DS_HF_KERNELS(isa) DS_HF_JOIN(kernels_, isa)
+#define DS_HF_JOIN2(a, b) DS_HF_JOIN(a, b)
 #define DS_HF_TEXT(isa) #isa
 #define DS_HF_NAME(isa) DS_HF_TEXT(isa)
 
 // Constants only: nothing of an instruction set may run before it was chosen.
 extern const ds_hf::Kernels ds_hf::DS_HF_KERNELS(DS_HF_ISA) = {
     DS_HF_NAME(DS_HF_ISA), sweep<Adam>,      sweep<Lion>,  sweep<Adagrad>, sgd, sweep<LambMoments>,
-    sweep<LambApply>,      squared_norm};
+    sweep<LambApply>,      squared_norm,      &DS_HF_JOIN2(block_kernels_, DS_HF_ISA)};

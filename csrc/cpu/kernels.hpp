@@ -6,6 +6,10 @@
 
 #include <stdint.h>
 
+#include "parallel.hpp"
+
+struct ds_hf_blocks;
+
 namespace ds_hf {
 
 struct Span {
@@ -47,6 +51,16 @@ struct LambScalars {
     bool eps_inside;
 };
 
+// Those of the block formats: blocks are numbered through all rows of values.
+struct BlockKernels {
+    void (*to_blocks)(const ds_hf_blocks &, Range);
+    void (*from_blocks)(const ds_hf_blocks &, Range);
+};
+
+extern const BlockKernels block_kernels_baseline;
+extern const BlockKernels block_kernels_avx2;
+extern const BlockKernels block_kernels_avx512;
+
 // The kernels of one instruction set.
 struct Kernels {
     const char *isa;
@@ -57,7 +71,10 @@ struct Kernels {
     void (*lamb_moments)(const LambScalars &, Chunk &); // sums: squares of the params, of the updates
     void (*lamb_apply)(const LambScalars &, Chunk &);
     void (*squared_norm)(Chunk &); // sums[0]: squares of the grads
+    const BlockKernels *blocks;
 };
+
+const Kernels &kernels(); // those in use
 
 extern const Kernels kernels_baseline;
 extern const Kernels kernels_avx2;

@@ -32,12 +32,6 @@ const Kernels *find(const char *isa) {
 
 std::atomic<const Kernels *> chosen{nullptr};
 
-const Kernels &kernels() {
-    const Kernels *now = chosen.load(std::memory_order_acquire);
-    if (now == nullptr) chosen.store(now = find(""), std::memory_order_release);
-    return *now;
-}
-
 bool is(int32_t type, int32_t a, int32_t b, int32_t c = DS_HF_F32) { return type == a || type == b || type == c; }
 
 int32_t check(const ds_hf_lists *lists) {
@@ -140,6 +134,12 @@ LambScalars lamb_scalars(const ds_hf_lamb &args, double rate) {
 }
 
 } // namespace
+
+const Kernels &ds_hf::kernels() {
+    const Kernels *now = chosen.load(std::memory_order_acquire);
+    if (now == nullptr) chosen.store(now = find(""), std::memory_order_release);
+    return *now;
+}
 
 int32_t ds_hf_cpu_abi(void) { return DS_HF_CPU_ABI; }
 

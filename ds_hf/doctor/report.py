@@ -180,12 +180,13 @@ def _disk(folder: Path) -> Fact:
 def _operators() -> list[Operator]:
     import torch
 
-    from ds_hf.engine.ops import library
+    from ds_hf.engine.ops import blocks, library
 
     found = []
-    for name in library.OPS:
+    for name in (*library.OPS, *blocks.OPS):
+        choose = blocks.choose if name in blocks.OPS else library.choose
         for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
-            _, reason = library.choose(torch.device(device))
+            _, reason = choose(torch.device(device))
             kind = "plain torch" if reason else {"cuda": "CUDA kernel", "cpu": "C++ kernel"}[device]
             found.append(Operator(f"ds_hf::{name}", device, kind, reason or ""))
     return found

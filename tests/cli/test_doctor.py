@@ -8,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_hf.cli.root import app
-from ds_hf.engine.ops import cpu, library
+from ds_hf.engine.ops import blocks, cpu, library
+
+OPS = (*library.OPS, *blocks.OPS)
 
 
 def run(*arguments: str) -> str:
@@ -19,14 +21,14 @@ def run(*arguments: str) -> str:
 
 def test_every_operator_has_a_line() -> None:
     output = run()
-    for name in library.OPS:
+    for name in OPS:
         assert f"ds_hf::{name} " in output
     assert "served by ds_hf" in output
 
 
 def test_json() -> None:
     report = json.loads(run("--json"))
-    assert {op["name"] for op in report["operators"]} == {f"ds_hf::{name}" for name in library.OPS}
+    assert {op["name"] for op in report["operators"]} == {f"ds_hf::{name}" for name in OPS}
     assert all(op["implementation"] == "plain torch" or not op["reason"] for op in report["operators"])
 
 
@@ -35,4 +37,4 @@ def test_a_missing_library_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPa
     output = run()
     assert "no kernel library, torch computes" in output
     assert "-> no C++ compiler when ds_hf was installed: install g++" in output
-    assert output.count("plain torch") >= len(library.OPS)
+    assert output.count("plain torch") >= len(OPS)

@@ -31,6 +31,7 @@ _KERNELS = {
         "clip_control": "*(Table*)a[0], *(const float**)a[1], *(float**)a[2]",
     },
     "sum.cu": {"sum_parts": "*(Table*)a[0]"},
+    "blocks.cu": {"to_blocks": "*(Blocks*)a[0]", "from_blocks": "*(Blocks*)a[0]"},
     "lamb.cu": {
         "lamb_moments": "*(Table*)a[0]",
         "lamb_norms": "*(Table*)a[0], *(u32*)a[1], *(float**)a[2]",

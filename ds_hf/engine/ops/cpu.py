@@ -32,6 +32,7 @@ __all__ = [
     "lamb_apply_",
     "lamb_moments_",
     "lion_",
+    "loaded",
     "norm_control",
     "rank_cores",
     "set_instruction_set",
@@ -39,6 +40,7 @@ __all__ = [
     "squared_norm",
     "sum_parts_",
     "threads",
+    "type_number",
     "unsupported",
     "use_threads",
 ]
@@ -153,13 +155,13 @@ def _environ(name: str) -> str:
 
 def instruction_set() -> str:
     """What the library runs on: avx512, avx2 or baseline."""
-    name: bytes = _loaded().ds_hf_cpu_isa()
+    name: bytes = loaded().ds_hf_cpu_isa()
     return name.decode()
 
 
 def set_instruction_set(name: str) -> bool:
     """For tests: choose one, or the best one again with an empty name; whether this processor has it."""
-    return bool(_loaded().ds_hf_cpu_set_isa(name.encode()) == 0)
+    return bool(loaded().ds_hf_cpu_set_isa(name.encode()) == 0)
 
 
 def adam_(
@@ -312,7 +314,7 @@ def lamb_(
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     result = torch.zeros(())
     lists = _lists((), tensors, (), (), (), (), None, None)
-    _check("squared_norm", _loaded().ds_hf_cpu_squared_norm(byref(lists), result.data_ptr()))
+    _check("squared_norm", loaded().ds_hf_cpu_squared_norm(byref(lists), result.data_ptr()))
     return result
 
 
@@ -322,7 +324,7 @@ def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, ch
 
 
 def _call(op: str, lists: _Lists, numbers: ctypes.Structure, norms: Tensor | None = None) -> None:
-    function: Callable[..., int] = getattr(_loaded(), f"ds_hf_cpu_{op}")
+    function: Callable[..., int] = getattr(loaded(), f"ds_hf_cpu_{op}")
     more = () if norms is None else (norms.data_ptr(),)
     _check(op, function(byref(lists), byref(numbers), *more))
 
@@ -369,10 +371,16 @@ def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p] | None:
 
 
 def _type(tensors: Sequence[Tensor]) -> int:
-    return _TYPES[tensors[0].dtype] if tensors else 0
+    return type_number(tensors[0]) if tensors else 0
 
 
-def _loaded() -> ctypes.CDLL:
+def type_number(tensor: Tensor) -> int:
+    """What the library calls the dtype of ``tensor``."""
+    return _TYPES[tensor.dtype]
+
+
+def loaded() -> ctypes.CDLL:
+    """The library, which is ``available``."""
     library = _library()
     assert not isinstance(library, str), library
     return library

@@ -29,6 +29,7 @@ __all__ = [
     "adam_",
     "choose",
     "clip_control",
+    "define",
     "lamb_",
     "lamb_apply_",
     "lamb_moments_",
@@ -288,14 +289,17 @@ def _fake(op: Op) -> Callable[..., Any]:
     return result
 
 
-def _define(op: Op, kernel: Callable[..., Any], fake: Callable[..., Any], written: Sequence[str]) -> None:
-    custom = torch.library.custom_op(f"ds_hf::{op.name}", kernel, mutates_args=written, schema=op.schema)
-    custom.register_fake(fake)
+def define(
+    name: str, schema: str, kernel: Callable[..., Any], written: Sequence[str], fake: Callable[..., Any] | None = None
+) -> None:
+    """Register ``torch.ops.ds_hf.<name>``; ``fake`` gives what it returns, by default nothing."""
+    custom = torch.library.custom_op(f"ds_hf::{name}", kernel, mutates_args=written, schema=schema)
+    custom.register_fake(fake or (lambda *args, **scalars: None))
 
 
 for _op in OPS.values():
     if _op.lists:
-        _define(_op, _registered(_op), _fake(_op), _op.written)
+        define(_op.name, _op.schema, _registered(_op), _op.written, _fake(_op))
 
 
 def _public(fn: F) -> F:
@@ -376,7 +380,7 @@ def _run_sum(
     backend.sum_parts_(out, mine, before, rows, cuts=cuts, place=place, factor=factor)
 
 
-_define(OPS["sum_parts_"], _run_sum, lambda *args, **scalars: None, ("out",))
+define("sum_parts_", OPS["sum_parts_"].schema, _run_sum, ("out",))
 
 
 def _public_sum(fn: F) -> F:

@@ -372,9 +372,9 @@ def test_a_library_that_is_missing_broken_or_stale_is_a_reason(tmp_path: Path, m
 def test_the_struct_is_the_header() -> None:
     """The library compares its own sizeof with ours; it says so instead of reading wrong fields."""
     lists = cpu._lists([torch.ones(1)], [torch.ones(1)], (), (), (), (), None, None)
-    assert cpu._loaded().ds_hf_cpu_sgd(ctypes.byref(lists), ctypes.byref(cpu._Sgd())) == 0
+    assert cpu.loaded().ds_hf_cpu_sgd(ctypes.byref(lists), ctypes.byref(cpu._Sgd())) == 0
     lists.nbytes += 8
-    assert cpu._loaded().ds_hf_cpu_sgd(ctypes.byref(lists), ctypes.byref(cpu._Sgd())) == 1
+    assert cpu.loaded().ds_hf_cpu_sgd(ctypes.byref(lists), ctypes.byref(cpu._Sgd())) == 1
     header = Path(__file__).parents[3] / "csrc" / "cpu" / "ds_hf_cpu.h"
     assert re.findall(r"#define DS_HF_CPU_ABI (\d+)", header.read_text()) == [str(cpu.ABI)]
 
