@@ -1,0 +1,1 @@
+"""Models that only compute: decoding, ``init_inference``, ZeRO-Inference."""
