@@ -50,7 +50,7 @@ def static_cache(dynamic: Any, length: int, *, filled_only: bool) -> Any:
 def _filled_layer() -> Any:
     from transformers.cache_utils import StaticLayer
 
-    class FilledLayer(StaticLayer):
+    class FilledLayer(StaticLayer):  # type: ignore[no-untyped-call]
         """Keys and values in memory that stays, of which ``cumulative_length`` positions are filled."""
 
         keys: Tensor
