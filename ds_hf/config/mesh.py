@@ -51,7 +51,6 @@ _NAMES = {
     "model": "model-parallel",
 }
 _FEATURES = {  # that the engine does not have
-    "pipe": "pipeline parallelism",  # of an mpu
     "context": "context parallelism",
     "expert": "expert parallelism",
 }
@@ -289,14 +288,16 @@ def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
     for claim in claims:
         known = claim.axis in ("data", "sequence", "inner", "model")
         known = known or (claim.axis == "tensor" and claim.pointer != MODEL_TOPOLOGY)
-        known = known or (claim.axis == "pipe" and claim.pointer != MPU and pipelined)
+        known = known or (claim.axis == "pipe" and pipelined)
         if known or claim.size == 1:
             continue
-        if claim.axis == "pipe" and claim.pointer != MPU:
-            message = (
-                f"{claim.source} is {claim.size}, and the model is not a PipelineModule: a file alone divides no layers"
-            )
-            faults.append(Fault(claim.pointer, message, _PIPELINE_FIX))
+        if claim.axis == "pipe":
+            message = f"{claim.source} is {claim.size}, and the model is not a PipelineModule"
+            if claim.pointer == MPU:
+                message, fix = f"{message}: nothing would pass from one stage to the next", _STAGES_FIX
+            else:
+                message, fix = f"{message}: a file alone divides no layers", _PIPELINE_FIX
+            faults.append(Fault(claim.pointer, message, fix))
             continue
         what = _FEATURES.get(claim.axis, f"{claim.axis.replace('_', ' ')} parallelism")
         if claim.axis == "context" and claim.pointer == _ENVIRONMENT:
@@ -320,6 +321,13 @@ _PIPELINE_FIX = (
 )
 
 
+_STAGES_FIX = (
+    "give initialize() a deepspeed.pipe.PipelineModule of your layers with topology="
+    "PipeModelDataParallelTopology(num_pp, num_mp, num_dp), beside which the mpu may stay. A loop of your "
+    "own that sends activations from stage to stage is not trained"
+)
+
+
 def _beside_pipelines(config: Config, claims: Sequence[Claim]) -> list[Fault]:
     """Faults of what does not go together with the stages of a pipeline."""
     if not any(claim.axis == "pipe" and claim.size > 1 and claim.pointer == TOPOLOGY for claim in claims):
@@ -331,8 +339,6 @@ def _beside_pipelines(config: Config, claims: Sequence[Claim]) -> list[Fault]:
             "stage holds no more than its own layers anyway"
         )
         faults.append(Fault("/zero_optimization/stage", message, "use stage 1 or 2, or no PipelineModule"))
-    if any(claim.pointer == MPU for claim in claims):
-        faults.append(Fault(MPU, "a PipelineModule brings its own: model.mpu()", "leave mpu= out"))
     for claim in claims:
         if claim.axis in ("sequence", "expert", "inner") and claim.size > 1:
             message = (

@@ -24,6 +24,7 @@ from ds_hf.config.types import Config
 from ds_hf.engine import activations, progress, tiling
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
+from ds_hf.engine.comm.mpu import check_same_groups
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.monitor import open_monitors
@@ -181,7 +182,10 @@ def _load(
         _warn_of_divided_sequences(shape.sequence * shape.tensor, here)
     divides = divides_layers(settings, claims)
     if pipeline is not None:
-        mesh = pipeline.mpu().mesh
+        grid = pipeline.mpu()
+        mesh = grid.mesh
+        if mpu is not None and mpu is not grid:
+            check_same_groups(mpu, grid.dp_group, grid.slice_group)
         if divides:
             mesh.leave_layers_to_engine()
         return settings, plan, mesh, divides

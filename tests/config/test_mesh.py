@@ -251,8 +251,6 @@ def test_names_that_only_getattr_knows() -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("pipeline_model", "pipeline parallelism"),
-        ("pipe", "pipeline parallelism"),
         ("context", "context parallelism"),
         ("expert_model", "expert parallelism"),
         ("hierarchical_context", "hierarchical context parallelism"),  # in no list: found by its form
@@ -265,6 +263,19 @@ def test_missing_features_of_an_mpu_are_refused_by_name(name: str, what: str) ->
     assert f"mpu.get_{name}_parallel_world_size() is 3: {what} is not supported yet" in text
     assert "ZeRO stage 3" in text
     assert len(caught.value.faults) == 1
+
+
+@pytest.mark.parametrize("name", ["pipeline_model", "pipe"])
+def test_stages_of_an_mpu_need_a_pipeline_module(name: str) -> None:
+    given = given_claims(mpu=mpu(**{name: 3}))
+    with pytest.raises(ConfigError) as caught:
+        load_config(BASE, world_size=12, given=given)
+    assert f"mpu.get_{name}_parallel_world_size() is 3, and the model is not a PipelineModule" in str(caught.value)
+    assert len(caught.value.faults) == 1
+    with_topology = [*given, *given_claims(topology=Topology(pipe=3, data=4))]
+    assert load_config(BASE, world_size=12, given=with_topology).mesh == MeshShape(pipe=3, data=4)
+    with pytest.raises(ConfigError, match="the pipeline-parallel size is given as 3"):
+        load_config(BASE, world_size=12, given=[*given, *given_claims(topology=Topology(pipe=4, data=3))])
 
 
 def test_missing_features_of_the_environment_and_mesh_param() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ds_hf.config.types.mesh import MeshShape
 from ds_hf.errors import ConfigError
 
-__all__ = ["check_groups"]
+__all__ = ["check_groups", "check_same_groups"]
 
 _KINDS = ("tensor_model_parallel", "slice_parallel", "model_parallel")  # the same group, the narrower name first
 
@@ -44,6 +44,32 @@ def check_groups(mpu: Any, shape: MeshShape) -> tuple[dist.ProcessGroup, dist.Pr
         raise ConfigError(f"the groups of the mpu do not form a mesh: {'; '.join(faults[:4])}{more}", _WHERE)
     assert tensor_group is not None
     return data_group, tensor_group
+
+
+def check_same_groups(mpu: Any, data: list[int], tensor: list[int]) -> None:
+    """That an ``mpu`` beside a topology has its groups. Collective: all processes see all faults.
+
+    Args:
+        data, tensor: ranks of this process's groups in the topology.
+
+    Raises:
+        ConfigError: on all processes, where a group of one has other ranks.
+    """
+    wrong = []
+    given, shared = _ranks(mpu.get_data_parallel_group()), _tensor_group(mpu)
+    if given != data:
+        wrong.append(f"its data-parallel group is {given}, and that of the topology {data}")
+    # Old interfaces call all processes of one model, pipe x tensor, model-parallel: sizes have been compared before.
+    if shared is not None and len(_ranks(shared)) == len(tensor) and _ranks(shared) != tensor:
+        wrong.append(f"its model-parallel group is {_ranks(shared)}, and that of the topology {tensor}")
+    faults, _ = _told_by_all("; ".join(wrong), None)
+    if faults:
+        more = f"; {len(faults) - 4} more ranks" if len(faults) > 4 else ""
+        raise ConfigError(
+            f"the mpu and the topology of the PipelineModule differ: {'; '.join(faults[:4])}{more}. Leave mpu= out, or "
+            "make both of the same sizes and order of axes",
+            _WHERE,
+        )
 
 
 class _Place(NamedTuple):

@@ -121,8 +121,29 @@ def check_copies(model: nn.Module, mesh: Mesh, what: str) -> None:
     if mesh.shape.tensor == 1 or not mesh.is_given:
         return
     names = _differing(model, mesh)
-    if not names:
-        return
+    far = _far_apart(model, mesh, names) if names else []
+    if _on_other_stages(model, mesh, far) or far:
+        raise CheckpointError(
+            f"{what}: {_listed(far) or 'parameters of another stage'} differ over the model-parallel group and are not "
+            "marked as divided over it: files would hold the first part's values alone. Set "
+            "param.tensor_model_parallel = True and partition_dim before initialize(); to keep what this run has "
+            "learnt, save module.state_dict() under deepspeed.zero.GatheredParameters in a file for each "
+            "model-parallel rank"
+        )
+    if names:
+        warn_once(f"{_listed(names)} differ a little over the model-parallel group: files hold the first part's values")
+
+
+def _on_other_stages(model: nn.Module, mesh: Mesh, far: Sequence[str]) -> bool:
+    """Whether a stage of the pipeline has such parameters."""
+    if mesh.shape.pipe == 1:
+        return False
+    count = torch.tensor([len(far)], device=next((param.device for param in model.parameters()), torch.device("cpu")))
+    return bool(collectives.all_reduce_max(count, mesh.axis("pipe"), "parameters that differ"))
+
+
+def _far_apart(model: nn.Module, mesh: Mesh, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that differ by more than rounding. Collective over the stage."""
     apart = torch.zeros(len(names), 2, device=next(model.parameters()).device)  # how far, and how large they are
     for row, name in zip(apart, names, strict=True):
         here = torch.cat(
@@ -130,16 +151,8 @@ def check_copies(model: nn.Module, mesh: Mesh, what: str) -> None:
         )
         extremes = collectives.all_reduce_max(torch.stack([here, -here]), mesh.axis("tensor"), "parameters that differ")
         row.copy_(torch.stack([extremes.sum(0).max(), extremes.abs().max()]))
-    apart = collectives.all_reduce_max(apart, mesh.world, "parameters that differ")
-    far = [name for name, (spread, size) in zip(names, apart.tolist(), strict=True) if not spread <= _ROUNDING * size]
-    if far:
-        raise CheckpointError(
-            f"{what}: {_listed(far)} differ over the model-parallel group and are not marked as divided over it: files "
-            "would hold the first part's values alone. Set param.tensor_model_parallel = True and partition_dim before "
-            "initialize(); to keep what this run has learnt, save module.state_dict() under "
-            "deepspeed.zero.GatheredParameters in a file for each model-parallel rank"
-        )
-    warn_once(f"{_listed(names)} differ a little over the model-parallel group: files hold the first part's values")
+    apart = collectives.all_reduce_max(apart, mesh.stage, "parameters that differ")
+    return [name for name, (spread, size) in zip(names, apart.tolist(), strict=True) if not spread <= _ROUNDING * size]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -148,12 +161,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _differing(model: nn.Module, mesh: Mesh) -> list[str]:
-    """Names of parameters without a mark that differ over the model-parallel group. Collective."""
+    """Names of parameters without a mark that differ over the model-parallel group. Collective over the stage."""
     axis, named = mesh.axis("tensor"), list(model.named_parameters())
     device = next((param.device for _, param in named), torch.device("cpu"))
     sums = torch.stack([_checksum(param, device) for _, param in named])
     differing = _differs(sums, axis, "parameters that are not marked as divided").flatten().to(torch.int32)
-    collectives.all_reduce_max(differing, mesh.world, "parameters that differ")  # each replica saw its shards
+    collectives.all_reduce_max(differing, mesh.stage, "parameters that differ")  # each replica saw its shards
     return [name for (name, _), differs in zip(named, differing.tolist(), strict=True) if differs]
 
 

@@ -70,7 +70,9 @@ def on_two_ranks() -> dict[str, str]:
 def test_initialize_refuses_what_is_parallel() -> None:
     for found in run_distributed(on_two_ranks, 2):
         for case in ("mpu", "zero.Init", "all"):
-            assert "mpu.get_pipeline_model_parallel_world_size() is 2: pipeline parallelism is not" in found[case], case
+            text = "mpu.get_pipeline_model_parallel_world_size() is 2, and the model is not a PipelineModule: nothing"
+            assert text in found[case], case
+            assert "topology=PipeModelDataParallelTopology(num_pp, num_mp, num_dp)" in found[case], case
         assert "topology.get_dim('pipe') is 2, and the model is not a PipelineModule" in found["topology"]
         assert found["sequence"] == found["json sequence"] == ""  # the model has no attention to divide
         assert found["data"] == ""

@@ -80,6 +80,22 @@ def refused(action: Any, kind: type[BaseException]) -> str:
     return ""
 
 
+class Megatron:
+    """An ``mpu`` of two stages; ``alike``: with the groups of the topology."""
+
+    def __init__(self, alike: Any) -> None:
+        self.alike = alike
+
+    def get_data_parallel_group(self) -> Any:
+        return self.alike.get_data_parallel_group() if self.alike else None
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_group(self) -> Any:
+        return self.alike.get_model_parallel_group() if self.alike else None
+
+
 def on_two_stages() -> dict[str, str]:
     rank = dist.get_rank()
     found = {
@@ -100,13 +116,17 @@ def on_two_stages() -> dict[str, str]:
             lambda: pipeline_of([TiedLayerSpec("e", Embedding, 8), TiedLayerSpec("e", Embedding, 9)]), ConfigError
         ),
         "stages": refused(lambda: pipeline(stages=3), RuntimeError),
+        "mpu": refused(lambda: initialize(model=pipeline(), config=CONFIG, mpu=Megatron(None)), ConfigError),
     }
     chunked = {**CONFIG, "gradient_accumulation_steps": 3, "ds_hf": {"pipeline": {"chunks": 2}}}
     found["chunks"] = refused(lambda: initialize(model=pipeline(), config=chunked), ConfigError)
     os.environ[TRIAL_ENV] = "{}"
     found["tuner"] = refused(lambda: initialize(model=pipeline(), config=CONFIG), ConfigError)
     del os.environ[TRIAL_ENV]
-    engine, *_ = initialize(model=pipeline(False), config={**CONFIG, "wall_clock_breakdown": True})
+    module = pipeline(False)
+    mpu = Megatron(module.mpu())
+    engine, *_ = initialize(model=module, config={**CONFIG, "wall_clock_breakdown": True}, mpu=mpu)
+    assert engine.mpu is module.mpu()
     tokens = batches(4, 4)
     found["other items"] = refused(lambda: engine.train_batch(pairs(tokens[rank])), PipelineError)
     engine._compared = False
@@ -137,6 +157,7 @@ def test_what_cannot_work_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         assert "inside a pipeline are not supported" in found["sequence"]
         assert "1 layers cannot be divided over 2 stages" in found["few layers"]
         assert "shape [8, 16] in one and [9, 16] in the other" in found["shapes"]
+        assert "its data-parallel group is [0, 1], and that of the topology [0]" in found["mpu"]
         assert "num_stages (3) must divide distributed world size (2)" in found["stages"]
         assert "read different items" in found["other items"]
         assert "the data end after 2 of 4 micro-batches" in found["end"]
