@@ -81,6 +81,7 @@ def build_engine(
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)
     watch_for_hangs(mesh, settings.ds_hf.hang_timeout)
+    record = _recording(settings.ds_hf.report)
     comms_logger.configure(settings.comms_logger)
     _check_scheduler(optimizer, lr_scheduler)
     if settings.ds_hf.sparse_attention:
@@ -104,7 +105,22 @@ def build_engine(
             shuffles=not isinstance(model, StageModule),  # as in DeepSpeed, whose pipelines read data in order
         )
     _attach(engine, compiled=compiled)
+    record(engine)
     return engine
+
+
+def _recording(folder: str | None) -> Callable[[CoreEngine], Any]:
+    """What records an engine for a report into ``folder``; without one, none of its code is loaded. Collective.
+
+    Raises:
+        ConfigError: on every process, where one cannot write there.
+    """
+    if folder is None:
+        return lambda engine: None
+    from ds_hf.engine.report import attach as report
+
+    path = report.agree_on_folder(folder)
+    return lambda engine: report.attach(engine, path)
 
 
 def _is_measured(model: nn.Module) -> bool:

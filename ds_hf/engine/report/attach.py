@@ -1,0 +1,118 @@
+"""``attach``: record the steps of an engine, as ``ds_hf.report`` asks."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ds_hf.engine.report.files import POINTER, ReportFile, require_writable
+from ds_hf.engine.report.header import header_of
+from ds_hf.engine.report.recorder import DeviceRecorder, Recorder
+from ds_hf.engine.report.wiring import Wiring
+from ds_hf.errors import ConfigError
+from ds_hf.log import warn_once
+
+if TYPE_CHECKING:
+    from ds_hf.engine.engine import CoreEngine
+
+__all__ = ["Report", "agree_on_folder", "attach"]
+
+_active: weakref.ReferenceType[Report] | None = None  # logs of collectives and loaders belong to the process
+
+
+def agree_on_folder(folder: str) -> Path:
+    """The folder, if every process can write to it. All processes call it, before anything is built.
+
+    Raises:
+        ConfigError: on every process, where one cannot.
+    """
+    fault: ConfigError | None = None
+    path = Path(folder).expanduser().absolute()
+    try:
+        require_writable(path)
+    except ConfigError as error:
+        fault = error
+    faults: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, None if fault is None else fault.faults[0].message)
+    if fault is not None:
+        raise fault
+    for rank, message in enumerate(faults):
+        if message:
+            raise ConfigError(f"rank {rank}: {message}", POINTER)
+    return path
+
+
+class Report:
+    """What records one engine.
+
+    Attributes:
+        folder: where the ranks write.
+    """
+
+    def __init__(self, engine: CoreEngine, folder: Path) -> None:
+        self.folder = folder
+        self._file = ReportFile(folder, engine.mesh.world.rank)
+        self._file.add(header_of(engine))
+        every = engine.settings.ds_hf.report_steps == "all"
+        if engine.device.type == "cuda":
+            self.recorder: Recorder = DeviceRecorder(self._file, engine.device, every=every)
+        else:
+            self.recorder = Recorder(self._file, every=every)
+        self._wiring = Wiring(engine, self.recorder)
+        self._wiring.before(engine, "destroy", self.close)
+        self._closed = False
+        engine.step_hooks.append(self._after_step)
+        self._at_exit = _Closing(self)
+        atexit.register(self._at_exit)
+        self.recorder.begin(engine.global_steps + 1)
+
+    def _after_step(self, engine: CoreEngine) -> None:
+        """Step hook: one step ends here, and the next begins."""
+        recorder = self.recorder
+        recorder.end(engine.global_steps, engine.step_samples // engine.mesh.shape.data)
+        if self._file.fault:
+            warn_once(f"{self._file.fault}: nothing more is recorded for the report")
+            self.close()
+            return
+        recorder.begin(engine.global_steps + 1)
+
+    def close(self) -> None:
+        """Record nothing more; the engine is as without a report."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self.recorder.finish()
+        self._wiring.remove()
+        self._file.add({"end": True})
+        self._file.close()
+
+
+class _Closing:
+    """Closes a report when Python exits; the engine may be gone by then."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = weakref.ref(report)
+
+    def __call__(self) -> None:
+        report = self._report()
+        if report is not None:
+            report.close()
+
+
+def attach(engine: CoreEngine, folder: Path) -> Report | None:
+    """Record ``engine``. Engines that do not train are passed over, and so are further ones of the process."""
+    global _active
+    if engine.optimizer is None:
+        return None
+    running = None if _active is None else _active()
+    if running is not None and not running._closed:
+        warn_once("the report is of the first engine of this process: another one that trains is not recorded")
+        return None
+    report = Report(engine, folder)
+    _active = weakref.ref(report)
+    return report
