@@ -130,7 +130,7 @@ class Contest:
             replay = "not resizable" not in search.own.events
             name = f"again-{self.turns + 1}-{each.record.number}-{size[0]}"
             started = time.time()
-            outcome = search.launches.natural(name, each.record.setting, size, search.world_size, replay=replay)
+            outcome = search.launches.natural(name, each.record.setting, size, each.point.data, replay=replay)
             self.launches.append(Again(self.turns + 1, label, started, outcome))
             if outcome.points or outcome.natural:
                 self._again.setdefault(each.key, []).append(outcome)
@@ -155,7 +155,7 @@ class Contest:
 
     def natural(self, each: Contestant) -> Estimate | None:
         """Seconds of a sample of the script's own steps; ``None`` where they were not timed."""
-        numel = each.point.micro * each.point.accumulation
+        numel = each.point.samples
         launches = [(list(o.natural), o.natural_error) for o in each.again if o.natural]
         own = self.own()
         if own is not None and each.key == own.key and each.record.natural:

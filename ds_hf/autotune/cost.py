@@ -3,11 +3,11 @@
 Memory: a trace of the model on the meta device (``footprint``), corrected by what was measured in the user's own
 setting at the nearest micro-batch. Where the model is not known: the model states of the plan (``zero.estimate``), plus
 what a sample's activations were measured to take, plus what was measured beyond both in the user's own setting.
-Time: a roofline. Compute as measured for each micro-batch in the user's setting, communication as bytes over measured
-bandwidth, the update as elements over measured speed. What the roofline has wrong is learned: a Bayesian regression of
-log(measured / predicted) on what differs from the user's setting, which also says how sure it is. A stage changes
-communication and the update but no compute, so that it is known beforehand how much it can matter: as much as the step
-was seen to do other things than compute. Units: bytes, seconds, samples.
+Time: a roofline. Compute as measured for each micro-batch in the user's setting, divided where more processes share a
+sample; communication as bytes over measured bandwidth, the update as elements over measured speed. What the roofline
+has wrong is learned: a Bayesian regression of log(measured / predicted) on what differs from the user's setting, which
+also says how sure it is. A stage changes communication and the update but no compute, so that it is known beforehand
+how much it can matter: as much as the step was seen to do other things than compute. Units: bytes, seconds, samples.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_hf.autotune.division import division_of
 from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import gib
 from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Setting, config_of
@@ -43,7 +44,7 @@ PRIOR_SPREAD = 0.15  # of log(measured / predicted) for each thing that differs 
 LEAST_SPREAD = 0.02  # of the same for what changes no compute: kernels beside a collective are a little slower
 INTERPLAY = 0.02  # of the same once all of them were launched: what they do to each other
 
-
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 PARAMETERS, GRADIENTS, OPTIMIZER = "shards parameters", "reduces every micro-batch", "shards the optimizer"
 
 Feature = tuple[str, Any]
@@ -99,8 +100,7 @@ class CostModel:
         self.tree, self.own, self.survey, self.memory = tree, own, survey, memory
         self.footprint = footprint
         facts = survey.facts
-        self.world = int(facts["world_size"])
-        self.size = ModelSize(facts["total"], facts["trainable"], facts["largest_unit"])
+        self.division = division_of(facts)
         self.bandwidth = float(survey.found.get("bandwidth") or math.inf)
         self.hidden = HIDDEN if facts.get("cuda") else 0.0
         self.activations = {on: self._slope(name) for on, name in ((False, "plain"), (True, "checkpointed"))}
@@ -143,12 +143,22 @@ class CostModel:
             self._plans[key] = plan_states(examine(config_of(self.tree, setting), world=None, allow_auto=True))
         return self._plans[key]
 
+    def _world(self, setting: Setting) -> int:
+        """Replicas of a parameter."""
+        facts = self.survey.facts
+        return int(facts["world_size"]) * self.division.tensor // self.division.of(setting).tensor
+
+    def _size(self, setting: Setting) -> ModelSize:
+        """What one process holds of the model before ZeRO divides it, as if all of it were cut."""
+        facts, part = self.survey.facts, self.division.tensor / self.division.of(setting).tensor
+        return ModelSize(*(int(facts[name] * part) for name in ("total", "trainable", "largest_unit")))
+
     def states(self, setting: Setting, accumulation: int) -> StateBytes:
         """Bytes of the model states of one rank."""
         return estimate_states(
             self.plan(setting),
-            self.size,
-            self.world,
+            self._size(setting),
+            self._world(setting),
             module_dtype=self._dtype,
             accumulates=accumulation > 1,
             split_masters=bool(self.survey.facts.get("cuda")),
@@ -160,8 +170,12 @@ class CostModel:
         return dtype if dtype in ITEM_NBYTES else "float32"
 
     def _estimate(self, setting: Setting, micro: int, accumulation: int) -> int:
-        slope = self.activations.get(self._checkpoints(setting))
-        return self.states(setting, accumulation).device + int((slope or 0.0) * micro)
+        slope = (self.activations.get(self._checkpoints(setting)) or 0.0) * self._share(setting)
+        return self.states(setting, accumulation).device + int(slope * micro)
+
+    def _share(self, setting: Setting) -> float:
+        """Of what a process computes of a sample in the user's setting."""
+        return self.division.shared / self.division.of(setting).shared
 
     def _checkpoints(self, setting: Setting) -> bool:
         return bool(setting.get(CHECKPOINTING, self.survey.facts.get("checkpointing", False)))
@@ -225,12 +239,35 @@ class CostModel:
 
     def roofline(self, setting: Setting, micro: int, accumulation: int) -> float:
         """Seconds of a step by the roofline alone."""
-        compute = self._own_compute(micro)
+        compute, share = self._own_compute(micro), self._share(setting)
+        divides = self.division.of(setting) != self.division
+        if divides:
+            compute = share * max(0.3 * compute, compute - self._inside(self.own, micro))
         compute *= _ratio(self._checkpoints(setting), self._checkpoints(self.own), RECOMPUTE)
         compute *= _ratio(bool(setting.get(COMPILE)), bool(self.own.get(COMPILE)), COMPILED)
         compute *= _ratio(bool(setting.get(ACTIVATIONS)), bool(self.own.get(ACTIVATIONS)), TRAVELS)
+        compute += self._inside(setting, micro) if divides else 0.0
         around = self._around(setting, accumulation, compute)
         return accumulation * compute + around + self._update(setting, micro, accumulation)
+
+    def _inside(self, setting: Setting, micro: int) -> float:
+        """Seconds of a micro-batch in which processes that share samples exchange them: none is behind compute. In
+        each pass over a layer two sums of its hidden states where layers are shared; queries, keys and values there
+        and what attention gives back where sequences are."""
+        division, facts = self.division.of(setting), self.survey.facts
+        config = (facts.get("model") or {}).get("config") or {}
+        config = config.get("text_config") or config
+        layers, hidden, heads = (config.get(name) for name in _SHAPE)
+        if division.shared == 1 or not (layers and hidden and heads):
+            return 0.0
+        inputs = (self.survey.found.get("inputs") or {}).get("input_ids")
+        tokens = inputs[0][-1] * self.division.sequence if inputs else self.survey.found.get("sample_numel", 0)
+        tensor, sequence = division.tensor, division.sequence
+        moved = 4 * (tensor - 1) / tensor
+        moved += 2 * (1 + (config.get("num_key_value_heads") or heads) / heads) * (sequence - 1) / sequence / tensor
+        passes = 3 if self._checkpoints(setting) else 2
+        numel = layers * passes * micro * tokens / sequence * hidden
+        return float(moved * numel * ITEM_NBYTES[self._dtype] / self.bandwidth)
 
     def _around(self, setting: Setting, accumulation: int, compute: float) -> float:
         """Seconds of communication in a step that are not behind ``compute`` of a micro-batch."""
@@ -245,20 +282,21 @@ class CostModel:
 
     def _communication(self, setting: Setting) -> tuple[float, float, float]:
         """Bytes that a ring moves for each micro-batch, more of them beside the last, and after the update."""
-        if self.world == 1:
+        world, size = self._world(setting), self._size(setting)
+        if world == 1:
             return 0.0, 0.0, 0.0
         plan = self.plan(setting)
-        shards, neighbours = (plan.shards(row.over, self.world) for row in (plan.optimizer, plan.parameters))
+        shards, neighbours = (plan.shards(row.over, world) for row in (plan.optimizer, plan.parameters))
         share, near = (shards - 1) / shards, (neighbours - 1) / neighbours
         parameter = ITEM_NBYTES[plan.parameters.dtype or self._dtype]
         sent = ITEM_NBYTES[plan.communication_dtype] if plan.communication_dtype else parameter
-        weights, gradients = self.size.total * parameter, self.size.trainable * sent
+        weights, gradients = size.total * parameter, size.trainable * sent
         reduction = share * gradients * (1 if plan.optimizer.placement is Placement.SHARDED else 2)
-        reduction += 2 * (1 - shards / self.world) * gradients / shards  # shards that several have
+        reduction += 2 * (1 - shards / world) * gradients / shards  # shards that several have
         gathers = 2 * near * weights if plan.shards_parameters else 0.0
         publish = share * weights if plan.shards_optimizer and not plan.shards_parameters else 0.0
         if plan.shards_parameters and neighbours < shards:
-            publish = share * self.size.trainable * parameter / neighbours  # second shards
+            publish = share * size.trainable * parameter / neighbours  # second shards
         if plan.reduces_every_micro_batch:
             return gathers + reduction, 0.0, publish
         return gathers, reduction, publish
@@ -266,7 +304,7 @@ class CostModel:
     def _update(self, setting: Setting, micro: int, accumulation: int) -> float:
         """Seconds of the optimizer step."""
         plan, own = self.plan(setting), self.plan(self.own)
-        numel = self._owned(plan)
+        numel = self._owned(setting)
         if plan.optimizer.device == "cpu" and self.survey.facts.get("cuda"):
             traced = self._traced(setting, micro, accumulation)
             streamed = 0.0 if traced is None else traced.streamed_share  # the GPU updates these at the same time
@@ -276,10 +314,11 @@ class CostModel:
         base = float(np.median(measured)) if measured else 0.0
         if own.optimizer.device == "cpu" and self.survey.facts.get("cuda"):
             return base * 0.05
-        return base * numel / max(1.0, self._owned(own))
+        return base * numel / max(1.0, self._owned(self.own))
 
-    def _owned(self, plan: StatePlan) -> float:
-        return self.size.trainable / (self.world if plan.shards_optimizer else 1)
+    def _owned(self, setting: Setting) -> float:
+        shards = self._world(setting) if self.plan(setting).shards_optimizer else 1
+        return self._size(setting).trainable / shards
 
     def _own_compute(self, micro: int) -> float:
         """Seconds of forward and backward in the user's setting: as measured, or on the line between and beyond."""

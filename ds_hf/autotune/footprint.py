@@ -8,16 +8,19 @@ and what offload leaves in host memory. Micro-batches between the smallest and t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
+from ds_hf.autotune.division import SEQUENCE, Division, division_of
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
+from ds_hf.memory.models import with_length
 from ds_hf.memory.pricing import DEVICE_MEMORY
 
-__all__ = ["Footprint", "TracedAhead"]
+__all__ = ["Footprint", "TracedAhead", "model_class"]
 
 Wanted = tuple[list[tuple[int, int]], Iterable[tuple[Mapping[str, Any], bool]]]
 
@@ -37,6 +40,7 @@ class Footprint:
 
     def __init__(self, facts: Mapping[str, Any], found: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> None:
         self.world = int(facts.get("processes") or facts["world_size"])
+        self._own = division_of(facts)
         self._device_memory = int(facts.get("memory") or DEVICE_MEMORY)
         probed = {int(numel) for name in ("plain", "checkpointed") for numel in found.get(name) or ()}
         self.micros = sorted({micro for micro, _ in sizes} | probed | {1})
@@ -56,7 +60,7 @@ class Footprint:
         if key not in self._known:
             settings = {**self._with_precision(tree), "gradient_accumulation_steps": 1 + several}
             settings["train_batch_size"] = settings["train_micro_batch_size_per_gpu"] = "auto"
-            settings.pop("sequence_parallel_size", None)  # the batch is one process's part already
+            _divide_as_own(settings, self._own)
             predictor = self._predictors[checkpointing]
             self._known[key] = predictor.predict_each(
                 settings, self.micros, world_size=self.world, device_memory=self._device_memory
@@ -80,7 +84,8 @@ class TracedAhead:
     Only where that launch computes on GPUs: elsewhere it would take processors from what is measured.
 
     Args:
-        wanted: of the event "facts": (micro-batch, accumulation) and (tree, checkpointing) that will be asked for.
+        wanted: of the events "facts" and "survey", by name: (micro-batch, accumulation) and (tree, checkpointing) that
+            will be asked for.
     """
 
     def __init__(self, wanted: Callable[[dict[str, Any]], Wanted]) -> None:
@@ -98,7 +103,7 @@ class TracedAhead:
 
     def _trace(self, found: Future[Footprint], facts: dict[str, Any], survey: dict[str, Any]) -> None:
         try:
-            sizes, settings = self._wanted(facts)
+            sizes, settings = self._wanted({"facts": facts, "survey": survey})
             footprint = Footprint(facts, survey, sizes)
             for tree, checkpointing in settings:
                 with contextlib.suppress(UnpredictableError):  # said again where it is asked for
@@ -121,31 +126,56 @@ def _can(facts: Mapping[str, Any]) -> bool:
     return bool(facts["can_checkpoint"])
 
 
-def _predictor(facts: Mapping[str, Any], found: Mapping[str, Any], checkpointing: bool) -> Predictor:
-    import torch
+def _divide_as_own(tree: dict[str, Any], own: Division) -> None:
+    """Sizes that the script gives and the file does not."""
+    tree.setdefault(SEQUENCE, own.sequence)
+    if own.tensor > 1:
+        tree["tensor_parallel"] = {"autotp_size": own.tensor, **(tree.get("tensor_parallel") or {})}
+
+
+def model_class(facts: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The script's model as transformers has it: its class, and the configuration it was made of.
+
+    Raises:
+        UnpredictableError: it is not one of transformers.
+    """
     import transformers
 
-    model, inputs = facts.get("model"), found.get("inputs")
-    if not model or not inputs:
-        raise UnpredictableError("the model is not one that transformers builds, or its batch is not known by name")
-    kind = getattr(transformers, model["class"], None)
-    if kind is None:
-        raise UnpredictableError(f"transformers has no {model['class']}")
+    model = facts.get("model")
+    kind = getattr(transformers, model["class"], None) if model else None
+    if model is None or kind is None:
+        raise UnpredictableError("the model is not one that transformers builds")
     config = kind.config_class.from_dict(model["config"])
     config.architectures = [model["class"]]
+    return kind, config
+
+
+def _predictor(facts: Mapping[str, Any], found: Mapping[str, Any], checkpointing: bool) -> Predictor:
+    import torch
+
+    kind, config = model_class(facts)
+    inputs, own = found.get("inputs"), division_of(facts)
+    if not inputs:
+        raise UnpredictableError("the model's batch is not known by name")
     with torch.device("meta"):
         tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in inputs.items()}
     workload = Workload(
         gradient_checkpointing=checkpointing if _can(facts) else None,
-        attention=model["attention"],
+        attention=facts["model"]["attention"],
         optimizer=facts["optimizer"] or "AdamW",
         inputs=tensors,
     )
+    length = tensors["input_ids"].shape[1] if "input_ids" in tensors and tensors["input_ids"].dim() == 2 else 0
+    if length:  # of a whole sequence, of which the batch has this process's part
+        whole = with_length(tensors, length, length * own.sequence)
+        workload = dataclasses.replace(workload, seq_len=length * own.sequence, inputs=whole)
     predictor = Predictor(config, workload)
     predictor.streams = bool(facts["cuda"])
     total = sum(param.numel() for param in predictor.model.parameters())
-    if total != facts["total"] or not all(param.requires_grad for param in predictor.model.parameters()):
-        raise UnpredictableError(f"the script's {model['class']} is not as its configuration says: {total} parameters")
+    if total != facts.get("whole_total", facts["total"]) or not all(
+        param.requires_grad for param in predictor.model.parameters()
+    ):
+        raise UnpredictableError(f"the script's {kind.__name__} is not as its configuration says: {total} parameters")
     if facts["trainable"] != facts["total"]:
         raise UnpredictableError("parts of the model are frozen")
     return predictor

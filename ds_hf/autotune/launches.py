@@ -17,7 +17,7 @@ from typing import Any
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.options import Options
 from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of
-from ds_hf.autotune.trial import Launch, Outcome, Point, Watch, launch_words
+from ds_hf.autotune.trial import Launch, Outcome, Point, Watch, launch_words, samplers
 from ds_hf.config.types import Config
 from ds_hf.measure.machine import NORMAL, Level, Slowdown, compared, error_of, levels_of
 from ds_hf.measure.protocol import TrialRequest
@@ -94,24 +94,29 @@ class Launches:
         watch: Watch,
         *,
         longest: bool = True,
+        data: int | None = None,
     ) -> Outcome:
         """All sizes of a setting in one launch, which resizes the script's batch.
 
         Args:
-            best: seconds a sample so far. longest: look for the longest samples, which takes time.
+            best: seconds a sample of one process so far. longest: look for the longest samples, which takes time.
+            data: processes that read different samples, where those are not as many as the user's batch is for.
         """
         request = self._request(name, points=tuple(sizes), gradient_checkpointing=setting.get(CHECKPOINTING), best=best,
                                 machine={kind: level.seconds for kind, level in self._machine.items()},
                                 longest=longest)  # fmt: skip
-        config = self._write_config(name, config_of(self.tree, setting))
-        return self._compare(self._launch(name, self.command.words(config), request, watch))
+        tree, values = config_of(self.tree, setting), {}
+        if data is not None:
+            tree, values = self.final_config(setting, sizes[0], data), _batch_of(sizes[0])
+        config = self._write_config(name, tree)
+        return self._compare(self._launch(name, self.command.words(config, values), request, watch))
 
     def natural(
         self,
         name: str,
         setting: Setting,
         size: tuple[int, int],
-        world_size: int,
+        data: int,
         *,
         workers: int | None = None,
         replay: bool = False,
@@ -119,25 +124,26 @@ class Launches:
         """The script as the user would start it with the result; its own steps become the point.
 
         Args:
+            data: processes that read different samples.
             workers: of the script's DataLoader; ``None``: as the script has it.
             replay: the engine replays the size first, which becomes the point.
         """
-        values: dict[str, object] = {"train_micro_batch_size_per_gpu": size[0], "gradient_accumulation_steps": size[1]}
+        values = _batch_of(size)
         if CHECKPOINTING in setting:
             values[CHECKPOINTING] = setting[CHECKPOINTING]
         if workers is not None:
             values[WORKERS] = workers
-        config = self._write_config(name, self.final_config(setting, size, world_size))
+        config = self._write_config(name, self.final_config(setting, size, data))
         points = (size,) if replay else ()
         request = self._request(name, natural_steps=NATURAL_STEPS, points=points, longest=False)
         outcome = self._launch(name, self.command.words(config, values), request, None)
         return self._compare(_from_natural(outcome, *size))
 
-    def each_natural(self, name: str, setting: Setting, sizes: list[tuple[int, int]], world_size: int) -> Outcome:
+    def each_natural(self, name: str, setting: Setting, sizes: list[tuple[int, int]], data: int) -> Outcome:
         """One launch a size, where the engine cannot resize the script's batch."""
         total = Outcome("oom")
         for size in sizes:
-            part = self.natural(f"{name}-{size[0]}", setting, size, world_size)
+            part = self.natural(f"{name}-{size[0]}", setting, size, data)
             total.seconds += part.seconds
             total.points += part.points
             if part.kind == "oom":
@@ -146,10 +152,9 @@ class Launches:
                 total.kind, total.reason, total.tail = part.kind, part.reason, part.tail
         return total
 
-    def final_config(self, setting: Setting, size: tuple[int, int], world_size: int) -> dict[str, Any]:
-        """The configuration of a setting with its batch written out."""
-        batch = dict(zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), size, strict=True))
-        return {**config_of(self.tree, setting), **batch, "train_batch_size": size[0] * size[1] * world_size}
+    def final_config(self, setting: Setting, size: tuple[int, int], data: int) -> dict[str, Any]:
+        """The configuration of a setting with its batch written out, for ``data`` processes that read samples."""
+        return {**config_of(self.tree, setting), **_batch_of(size), "train_batch_size": size[0] * size[1] * data}
 
     def _compare(self, outcome: Outcome) -> Outcome:
         """Its times at the speed that the machine had in the first launch."""
@@ -197,6 +202,10 @@ class Launches:
         return path
 
 
+def _batch_of(size: tuple[int, int]) -> dict[str, Any]:
+    return dict(zip(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), size, strict=True))
+
+
 def _at(point: Point, change: Slowdown) -> Point:
     """A point at the reference's speed; its interval holds what the comparison leaves open."""
     error = math.hypot(change.error, error_of(point.seconds, point.low, point.high))
@@ -217,5 +226,7 @@ def _from_natural(outcome: Outcome, micro: int, accumulation: int) -> Outcome:
     if outcome.natural and not outcome.points:
         found = summarise(outcome.natural)
         peak = int(outcome.events.get("peak", {}).get("nbytes", 0))
-        outcome.points.append(Point(micro, accumulation, found.median, found.low, found.high, peak, 0.0, found.steps))
+        data = samplers(outcome.events.get("facts", {}))
+        point = Point(micro, accumulation, found.median, found.low, found.high, peak, 0.0, found.steps, data=data)
+        outcome.points.append(point)
     return outcome

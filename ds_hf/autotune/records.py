@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.space import Setting, key_of, label_of
-from ds_hf.autotune.trial import Outcome, Point
+from ds_hf.autotune.trial import Outcome, Point, samplers
 
 __all__ = ["LEAST_WAIT", "Record", "attributes_of", "is_orphan", "record_of", "records_of", "value_of", "wait_share"]
 
@@ -70,10 +70,10 @@ class Record:
         """Whether the script's own steps wait for data for long enough to do something about it."""
         return wait_share(self.natural, self.waits) >= LEAST_WAIT
 
-    def best(self, metric: Metric, world_size: int) -> Point | None:
+    def best(self, metric: Metric) -> Point | None:
         """The measured point that is best by ``metric``."""
         sign = -1 if metric.maximize else 1
-        return min(self.points, key=lambda point: sign * value_of(point, metric, world_size), default=None)
+        return min(self.points, key=lambda point: sign * value_of(point, metric), default=None)
 
 
 def wait_share(steps: Sequence[float], waits: Sequence[float]) -> float:
@@ -81,16 +81,15 @@ def wait_share(steps: Sequence[float], waits: Sequence[float]) -> float:
     return statistics.median(waits) / statistics.median(steps) if steps and waits else 0.0
 
 
-def value_of(point: Point, metric: Metric, world_size: int, flops: float = 1.0) -> float:
-    """A point in the metric's unit; ``flops`` are the operations of one sample."""
-    numel = point.micro * point.accumulation
+def value_of(point: Point, metric: Metric, flops: float = 1.0) -> float:
+    """A point in the metric's unit; ``flops`` are the operations of one sample on each device."""
     if metric is Metric.LATENCY:
         return point.seconds
     if metric is Metric.MEMORY:
         return float(point.peak)
     if metric is Metric.FLOPS:
-        return flops * numel / point.seconds
-    return numel * world_size / point.seconds
+        return flops * point.samples / point.seconds
+    return point.samples / point.seconds
 
 
 def attributes_of(
@@ -118,13 +117,14 @@ def record_of(trial: FrozenTrial) -> Record | None:
     kept = trial.user_attrs
     if "kind" not in kept:
         return None
+    facts = kept.get("events", {}).get("facts", {})
     return Record(
         number=trial.number,
         setting=dict(kept["setting"]),
         kind=kept["kind"],
         reason=kept.get("reason", ""),
         own=kept.get("role") == ROLE_OWN,
-        points=tuple(Point(**point) for point in kept.get("points", ())),
+        points=tuple(Point(**{"data": samplers(facts), **point}) for point in kept.get("points", ())),
         too_large=tuple(kept.get("too_large", ())),
         predicted={int(micro): (value[0], value[1]) for micro, value in kept.get("predicted", {}).items()},
         natural=tuple(kept.get("natural", ())),

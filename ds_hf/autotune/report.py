@@ -78,7 +78,7 @@ def report_html(search: Search, result: Result, more: Sequence[str] = ()) -> str
     known = search.own.events["facts"]
     about = (
         f"{known['total'] / 1e6:,.1f} M parameters ({known['trainable'] / 1e6:,.1f} M train), {known['module_dtype']}, "
-        f"{known['world_size']} x {known['device']}, torch {known['torch']}"
+        f"{known.get('processes') or known['world_size']} x {known['device']}, torch {known['torch']}"
     )
     tone = "" if result.kept else "good" if result.trusted else "warn"
     title = f"ds-hf autotune: {' '.join(search.command.script)}"
@@ -89,7 +89,7 @@ def _figures(search: Search, result: Result) -> str:
     metric = search.options.metric
 
     def shown(point: object) -> str:
-        return show_value(value_of(point, metric, search.world_size, search.flops), metric)  # type: ignore[arg-type]
+        return show_value(value_of(point, metric, search.flops), metric)  # type: ignore[arg-type]
 
     found = {
         "your file": "does not fit" if result.own is None else shown(result.own),
@@ -117,7 +117,7 @@ def _throughput(search: Search, records: list[Record]) -> str:
     series = []
     for index, record in enumerate(record for record in records if record.points):
         points = sorted(record.points, key=lambda point: point.micro)
-        values = [value_of(p, metric, search.world_size, search.flops) for p in points]
+        values = [value_of(p, metric, search.flops) for p in points]
         ends = [sorted(v * (s / p.seconds if metric is Metric.LATENCY else p.seconds / s) for s in (p.low, p.high))
                 for v, p in zip(values, points, strict=True)]  # fmt: skip
         series.append(
@@ -242,10 +242,10 @@ def _trials(search: Search, result: Result, records: list[Record]) -> str:
     rows = []
     metric = search.options.metric
     for record in records:
-        best = record.best(metric, search.world_size)
+        best = record.best(metric)
         cells = ["", "", "", ""]
         if best is not None:
-            value = value_of(best, metric, search.world_size, search.flops)
+            value = value_of(best, metric, search.flops)
             reach = f" ±{(best.high - best.low) / 2 / best.seconds:.0%}" if metric is not Metric.MEMORY else ""
             machine = "" if best.slowdown == 1 else f"{1 / best.slowdown:.2f} x"
             cells = [f"{best.micro} x {best.accumulation}", show_value(value, metric) + reach, machine, gib(best.peak)]

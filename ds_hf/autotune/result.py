@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.autotune.confirm import LEAST_GAIN, Again, Contest, Contestant
+from ds_hf.autotune.division import SEQUENCE, TENSOR
 from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record, records_of, value_of
@@ -127,7 +128,7 @@ def make_result(contest: Contest) -> Result:
     kept = own is not None and (bool(contest.denied) or top.key == own.key or gain < LEAST_GAIN or low <= 1)
     chosen = own if kept and own is not None else top
     best, size = (chosen.record, chosen.point), (chosen.point.micro, chosen.point.accumulation)
-    config = search.launches.final_config(best[0].setting, size, search.world_size)
+    config = search.launches.final_config(best[0].setting, size, chosen.point.data)
     measured = None if own is None else _shown(search, own)
     result = Result(best, measured, kept, 1.0 if kept else gain, config, why_stopped=search.why_stopped)
     result.best = (best[0], _shown(search, chosen))
@@ -142,7 +143,8 @@ def make_result(contest: Contest) -> Result:
     result.changes = [] if kept else changes_of(search, result.best)
     result.words = final_words(search, best[0].setting, size)
     result.limits, result.limit = limits_of(search, result.best)
-    processes = int(search.own.events["facts"].get("processes") or search.world_size)
+    facts = search.own.events["facts"]
+    processes = int(facts.get("processes") or facts["world_size"])
     examine(config, world=WorldSize(processes, "the search"), allow_auto=True)  # never write a bad file
     return result
 
@@ -158,7 +160,7 @@ def _shown(search: Search, chosen: Contestant) -> Point:
 
 def _script(contest: Contest, chosen: Contestant | None) -> float | None:
     found: Estimate | None = None if chosen is None else contest.natural(chosen)
-    return None if found is None or chosen is None else found.seconds * chosen.point.micro * chosen.point.accumulation
+    return None if found is None or chosen is None else found.seconds * chosen.point.samples
 
 
 def _rejected(contest: Contest, top: Contestant, own: Contestant | None) -> str:
@@ -187,7 +189,7 @@ def headline(search: Search, result: Result) -> str:
     low, high = result.interval
     if search.options.metric is Metric.MEMORY:
         return f"{1 - 1 / result.gain:.0%} less memory than with your file, confirmed"
-    was, now = (seconds and seconds / point.micro / point.accumulation
+    was, now = (seconds and seconds / point.samples
                 for seconds, point in zip(result.script, (result.own, result.best[1]), strict=True))  # fmt: skip
     script = f"the whole script {was / now:.2f} x" if was and now and result.workers is None else ""
     if not result.is_certain:
@@ -252,7 +254,7 @@ def changes_of(search: Search, best: tuple[Record, Point]) -> list[Change]:
     new_size = {
         MICRO: point.micro,
         STEPS: point.accumulation,
-        TOTAL: point.micro * point.accumulation * search.world_size,
+        TOTAL: point.samples,
     }
     changes = [
         Change(name, search.space.own[name], value, _reason(search, best, name))
@@ -268,7 +270,7 @@ def changes_of(search: Search, best: tuple[Record, Point]) -> list[Change]:
 def _batch_reason(search: Search, best: tuple[Record, Point], name: str) -> str:
     record, point = best
     if name == STEPS:
-        return f"keeps the global batch at {point.micro * point.accumulation * search.world_size}"
+        return f"keeps the global batch at {point.samples}"
     if name == TOTAL:
         return "inside the interval that you allowed"
     others = sorted((p for p in record.points if p.micro != point.micro), key=search.cost)
@@ -311,6 +313,12 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
         else "inputs of checkpointed blocks fit on the device",
         CHUNKED_LOSS: "logits that are never all there make room" if value else "logits fit on the device",
         COMMUNICATION: f"gradients travel as {value}",
+        TENSOR: f"{value} processes share the layers, each with a part of their weights and activations"
+        if value != 1
+        else "each process computes whole layers, so that nothing is exchanged in them",
+        SEQUENCE: f"{value} processes share each sequence, each with the activations of a part of it"
+        if value != 1
+        else "each process computes whole sequences, so that attention exchanges nothing",
     }
     return "; ".join(part for part in (texts.get(name, ""), effect) if part)
 
@@ -326,6 +334,7 @@ def _effect(search: Search, best: tuple[Record, Point], name: str) -> str:
     if not search.space.is_legal(alone):
         return ""
     expected = search.model.predict(alone, point.micro, point.accumulation).seconds
+    expected *= search.data(record.setting) / search.data(alone)  # as many samples
     return f"{expected / point.seconds:.2f} x against {_show(search.own.setting[name])}, by the cost model"
 
 
@@ -385,10 +394,8 @@ def reasons_of(search: Search, result: Result) -> dict[str, Any]:
     record, point = result.best
     return {
         "metric": search.options.metric.value,
-        "value": value_of(point, search.options.metric, search.world_size, search.flops),
-        "own": None
-        if result.own is None
-        else value_of(result.own, search.options.metric, search.world_size, search.flops),
+        "value": value_of(point, search.options.metric, search.flops),
+        "own": None if result.own is None else value_of(result.own, search.options.metric, search.flops),
         "gain": result.gain,
         "gain_interval": list(result.interval),
         "confirmed": result.trusted,
@@ -458,7 +465,7 @@ def _several(count: int, one: str, more: str) -> str:
 
 def _line(search: Search, point: Point) -> str:
     metric = search.options.metric
-    value = show_value(value_of(point, metric, search.world_size, search.flops), metric)
+    value = show_value(value_of(point, metric, search.flops), metric)
     noise = f"{point.low / point.seconds - 1:+.1%} {point.high / point.seconds - 1:+.1%}"
     batch = f"micro-batch {point.micro} x {point.accumulation}"
     return f"{value} ({point.seconds * 1e3:,.1f} ms/step, {noise}), {gib(point.peak)}, {batch}"
@@ -524,7 +531,7 @@ def _point_cells(search: Search, record: Record, point: Point | None) -> dict[st
         "seconds": point.seconds,
         "low": point.low,
         "high": point.high,
-        "samples_per_s": value_of(point, Metric.THROUGHPUT, search.world_size),
+        "samples_per_s": value_of(point, Metric.THROUGHPUT),
         "peak_bytes": point.peak,
         "predicted_seconds": seconds,
         "predicted_bytes": nbytes,

@@ -77,7 +77,7 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
         with view.shown():
             with _only_one_measures(search):
                 search.begin()
-            view.world_size, view.flops = search.world_size, search.flops
+            view.flops = search.flops
             search.search()
     except KeyboardInterrupt:
         if not hasattr(search, "model"):

@@ -13,12 +13,14 @@ import copy
 import difflib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hf.autotune.command import Command
+from ds_hf.autotune.division import SEQUENCE, TENSOR, Division, Sizes
 from ds_hf.autotune.options import Options
 from ds_hf.config.load import examine
+from ds_hf.config.mesh import mesh_shape
 from ds_hf.config.schema import load_schema
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
@@ -68,9 +70,11 @@ AXES = (
     Axis(ACTIVATIONS, (False, True), device_only=True),
     Axis(CHUNKED_LOSS, (False, True), device_only=True),
     Axis(COMMUNICATION, (None, "bf16", "fp32"), named_only=True),
+    Axis(TENSOR, (1,), device_only=True),  # other values: ``division.Sizes``
+    Axis(SEQUENCE, (1,), named_only=True, device_only=True),
 )
 
-_SAME = {ACTIVATIONS: ("ds_hf.offload_activations",)}  # other keys that say the same
+_SAME = {ACTIVATIONS: ("ds_hf.offload_activations",), TENSOR: ("tensor_parallel.tp.tp_size",)}  # say the same
 
 
 class Space:
@@ -80,6 +84,7 @@ class Space:
         cuda, can_checkpoint: of the device and the model.
         checkpoints: the script's model checkpoints its blocks as it is.
         can_chunk: it computes a loss over a vocabulary that can be computed in chunks.
+        division: of the processes in the user's own launch. sizes: other divisions that they and the model allow.
 
     Attributes:
         axes: free keys. own: the user's setting.
@@ -96,13 +101,17 @@ class Space:
         can_checkpoint: bool,
         checkpoints: bool = False,
         can_chunk: bool = False,
+        division: Division | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         self.tree = config.resolved
+        self.division, self.sizes = division or Division(), sizes or Sizes()
         self.command = command
         self.checkpoints, self.can_chunk = checkpoints, can_chunk
         self.kept: dict[str, str] = {}
         self._settings: list[Setting] | None = None
-        self.axes = [axis for axis in AXES if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
+        axes = [replace(axis, values=self.sizes.values.get(axis.name, axis.values)) for axis in AXES]
+        self.axes = [axis for axis in axes if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
         self.own: Setting = {axis.name: self._own(axis) for axis in self.axes}
         self.axes = [
             axis if self.own[axis.name] in axis.values else Axis(axis.name, (*axis.values, self.own[axis.name]))
@@ -122,13 +131,17 @@ class Space:
         elif not _has_effect(axis.name):
             reason = "ds_hf does not act upon it"
         elif axis.name == CHUNKED_LOSS and not self.can_chunk:
-            reason = "the model is no causal language model of transformers"
+            reason = "only causal language models of transformers have such a loss"
         elif axis.name == ACTIVATIONS and not (
             self.checkpoints or (can_checkpoint and CHECKPOINTING in self.command.mappings)
         ):
             reason = "the model checkpoints nothing"
         elif any(self._given(name) for name in (axis.name, *_SAME.get(axis.name, ()))) and not named:
             reason = "given in the file"
+        elif axis.name in self.sizes.why_not:
+            reason = self.sizes.why_not[axis.name]
+        elif axis.name == TENSOR and not self.command.is_trainer and not named:
+            reason = "free only when named by --tune: the script itself gives processes that share layers equal samples"
         if not reason and axis.device_only and not cuda and axis.name not in options.tune:
             reason = "has no effect without an accelerator"
         if not reason and axis.name in options.fix:
@@ -152,6 +165,8 @@ class Space:
         if axis.name == CHECKPOINTING:
             return bool(self.command.given_flag(CHECKPOINTING))
         value = _get(self.tree, axis.name)
+        if axis.name == TENSOR:
+            value = value or None  # 0: off
         return axis.values[0] if value is None or value == "auto" else value
 
     def settings(self) -> Iterator[Setting]:
@@ -190,7 +205,11 @@ class Space:
     def is_legal(self, setting: Setting) -> bool:
         """Whether ds_hf takes the configuration."""
         try:
-            examine(config_of(self.tree, setting), world=None, allow_auto=True)
+            config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
+            if TENSOR in setting or SEQUENCE in setting:
+                division = self.division.of(setting)
+                mesh_shape(config, self.division.data * self.division.shared)
+                return division == self.division or self.sizes.on_host % division.shared == 0
         except ConfigError:
             return False
         return True
@@ -240,25 +259,29 @@ def config_of(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
     return result
 
 
-def points(options: Options, world_size: int, own: tuple[int, int], limit: int | None = None) -> list[tuple[int, int]]:
+def points(options: Options, data: int, own: tuple[int, int], own_data: int | None = None) -> list[tuple[int, int]]:
     """(micro-batch, accumulation steps) that keep the global batch, or stay in the interval for it, ascending.
 
     Args:
-        own: the user's.
-        limit: largest micro-batch.
+        data: processes that read different samples.
+        own: the user's, with ``own_data`` such processes (default: as many).
     """
-    if "train_micro_batch_size_per_gpu" in options.fix or "gradient_accumulation_steps" in options.fix:
-        return [own]
-    share = own[0] * own[1]
-    high = min(options.high_micro, limit or options.high_micro)
+    share, rest = divmod(own[0] * own[1] * (own_data or data), data)
+    if rest:
+        return []
+    if "train_micro_batch_size_per_gpu" in options.fix:
+        return [] if share % own[0] else [(own[0], share // own[0])]
+    if "gradient_accumulation_steps" in options.fix:
+        return [] if share % own[1] else [(share // own[1], own[1])]
+    high = options.high_micro
     if options.low_batch is None and options.high_batch is None:
         return [
             (micro, share // micro)
             for micro in range(1, share + 1)
             if share % micro == 0 and (options.low_micro <= micro <= high or micro == own[0])
         ]
-    lowest = -(-(options.low_batch or 1) // world_size)
-    highest = (options.high_batch or share * world_size) // world_size
+    lowest = -(-(options.low_batch or 1) // data)
+    highest = (options.high_batch or share * data) // data
     micros = sorted({own[0], *(2**power for power in range(highest.bit_length()))})
     found = [(micro, highest // micro) for micro in micros if options.low_micro <= micro <= high and micro <= highest]
     return [(micro, steps) for micro, steps in found if lowest <= micro * steps]
@@ -287,11 +310,14 @@ def label_of(setting: Setting) -> str:
         words.append("activations on host")
     if setting.get(CHUNKED_LOSS):
         words.append("loss in chunks")
+    words += [f"{name} parallel {setting[key]}" for key, name in ((TENSOR, "tensor"), (SEQUENCE, "sequence"))
+              if setting.get(key, 1) > 1]  # fmt: skip
     if setting.get(COMPILE):
         words.append("compiled")
     if setting.get(COMMUNICATION):
         words.append(f"communicates {setting[COMMUNICATION]}")
-    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, COMMUNICATION}
+    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, COMMUNICATION,
+             TENSOR, SEQUENCE}  # fmt: skip
     defaults = {axis.name: axis.values[0] for axis in AXES}
     words += [
         f"{name.rpartition('.')[2]} {value}"

@@ -24,6 +24,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState, create_trial
 
 from ds_hf.autotune.cost import CostModel, Survey
+from ds_hf.autotune.division import SEQUENCE, TENSOR, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint, TracedAhead
 from ds_hf.autotune.launches import Launches, Problem, Run
 from ds_hf.autotune.options import Metric, Options
@@ -37,7 +38,7 @@ from ds_hf.autotune.records import (
     worker_attributes,
 )
 from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points
-from ds_hf.autotune.trial import Outcome, Point, run_launch
+from ds_hf.autotune.trial import Outcome, Point, run_launch, samplers
 from ds_hf.autotune.view import View
 from ds_hf.errors import DsHfError
 from ds_hf.memory import UnpredictableError
@@ -73,7 +74,7 @@ class Search:
         run: starts a launch; tests give another one.
 
     Attributes:
-        own: record of the user's file. world_size: processes of a launch. model, space: known after ``begin``.
+        own: record of the user's file. model, space: known after ``begin``.
     """
 
     def __init__(self, problem: Problem, view: View, run: Run = run_launch) -> None:
@@ -85,7 +86,6 @@ class Search:
         self.own: Record
         self.model: CostModel
         self.space: Space
-        self.world_size = 1
         self.why_stopped = ""
         self.how_bytes = "not predicted: nothing limits them"
         self._ahead = TracedAhead(self._to_trace)
@@ -119,8 +119,7 @@ class Search:
         self.own = own
         self.launches.refer(own.events)
         facts = own.events["facts"]
-        self.world_size = int(facts["world_size"])
-        self.space = self._make_space(facts)
+        self.space = self._make_space(own.events)
         found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in own.points}
         memory = self.options.memory_limit or facts.get("memory")
         survey = Survey(facts, own.events.get("survey", {}), found, own.events.get("split", {}))
@@ -143,15 +142,17 @@ class Search:
         self.how_bytes = "by a trace of the model, corrected by what was measured"
         return footprint
 
-    def _to_trace(self, facts: dict[str, Any]) -> tuple[list[tuple[int, int]], list[tuple[dict[str, Any], bool]]]:
-        space = self._make_space(facts)
+    def _to_trace(self, events: dict[str, Any]) -> tuple[list[tuple[int, int]], list[tuple[dict[str, Any], bool]]]:
+        space, facts = self._make_space(events), events["facts"]
         settings = [
             (config_of(space.tree, setting), bool(setting.get(CHECKPOINTING, facts["checkpointing"])))
             for setting in space.settings()
         ]
-        return points(self.options, int(facts["world_size"]), (facts["micro"], facts["accumulation"])), settings
+        return self._sizes_of_all(space, facts), settings
 
-    def _make_space(self, facts: dict[str, Any]) -> Space:
+    def _make_space(self, events: dict[str, Any]) -> Space:
+        facts = events["facts"]
+        divides = facts["cuda"] or {TENSOR, SEQUENCE} & set(self.options.tune)
         return Space(
             self.problem.config,
             self.command,
@@ -160,6 +161,8 @@ class Search:
             can_checkpoint=bool(facts["can_checkpoint"]),
             checkpoints=bool(facts.get("checkpointing")),
             can_chunk=str((facts.get("model") or {}).get("class", "")).endswith("ForCausalLM"),
+            division=division_of(facts),
+            sizes=sizes_of(events, self.problem.config.resolved) if divides else None,
         )
 
     def _measure_own(self) -> Record:
@@ -175,7 +178,7 @@ class Search:
             raise TuneError(f"your script, with your own file, failed: {outcome.reason}", outcome.tail)
         if "facts" not in outcome.events:
             raise TuneError(f"your script ran out of memory before it had an engine: {outcome.reason}", outcome.tail)
-        space = self._make_space(outcome.events["facts"])
+        space = self._make_space(outcome.events)
         own = space.plain(space.own)
         return self._tell(own, outcome, {}, started, role=ROLE_OWN)
 
@@ -299,7 +302,10 @@ class Search:
         for setting in self.space.settings():
             if key_of(setting) in known or self._sizes(setting):
                 continue
-            micro, steps = self.all_sizes()[0]
+            sizes = self.all_sizes(setting)
+            if not sizes:
+                continue
+            micro, steps = sizes[0]
             need, reason = self.model.nbytes(setting, micro, steps), self.model.why_not(setting, micro, steps)
             kept = {
                 "setting": setting,
@@ -316,14 +322,28 @@ class Search:
 
     # -- one setting ----------------------------------------------------------------------------------------------
 
-    def all_sizes(self) -> list[tuple[int, int]]:
-        """All (micro-batch, accumulation) of the search, ascending."""
+    def all_sizes(self, setting: Setting | None = None) -> list[tuple[int, int]]:
+        """All (micro-batch, accumulation) of the search, ascending; or of one setting."""
         facts = self.own.events["facts"]
-        return points(self.options, self.world_size, (facts["micro"], facts["accumulation"]))
+        if setting is None:
+            return self._sizes_of_all(self.space, facts)
+        return self._sizes_where(facts, self.space.division.of(setting).data)
+
+    def _sizes_of_all(self, space: Space, facts: dict[str, Any]) -> list[tuple[int, int]]:
+        counts = {space.division.of(setting).data for setting in space.settings()} | {space.division.data}
+        return sorted({size for data in counts for size in self._sizes_where(facts, data)})
+
+    def _sizes_where(self, facts: dict[str, Any], data: int) -> list[tuple[int, int]]:
+        """Where ``data`` processes read different samples."""
+        return points(self.options, data, (facts["micro"], facts["accumulation"]), samplers(facts))
+
+    def data(self, setting: Setting) -> int:
+        """Processes that read different samples in a setting."""
+        return self.space.division.of(setting).data
 
     def _sizes(self, setting: Setting) -> list[tuple[int, int]]:
         """The sizes worth measuring for a setting: those that may fit, the most promising first."""
-        fitting = [size for size in self.all_sizes() if not self.model.cannot_fit(setting, *size)]
+        fitting = [size for size in self.all_sizes(setting) if not self.model.cannot_fit(setting, *size)]
         fitting.sort(key=lambda size: self._predicted_cost(setting, *size))
         if self.options.sampler == "exhaustive":
             return sorted(fitting)
@@ -373,15 +393,14 @@ class Search:
     def _launch_sizes(self, name: str, setting: Setting, sizes: list[tuple[int, int]]) -> Outcome:
         """One launch for all sizes, or one a size where the engine cannot change them."""
         if "not resizable" in self.own.events:
-            return self.launches.each_natural(name, setting, sizes, self.world_size)
-        best = self._best_point()
+            return self.launches.each_natural(name, setting, sizes, self.data(setting))
+        best, data = self._best_point(), self.data(setting)
         each = (
-            None
-            if best is None or self.options.sampler == "exhaustive"
-            else best.seconds / best.micro / best.accumulation
-        )
+            None if best is None or self.options.sampler == "exhaustive" else best.seconds / best.samples * data
+        )  # of one process's samples
         longest = self.own.events.get("longest", {}).get("known", True)
-        return self.launches.replayed(name, setting, sizes, each, self.view.event, longest=longest)
+        divided = data if data != self.space.division.data else None
+        return self.launches.replayed(name, setting, sizes, each, self.view.event, longest=longest, data=divided)
 
     def _progress(self, event: dict[str, Any]) -> None:
         self.view.event(event)
@@ -407,7 +426,7 @@ class Search:
         value = None if best is None else self._value(best)
         state = TrialState.FAIL if value is None else TrialState.COMPLETE
         if trial is None:
-            space = self._make_space(outcome.events["facts"])
+            space = self._make_space(outcome.events)
             distributions: dict[str, Any] = {axis.name: CategoricalDistribution(axis.values) for axis in space.axes}
             self.study.add_trial(
                 create_trial(state=state, value=value, params=setting, distributions=distributions, user_attrs=kept)
@@ -436,21 +455,22 @@ class Search:
 
     def _value(self, point: Point) -> float:
         """In the metric's unit, for Optuna."""
-        return value_of(point, self.options.metric, self.world_size, self.flops)
+        return value_of(point, self.options.metric, self.flops)
 
     @property
     def flops(self) -> float:
-        """Operations of one sample; 1 while they are unknown."""
+        """Operations of one sample on each device; 1 while they are unknown."""
         own = getattr(self, "own", None)
-        return float((own.events.get("survey", {}).get("flops") if own else None) or 1.0)
+        found = own.events.get("survey", {}).get("flops") if own else None
+        return float(found) / samplers(own.events["facts"]) if own and found else 1.0
 
     def cost(self, point: Point) -> float:
         """What is minimized: bytes, seconds a step, or seconds a sample (throughput and FLOPS are one over it)."""
-        return self._search_cost(point.seconds, point.peak, point.micro * point.accumulation)
+        return self._search_cost(point.seconds, point.peak, point.samples)
 
     def _predicted_cost(self, setting: Setting, micro: int, accumulation: int) -> float:
         found = self.model.predict(setting, micro, accumulation)
-        return self._search_cost(found.seconds, found.nbytes, micro * accumulation)
+        return self._search_cost(found.seconds, found.nbytes, micro * accumulation * self.data(setting))
 
     def _search_cost(self, seconds: float, nbytes: int, numel: int) -> float:
         metric = self.options.metric
@@ -461,7 +481,7 @@ class Search:
 
     def _best_point(self) -> Point | None:
         found = [point for record in self.launched() for point in record.points]
-        return min(found, key=lambda p: p.seconds / p.micro / p.accumulation, default=None)
+        return min(found, key=lambda p: p.seconds / p.samples, default=None)
 
 
 def expected_gain(ratio: float, spread: float) -> float:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ import psutil
 from ds_hf.autotune.load import LoadMeter, gpu_share
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, read_events
 
-__all__ = ["Launch", "Outcome", "Point", "kill_leftovers", "launch_words", "run_launch"]
+__all__ = ["Launch", "Outcome", "Point", "kill_leftovers", "launch_words", "run_launch", "samplers"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # of processes that go on when the first one has measured everything
@@ -41,6 +41,7 @@ class Point:
 
     Attributes:
         slowdown: how many times as long the same work took here. error: of ``seconds`` altogether, in its logarithm.
+        data: processes that read different samples.
     """
 
     micro: int
@@ -53,6 +54,12 @@ class Point:
     steps: int = 0
     slowdown: float = 1.0
     error: float = 0.0
+    data: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Of one step, on all processes."""
+        return self.micro * self.accumulation * self.data
 
 
 @dataclass
@@ -87,7 +94,7 @@ class Outcome:
         kind = event["event"]
         if kind == "point" and event["outcome"] == "ok":
             names = ("micro", "accumulation", "seconds", "low", "high", "peak", "optimizer_seconds", "steps")
-            point = Point(*(event[name] for name in names))
+            point = Point(**{name: event[name] for name in names}, data=samplers(self.events.get("facts", {})))
             kept = [
                 each for each in self.points if (each.micro, each.accumulation) != (point.micro, point.accumulation)
             ]
@@ -110,6 +117,11 @@ class Outcome:
     def resizable(self) -> bool:
         """Whether the engine could run other batch sizes than the script's."""
         return "not resizable" not in self.events
+
+
+def samplers(facts: Mapping[str, Any]) -> int:
+    """Processes that read different samples, by the event "facts"; of older journals, all of them."""
+    return int(facts.get("data") or facts.get("world_size") or 1)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, Options, gib
 from ds_hf.autotune.records import Record, value_of
 from ds_hf.autotune.space import Setting, label_of
-from ds_hf.autotune.trial import Point
+from ds_hf.autotune.trial import Point, samplers
 from ds_hf.printable import printable
 
 __all__ = ["View", "gib", "show_value"]
@@ -55,7 +55,7 @@ class View:
         self.console, self.options, self.quiet = console, options, quiet
         self.records: list[Record] = []
         self.ruled = 0
-        self.world_size = 1
+        self.data = 1
         self.flops = 1.0
         self.now = ""
         self.detail = ""
@@ -114,10 +114,10 @@ class View:
     def event(self, event: dict[str, Any]) -> None:
         """The engine said something."""
         if event["event"] == "facts":
-            self.world_size = event["world_size"]
-            self.detail = f"{event['total'] / 1e6:,.1f} M parameters on {event['world_size']} x {event['device']}"
+            self.data, devices = samplers(event), event.get("processes") or event["world_size"]
+            self.detail = f"{event['total'] / 1e6:,.1f} M parameters on {devices} x {event['device']}"
         elif event["event"] == "survey":
-            self.flops = float(event.get("flops") or 1.0)
+            self.flops = float(event.get("flops") or self.data) / self.data
         elif event["event"] == "point" and event["outcome"] == "ok":
             self.detail = f"micro-batch {event['micro']}: {event['seconds'] * 1e3:,.1f} ms/step"
 
@@ -148,11 +148,11 @@ class View:
             self.say(text)
 
     def _cells(self, record: Record) -> tuple[str, ...]:
-        best = record.best(self.options.metric, self.world_size)
+        best = record.best(self.options.metric)
         name = record.label + (" (your file)" if record.own else "")
         if best is None:
             return (str(record.number), name, "", "", "", record.kind, record.reason)
-        value = show_value(value_of(best, self.options.metric, self.world_size, self.flops), self.options.metric)
+        value = show_value(value_of(best, self.options.metric, self.flops), self.options.metric)
         low, high = (p / best.seconds - 1 for p in (best.low, best.high))
         batch = f"{best.micro} x {best.accumulation}"
         expected = record.predicted.get(best.micro)
@@ -187,8 +187,8 @@ class View:
         return Group(Text(head, "bold"), bar, table, self._spinner)
 
     def _order(self, record: Record) -> tuple[bool, float]:
-        best: Point | None = record.best(self.options.metric, self.world_size)
+        best: Point | None = record.best(self.options.metric)
         if best is None:
             return True, 0.0
-        value = value_of(best, self.options.metric, self.world_size)
+        value = value_of(best, self.options.metric)
         return False, -value if self.options.metric.maximize else value

@@ -36,7 +36,7 @@ def try_workers(search: Search, result: Result) -> None:
     record, point = result.best
     size = (point.micro, point.accumulation)
     search.view.started(len(search.launched()), f"workers of the DataLoader: {count}", None)
-    outcome = search.launches.natural("workers", record.setting, size, search.world_size, workers=count)
+    outcome = search.launches.natural("workers", record.setting, size, point.data, workers=count)
     waited = _waited(steps, waits)
     if not outcome.natural:
         search.space.kept[WORKERS] = f"{waited}; with {count} workers the script failed: {outcome.reason}"

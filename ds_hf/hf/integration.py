@@ -3,6 +3,7 @@
 - The optimizer and scheduler that were given to the Trainer: transformers drops them without a word and makes AdamW.
 - Evaluation without training: transformers takes stage 3 alone for it, and throws the optimizer out of the
   configuration for good.
+- The batch size: transformers counts all processes, also those that read the same samples.
 - The loss of divided sequences: transformers gathers it with a function of torch whose backward fails on gloo for every
   group without process 0.
 """
@@ -29,6 +30,7 @@ def wrap_integration(module: ModuleType) -> None:
     """Hook of ``transformers.integrations.deepspeed``."""
     auto.wrap_integration(module)
     wrapt.wrap_function_wrapper(module, "deepspeed_init", _init)
+    wrapt.wrap_function_wrapper(module, "HfTrainerDeepSpeedConfig.fill_match", _match)
     if hasattr(module, "deepspeed_sp_compute_loss"):  # since transformers 5
         wrapt.wrap_function_wrapper(module, "deepspeed_sp_compute_loss", _sequence_loss)
 
@@ -49,6 +51,18 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
         return optimizer, scheduler
     trainer.optimizer = given
     return given, scheduler if scheduler is not None else given_scheduler
+
+
+def _match(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A ``train_batch_size`` that counts the processes that read different samples matches."""
+    names = ("ds_key_long", "hf_val", "hf_key", "must_match")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if given["ds_key_long"] == "train_batch_size":
+        asked, shared = config.get_value("train_batch_size"), config.get_value("sequence_parallel_size", 1)
+        shared *= config.get_value("tensor_parallel.autotp_size") or 1
+        if isinstance(asked, int) and asked * shared == given["hf_val"]:
+            return None
+    return wrapped(*args, **kwargs)
 
 
 def _given(trainer: Any) -> tuple[Any, Any]:

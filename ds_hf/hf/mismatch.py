@@ -80,7 +80,7 @@ def _compare(config: Config, arguments: Any) -> Iterator[Fault]:
         if in_file is None or in_file == "auto" or in_arguments is None or _same(in_file, in_arguments):
             continue
         if pair.pointer == "/train_batch_size" and in_file * _shared(config) == in_arguments:
-            continue  # processes that share layers read the same samples
+            continue  # processes that share layers, or a sequence, read the same samples
         origin = config.provenance.get(pair.pointer)
         yield Fault(
             pair.pointer,
@@ -92,7 +92,7 @@ def _compare(config: Config, arguments: Any) -> Iterator[Fault]:
 
 def _shared(config: Config) -> int:
     section = config.tensor_parallel
-    return max(section.autotp_size, section.tp.tp_size, 1)
+    return max(section.autotp_size, section.tp.tp_size, 1) * config.sequence_parallel_size
 
 
 def _at(tree: Mapping[str, Any], pointer: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import wrapt
 
+from ds_hf.config import Config
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.hf import auto
 from ds_hf.hf.accelerate_state import has_accelerator
@@ -55,6 +56,7 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
         # A program made it, and may change it, or the arguments: transformers compares them when training starts.
         logger.warning("%s\nTraining will refuse to start.", error)
     _settle_cpu(arguments)
+    _share_sequences(config, arguments)
     with _replaced(arguments, plain_config(given)):
         wrapped(*args, **kwargs)
     if arguments.n_gpu > 1:
@@ -64,6 +66,16 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
     if given == AUTO:
         auto.choose_at_parse_time(arguments)
     return None
+
+
+def _share_sequences(config: Config, arguments: Any) -> None:
+    """What the file says of shared sequences becomes what the Trainer asks: it divides batches and losses by it."""
+    given = getattr(arguments, "parallelism_config", None) is not None
+    given = given or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    if config.sequence_parallel_size > 1 and not given and hasattr(arguments, "parallelism_config"):
+        from accelerate.utils import ParallelismConfig
+
+        arguments.parallelism_config = ParallelismConfig(sp_size=config.sequence_parallel_size, sp_backend="deepspeed")
 
 
 def _refuse(faults: Sequence[Fault], source: str) -> None:

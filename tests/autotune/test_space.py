@@ -39,7 +39,7 @@ def test_activations_travel_only_where_blocks_are_checkpointed(tmp_path: Path) -
         ({"ds_hf": {"offload_activations": True}}, {}, ACTIVATIONS, "given in the file"),
         ({}, {"can_checkpoint": False}, ACTIVATIONS, "the model checkpoints nothing"),
         ({}, {"cuda": False}, ACTIVATIONS, "has no effect without an accelerator"),
-        ({}, {"can_chunk": False}, CHUNKED_LOSS, "no causal language model"),
+        ({}, {"can_chunk": False}, CHUNKED_LOSS, "only causal language models"),
         ({"ds_hf": {"chunked_loss": True}}, {}, CHUNKED_LOSS, "given in the file"),
     ],
 )

@@ -22,7 +22,7 @@ LIMITS = [1_500, 600, *(pytest.param(limit, marks=SLOW) for limit in (100_000, 1
 
 
 def found(result: Result) -> float:
-    return value_of(result.best[1], Metric.THROUGHPUT, WORLD)
+    return value_of(result.best[1], Metric.THROUGHPUT)
 
 
 @pytest.mark.parametrize("limit", LIMITS)
@@ -58,7 +58,7 @@ def test_every_change_has_a_reason(search: Search, tmp_path: Path) -> None:
     assert {"zero_optimization.stage", "train_micro_batch_size_per_gpu"} <= changed
     assert all(len(change["reason"]) > 10 for change in sidecar["changes"])
     assert sidecar["gain"] == pytest.approx(result.gain)
-    assert result.gain == pytest.approx(found(result) / value_of(result.own, Metric.THROUGHPUT, WORLD))  # type: ignore[arg-type]
+    assert result.gain == pytest.approx(found(result) / value_of(result.own, Metric.THROUGHPUT))  # type: ignore[arg-type]
 
 
 def test_settings_that_cannot_fit_are_not_launched(search: Search, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_scripts_whose_batch_cannot_be_resized(search: Search) -> None:
     """Every size is a launch of its own, with the script's own options."""
     world = World(memory=1_500 * MIB, resizable=False)
     result = search(world, patience=4)
-    assert found(result) > 1.2 * value_of(result.own, Metric.THROUGHPUT, WORLD)  # type: ignore[arg-type]
+    assert found(result) > 1.2 * value_of(result.own, Metric.THROUGHPUT)  # type: ignore[arg-type]
 
 
 def test_budget_and_trials_are_limits(search: Search) -> None:

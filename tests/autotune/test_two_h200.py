@@ -37,7 +37,7 @@ def tuned(tmp_path: Path) -> Tuned:
 
 def shortfall(result: Result, world: TwoH200) -> float:
     """How much slower the result is than the best of all."""
-    return 1 - value_of(result.best[1], Metric.THROUGHPUT, world.processes) / max(world.grid().values())
+    return 1 - value_of(result.best[1], Metric.THROUGHPUT) / max(world.grid().values())
 
 
 def test_two_launches_are_enough(tuned: Tuned) -> None:

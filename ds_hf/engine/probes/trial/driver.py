@@ -158,8 +158,12 @@ class Driver:
 
     def _find_longest(self, replay: Replay) -> None:
         """The longest samples, if that is possible on every rank."""
+        found: Batch | str
         try:
-            found = longest_batch(self.loaders.loader, replay.batch, LONGEST_NUMEL)
+            if self.engine.mesh.shape.sequence > 1:
+                found = "several processes share each sequence, and the script divides it"
+            else:
+                found = longest_batch(self.loaders.loader, replay.batch, LONGEST_NUMEL)
         except Exception as error:  # the data set is the script's; any fault in it only costs the check
             found = f"{type(error).__name__}: {error}"
         flag = torch.tensor([isinstance(found, str)], dtype=torch.int32, device=self.engine.device)

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_hf.engine.probes.trial.batches import Batch, inputs_of, resized, shapes_of
+from ds_hf.engine.zero.buffer import logical_shape
+from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.engine.zero.estimate import measure
 
 if TYPE_CHECKING:
@@ -30,18 +32,27 @@ PROBES = (1, 3)  # samples: two sizes give the slope
 
 
 def facts(engine: CoreEngine, total_memory: int | None) -> dict[str, Any]:
-    """What is known when the engine is made."""
+    """What is known when the engine is made.
+
+    ``total`` is what this process holds where layers are cut, ``whole_total`` all of the model. ``world_size`` counts
+    the replicas of a parameter, ``data`` the processes that read different samples.
+    """
     size = measure(engine.module)
     cuda = engine.device.type == "cuda"
     optimizer = engine.optimizer
     return {
         "total": size.total,
+        "whole_total": _whole(engine.module),
         "trainable": size.trainable,
         "largest_unit": size.largest_unit,
         "units": len(engine.units),
         "module_dtype": _dtype(engine),
         "world_size": engine.axis.world_size,
         "processes": engine.mesh.world.world_size,
+        "on_host": int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+        "data": engine.mesh.shape.data,
+        "sequence": engine.mesh.shape.sequence,
+        "tensor": engine.mesh.shape.tensor,
         "micro": engine.batch.micro,
         "accumulation": engine.batch.accumulation_steps,
         "train_batch": engine.batch.train,
@@ -56,6 +67,10 @@ def facts(engine: CoreEngine, total_memory: int | None) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
         "host_memory": psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
     }
+
+
+def _whole(module: torch.nn.Module) -> int:
+    return sum(whole_shape(param, logical_shape(param)).numel() for param in module.parameters())
 
 
 def _model(module: Any) -> dict[str, Any] | None:
@@ -154,7 +169,7 @@ def _flops(replay: Replay) -> int | None:
 
 def _bandwidth(engine: CoreEngine) -> float | None:
     """Bytes a second of an all-reduce, counted as a ring moves them: 2 (n - 1) / n of the tensor."""
-    axis = engine.axis
+    axis = engine.axis if engine.axis.world_size > 1 else engine.mesh.world  # those that share layers
     if axis.world_size == 1:
         return None
     tensor = torch.zeros(BANDWIDTH_NBYTES // 4, device=engine.device)

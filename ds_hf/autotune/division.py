@@ -1,0 +1,157 @@
+"""How the processes of a launch are divided: over samples (data), tokens of a sample (sequence) and layers (tensor).
+
+Sequences and layers are divided inside hosts alone, where links are fast, and only as the model allows it: its plan of
+tensor parallelism is tried out on the meta device. The more processes share a sample, the fewer read different ones,
+so micro-batch x accumulation grows with it where the global batch stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_hf.config.load import examine
+from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.log import logger
+
+__all__ = ["SEQUENCE", "TENSOR", "Division", "Sizes", "division_of", "sizes_of"]
+
+SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel.autotp_size"
+
+
+@dataclass(frozen=True)
+class Division:
+    """Processes along each dimension.
+
+    Attributes:
+        data: read different samples. sequence: share the tokens of each. tensor: share its layers.
+    """
+
+    data: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    @property
+    def shared(self) -> int:
+        """Processes that work on one sample."""
+        return self.sequence * self.tensor
+
+    def of(self, setting: Mapping[str, Any]) -> Division:
+        """The same processes in a setting."""
+        sequence, tensor = setting.get(SEQUENCE, self.sequence), setting.get(TENSOR, self.tensor)
+        return Division(self.data * self.shared // (sequence * tensor), sequence, tensor)
+
+
+def division_of(facts: Mapping[str, Any]) -> Division:
+    """That of a launch, by its event "facts"; older journals know of data parallelism alone."""
+    data = facts.get("data") or facts.get("world_size") or 1
+    return Division(int(data), int(facts.get("sequence") or 1), int(facts.get("tensor") or 1))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Values of the two axes, 1 first.
+
+    Attributes:
+        why_not: by axis, why there is no other value; for axes without one. on_host: processes of a host.
+    """
+
+    values: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    why_not: dict[str, str] = field(default_factory=dict)
+    on_host: int = 1
+
+
+def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> Sizes:
+    """Sizes that processes, model and batch of the user's own launch allow.
+
+    Args:
+        events: of that launch: "facts" and, where it came so far, "survey".
+        tree: the user's configuration.
+    """
+    facts, survey = events.get("facts") or {}, events.get("survey") or {}
+    own, processes = division_of(facts), int(facts.get("processes") or facts.get("world_size") or 1)
+    on_host = int(facts.get("on_host") or 1)
+    fitting = tuple(n for n in range(2, on_host + 1) if on_host % n == 0)
+    if not fitting or own.data * own.shared != processes:
+        reason = "there is one process a host" if not fitting else "the script divides the model itself"
+        return Sizes({}, dict.fromkeys((SEQUENCE, TENSOR), reason))
+    if tree.get("data_parallel_size") is not None:
+        return Sizes({}, dict.fromkeys((SEQUENCE, TENSOR), "data_parallel_size is given in the file"))
+    try:
+        model = _without_values(facts)
+    except DsHfError as error:
+        return Sizes({}, dict.fromkeys((SEQUENCE, TENSOR), str(error)))
+    values, why_not = {}, {}
+    for name, own_size, allows in ((TENSOR, own.tensor, _cuts), (SEQUENCE, own.sequence, _shares)):
+        if own_size > 1 and not _given(tree, name):
+            why_not[name] = "given by the script"
+            continue
+        faults = {n: allows(model, n, tree, facts, survey) for n in fitting}
+        values[name] = (1, *(n for n, fault in faults.items() if not fault))
+        if len(values[name]) == 1:
+            why_not[name] = next(iter(faults.values()))
+    return Sizes(values, why_not, on_host)
+
+
+def _given(tree: Mapping[str, Any], name: str) -> bool:
+    value: Any = tree
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value is not None
+
+
+def _without_values(facts: Mapping[str, Any]) -> Any:
+    """The script's model on the meta device."""
+    from ds_hf.autotune.footprint import model_class  # torch and transformers are for searches that come so far
+    from ds_hf.memory import Workload
+    from ds_hf.memory.models import build
+
+    _, config = model_class(facts)
+    return build(config, Workload(attention=facts["model"]["attention"]))
+
+
+def _cuts(model: Any, size: int, tree: Mapping[str, Any], facts: Mapping[str, Any], survey: Mapping[str, Any]) -> str:
+    """Why the layers of ``model`` do not divide over ``size`` processes; empty where they do."""
+    from ds_hf.engine.tensor.plan import plan_division
+
+    section = tree.get("tensor_parallel")
+    asked = {**(section if isinstance(section, Mapping) else {}), "autotp_size": size}
+    try:
+        with _quiet():
+            plan_division(model, examine({"tensor_parallel": asked}, world=None, allow_auto=True).tensor_parallel, size)
+    except ConfigError as error:
+        return error.faults[0].message
+    return ""
+
+
+def _shares(model: Any, size: int, tree: Mapping[str, Any], facts: Mapping[str, Any], survey: Mapping[str, Any]) -> str:
+    """Why ``size`` processes cannot share a sample; empty where they can."""
+    from ds_hf.engine.sequence.heads import plan_heads
+
+    text = model.config.get_text_config()
+    if facts["model"]["attention"] in (None, "eager"):
+        return "eager attention does not divide sequences: use sdpa or flash attention"
+    heads = getattr(text, "num_attention_heads", 1)
+    try:
+        plan_heads(heads, getattr(text, "num_key_value_heads", None) or heads, size)
+    except ValueError as error:
+        return str(error)
+    shape = (survey.get("inputs") or {}).get("input_ids", [[]])[0]
+    if len(shape) != 2:
+        return "the batch has no input_ids of [samples, tokens]"
+    tokens = shape[1] * division_of(facts).sequence
+    return "" if tokens % size == 0 else f"sequences of {tokens} tokens do not divide over {size} processes"
+
+
+@contextmanager
+def _quiet() -> Any:
+    """What is said about cutting a model is said where it is cut."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
