@@ -84,12 +84,14 @@ class StateSpec:
         device: ``"device"`` (where the model computes), ``"cpu"`` or ``"nvme"``.
         dtype: torch's dtype name, or ``None`` for "as the module has it" (gradients: as the parameters).
         over: the processes over which it is divided where it is: all replicas, or an inner part of them.
+        bits: of the numbers as which it travels between processes; ``None`` for values of its dtype.
     """
 
     placement: Placement
     device: str = "device"
     dtype: str | None = None
     over: Over = "replicas"
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,10 @@ class StatePlan:
             each master that its parameter lacks is kept, if the optimizer's rule can.
         joins_blocks: small blocks of the model are communicated several together.
         inner: processes over which rows are divided that are so over "inner"; ``None`` where none is.
+        block: elements that share a scale, where rows travel in few bits.
+        first_hop: neighbours that add up such gradients before they travel further: 1 for none, "auto" for the
+            processes of a host.
+        loco: (share of the old error, sums after which it is forgotten), where rounding is made up for.
     """
 
     parameters: StateSpec
@@ -123,6 +129,9 @@ class StatePlan:
     may_split_masters: bool = False
     joins_blocks: bool = False
     inner: int | None = None
+    block: int = 256
+    first_hop: int | Literal["auto"] = "auto"
+    loco: tuple[float, int] | None = None
 
     @property
     def scales_loss(self) -> bool:
@@ -174,11 +183,16 @@ def plan_states(config: Config) -> StatePlan:
     accumulation_dtype = dtype_name(config.data_types.grad_accum_dtype) or ("bfloat16" if narrow else None)
     section = config.torch_autocast
     autocast = (dtype_name(section.dtype) or "bfloat16") if section.enabled and section.dtype != "fp32" else None
+    wire, loco = config.ds_hf.wire, zero.zeropp_loco_param
     safe = SAFE_MODULES if section.lower_precision_safe_modules is None else section.lower_precision_safe_modules
     return StatePlan(
-        parameters=StateSpec(parameters, parameter_device, parameter_dtype, parameters_over),
+        parameters=StateSpec(parameters, parameter_device, parameter_dtype, parameters_over, _parameter_bits(config)),
         gradients=StateSpec(
-            gradients, "cpu" if optimizer_device == "nvme" else optimizer_device, accumulation_dtype, others_over
+            gradients,
+            "cpu" if optimizer_device == "nvme" else optimizer_device,
+            accumulation_dtype,
+            others_over,
+            _gradient_bits(config),
         ),
         optimizer=StateSpec(optimizer, optimizer_device, "bfloat16" if narrow else "float32", others_over),
         moments="bfloat16" if narrow and config.bf16.bf16_optimizer_states else "float32",
@@ -194,6 +208,9 @@ def plan_states(config: Config) -> StatePlan:
         and optimizer_device != "nvme",
         joins_blocks=config.ds_hf.join_blocks and parameter_device == "device" and optimizer_device != "nvme",
         inner=inner,
+        block=wire.block,
+        first_hop=wire.first_hop,
+        loco=None if loco is None else (loco.err_beta, loco.reset_T),
     )
 
 
@@ -219,6 +236,20 @@ def _inside(config: Config) -> tuple[int | None, Over, Over]:
     if inner is None or zero.stage == 0 or (second and zero.stage != 3):
         return None, "replicas", "replicas"
     return inner, "inner" if zero.stage == 3 else "replicas", "replicas" if second else "inner"
+
+
+def _gradient_bits(config: Config) -> int | None:
+    """``ds_hf.wire.gradients`` before ``zero_quantized_gradients``, which is 4 bits."""
+    given = config.ds_hf.wire.gradients
+    bits = given if given is not None else 4 if config.zero_optimization.zero_quantized_gradients else 16
+    return None if bits == 16 or config.zero_optimization.stage == 0 else bits
+
+
+def _parameter_bits(config: Config) -> int | None:
+    """``ds_hf.wire.parameters`` before ``zero_quantized_weights``, which is 8 bits."""
+    given = config.ds_hf.wire.parameters
+    bits = given if given is not None else 8 if config.zero_optimization.zero_quantized_weights else 16
+    return None if bits == 16 or config.zero_optimization.stage != 3 else bits
 
 
 def _communication_dtype(config: Config, parameter_dtype: str | None) -> str | None:

@@ -40,6 +40,7 @@ def check_rules(config: Config, draft: Draft) -> None:
         _offload(config, draft)
         _offload_details(config, draft)
         _hierarchy(config, draft)
+        _wire(config, draft)
     _gradients(config, draft)
     _nonfinite(config, draft)
     _schedule(config, draft)
@@ -186,6 +187,32 @@ def _hierarchy(config: Config, draft: Draft) -> None:
     if zero.mics_shard_size > 0 and zero.stage == 0:
         message = "no effect: nothing is divided at stage 0"
         draft.warn(f"{base}/mics_shard_size", message, 'set "stage": 3, or remove it')
+
+
+def _wire(config: Config, draft: Draft) -> None:
+    """What travels in few bits, where it is not divided or summed in another way."""
+    zero, wire, base = config.zero_optimization, config.ds_hf.wire, "/zero_optimization"
+    own = wire.gradients is not None
+    narrow_gradients = wire.gradients in (8, 4) if own else zero.zero_quantized_gradients
+    narrow_weights = wire.parameters == 8 if wire.parameters is not None else zero.zero_quantized_weights
+    gradients = "/ds_hf/wire/gradients" if own else f"{base}/zero_quantized_gradients"
+    weights = "/ds_hf/wire/parameters" if wire.parameters is not None else f"{base}/zero_quantized_weights"
+    stage_is_open = draft.get(("zero_optimization", "stage")) == "auto"
+    if narrow_weights and zero.stage != 3 and not stage_is_open:
+        message = f"parameters are whole on every process at stage {zero.stage}: none are gathered that could be packed"
+        draft.fault(weights, message, 'set "stage": 3, or remove it')
+    if narrow_gradients and zero.stage == 0 and not stage_is_open:
+        message = "gradients are not divided at stage 0, and the sum in few bits gives each process its part"
+        draft.fault(gradients, message, 'set "stage": 1, or take "OneBitAdam" as the optimizer, which is for stage 0')
+    if narrow_gradients and config.gradient_allreduce_op == "sum":
+        message = '"sum" does not work with gradients in few bits, which are averaged where they are unpacked'
+        draft.fault("/gradient_allreduce_op", message, 'use "mean" and scale the learning rate')
+    if narrow_gradients and zero.mics_shard_size > 0 and zero.stage > 0:
+        message = "with mics_shard_size each host has all shards, which are summed once more between hosts in 16 bits"
+        draft.fault(gradients, message, "use zero_hpz_partition_size in place of mics_shard_size")
+    if zero.zeropp_loco_param is not None and not narrow_gradients:
+        message = "LoCo makes up for what gradients in few bits lose, and here they travel as they are"
+        draft.fault(f"{base}/zeropp_loco_param", message, 'add "zero_quantized_gradients": true, or remove it')
 
 
 def _gradients(config: Config, draft: Draft) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -194,6 +195,7 @@ def _load(
         shape = replace(shape, inner=None)
     elif (here := _processes_here()) is not None:
         _warn_of_hosts(plan.inner, here // shape.tensor)
+    _warn_of_one_host(plan, processes)
     if shape.sequence > 1 and (here := _processes_here()) is not None:
         _warn_of_divided_sequences(shape.sequence * shape.tensor, here)
     divides = divides_layers(settings, claims)
@@ -223,6 +225,15 @@ def _warn_of_divided_sequences(together: int, here: int) -> None:
             f"sequences are divided over groups of {together} processes, and a host has {here}: what each attention "
             "layer exchanges, four times q, k and v in a step, goes between hosts; give a "
             f"sequence-parallel size that divides {here} ({', '.join(map(str, sizes))}), and ZeRO the rest"
+        )
+
+
+def _warn_of_one_host(plan: StatePlan, processes: int) -> None:
+    """Say it where nothing goes over a slow link that could be packed."""
+    if (plan.parameters.bits or plan.gradients.bits) and processes == _processes_here() and torch.cuda.is_available():
+        warn_once(
+            "gradients or parameters in few bits gain nothing here: all processes are on one host, whose GPUs exchange "
+            "16 bits faster than they pack them; remove zero_quantized_weights, zero_quantized_gradients and ds_hf.wire"
         )
 
 

@@ -6,6 +6,7 @@ gradients -> reducer -> optimizer -> hooks. Which buffers there are is ``zero/pl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +20,14 @@ from ds_hf.config.types import Config
 from ds_hf.engine.accumulation import Accumulation, BatchSizes, accumulation_of
 from ds_hf.engine.casting import place_buffers, set_buffer_dtypes
 from ds_hf.engine.comm import peers as peer_memory
-from ds_hf.engine.comm.mesh import Mesh, compute_device
+from ds_hf.engine.comm.block_collectives import BlockSums, Feedback
+from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
 from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.peers import Peers, open_peers
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.offloading import Offload, accumulation_dtype, build_offload
 from ds_hf.engine.ops import library
+from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.ops.split_master import write_split
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
@@ -32,7 +35,7 @@ from ds_hf.engine.optim.outcome import NonFinite
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
-from ds_hf.engine.zero.buffer import FlatBuffer, Labels, home_of, logical_shape
+from ds_hf.engine.zero.buffer import FlatBuffer, Labels, Rounding, home_of, logical_shape
 from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy, summed_by_copies
@@ -182,12 +185,14 @@ class _Links:
         gathers, reductions: the streams on which they do.
         peers: ranks that read each other's memory, if large buffers shall go that way.
         sums: of gradients by copies between them, made when the first buffer wants it.
+        near: neighbours that add up gradients in few bits first, and the processes with the same place among theirs.
     """
 
     gathers: CommStream
     reductions: CommStream
     peers: Peers | None
     sums: PeerSums | None = None
+    near: tuple[Axis, Axis] | None = None
 
 
 def _links(
@@ -199,7 +204,31 @@ def _links(
     large = any(_worth_copying(unit.params, dtype) for unit in planned if not unit.joined)
     # Ranks that meet in memory beside the collectives of a parallel model could wait for each other in a circle.
     copies = settings.ds_hf.peer_copies and gathers_some and large and axis == mesh.world and plan.inner is None
+    if plan.parameters.bits or plan.gradients.bits:  # what is to be packed goes through collectives
+        return _Links(gathers, reductions, None, near=_near(plan, mesh) if plan.gradients.bits else None)
     return _Links(gathers, reductions, open_peers(axis, device, gathers) if copies else None)
+
+
+def _near(plan: StatePlan, mesh: Mesh) -> tuple[Axis, Axis] | None:
+    """Of a sum in two hops; ``None`` for one. Collective."""
+    replicas, size = mesh.replicas.world_size, plan.first_hop
+    if size == "auto":
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        here = int(local) // mesh.shape.tensor if local.isdecimal() else 0
+        size = here if here and replicas % here == 0 and not mesh.is_given else 1
+    if replicas % int(size):
+        sizes = ", ".join(str(each) for each in range(1, replicas + 1) if replicas % each == 0)
+        raise ConfigError(
+            f"gradients are to be summed over groups of {size} processes first, which does not divide the {replicas} "
+            f"that hold the same parameters: give one of {sizes}",
+            "/ds_hf/wire/first_hop",
+        )
+    if size in (1, replicas):
+        return None
+    try:
+        return mesh.neighbours(int(size))
+    except ValueError as error:
+        raise ConfigError(f"{error}: give 1", "/ds_hf/wire/first_hop") from None
 
 
 @dataclass
@@ -253,10 +282,13 @@ class _States:
         storage = self.offload.shard_storage(name, spec.numel // inside.world_size, sharded=spec.sharded or spec.packed)
         if spec.packed:
             return PackedBuffer(spec.params, axis, device=self.device, shard_storage=storage, replicas=spec.replicas)
+        form = self._form(self.plan.parameters.bits) if spec.sharded and inside.world_size > 1 else None
+        rounding = None if form is None or storage is None else Rounding(form, storage.fetch, inside)
         if storage is not None and axis != inside:
             storage = SecondShard(
-                storage, axis, inside, device=self.device, comm_stream=self.links.gathers, label=label
+                storage, axis, inside, device=self.device, comm_stream=self.links.gathers, label=label, form=form
             )
+            rounding = None if form is None else Rounding(None, storage.fetch_first, axis)
         gathered = spec.sharded or (spec.trains and self.plan.shards_optimizer)
         copied = gathered and not spec.spares_host and _worth_copying(spec.params, spec.dtype)
         return FlatBuffer(
@@ -269,7 +301,11 @@ class _States:
             peers=self.links.peers if copied else None,
             replicas=spec.replicas,
             gathered_over=None if storage is None else inside,
+            rounding=rounding,
         )
+
+    def _form(self, bits: int | None) -> BlockFormat | None:
+        return None if bits is None else BlockFormat(bits, self.plan.block)
 
     def _make_gradient(self, buffer: FlatBuffer, spec: BufferSpec) -> GradientBuffer:
         assert spec.replicas is not None
@@ -278,7 +314,17 @@ class _States:
         if links.peers is not None and not spec.spares_host and summed_by_copies(buffer, policy):
             sums = links.sums = links.sums or links.peers.sums()
         storage = self.offload.store.gradient_storage(buffer)
-        return GradientBuffer(buffer, policy, links.reductions, storage, sums)
+        return GradientBuffer(buffer, policy, links.reductions, storage, sums, self._block_sums(buffer))
+
+    def _block_sums(self, buffer: FlatBuffer) -> BlockSums | None:
+        form = self._form(self.plan.gradients.bits)
+        if form is None or buffer.axis.world_size == 1:
+            return None
+        near = self.links.near
+        if near is not None and near[0].world_size * near[1].world_size != buffer.axis.world_size:
+            near = None  # parameters that other processes hold too
+        feedback = None if self.plan.loco is None else Feedback(*self.plan.loco)
+        return BlockSums(buffer.axis, form, near, feedback)
 
 
 def _worth_copying(params: Sequence[nn.Parameter], dtype: torch.dtype | None) -> bool:

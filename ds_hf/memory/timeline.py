@@ -149,7 +149,7 @@ class _Buffer(FlatBuffer):
 
     note: Callable[[Event], None]
 
-    def start_gather(self) -> bool:
+    def start_gather(self, *, exact: bool = False) -> bool:
         if self.state is not BufferState.RELEASED:
             return False
         self.state = BufferState.IN_FLIGHT

@@ -172,6 +172,16 @@ class DsHfOffloadSection:
 
 
 @dataclass(frozen=True)
+class DsHfWireSection:
+    """In how many bits gradients and parameters travel between processes."""
+
+    gradients: Literal[16, 8, 4] | None = None
+    parameters: Literal[16, 8] | None = None
+    block: int = 256
+    first_hop: int | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True)
 class DsHfSection:
     """Settings of ds_hf itself, unknown to DeepSpeed."""
 
@@ -193,6 +203,7 @@ class DsHfSection:
     report: str | None = None
     report_steps: Literal["sampled", "all"] = "sampled"
     stochastic_rounding: bool = True
+    wire: DsHfWireSection = field(default_factory=DsHfWireSection)
 
 
 @dataclass(frozen=True)

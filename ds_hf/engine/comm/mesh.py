@@ -242,6 +242,29 @@ class Mesh:
         """The replicas that have this one's place among their neighbours, ``None`` without hierarchical ZeRO."""
         return None if self.shape.inner is None else self.axis("outer")
 
+    def neighbours(self, size: int) -> tuple[Axis, Axis]:
+        """The replicas in groups of ``size`` neighbours: this process's group, and the processes that have its place
+        in theirs. Collective where it is asked for first.
+
+        Raises:
+            ValueError: the size does not divide the replicas, or an ``mpu`` has made the groups.
+        """
+        if self.inner is not None and self.outer is not None and size == self.shape.inner:
+            return self.inner, self.outer
+        replicas = self.shape.data * self.shape.sequence
+        if replicas % size or self.is_given or self.world.world_size != dist.get_world_size():
+            raise ValueError(f"{replicas} replicas cannot be put into groups of {size}")
+        sizes = {"pipe": self.shape.pipe, "far": replicas // size, "near": size, "tensor": self.shape.tensor}
+        first = [name for name in self._order if name in sizes]
+        sizes = {name: sizes[name] for name in (*first, *(name for name in sizes if name not in first))}
+        for name in ("near", "far"):
+            key = frozenset({name, str(size)})
+            if key not in self._axes:
+                lists = _ranks_along(sizes, frozenset({name}))
+                group, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
+                self._axes[key] = axis_of(group, f"{name} ({size})")
+        return self._axes[frozenset({"near", str(size)})], self._axes[frozenset({"far", str(size)})]
+
     @property
     def sample_rank(self) -> int:
         """Which of the ``shape.data`` shares of the samples this process reads."""

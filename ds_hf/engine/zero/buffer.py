@@ -7,13 +7,15 @@ Invariants
   error and never a read of freed memory. Gathered again, ``full`` refills *the same storage object*, so tensors that
   autograd saved as views of it (``weight.t()``) are valid again in backward.
 - With one process ``full`` *is* ``shard``: gathering attaches views and copies nothing.
+- Where gathers are rounded, ``gather`` gives the model rounded values, the same on all ranks; what is saved, shown to
+  users or written back comes from ``gather_exactly``.
 - Gathers run on the buffer's stream: in flight, ``full`` has its storage, and parameters are as if released. Replicated
   and in flight, after a step, they are guarded (``weight_sync``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -23,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.block_collectives import all_gather_blocks
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.peers import Peers, Region
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
+from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Slot
 from ds_hf.engine.zero.param_names import mark_sharded, unmark
 from ds_hf.engine.zero.replicas import Replicas
@@ -38,6 +42,7 @@ __all__ = [
     "FlatBuffer",
     "ParamHome",
     "ParamStatus",
+    "Rounding",
     "StateHolder",
     "buffers_of",
     "home_of",
@@ -134,6 +139,20 @@ class Hold:
     reports_changes: bool = False
 
 
+class Rounding(NamedTuple):
+    """How a sharded buffer's weights are gathered that travel rounded (qwZ of ZeRO++).
+
+    Attributes:
+        form: the blocks in which shards are gathered; ``None`` where shards between uses are rounded already.
+        exact: gives the exact shard, on the device ...
+        over: ... and the processes whose exact shards are the whole.
+    """
+
+    form: BlockFormat | None
+    exact: Callable[[], Tensor]
+    over: Axis
+
+
 class FullMemory:
     """The memory of all values of a buffer, given back and filled again in the same storage object.
 
@@ -168,6 +187,7 @@ class FlatBuffer:
         replicas: of the parameters, by default the processes of ``axis``.
         gathered_over: the processes whose shards, as ``shard_storage`` gives them, are the whole parameters; default
             ``axis``.
+        rounding: for weights that travel rounded.
     """
 
     _next_id = 0
@@ -185,11 +205,14 @@ class FlatBuffer:
         alignment: int = ALIGNMENT,
         replicas: Replicas | None = None,
         gathered_over: Axis | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         self.params = tuple(params)
         self.owners = self.params  # the model's parameters whose values lie here
         self.axis = axis
         self.gathered_over = gathered_over or axis
+        self.rounding = rounding
+        self._exact = True  # what is gathered
         self.replicas = replicas or Replicas.along(axis)
         shapes = ", ".join(str(tuple(logical_shape(p))) for p in self.params[:3])
         self.labels = Labels.of(f"parameters of shape {shapes}")  # the builder gives it the path of the module
@@ -289,23 +312,30 @@ class FlatBuffer:
 
     # -- gather and release -------------------------------------------------------------------------------------
 
-    def start_gather(self) -> bool:
+    def start_gather(self, *, exact: bool = False) -> bool:
         """Begin to fetch the whole parameters, unless it has begun; collective as ``gather``, which finds them."""
         if self.state is not BufferState.RELEASED:
             return False
         if not self.aliased:
             with self.comm_stream:
                 self._memory.storage.resize_(self.layout.numel * self.dtype.itemsize)
-                self.fill()
+                self.fill(exact=exact)
             self._arrival = self._arrived = self.comm_stream.event(self._arrived)
         self.state = BufferState.IN_FLIGHT
         return True
 
-    def fill(self) -> None:
+    def fill(self, *, exact: bool = False) -> None:
         """Gather the values of all ranks into ``full``, on the communication stream. Collective."""
-        if self.region is None:
+        rounding, full = self.rounding, self._memory.tensor
+        self._exact = exact or rounding is None
+        if rounding is not None and exact:
+            collectives.all_gather(full, rounding.exact(), rounding.over, self.labels.weights)
+        elif rounding is not None and rounding.form is not None:
+            shard = self.shard_storage.fetch()
+            all_gather_blocks(full, shard, self.gathered_over, rounding.form, self.labels.weights)
+        elif self.region is None:
             shard = self.shard_storage.fetch() if self.sharded else self._shard
-            collectives.all_gather(self._memory.tensor, shard, self.gathered_over, self.labels.weights)
+            collectives.all_gather(full, shard, self.gathered_over, self.labels.weights)
         else:
             self.region.gather(*self._copies, self.labels.weights)
 
@@ -321,6 +351,19 @@ class FlatBuffer:
         else:
             mark_arrived(self.params)
             self.state = BufferState.GATHERED
+
+    def gather_exactly(self) -> None:
+        """Make the whole parameters available as the optimizer wrote them, whatever the model computes with. Collective
+        as ``gather``."""
+        if self.rounding is not None and not self.aliased:
+            self.start_gather(exact=True)
+            if not self._exact:
+                wait(self._arrival)
+                with self.comm_stream:
+                    self.fill(exact=True)
+                self._arrival = self._arrived = self.comm_stream.event(self._arrived)
+                wait(self._arrival)
+        self.gather()
 
     def release(self, *, force: bool = False, spare_users: bool = False) -> None:
         """Give the whole parameters' memory back; nothing happens while a ``GatheredParameters`` holds it.
@@ -401,7 +444,7 @@ class FlatBuffer:
         if self.state is not BufferState.RELEASED:
             self.release(force=True)
         if self.hold.count:
-            self.gather()
+            self.gather_exactly()
 
     def check_views(self) -> None:
         """The parameters of a replicated buffer are still where it keeps them.
@@ -456,7 +499,7 @@ class FlatBuffer:
 
     def detach(self) -> None:
         """Make the parameters ordinary tensors again, each with its own whole value. Collective when sharded."""
-        self.gather()
+        self.gather_exactly()
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view.clone()
         for param in self.owners:
@@ -508,7 +551,7 @@ def unshard(buffers: Sequence[FlatBuffer]) -> Iterator[None]:
     """Keep ``buffers`` gathered inside the context. Collective; may be nested, also inside a forward that uses them."""
     for buffer in buffers:
         buffer.hold.release_wanted |= buffer.state is BufferState.RELEASED
-        buffer.gather()
+        buffer.gather_exactly()
         buffer.hold.count += 1
     try:
         yield

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.comm import collectives, peers
+from ds_hf.engine.comm.block_collectives import BlockSums
 from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.zero.buffer import FlatBuffer
@@ -93,7 +94,7 @@ class _Into(NamedTuple):
 
 
 class _Sum:
-    """The sum over ranks of the gradients of one buffer: by a collective, or by copies between GPUs.
+    """The sum over ranks of the gradients of one buffer: by a collective, in blocks, or by copies between GPUs.
 
     Attributes:
         copies: what makes them, ``None`` for collectives.
@@ -105,7 +106,9 @@ class _Sum:
         policy: GradientPolicy,
         comm_stream: CommStream,
         copies: PeerSums | None,
+        blocks: BlockSums | None,
     ) -> None:
+        self._blocks = blocks
         self.copies = copies if summed_by_copies(buffer, policy) else None
         self._buffer, self._policy, self._comm_stream = buffer, policy, comm_stream
         self._others = buffer.replicas.others(buffer.axis)
@@ -116,13 +119,17 @@ class _Sum:
         reads_at_once = into.before is not None or into.hook is not None or not into.storage.adds_in_place
         if reads_at_once:
             self._comm_stream.arrive()
+        what = self._buffer.labels.gradients
+        if self._blocks is not None:
+            factor = policy.scale_before * policy.scale_after
+            return into.add(self._blocks.reduce_scatter(unreduced(), factor=factor, what=what))
         reduced = collectives.reduce_gradient(
             unreduced(),
             self._buffer.axis,
             scatter=not policy.whole,
             scale_before=policy.scale_before,
             scale_after=policy.scale_after,
-            what=self._buffer.labels.gradients,
+            what=what,
             comm_stream=None if reads_at_once else self._comm_stream,
             others=self._others,
         )
@@ -154,6 +161,7 @@ class GradientBuffer:
         comm_stream: on which they are collected and reduced; default the current stream.
         storage: where reduced gradients are kept, by default on the device.
         sums: by copies between GPUs, for shards of large buffers; default by collectives.
+        blocks: sums in blocks, for gradients of which each rank keeps a shard.
     """
 
     def __init__(
@@ -163,6 +171,7 @@ class GradientBuffer:
         comm_stream: CommStream | None = None,
         storage: GradientStorage | None = None,
         sums: PeerSums | None = None,
+        blocks: BlockSums | None = None,
     ) -> None:
         self.buffer = buffer
         self.policy = policy
@@ -170,7 +179,7 @@ class GradientBuffer:
         self.storage: GradientStorage = storage or DeviceGradientStorage(policy.accumulation_dtype)
         self.dtype = _dtype_of(buffer, policy)
         self.alone = buffer.replicas.axis.world_size == 1  # nothing is summed over processes
-        self._sum = _Sum(buffer, policy, self.comm_stream, sums)
+        self._sum = _Sum(buffer, policy, self.comm_stream, sums, blocks)
         self.hook: Hook | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
         self._partial: Tensor | None = None  # the stream's memory

@@ -189,7 +189,7 @@ class UnitHooks:
         """
         for buffer in self.units[0].buffers if not self._kept else ():
             if buffer.sharded:
-                buffer.gather()
+                buffer.gather_exactly()
                 buffer.hold.count += 1
                 self._kept.append(buffer)
 

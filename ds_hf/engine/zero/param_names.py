@@ -67,7 +67,7 @@ def _buffer(param: Tensor) -> FlatBuffer:
 def _all_gather(param: nn.Parameter, param_list: Sequence[nn.Parameter] | None = None, **kwargs: Any) -> None:
     """Make it (or the list) available until ``partition()``. Collective."""
     for each in [param] if param_list is None else param_list:
-        _buffer(each).gather()
+        _buffer(each).gather_exactly()
 
 
 def _all_gather_coalesced(param: nn.Parameter, params: Sequence[nn.Parameter], **kwargs: Any) -> _Gathered:

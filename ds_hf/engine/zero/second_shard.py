@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.block_collectives import spread_blocks
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
+from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.zero.storage import DeviceShardStorage, ShardStorage
 
 __all__ = ["SecondShard"]
@@ -30,6 +32,7 @@ class SecondShard:
         device: where the model computes.
         comm_stream: that of gathers.
         label: of the buffer, in the log of collectives.
+        form: of what is exchanged between the first and the second shards, which then are rounded; default exact.
     """
 
     def __init__(
@@ -41,13 +44,14 @@ class SecondShard:
         device: torch.device,
         comm_stream: CommStream,
         label: str,
+        form: BlockFormat | None = None,
     ) -> None:
         self.apart = second.apart
         self.stays = True
         self._storage, self._axis, self._inner = second, axis, inner
         self._first_storage = DeviceShardStorage(device, torch.device("cpu") if second.apart else device)
         self._device, self._comm_stream = device, comm_stream
-        self._what = f"the weights of {label}"
+        self._what, self._form = f"the weights of {label}", form
         self._first: Tensor | None = None
         self._second: Tensor | None = None
         self._read: Awaited | None = None  # the first shard, by the exchange
@@ -67,6 +71,10 @@ class SecondShard:
     def fetch(self) -> Tensor:
         """The second shard on the device, ``[shard_numel * groups]``."""
         return self._storage.fetch()
+
+    def fetch_first(self) -> Tensor:
+        """The first shard on the device, as the optimizer wrote it."""
+        return self._first_storage.fetch()
 
     @property
     def values(self) -> Tensor:
@@ -94,5 +102,8 @@ class SecondShard:
         if second is None:
             groups = self._axis.world_size // self._inner.world_size
             second = torch.empty(first.numel() * groups, dtype=first.dtype, device=self._device)
-        collectives.spread(second, first, self._axis, self._inner, self._what)
+        if self._form is None:
+            collectives.spread(second, first, self._axis, self._inner, self._what)
+        else:
+            spread_blocks(second, first, self._axis, self._inner, self._form, self._what)
         return second

@@ -1,0 +1,73 @@
+"""What travels in few bits: DeepSpeed's keys and ds_hf's, and combinations that cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_hf.config import load_config
+from ds_hf.config.plan import plan_states
+from ds_hf.errors import ConfigError
+
+LOCO = {"zeropp_loco_param": {}}
+
+
+def config(stage: int, zero: dict[str, Any], wire: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    own = {} if wire is None else {"ds_hf": {"wire": wire}}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, **zero},
+        **own,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "wire", "bits"),
+    [
+        (3, {}, None, (None, None)),
+        (3, {"zero_quantized_weights": True}, None, (8, None)),
+        (3, {"zero_quantized_gradients": True}, None, (None, 4)),
+        (2, {"zero_quantized_gradients": True}, {"gradients": 8}, (None, 8)),
+        (1, {}, {"gradients": 4}, (None, 4)),
+        (3, {"zero_quantized_gradients": True, "zero_quantized_weights": True}, {"gradients": 16}, (8, None)),
+        (3, {"zero_quantized_weights": True}, {"parameters": 16}, (None, None)),
+        (3, {}, {"parameters": 8, "gradients": 8}, (8, 8)),
+    ],
+)
+def test_bits(stage: int, zero: dict[str, Any], wire: dict[str, Any] | None, bits: tuple[int, int]) -> None:
+    plan = plan_states(load_config(config(stage, zero, wire), world_size=4))
+    assert (plan.parameters.bits, plan.gradients.bits) == bits
+    assert (plan.optimizer.bits, plan.loco, plan.first_hop) == (None, None, "auto")
+
+
+def test_feedback_and_hops() -> None:
+    zero = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.5}}
+    plan = plan_states(load_config(config(2, zero, {"first_hop": 4, "block": 512}), world_size=8))
+    assert (plan.loco, plan.first_hop, plan.block) == ((0.5, 1024), 4, 512)
+
+
+@pytest.mark.parametrize(
+    ("tree", "pointer", "words"),
+    [
+        (config(2, {"zero_quantized_weights": True}), "/zero_optimization/zero_quantized_weights", ("stage 2", "3")),
+        (config(0, {"zero_quantized_gradients": True}), "/zero_optimization/zero_quantized_gradients", ("OneBitAdam",)),
+        (config(0, {}, {"gradients": 8}), "/ds_hf/wire/gradients", ("stage 0",)),
+        (config(1, {}, {"parameters": 8}), "/ds_hf/wire/parameters", ("stage 1",)),
+        (config(3, LOCO), "/zero_optimization/zeropp_loco_param", ("zero_quantized_gradients",)),
+        (
+            config(2, {"zero_quantized_gradients": True, **LOCO}, {"gradients": 16}),
+            "/zero_optimization/zeropp_loco_param",
+            ("as they are",),
+        ),
+        (config(2, {}, {"gradients": 8}, gradient_allreduce_op="sum"), "/gradient_allreduce_op", ("mean",)),
+        (config(2, {"mics_shard_size": 2}, {"gradients": 8}), "/ds_hf/wire/gradients", ("zero_hpz_partition_size",)),
+    ],
+)
+def test_what_cannot_work_is_a_fault(tree: dict[str, Any], pointer: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(tree, world_size=4)
+    assert pointer in str(error.value)
+    assert all(word in str(error.value) for word in words)
