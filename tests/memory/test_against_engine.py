@@ -171,14 +171,11 @@ def measured_offloaded() -> list[int]:
     return found
 
 
-def test_peaks_with_activations_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small")
+def test_peaks_with_activations_in_host_memory() -> None:
     """Here the host's memory is the device's, and both are counted."""
     from transformers import LlamaConfig
 
-    monkeypatch.setattr(offload, "LEAST_NBYTES", offload.LEAST_NBYTES)
-    defaults = ActivationOffload.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "in_flight_nbytes", defaults["in_flight_nbytes"])
     peaks = run_distributed(measured_offloaded, 2, timeout=110)
     small_inputs_travel()
     shape = LlamaConfig(**LLAMA, num_hidden_layers=LAYERS)
@@ -204,42 +201,75 @@ def test_a_model_that_checkpoints_nothing_offloads_nothing() -> None:
     assert asked == plain
 
 
-SHARED = [(2, False, 4), (3, True, 4), (3, False, 1)]
+SEQUENCES, LAYERS_OF_TWO = {"sequence_parallel_size": 2}, {"tensor_parallel": {"autotp_size": 2}}
+ALL = {**HOST, "ds_hf": {"tiled_mlp": 4, "chunked_loss": True}}
+SHARED = [  # stage, checkpointing, heads for keys, what else the file has
+    (2, False, 4, SEQUENCES),
+    (3, True, 4, SEQUENCES),
+    (3, False, 1, SEQUENCES),
+    (3, True, 4, SEQUENCES | ALL),
+    (0, False, 4, LAYERS_OF_TWO),
+    (2, True, 2, LAYERS_OF_TWO),
+    (3, True, 4, LAYERS_OF_TWO | ALL),
+]
+
+
+def small_chunks() -> None:
+    chunks._LOGITS_NBYTES, chunks._LEAST_ROWS = 64 << 10, 16
 
 
 def measured_shared() -> list[int]:
-    """Peak bytes on this rank where two processes share each sequence of ``2 * LENGTH`` tokens."""
+    """Peak bytes on this rank where two processes share each sequence of ``2 * LENGTH`` tokens, or layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     streams.UNDER_WAY_NBYTES = 0
+    small_inputs_travel()
+    small_chunks()
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    positions = torch.arange(LENGTH)[None].expand(BATCH, -1) + LENGTH * torch.distributed.get_rank()
+    positions = torch.arange(LENGTH)[None].expand(BATCH, -1)
     found = []
-    for stage, checkpointing, kv_heads in SHARED:
+    for stage, checkpointing, kv_heads, more in SHARED:
         torch.manual_seed(0)
         shape = {**LLAMA, "num_key_value_heads": kv_heads, "attn_implementation": "sdpa"}
         model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=3)).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        batch = {"input_ids": tokens, "labels": tokens, "shift_labels": tokens, "position_ids": positions}
-        found.append(train(model, configuration(stage, "bf16", 1) | {"sequence_parallel_size": 2}, batch))
+        batch = {"input_ids": tokens, "labels": tokens}
+        if "sequence_parallel_size" in more:
+            here = positions + LENGTH * torch.distributed.get_rank()
+            batch |= {"shift_labels": tokens, "position_ids": here}
+        found.append(train(model, configuration(stage, "bf16", 1) | more, batch))
     return found
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks change, here for as long as a test."""
+    for module, name in ((chunks, "_LOGITS_NBYTES"), (chunks, "_LEAST_ROWS"), (offload, "LEAST_NBYTES")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    defaults = ActivationOffload.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "in_flight_nbytes", defaults["in_flight_nbytes"])
+
+
 @pytest.mark.slow
-def test_peaks_where_processes_share_sequences() -> None:
+@pytest.mark.usefixtures("small")
+def test_peaks_where_processes_share_sequences_or_layers() -> None:
     from transformers import LlamaConfig
 
     peaks = run_distributed(measured_shared, 2, timeout=110)
-    for index, (stage, checkpointing, kv_heads) in enumerate(SHARED):
+    small_inputs_travel()
+    small_chunks()
+    for index, (stage, checkpointing, kv_heads, more) in enumerate(SHARED):
+        length = LENGTH * (2 if "sequence_parallel_size" in more else 1)
         shape = LlamaConfig(**{**LLAMA, "num_key_value_heads": kv_heads}, num_hidden_layers=3)
-        predictor = Predictor(shape, Workload(seq_len=2 * LENGTH, gradient_checkpointing=checkpointing))
+        predictor = Predictor(shape, Workload(seq_len=length, gradient_checkpointing=checkpointing))
         predictor.streams = False
-        config = configuration(stage, "bf16", 1) | {"sequence_parallel_size": 2}
-        prediction = predictor.predict(config, world_size=2)
+        prediction = predictor.predict(configuration(stage, "bf16", 1) | more, world_size=2)
         seen = max(rank[index] for rank in peaks)
-        predicted = prediction.device_peak - prediction.device["workspaces"]
-        assert predicted == pytest.approx(seen, rel=0.04), (stage, checkpointing, kv_heads)
+        predicted = prediction.device_peak - prediction.device["workspaces"] + prediction.host.get("activations", 0)
+        within = 0.03 if "sequence_parallel_size" in more else 0.005
+        assert predicted == pytest.approx(seen, rel=within), SHARED[index]
 
 
 TILED = [
@@ -252,8 +282,8 @@ TILED = [
 def measured_tiled() -> list[int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    streams._UNDER_WAY_NBYTES = 0
-    chunks._LOGITS_NBYTES, chunks._LEAST_ROWS = 64 << 10, 16
+    streams.UNDER_WAY_NBYTES = 0
+    small_chunks()
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     found = []
     for stage, checkpointing, own in TILED:
@@ -267,12 +297,12 @@ def measured_tiled() -> list[int]:
 
 
 @pytest.mark.slow
-def test_peaks_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small")
+def test_peaks_with_tiles() -> None:
     from transformers import LlamaConfig
 
-    monkeypatch.setattr(chunks, "_LOGITS_NBYTES", 64 << 10)
-    monkeypatch.setattr(chunks, "_LEAST_ROWS", 16)
     peaks = run_distributed(measured_tiled, 2, timeout=110)
+    small_chunks()
     shape = LlamaConfig(**LLAMA, num_hidden_layers=3)
     for index, (stage, checkpointing, own) in enumerate(TILED):
         predictor = Predictor(shape, Workload(seq_len=LENGTH, gradient_checkpointing=checkpointing))
@@ -280,8 +310,4 @@ def test_peaks_with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         prediction = predictor.predict(configuration(stage, "bf16", 1) | {"ds_hf": own}, world_size=2)
         predicted = prediction.device_peak - prediction.device["workspaces"]
         seen = max(rank[index] for rank in peaks)
-        assert predicted == pytest.approx(seen, rel=0.1), (
-            stage,
-            checkpointing,
-            own,
-        )  # 6.1 % less with tiles at stage 3
+        assert predicted == pytest.approx(seen, rel=0.005), (stage, checkpointing, own)
