@@ -265,6 +265,10 @@ def _create_group(backend: str, where: Rendezvous, init_method: str | None, time
         options["init_method"] = "env://"
     else:
         options["init_method"] = f"tcp://{where.address}:{where.port}"
+    # Imported later, by whichever library, its functions would have the group as a default argument and keep it for
+    # ever, and with it gloo's threads: ``_destroy_at_exit``.
+    import torch.distributed.nn.functional  # noqa: F401
+
     try:
         init_process_group(backend, **options)
     except (RuntimeError, ValueError, OSError) as error:

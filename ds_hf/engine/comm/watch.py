@@ -314,7 +314,8 @@ class Watch:
             return
         self._wake.set()
         self._thread.join(ANSWER_S)  # the interpreter must not end while the thread is inside the store's C++
-        if not self.lives or self._speaks:
+        lives, self._group = self.lives, None  # who holds the group keeps gloo's threads, which must end before Python
+        if not lives or self._speaks:
             return
         error = getattr(sys, "last_value", None)
         ended = "" if error is None else "".join(traceback.format_exception_only(error)).strip()

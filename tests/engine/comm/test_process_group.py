@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from ds_hf.engine.comm import process_group
 from ds_hf.engine.comm.discovery import discover
 from ds_hf.engine.comm.process_group import DistributedError, Rendezvous, find_rendezvous
-from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.distributed import free_port, run_distributed, run_torchrun
 
 LAUNCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 
@@ -170,3 +171,11 @@ def test_worker_threads_end_before_the_interpreter(ending: str, alive: str) -> N
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert done.stdout.strip() == alive, done.stderr
     assert (done.returncode == 0) == (not ending)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are listed where there is /proc")
+def test_threads_of_gloo_end_before_python_does(tmp_path: Path) -> None:
+    """One that frees a tensor when the interpreter is gone aborts the process, one run in hundreds."""
+    run_torchrun(Path(__file__).with_name("ending_script.py"), str(tmp_path), env={"CUDA_VISIBLE_DEVICES": ""})
+    for rank in ("0", "1"):
+        assert "gloo" not in (tmp_path / rank).read_text()
