@@ -14,6 +14,8 @@ from ds_hf.cli.doctor import doctor_command
 from ds_hf.cli.launch import add_run_command
 from ds_hf.cli.memory import SETTINGS, memory_command
 from ds_hf.cli.options import one_name, version_option
+from ds_hf.profile.cli import AS_GIVEN as BEFORE_SCRIPT
+from ds_hf.profile.cli import profile_command
 
 __all__ = ["app"]
 
@@ -44,3 +46,4 @@ add_run_command(app)
 app.command("doctor")(doctor_command)
 app.command("lr-find", context_settings=REST)(lr_find_command)
 app.command("autotune", context_settings=AS_GIVEN, epilog=EXAMPLES)(autotune_command)
+app.command("profile", context_settings=BEFORE_SCRIPT)(profile_command)

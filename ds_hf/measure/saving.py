@@ -21,9 +21,10 @@ import wrapt
 
 from ds_hf.measure.protocol import TRIAL_ENV
 
-__all__ = ["LR_ENV", "SaveGuard", "being_measured", "leave"]
+__all__ = ["LR_ENV", "PROFILE_ENV", "SaveGuard", "being_measured", "leave"]
 
 LR_ENV = "DS_HF_LR_PROBE"
+PROFILE_ENV = "DS_HF_PROFILE"
 
 WRITERS: Mapping[str, tuple[str, ...]] = {
     "torch": ("save",),
@@ -54,8 +55,8 @@ CHANGES: Mapping[str, tuple[tuple[int, int | None], ...]] = {
 
 
 def being_measured() -> bool:
-    """Whether this process runs for ``ds-hf lr-find`` or ``ds-hf autotune``."""
-    return bool(os.environ.get(LR_ENV) or os.environ.get(TRIAL_ENV))
+    """Whether this process runs for ``ds-hf lr-find``, ``ds-hf autotune`` or ``ds-hf profile``."""
+    return any(os.environ.get(name) for name in (LR_ENV, TRIAL_ENV, PROFILE_ENV))
 
 
 def leave(code: int) -> NoReturn:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ds_hf.engine.comm import collectives
 from ds_hf.engine.report.files import POINTER, ReportFile, require_writable
+from ds_hf.engine.report.finisher import Finisher
 from ds_hf.engine.report.header import header_of
 from ds_hf.engine.report.recorder import DeviceRecorder, Recorder
 from ds_hf.engine.report.wiring import Wiring
 from ds_hf.errors import ConfigError
-from ds_hf.log import warn_once
+from ds_hf.log import logger, say, warn_once
+from ds_hf.measure.saving import PROFILE_ENV, SaveGuard, leave
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
 
 __all__ = ["Report", "agree_on_folder", "attach"]
+
+makes_pages = True  # at the end of training; tests that record and do not look switch it off
 
 _active: weakref.ReferenceType[Report] | None = None  # logs of collectives and loaders belong to the process
 
@@ -51,10 +57,14 @@ class Report:
 
     Attributes:
         folder: where the ranks write.
+        told: its words have been shown.
     """
+
+    told = False
 
     def __init__(self, engine: CoreEngine, folder: Path) -> None:
         self.folder = folder
+        self._last = int(os.environ.get(PROFILE_ENV) or 0) or None  # of ds-hf profile: the script ends with this step
         self._file = ReportFile(folder, engine.mesh.world.rank)
         self._file.add(header_of(engine))
         every = engine.settings.ds_hf.report_steps == "all"
@@ -62,12 +72,18 @@ class Report:
             self.recorder: Recorder = DeviceRecorder(self._file, engine.device, every=every)
         else:
             self.recorder = Recorder(self._file, every=every)
+        self._finisher: Finisher | None = None
+        if engine.mesh.world.rank == 0 and makes_pages and not os.environ.get(PROFILE_ENV):
+            self._finisher = Finisher(folder)
         self._wiring = Wiring(engine, self.recorder)
         self._wiring.before(engine, "destroy", self.close)
         self._closed = False
         engine.step_hooks.append(self._after_step)
+        if self._last is not None:
+            self._guard = SaveGuard(lambda what: logger.warning("%s is left out: ds-hf profile saves nothing", what))
         self._at_exit = _Closing(self)
         atexit.register(self._at_exit)
+        self._first = engine.global_steps
         self.recorder.begin(engine.global_steps + 1)
 
     def _after_step(self, engine: CoreEngine) -> None:
@@ -77,19 +93,29 @@ class Report:
         if self._file.fault:
             warn_once(f"{self._file.fault}: nothing more is recorded for the report")
             self.close()
-            return
-        recorder.begin(engine.global_steps + 1)
+        elif self._last is not None and engine.global_steps - self._first >= self._last:
+            self.close()
+            collectives.barrier(engine.mesh.world)
+            leave(0)
+        else:
+            recorder.begin(engine.global_steps + 1)
 
     def close(self) -> None:
-        """Record nothing more; the engine is as without a report."""
+        """Record nothing more, and have the page made; the engine is as without a report."""
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
         self.recorder.finish()
         self._wiring.remove()
         self._file.add({"end": True})
         self._file.close()
+        if self._finisher is not None:
+            self._finisher.finish()
+
+    def words(self) -> str:
+        """Where the time went, as a paragraph, on rank 0; waits for the page, and ends the recording."""
+        self.close()
+        return "" if self._finisher is None else self._finisher.words()
 
 
 class _Closing:
@@ -100,8 +126,8 @@ class _Closing:
 
     def __call__(self) -> None:
         report = self._report()
-        if report is not None:
-            report.close()
+        if report is not None and (words := report.words()) and not report.told:
+            say(words)
 
 
 def attach(engine: CoreEngine, folder: Path) -> Report | None:
@@ -114,5 +140,6 @@ def attach(engine: CoreEngine, folder: Path) -> Report | None:
         warn_once("the report is of the first engine of this process: another one that trains is not recorded")
         return None
     report = Report(engine, folder)
+    engine.__dict__["_ds_report"] = report
     _active = weakref.ref(report)
     return report

@@ -94,7 +94,9 @@ class _RecordedLog(CollectiveLog):
         recorder, inner = self.recorder, super().waiting(wait)
         if not recorder.on:
             return inner
-        key = self._key()
+        key = recorder.number(
+            recorder.keys[self._key()]._replace(operation=f"wait for {self.entries[-1][0]}", nbytes=0)
+        )
 
         def call() -> None:
             turn = recorder.open_collective(key)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ds_hf import Engine, initialize
+from ds_hf.engine.report import attach
 from ds_hf.engine.report.files import rank_path
 from ds_hf.engine.report.spans import Key, Span, self_times
 from tests.helpers.models import TinyLM, token_batches
@@ -59,8 +60,15 @@ def read_rank(folder: Path, rank: int = 0) -> Recorded:
 
 
 def make_engine(
-    stage: int, folder: Path | None, model: nn.Module | None = None, *, ds_hf: dict[str, Any] | None = None, **more: Any
+    stage: int,
+    folder: Path | None,
+    model: nn.Module | None = None,
+    *,
+    ds_hf: dict[str, Any] | None = None,
+    page: bool = False,
+    **more: Any,
 ) -> Engine:
+    attach.makes_pages = page
     section = {"join_blocks": False, **(ds_hf or {})}
     if folder is not None:
         section |= {"report": str(folder), "report_steps": "all"}

@@ -1,0 +1,5 @@
+"""Reads what a run recorded of itself (``ds_hf.report``) and says what limits it.
+
+``load`` reads the ranks' files, ``analysis`` adds up and compares ranks, ``verdict`` puts it into words with the change
+that would help, ``page`` and ``trace`` show it, ``command`` is ``ds-hf profile``.
+"""

@@ -1,0 +1,164 @@
+"""The folder of a report as objects. Files end where a killed run left them; ranks may be missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_hf.engine.report.spans import Key, Span, self_times
+from ds_hf.errors import DsHfError
+
+__all__ = ["Rank", "Run", "StepRecord", "read_run"]
+
+
+@dataclass
+class StepRecord:
+    """One recorded step of one rank.
+
+    Attributes:
+        begin: seconds on the rank's clock. seconds: its length. samples, tokens: of this rank.
+        spans: of the host, or of the stream of the computation; ``beside``: of communication streams.
+        starved: share of the marks at which the GPU had nothing to do.
+    """
+
+    number: int
+    begin: float
+    seconds: float
+    samples: int
+    tokens: int | None
+    spans: list[Span]
+    beside: list[Span]
+    starved: float = 0.0
+
+
+@dataclass
+class Rank:
+    """What one rank recorded.
+
+    Attributes:
+        header: what ran. keys: of the spans. steps: by number. memory: the last step in which it was looked at.
+        ended: training came to its end.
+    """
+
+    number: int
+    header: dict[str, Any]
+    keys: list[Key] = field(default_factory=list)
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+    memory: dict[str, Any] | None = None
+    ended: bool = False
+
+    def own_times(self, step: StepRecord) -> dict[Key, float]:
+        """Own seconds of each key."""
+        found: dict[Key, float] = {}
+        for number, seconds in self_times(step.spans):
+            key = self.keys[number]
+            found[key] = found.get(key, 0.0) + seconds
+        told = sum(found.values())
+        if step.seconds > told:
+            found[_SCRIPT] = found.get(_SCRIPT, 0.0) + step.seconds - told
+        return found
+
+
+_SCRIPT = Key("script", "outside of the engine")
+
+
+@dataclass
+class Run:
+    """All ranks that left something.
+
+    Attributes:
+        world_size: processes that there were.
+    """
+
+    folder: Path
+    ranks: list[Rank]
+
+    @property
+    def first(self) -> Rank:
+        return self.ranks[0]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Of the first rank."""
+        return self.first.header
+
+    @property
+    def world_size(self) -> int:
+        return int(self.header["world_size"])
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without a file."""
+        there = {rank.number for rank in self.ranks}
+        return [number for number in range(self.world_size) if number not in there]
+
+    @property
+    def ended(self) -> bool:
+        return all(rank.ended for rank in self.ranks) and not self.missing
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a folder.
+
+    Raises:
+        DsHfError: there is no report in it, or of another version.
+    """
+    path = Path(folder)
+    files = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else []
+    ranks = [rank for file in files if (rank := _read_rank(file)) is not None]
+    if not ranks:
+        raise DsHfError(
+            f'{path} has no report: a run writes one there with "ds_hf": {{"report": "{path}"}} in its configuration, '
+            "or under ds-hf profile train.py ..."
+        )
+    started = max(rank.header["started"] for rank in ranks)
+    # A run with fewer processes may have been here before: its files are older by more than a start takes.
+    world = max(ranks, key=lambda rank: rank.header["started"]).header["world_size"]
+    ranks = [r for r in ranks if r.header["world_size"] == world and r.number < world]
+    return Run(path, [rank for rank in ranks if started - rank.header["started"] < 3600] or ranks)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines; the last may have been cut off."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                return
+            if isinstance(found, dict):
+                yield found
+
+
+def _read_rank(path: Path) -> Rank | None:
+    rank: Rank | None = None
+    for line in _lines(path):
+        if rank is None:
+            if line.get("header") != 1:
+                raise DsHfError(f"{path} is not of this version of ds_hf: record the run again")
+            rank = Rank(int(line["rank"]), line)
+        elif "keys" in line:
+            rank.keys += [Key(*key) for key in line["keys"].values()]
+        elif "step" in line:
+            rank.steps[int(line["step"])] = StepRecord(
+                int(line["step"]),
+                float(line["begin"]),
+                float(line["seconds"]),
+                int(line["samples"]),
+                line["tokens"],
+                _spans(line["spans"]),
+                _spans(line["beside"]),
+                float(line.get("starved", 0.0)),
+            )
+        elif "memory" in line:
+            rank.memory = line
+        elif "end" in line:
+            rank.ended = True
+    return rank
+
+
+def _spans(given: list[Any]) -> list[Span]:
+    return [Span(key, start * 1e-6, seconds * 1e-6, depth) for key, start, seconds, depth in given]

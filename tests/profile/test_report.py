@@ -1,0 +1,210 @@
+"""The page, the trace and the words that are made of a folder; runs that end too early; a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ds_hf.errors import DsHfError
+from ds_hf.profile.analysis import analyse
+from ds_hf.profile.figures import segments, typical_step
+from ds_hf.profile.load import read_run
+from ds_hf.profile.report import report_html, write_report
+from ds_hf.profile.verdict import judge
+from tests.engine.report.common import make_engine, train
+from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.patience import patient
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SECTIONS = ["What limits it", "From the floor to a step", "A step over the ranks", "Ranks that others wait for",
+            "Over time", "All kinds", "In words"]  # fmt: skip
+
+
+def small_run(folder: Path) -> None:
+    engine = make_engine(3, folder)
+    train(engine, 5)
+    engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report")
+    run_distributed(small_run, 2, path)
+    return path
+
+
+class Checker(HTMLParser):
+    """Whether all tags are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.count: dict[str, int] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.count[tag] = self.count.get(tag, 0) + 1
+        if tag not in ("meta", "br", "wbr"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+
+def test_what_is_written(folder: Path) -> None:
+    verdict = write_report(folder)
+    page = (folder / "report.html").read_text("utf-8")
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert re.findall(r"<h2>([^<]*)</h2>", page)[: len(SECTIONS) + 2] >= ["What limits it"]
+    assert [title for title in re.findall(r"<h2>([^<]*)</h2>", page) if title in SECTIONS] == SECTIONS
+    assert checker.count["svg"] >= 5
+    assert not re.search(r"(src|href)=|https?://", page), "it opens without a network"
+    assert "nan" not in re.sub(r"<title>.*?</title>", "", page)
+    words = (folder / "verdict.txt").read_text("utf-8")
+    assert words.startswith("where the time went (steps 3 to 5, 3 of them recorded):\na step takes ")
+    assert words.rstrip().endswith(f"report: {folder / 'report.html'}")
+    assert verdict.analysis.tokens == 2 * 16
+    assert 0 < (verdict.analysis.mfu or 0) < 1
+
+
+def test_the_trace_has_every_span_of_every_rank(folder: Path) -> None:
+    write_report(folder)
+    events = json.loads((folder / "trace.json").read_text("utf-8"))["traceEvents"]
+    run = read_run(folder)
+    spans = [event for event in events if event["ph"] == "X"]
+    expected = sum(1 + len(rank.steps[number].spans) for rank in run.ranks for number in (3, 4, 5))
+    assert len(spans) == expected
+    assert {event["pid"] for event in spans} == {0, 1}
+    assert min(event["ts"] for event in spans) == 0
+    assert any(event["name"] == "all-gather of the weights of blocks.1" for event in spans)
+
+
+def test_segments_fill_the_step(folder: Path) -> None:
+    run = read_run(folder)
+    analysis = analyse(run)
+    number = typical_step(analysis)
+    assert number in analysis.steps
+    for rank in run.ranks:
+        found = segments(rank, rank.steps[number])
+        assert found[0][2] == 0
+        assert all(before[3] == after[2] for before, after in pairwise(found))
+        assert found[-1][3] == pytest.approx(rank.steps[number].seconds, abs=1e-6)
+    assert sum(analysis.kinds.values()) == pytest.approx(analysis.seconds, rel=1e-3)
+
+
+def test_a_line_that_was_cut_off_and_a_rank_that_is_missing_are_told(folder: Path, tmp_path: Path) -> None:
+    text = (folder / "rank_00000.jsonl").read_bytes()
+    lines = text.splitlines(keepends=True)
+    (tmp_path / "rank_00000.jsonl").write_bytes(b"".join(lines[:-2]) + lines[-2][:40])
+    run = read_run(tmp_path)
+    assert run.missing == [1]
+    assert not run.ended
+    page = report_html(judge(analyse(run)))
+    assert "There is nothing of rank 1." in page
+    assert "The run had not ended" in page
+
+
+def test_a_folder_without_a_report_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(DsHfError, match=r'has no report: a run writes one there with "ds_hf": \{"report"'):
+        read_run(tmp_path)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+@pytest.mark.parametrize("width", [420, 1200])
+def test_in_a_browser(folder: Path, tmp_path: Path, width: int) -> None:
+    """No message in the console, every plot drawn, and nothing wider than the window."""
+    write_report(folder)
+    look = (
+        "<script>const found = [...document.querySelectorAll('svg.chart')].map(svg => ({"
+        "shapes: svg.querySelectorAll('rect,path,circle').length, width: svg.getBoundingClientRect().width,"
+        "height: svg.getBoundingClientRect().height}));"
+        "document.title = JSON.stringify({charts: found, wide: document.documentElement.scrollWidth});</script>"
+    )
+    page = tmp_path / "page.html"
+    page.write_text((folder / "report.html").read_text("utf-8").replace("</body>", f"{look}</body>"), "utf-8")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+               "--enable-logging=stderr", f"--window-size={width},900", "--dump-dom", f"file://{page}"]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=True)
+    assert "CONSOLE" not in found.stderr
+    title = re.search(r"<title>(\{.*?\})</title>", found.stdout)
+    assert title is not None
+    seen = json.loads(title.group(1))
+    assert len(seen["charts"]) >= 5
+    assert all(chart["shapes"] > 2 and chart["width"] > 100 and chart["height"] > 40 for chart in seen["charts"])
+    assert seen["wide"] <= max(width, 500)  # headless windows are no narrower
+
+
+SCRIPT = """
+import sys
+import torch
+import ds_hf
+from tests.helpers.models import TinyLM, token_batches
+from tests.helpers.parity import base_config
+folder, ending = sys.argv[1:]
+engine = ds_hf.initialize(model=TinyLM(), config=base_config(2, ds_hf={"report": folder, "report_steps": "all"}))[0]
+step = 0
+while True:
+    engine.backward(engine(token_batches(1, 16)))
+    engine.step()
+    step += 1
+    if step == 5 and ending == "raise":
+        raise RuntimeError("the script's own fault")
+    if step == 5 and ending == "return":
+        break
+"""
+
+
+def start(folder: Path, ending: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+                   "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(free_port())}  # fmt: skip
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), ending], env=environment, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def wait_for(what: Path, seconds: float) -> None:
+    until = time.monotonic() + patient(seconds)
+    while not what.exists():
+        assert time.monotonic() < until, f"{what} does not come"
+        time.sleep(0.05)
+
+
+def test_a_run_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
+    process = start(tmp_path, "never")
+    file = tmp_path / "rank_00000.jsonl"
+    try:
+        wait_for(file, 60)
+        until = time.monotonic() + patient(60)
+        while file.read_bytes().count(b'{"step"') < 5 and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    wait_for(tmp_path / "verdict.txt", 30)
+    assert "The run had not ended" in (tmp_path / "report.html").read_text("utf-8")
+    assert (tmp_path / "verdict.txt").read_text("utf-8").startswith("where the time went (steps 3 to ")
+
+
+@pytest.mark.parametrize("ending", ["return", "raise"])
+def test_the_end_of_a_run_tells_where_the_time_went(tmp_path: Path, ending: str) -> None:
+    out, errors = start(tmp_path, ending).communicate(timeout=patient(90))
+    assert ("the script's own fault" in errors) == (ending == "raise")
+    assert "where the time went (steps 3 to 5, 3 of them recorded):" in out
+    assert f"report: {tmp_path / 'report.html'}" in out
+    assert "had not ended" not in (tmp_path / "report.html").read_text("utf-8")

@@ -1,0 +1,151 @@
+"""What limits a run, named: one rank's forward, the loader, a slow disk, a slow link. The delays are put in here, and
+are long beside everything else that a busy machine may do."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.offload import aio
+from ds_hf.profile.analysis import Analysis, analyse
+from ds_hf.profile.load import read_run
+from ds_hf.profile.verdict import Finding, Verdict, judge
+from tests.engine.report.common import make_engine, train
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import TinyLM
+
+NAP = 0.12  # seconds
+
+
+def judged(folder: Path) -> tuple[Analysis, Verdict]:
+    analysis = analyse(read_run(folder))
+    return analysis, judge(analysis)
+
+
+def first(verdict: Verdict, kind: str) -> Finding:
+    return next(finding for finding in verdict.findings if finding.kind == kind)
+
+
+def nap(*_: Any) -> None:
+    time.sleep(NAP)
+
+
+def slow_forward(folder: Path, stage: int, slow_rank: int) -> None:
+    engine = make_engine(stage, folder, TinyLM(width=32, depth=3))
+    if dist.get_rank() == slow_rank:
+        engine.module.blocks[1].up.register_forward_pre_hook(nap)
+    train(engine, 6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "slow_rank"), [(2, 1), (3, 0)])
+def test_a_slow_rank_is_named_with_place_and_milliseconds(tmp_path: Path, stage: int, slow_rank: int) -> None:
+    run_distributed(slow_forward, 2, tmp_path, stage, slow_rank)
+    analysis, verdict = judged(tmp_path)
+    worst = analysis.late[0]
+    assert (worst.rank, worst.kind, worst.place) == (slow_rank, "compute", "forward of blocks.1")
+    assert 0.6 * NAP < worst.seconds < analysis.seconds
+    assert worst.share == pytest.approx(worst.seconds / analysis.seconds)
+    late = first(verdict, "late")
+    assert f"rank {slow_rank} takes " in late.text
+    assert "longer than the others at forward of blocks.1" in late.text
+    waited = [traffic.late for traffic in analysis.traffic.values()]
+    assert sum(waited) > 0.2 * NAP, "one of two ranks waits for the other; the mean over ranks is half of it"
+
+
+class Slow(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        nap()
+        return torch.arange(16) % 48
+
+
+def slow_loader(folder: Path) -> None:
+    engine = make_engine(1, folder, TinyLM(width=32, depth=2))
+    batches = iter(DataLoader(Slow(), batch_size=1))
+    for _ in range(6):
+        engine.backward(engine(next(batches)))
+        engine.step()
+    engine.destroy()
+
+
+def test_a_slow_loader_is_named_with_the_workers_that_would_hide_it(tmp_path: Path) -> None:
+    run_distributed(slow_loader, 2, tmp_path)
+    analysis, verdict = judged(tmp_path)
+    assert analysis.kinds["loader"] >= 0.99 * NAP
+    found = first(verdict, "loader")
+    assert found.share == pytest.approx(analysis.kinds["loader"] / analysis.seconds)
+    assert found.text.startswith(f"the loader is waited for {found.seconds * 1e3:.0f} ms, {found.share:.0%} of a step")
+    assert found.option is not None
+    assert found.option[0] == "--dataloader_num_workers"
+    assert int(found.option[1]) >= 1
+    assert found.gain > 1
+
+
+def slow_disk(folder: Path) -> None:
+    wait = aio.Request.wait
+
+    def slowly(request: aio.Request) -> int:
+        time.sleep(0.02)
+        return wait(request)
+
+    aio.Request.wait = slowly  # type: ignore[method-assign]
+    offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder / "disk")}}
+    engine = make_engine(3, folder, TinyLM(width=32, depth=3), zero_optimization=offload)
+    train(engine, 6)
+    engine.destroy()
+    aio.Request.wait = wait  # type: ignore[method-assign]
+
+
+@pytest.mark.skipif(aio.available() is not None, reason=str(aio.available()))
+def test_a_slow_disk_is_named_and_host_memory_offered(tmp_path: Path) -> None:
+    run_distributed(slow_disk, 1, tmp_path)
+    analysis, verdict = judged(tmp_path)
+    found = first(verdict, "offload")
+    assert found.seconds >= 0.02
+    assert "by the disk (" in found.text
+    assert "MiB in" in found.text
+    assert found.changes == {"zero_optimization.offload_optimizer.device": "cpu"}
+    assert verdict.config is not None
+    assert verdict.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert "ds_hf" not in verdict.config or "report" not in verdict.config["ds_hf"]
+    assert analysis.files["write"][0] >= 0.02
+    assert analysis.files["write"][1] > 0
+
+
+def slow_link(folder: Path) -> None:
+    issue = collectives._all_gather
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        work = issue(*args, **kwargs)
+        time.sleep(0.03)  # on every rank: values take as long to come
+        return work
+
+    collectives._all_gather = slowly
+    engine = make_engine(3, folder, TinyLM(width=32, depth=3))
+    train(engine, 5)
+    engine.destroy()
+    collectives._all_gather = issue
+
+
+def test_slow_gathers_are_exposed_and_a_lower_stage_is_predicted_to_help(tmp_path: Path) -> None:
+    run_distributed(slow_link, 2, tmp_path)
+    analysis, verdict = judged(tmp_path)
+    found = verdict.findings[0]
+    assert found.kind == "gather"
+    assert found.share > 0.4
+    assert analysis.traffic["gather"].moving > 0.7 * found.seconds
+    assert found.changes["zero_optimization.stage"] < 3
+    assert found.gain > 1.2
+    assert verdict.config is not None
+    assert verdict.config["zero_optimization"]["stage"] < 3
+    assert f"{found.gain:.2f} x by prediction" in str(found)
