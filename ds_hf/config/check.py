@@ -25,7 +25,7 @@ from ds_hf.config.draft import Draft
 from ds_hf.config.presets import preset_like
 from ds_hf.config.schema import Node, Path, dotted, escape, holds, load_schema, nearest, pointer_of, types_of, walk_for
 
-__all__ = ["check", "check_status", "show"]
+__all__ = ["check", "check_against", "check_status", "show"]
 
 _KINDS = {
     "integer": "an integer",
@@ -49,6 +49,13 @@ def check(draft: Draft) -> None:
     _check_auto(draft)
     for error in _validator().iter_errors(draft.tree):
         _translate(error, draft)
+
+
+def check_against(draft: Draft, schema: Node) -> None:
+    """The same by another schema, without "auto": values, and what becomes of them."""
+    for error in Draft202012Validator(schema).iter_errors(draft.tree):
+        _translate(error, draft)
+    _object(draft, schema, draft.without_faults(), ())
 
 
 @functools.cache

@@ -8,6 +8,7 @@ has moved its graphs are captured again.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -61,6 +62,7 @@ class Decoder:
 
     Attributes:
         last: what the last call did.
+        clock: given each step of a decoding, which it calls; ``None`` to call them at once.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Decoder:
         self.model, self.capture, self.compiled, self.max_length = model, capture, compiled, max_length
         self.settled, self.keep = settled, keep
         self.last = Decoded("transformers")
+        self.clock: Callable[[Callable[[], None]], None] | None = None
         self._steps: OrderedDict[Any, DecodingStep] = OrderedDict()
         self._addresses: tuple[Any, ...] = ()
         self._compiled_call: Callable[..., Any] | None = None
@@ -136,7 +139,7 @@ class Decoder:
             return torch.cat([input_ids, first[:, None].to(input_ids.device)], dim=1)
         compiled = self.compiled and not generation_config.disable_compile
         step = self._begun(model, state, choice, first, finished, new, compiled)
-        taken = _run(step, new - 1)
+        taken = _run(step, new - 1, step if self.clock is None else functools.partial(self.clock, step))
         self.last = Decoded(
             "graph" if step.graph is not None else "static", step.forward is not model, taken, step.mask.shape[1]
         )
@@ -266,16 +269,16 @@ def _prompt(model: Any, input_ids: Tensor, inputs: dict[str, Any]) -> tuple[_Sta
     return state, logits
 
 
-def _run(step: DecodingStep, most: int) -> int:
-    """At most ``most`` steps; how many there were. On a GPU the host looks behind, so a few may be too many."""
+def _run(step: DecodingStep, most: int, call: Callable[[], None]) -> int:
+    """At most ``most`` steps, made by ``call``; how many there were. On a GPU the host looks behind, so a few may be too many."""
     if step.choice.eos is None:
         for _ in range(most):
-            step()
+            call()
         return most
     if step.token.device.type != "cuda":
         taken = 0
         while taken < most and not bool(step.finished.all()):
-            step()
+            call()
             taken += 1
         return taken
     ended = torch.zeros((), dtype=torch.bool, pin_memory=True)
@@ -289,7 +292,7 @@ def _run(step: DecodingStep, most: int) -> int:
             ended.copy_(step.finished.all(), non_blocking=True)
             told = torch.cuda.Event()  # type: ignore[no-untyped-call]
             told.record()
-        step()
+        call()
     return most
 
 
