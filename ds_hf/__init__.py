@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ds_hf.config import Config, load_config
     from ds_hf.deepspeed_api.arguments import add_config_arguments
     from ds_hf.deepspeed_api.engine import Engine
+    from ds_hf.deepspeed_api.inference import init_inference
     from ds_hf.deepspeed_api.initialize import initialize
     from ds_hf.engine.comm.process_group import init_distributed
     from ds_hf.engine.zero.gather import GatheredParameters
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "init_distributed",
+    "init_inference",
     "initialize",
     "load_config",
 ]
@@ -45,6 +47,7 @@ _HOMES = {
     "Init": "ds_hf.engine.zero.init",
     "add_config_arguments": "ds_hf.deepspeed_api.arguments",
     "init_distributed": "ds_hf.engine.comm.process_group",
+    "init_inference": "ds_hf.deepspeed_api.inference",
     "initialize": "ds_hf.deepspeed_api.initialize",
     "load_config": "ds_hf.config",
 }

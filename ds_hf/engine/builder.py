@@ -36,6 +36,7 @@ from ds_hf.engine.parts import make_parts
 from ds_hf.engine.pipeline.module import StageModule
 from ds_hf.engine.probes import trial
 from ds_hf.engine.probes.learning_rate import script as lr_script
+from ds_hf.engine.quantized.settings import quantize_by_settings
 from ds_hf.engine.schedules.build import build_scheduler
 from ds_hf.engine.sparse.models import prepare_attention
 from ds_hf.engine.tensor.divide import divide
@@ -90,6 +91,7 @@ def build_engine(
     monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
     model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
+    quantize_by_settings(settings, model, trains=inner is not None, dtype=plan.parameters.dtype)
     if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
         warn_once(advice)
     parts = make_parts(settings, plan, mesh, model, inner, optimizer_type, whole_batches=isinstance(model, StageModule))

@@ -139,7 +139,8 @@ class Decoder:
             return torch.cat([input_ids, first[:, None].to(input_ids.device)], dim=1)
         compiled = self.compiled and not generation_config.disable_compile
         step = self._begun(model, state, choice, first, finished, new, compiled)
-        taken = _run(step, new - 1, step if self.clock is None else functools.partial(self.clock, step))
+        call = step if self.clock is None else functools.partial(self.clock, step)
+        taken = _run(step, new - 1, call)
         self.last = Decoded(
             "graph" if step.graph is not None else "static", step.forward is not model, taken, step.mask.shape[1]
         )
@@ -270,7 +271,7 @@ def _prompt(model: Any, input_ids: Tensor, inputs: dict[str, Any]) -> tuple[_Sta
 
 
 def _run(step: DecodingStep, most: int, call: Callable[[], None]) -> int:
-    """At most ``most`` steps, made by ``call``; how many there were. On a GPU the host looks behind, so a few may be too many."""
+    """At most ``most`` steps by ``call``; how many there were. On a GPU the host looks behind: it may be a few more."""
     if step.choice.eos is None:
         for _ in range(most):
             call()

@@ -7,6 +7,7 @@ bits -> how it decodes. With ``zero`` an engine without an optimizer holds the w
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.quantized.layers import quantize_layers
+from ds_hf.engine.quantized.settings import choice_of
 from ds_hf.engine.zero.buffer import buffers_of
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError, DsHfError
@@ -65,8 +68,8 @@ class InferenceEngine(nn.Module):
         self.mesh: Any = None
         with torch.no_grad():
             self._prepare(model, config)
-        model.eval()
         self.module = model
+        self.eval()
         on_gpu = compute_device().type == "cuda" and not config.keep_module_on_host
         kernels = bool(config.replace_with_kernel_inject)
         self.decoder: Decoder | None = None
@@ -103,7 +106,8 @@ class InferenceEngine(nn.Module):
             self.zero_engine = _zero_engine(model, config, self.dtype)
             return
         if config.quant_bits is not None:
-            _quantize(model, config, device)
+            model.to(device)
+            _quantize(model, config)
         model.to(device)
 
     # -- computing -------------------------------------------------------------------------------------------------
@@ -141,8 +145,8 @@ class InferenceEngine(nn.Module):
         for tokens in given:
             if isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.shape[1] > self._config.max_out_tokens:
                 raise TooLongError(
-                    f"Input with size {tokens.shape[1]} exceeds maximum length of {self._config.max_out_tokens}. Please "
-                    "increase `max_tokens` in the DeepSpeed Inference Config."
+                    f"Input with size {tokens.shape[1]} exceeds maximum length of {self._config.max_out_tokens}. "
+                    "Please increase `max_tokens` in the DeepSpeed Inference Config."
                 )
 
     # -- times -----------------------------------------------------------------------------------------------------
@@ -164,7 +168,7 @@ class InferenceEngine(nn.Module):
         self.model_profile_enabled = True
 
     def model_times(self) -> list[float]:
-        """Milliseconds of each call of the model (of each token, in ``generate``) since the last time, and forget them.
+        """Milliseconds of each call of the model, of each token in ``generate``, since the last time.
 
         Raises:
             AssertionError: ``profile_model_time`` was not called.
@@ -271,6 +275,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 def _zero_engine(model: nn.Module, config: InferenceConfig, dtype: torch.dtype) -> CoreEngine:
     init_distributed()
     source: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": dict(config.zero)}
+    if config.quant_bits is not None:
+        later = config.quant.weight.post_init_quant
+        source["weight_quantization"] = {"quantized_initialization": _options(config), "post_init_quant": later}
     if dtype is not torch.float32:
         source["bf16" if dtype is torch.bfloat16 else "fp16"] = {"enabled": True}
     return build_engine(
@@ -289,8 +296,26 @@ def _zero_engine(model: nn.Module, config: InferenceConfig, dtype: torch.dtype) 
     )
 
 
-def _quantize(model: nn.Module, config: InferenceConfig, device: torch.device) -> None:
-    raise NotImplementedError
+def _options(config: InferenceConfig) -> dict[str, Any]:
+    """``quantized_initialization`` of what the configuration says of its weights."""
+    weight = config.quant.weight
+    options = {"num_bits": config.quant_bits, "symmetric": weight.q_type == "symmetric"}
+    return {**options, **weight.quantized_initialization}
+
+
+def _quantize(model: nn.Module, config: InferenceConfig) -> None:
+    """By torchao where it is installed and the options are its defaults; else in blocks."""
+    weight = config.quant.weight
+    plain = weight.q_type == "symmetric" and not weight.quantized_initialization and not weight.post_init_quant
+    if plain and compute_device().type == "cuda" and importlib.util.find_spec("torchao") is not None:
+        ao: Any = importlib.import_module("torchao.quantization")
+        kind = ao.Int8WeightOnlyConfig if config.quant_bits == 8 else ao.Int4WeightOnlyConfig
+        ao.quantize_(model, kind())
+        return
+    choose = choice_of(_options(config), weight.post_init_quant, "/quant/weight")
+    assert choose is not None
+    if not quantize_layers(model, choose):
+        log_once(f"init_inference: {type(model).__name__} has no layer to quantize")
 
 
 def _use_kernels(model: Any) -> None:

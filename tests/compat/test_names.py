@@ -34,6 +34,10 @@ deepspeed.accelerator.abstract_accelerator: DeepSpeedAccelerator
 deepspeed.accelerator.real_accelerator: get_accelerator
 deepspeed.checkpointing: configure is_configured checkpoint reset model_parallel_cuda_manual_seed get_cuda_rng_tracker
 deepspeed.checkpointing: partition_activations_in_checkpoint set_num_layers non_reentrant_checkpoint
+deepspeed: init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config inference
+deepspeed.inference: config engine
+deepspeed.inference.config: DeepSpeedInferenceConfig
+deepspeed.inference.engine: InferenceEngine
 deepspeed.zero: unwrap_model_for_generation
 deepspeed.zero: Init GatheredParameters register_external_parameter unregister_external_parameter TiledLinear
 deepspeed.runtime: ZeROOptimizer DeepSpeedOptimizer
@@ -205,11 +209,11 @@ def test_same_objects_under_all_names() -> None:
 
 @pytest.mark.feature("deepspeed names", "a name that ds_hf lacks says so, and what to take instead")
 def test_absent_attribute_says_so_and_stays_absent() -> None:
-    assert not hasattr(deepspeed, "init_inference")
+    assert not hasattr(deepspeed, "DeepSpeedTransformerLayer")
     with pytest.raises(
-        AttributeError, match=r"ds_hf does not provide deepspeed\.init_inference \(yet\), which DeepSpeed"
+        AttributeError, match=r"ds_hf does not provide deepspeed\.DeepSpeedTransformerLayer \(yet\), which DeepSpeed"
     ):
-        _ = deepspeed.init_inference
+        _ = deepspeed.DeepSpeedTransformerLayer
     with pytest.raises(AttributeError, match=r"partition_parameters\.AllGatherHandle \(yet\), which DeepSpeed has"):
         _ = deepspeed.runtime.zero.partition_parameters.AllGatherHandle
     with pytest.raises(AttributeError, match=r"there is no deepspeed\.initialise in .* mean deepspeed\.initialize\?"):
@@ -221,7 +225,7 @@ def test_absent_attribute_says_so_and_stays_absent() -> None:
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("from deepspeed import init_inference", r"Take deepspeed\.initialize without an optimizer"),
+        ("import deepspeed.inference.v2", r"Take deepspeed\.init_inference, to serve many requests vLLM"),
         ("from deepspeed import DeepSpeedTransformerLayer", r"Take the model of transformers"),
         ("import deepspeed.moe.layer", r"Take a mixture-of-experts model of transformers"),
         ("from deepspeed.pipe import DualPipeVModule", r"Take PipelineModule with chunks"),

@@ -65,3 +65,20 @@ def test_minilm_embeds_sentences_as_without_deepspeed(minilm: Path) -> None:
         assert found["error"] < 1e-5
         assert found["bytes"] == 90_852_864
         assert found["shards"] < found["bytes"] / WORLD * 1.01
+
+
+@pytest.mark.slow
+@pytest.mark.feature("generation", "`init_inference` of MiniLM's weights: embeddings in fp32, fp16 and 8 bits")
+def test_minilm_by_init_inference(minilm: Path) -> None:
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    from ds_hf import init_inference
+
+    batch = dict(AutoTokenizer.from_pretrained(minilm)(SENTENCES, padding=True, return_tensors="pt"))
+    exact = AutoModel.from_pretrained(minilm).eval()(**batch).last_hidden_state.mean(1)
+    for dtype, least in (("fp32", 1 - 1e-6), ("fp16", 0.9999), ("int8", 0.998), ("int4", 0.9)):
+        with torch.device("meta"):
+            empty = AutoModel.from_config(AutoConfig.from_pretrained(minilm))
+        engine = init_inference(empty, dtype=dtype, enable_cuda_graph=True, checkpoint=str(minilm))
+        near = torch.nn.functional.cosine_similarity(engine(**batch).last_hidden_state.float().mean(1), exact)
+        assert near.min() >= least, dtype

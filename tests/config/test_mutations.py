@@ -220,7 +220,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/progressive_layer_drop", {"enabled": True}, "not supported"),
     ("/compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "compression"),
     ("/quantize_training", {"enabled": True}, "not supported"),
-    ("/weight_quantization", {"num_bits": 4}, "quantization"),
+    ("/weight_quantization", {"num_bits": 4}, "quantized_initialization", "/weight_quantization/num_bits"),
     ("/sparse_attention", {"mode": "diagonal"}, "bigbird", "/sparse_attention/mode"),
     ("/sparse_attention", {"num_global_blocks": 3}, "multiple of num_global_blocks", SPARSE + "num_global_blocks"),
     ("/sparse_attention", {"num_global_blocks": 0}, "at least 1", SPARSE + "num_global_blocks"),

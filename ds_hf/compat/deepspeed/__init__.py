@@ -14,13 +14,15 @@ from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.accelerator import get_accelerator
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedOptimizer
+from ds_hf.deepspeed_api.inference import DeepSpeedInferenceConfig, default_inference_config, init_inference
 from ds_hf.deepspeed_api.on_device import OnDevice
 from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
 from ds_hf.deepspeed_api.tensor_parallel import set_autotp_mode, tp_model_init
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
+from ds_hf.inference.engine import InferenceEngine
 
 from . import _missing, accelerator, checkpoint, comm, constants, git_version_info, launcher, moe, monitor, ops
-from . import module_inject
+from . import inference, module_inject
 from . import pipe, profiling
 from . import runtime, utils
 from .git_version_info import git_branch as __git_branch__
@@ -44,7 +46,9 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
+    "DeepSpeedInferenceConfig",
     "DeepSpeedOptimizer",
+    "InferenceEngine",
     "OnDevice",
     "PipelineEngine",
     "PipelineModule",
@@ -54,10 +58,13 @@ __all__ = [
     "checkpointing",
     "comm",
     "constants",
+    "default_inference_config",
     "dist",
     "get_accelerator",
     "git_version_info",
+    "inference",
     "init_distributed",
+    "init_inference",
     "initialize",
     "launcher",
     "log_dist",

@@ -1,0 +1,157 @@
+"""``init_inference`` against the model itself: tokens, dtypes, 8 and 4 bits, weights in host memory, times."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ds_hf import init_inference
+from ds_hf.errors import ConfigError
+from ds_hf.inference.engine import InferenceEngine
+from tests.helpers.generating import GREEDY, left_padded, small_model
+
+HOST = {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt2", "t5"])
+@pytest.mark.feature("generation", "`init_inference`: tokens of `generate`, Llama, Qwen3, Mistral, GPT-2, T5")
+def test_tokens_are_the_models(name: str) -> None:
+    model, inputs = small_model(name), left_padded()
+    expected = model.generate(**inputs, **GREEDY).tolist()
+    for options in ({}, {"replace_with_kernel_inject": True}, {"enable_cuda_graph": True}):
+        engine = init_inference(model, dtype=torch.float32, **options)
+        assert isinstance(engine, InferenceEngine)
+        assert engine.module is model
+        assert engine.generate(**inputs, **GREEDY).tolist() == expected
+        engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_for_32_tokens(dtype: str) -> None:
+    model = small_model("llama")
+    engine = init_inference(copy.deepcopy(model), dtype=dtype, replace_with_kernel_inject=True)
+    half = model.to(engine.dtype)
+    settings = {**GREEDY, "max_new_tokens": 32}
+    for param in engine.module.parameters():
+        assert param.dtype == engine.dtype
+    engine.module.model.rotary_emb.to(engine.dtype)  # as .to() has done with the other's
+    assert engine.generate(**left_padded(), **settings).tolist() == half.generate(**left_padded(), **settings).tolist()
+
+
+def test_forward_is_the_models_without_gradients() -> None:
+    model, inputs = small_model("llama"), left_padded()
+    engine = init_inference(model, dtype="fp32")
+    out = engine(**inputs)
+    assert not out.logits.requires_grad
+    assert torch.equal(out.logits, model(**inputs).logits)
+    assert engine.config is model.config  # other names are the model's
+    assert engine.device == model.device
+    assert not engine.training
+
+
+@pytest.mark.feature(
+    "generation", "ZeRO-Inference: stage 3 without an optimizer, weights in host memory, 16, 8, 4 bits"
+)
+def test_weights_in_host_memory() -> None:
+    model, inputs = small_model("qwen3"), left_padded()
+    expected = model.generate(**inputs, **GREEDY).tolist()
+    engine = init_inference(model, dtype="fp32", zero=HOST, replace_with_kernel_inject=True)
+    assert engine.generate(**inputs, **GREEDY).tolist() == expected
+    assert all(param.numel() == 0 for param in model.model.layers.parameters())
+    engine.destroy()
+    for bits in ("int8", "int4"):
+        whole = init_inference(small_model("qwen3", dtype=torch.bfloat16), dtype=bits)
+        host = init_inference(small_model("qwen3", dtype=torch.bfloat16), dtype=bits, zero=HOST)
+        assert torch.equal(host(**inputs).logits, whole(**inputs).logits)
+        host.destroy()
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("int8", 0.55), ("int4", 0.32)])
+def test_weights_of_few_bits_are_small_and_near(dtype: str, share: float) -> None:
+    model, inputs = small_model("llama", dtype=torch.bfloat16), left_padded()
+    whole = sum(p.numel() * 2 for p in model.parameters())
+    exact = model(**inputs).logits.float()
+    engine = init_inference(model, dtype=dtype)
+    assert engine.dtype is torch.bfloat16
+    found = engine(**inputs).logits.float()
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) < share * whole
+    error = (found - exact).norm() / exact.norm()
+    assert 0 < error < (0.1 if dtype == "int8" else 0.7)
+    assert engine.generate(**inputs, **GREEDY).shape[1] == 35
+
+
+def test_prompts_and_answers_that_do_not_fit() -> None:
+    engine = init_inference(small_model("llama"), dtype="fp32", max_out_tokens=20)
+    with pytest.raises(RuntimeError, match="Input with size 30 exceeds maximum length of 20"):
+        engine.generate(**left_padded(length=30), **GREEDY)
+    assert engine.generate(**left_padded(), **GREEDY).shape[1] == 35  # no static cache: the model's own limits
+    engine = init_inference(small_model("llama"), dtype="fp32", max_out_tokens=20, replace_with_kernel_inject=True)
+    with pytest.raises(RuntimeError, match=r"11 tokens and 24 new ones make 35.*raise max_out_tokens"):
+        engine.generate(**left_padded(), **GREEDY)
+
+
+def test_beams() -> None:
+    model, inputs = small_model("llama"), left_padded()
+    settings = {**GREEDY, "num_beams": 2, "max_new_tokens": 5}
+    expected = model.generate(**inputs, **settings).tolist()
+    engine = init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
+    assert engine.generate(**inputs, **settings).tolist() == expected
+    engine = init_inference(model, dtype="fp32", enable_cuda_graph=True)
+    with pytest.raises(NotImplementedError, match=r"num_beams is 2.*remove num_beams, or enable_cuda_graph"):
+        engine.generate(**inputs, **settings)
+
+
+def test_times_of_calls_and_of_tokens() -> None:
+    engine = init_inference(small_model("llama"), dtype="fp32")
+    with pytest.raises(AssertionError, match="model profiling is not enabled"):
+        engine.model_times()
+    engine.profile_model_time()
+    engine(**left_padded())
+    engine(**left_padded())
+    times = engine.model_times()
+    assert len(times) == 2
+    assert all(time > 0 for time in times)
+    assert engine.model_times() == []
+    engine.generate(**left_padded(), **GREEDY)
+    assert len(engine.model_times()) == 24
+    engine.destroy()
+    engine(**left_padded())
+    assert engine._model_times == []
+
+
+def test_transformers_own_caches() -> None:
+    """``cache_implementation`` of a call is transformers' business."""
+    model, inputs = small_model("llama"), left_padded()
+    expected = model.generate(**inputs, **GREEDY).tolist()
+    engine = init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
+    for cache in ("dynamic", "static"):
+        assert engine.generate(**inputs, **GREEDY, cache_implementation=cache).tolist() == expected
+
+
+def test_what_cannot_be_prepared_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"needs a model.*got str"):
+        init_inference("llama")  # type: ignore[arg-type]
+    model = small_model("llama")
+    init_inference(model, dtype="int8")
+    with pytest.raises(ConfigError, match="is quantized already, and would be quantized again"):
+        init_inference(model, dtype="int8")
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"no values.*give checkpoint="):
+        init_inference(empty, dtype="fp32")
+    with pytest.raises(ConfigError, match="zero is stage 2"):
+        init_inference(small_model("llama"), zero={"stage": 2})
+    with pytest.raises(ConfigError, match="both divide the weights"):
+        init_inference(small_model("llama"), zero=HOST, tensor_parallel={"tp_size": 2})
+
+
+def test_a_module_that_is_no_model_of_transformers() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    expected = model(x)
+    engine = init_inference(model, {"dtype": "fp32", "replace_with_kernel_inject": True})
+    assert torch.equal(engine(x), expected)
+    assert not hasattr(engine, "generate")
