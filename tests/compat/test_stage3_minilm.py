@@ -68,7 +68,6 @@ def test_minilm_embeds_sentences_as_without_deepspeed(minilm: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.feature("generation", "`init_inference` of MiniLM's weights: embeddings in fp32, fp16 and 8 bits")
 def test_minilm_by_init_inference(minilm: Path) -> None:
     from transformers import AutoConfig, AutoModel, AutoTokenizer
 
@@ -76,7 +75,7 @@ def test_minilm_by_init_inference(minilm: Path) -> None:
 
     batch = dict(AutoTokenizer.from_pretrained(minilm)(SENTENCES, padding=True, return_tensors="pt"))
     exact = AutoModel.from_pretrained(minilm).eval()(**batch).last_hidden_state.mean(1)
-    for dtype, least in (("fp32", 1 - 1e-6), ("fp16", 0.9999), ("int8", 0.998), ("int4", 0.9)):
+    for dtype, least in (("fp32", 1 - 1e-6), ("fp16", 0.9999), ("int8", 0.998), ("int4", 0.8)):
         with torch.device("meta"):
             empty = AutoModel.from_config(AutoConfig.from_pretrained(minilm))
         engine = init_inference(empty, dtype=dtype, enable_cuda_graph=True, checkpoint=str(minilm))

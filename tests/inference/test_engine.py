@@ -17,7 +17,6 @@ HOST = {"stage": 3, "offload_param": {"device": "cpu"}}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt2", "t5"])
-@pytest.mark.feature("generation", "`init_inference`: tokens of `generate`, Llama, Qwen3, Mistral, GPT-2, T5")
 def test_tokens_are_the_models(name: str) -> None:
     model, inputs = small_model(name), left_padded()
     expected = model.generate(**inputs, **GREEDY).tolist()

@@ -61,7 +61,6 @@ def loaded(folder: str) -> list[Any]:
     return [engine.generate(**left_padded(), **GREEDY).tolist(), model.model.layers[0].mlp.up_proj.weight.shape[0]]
 
 
-@pytest.mark.feature("generation", "`init_inference`, tensor_parallel.tp_size 2: tokens of one process")
 def test_tokens_over_two_processes(tmp_path: Path) -> None:
     first, second = run_distributed(divided, 2, str(tmp_path), timeout=240)
     assert first == second
