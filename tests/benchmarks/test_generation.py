@@ -1,0 +1,27 @@
+"""``benchmarks/generation.py --check``: every way to decode gives the same tokens, with small shapes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "generation.py"
+
+
+@pytest.mark.slow
+def test_every_way_gives_the_same_tokens() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--check"], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "tokens are those of the eager one"
+    rows = [json.loads(line) for line in lines if line.startswith('{"model')]
+    assert [row["engine"] for row in rows] == ["eager", "ds_hf", "graph", "static", "bf16"]
+    assert all(row["ms_a_token"] > 0 for row in rows)
