@@ -4,8 +4,8 @@
     python benchmarks/generation.py --model 13b --place host --engines bf16,int8,int4,accelerate --batch 32 --json FILE
     python benchmarks/generation.py --check        # tiny, on the CPU: every way gives the tokens of the eager one
 
-Weights are random and the same for all, in bf16 (fp32 on a CPU). A token's time is that of ``--new`` tokens less that of
-one, divided by what is between: the prompt does not count. *floor* is the bytes of the weights over what memory
+Weights are random and the same for all, in bf16 (fp32 on a CPU). A token's time is that of ``--new`` tokens less that
+of one, divided by what is between: the prompt does not count. *floor* is the bytes of the weights over what memory
 (``--place device``) or the link (``--place host``) moves a second, measured here by plain copies.
 
 =========== ==================================================================================================
