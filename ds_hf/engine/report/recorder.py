@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ds_hf.engine.monitor.late import HostCopy, later
 from ds_hf.engine.report.files import ReportFile
 from ds_hf.engine.report.spans import Key, Span
 
@@ -258,6 +259,9 @@ class DeviceRecorder(Recorder):
             self._codes.append(CLOSE)
             self._stamp()
 
+    def add_tokens_of(self, count: Any) -> None:
+        super().add_tokens_of(later(count) if isinstance(count, torch.Tensor) else count)
+
     def _is_main(self) -> bool:
         return bool(torch.cuda.current_stream(self._device) == self._main)
 
@@ -318,4 +322,4 @@ class DeviceRecorder(Recorder):
 
 
 def _sum_on_host(tokens: Sequence[Any]) -> int | None:
-    return int(sum(int(each) for each in tokens)) if tokens else None
+    return int(sum(each.item() if isinstance(each, HostCopy) else each for each in tokens)) if tokens else None

@@ -1,0 +1,150 @@
+"""Reports on real GPUs: sums against the wall clock and torch's profiler, what it costs, one rank that is late."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from ds_hf.engine.probes.trial.split import covered
+from ds_hf.engine.report import attach
+from ds_hf.profile.analysis import analyse
+from ds_hf.profile.load import read_run
+from ds_hf.profile.report import write_report
+from tests.gpu.test_overlap import data, engine_of, step
+from tests.helpers.distributed import run_distributed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+TOKENS = 8192
+AWAY = ("nccl", "Memcpy", "barrier_kernel", "sum_parts")
+
+
+def recorded_engine(stage: int, folder: Path | None, **more: Any) -> Any:
+    attach.makes_pages = False
+    section = {} if folder is None else {"ds_hf": {"report": str(folder), "report_steps": "all"}}
+    return engine_of(stage, **section, **more)
+
+
+def device_times(engine: Any, x: Tensor, steps: int) -> tuple[float, float, float]:
+    """Seconds of so many steps: on the wall, in which kernels compute, in which nothing but communication runs."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            step(engine, x)
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - begun
+    kernels = [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA]
+    spans = [(e.time_range.start, e.time_range.end, any(part in e.name for part in AWAY)) for e in kernels]
+    work = covered([(start, end) for start, end, away in spans if not away])
+    both = covered([(start, end) for start, end, _ in spans])
+    return wall, work * 1e-6, (both - work) * 1e-6
+
+
+def against_the_profiler(folder: Path, stage: int) -> tuple[float, float, float, int]:
+    engine = recorded_engine(stage, folder)
+    x = data(TOKENS)
+    for _ in range(4):
+        step(engine, x)
+    first = engine.global_steps + 1
+    found = device_times(engine, x, 8)
+    engine.destroy()
+    return *found, first
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_two)])
+def test_sums_against_the_wall_clock_and_the_profiler(tmp_path: Path, stage: int, ranks: int) -> None:
+    found = run_distributed(against_the_profiler, ranks, tmp_path, stage, backend="nccl", timeout=180)
+    run = read_run(tmp_path)
+    for rank, (wall, work, talk, first) in zip(run.ranks, found, strict=True):
+        steps = [rank.steps[number] for number in range(first, first + 8)]
+        whole = sum(s.seconds for s in steps)
+        own: dict[str, float] = {}
+        for each in steps:
+            for key, seconds in rank.own_times(each).items():
+                own[key.kind] = own.get(key.kind, 0.0) + seconds
+        exposed = own.get("gather", 0.0) + own.get("reduction", 0.0)
+        computing = own.get("compute", 0.0) + own.get("update", 0.0)
+        print(f"stage {stage}, rank {rank.number} of {ranks}: wall {wall:.4f}, steps {whole:.4f}, {own}; "
+              f"profiler: work {work:.4f}, communication alone {talk:.4f}")  # fmt: skip
+        assert whole == pytest.approx(wall, rel=0.03)
+        assert sum(own.values()) == pytest.approx(whole, rel=1e-3)
+        assert abs(exposed - talk) <= 0.03 * whole
+        assert abs(computing - work) <= 0.05 * whole  # gaps between kernels count as computing
+
+
+def cost(folder: Path, stage: int) -> tuple[float, float]:
+    """Median seconds of a step without and with a report, in turns."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(3):
+        for on in (False, True):
+            engine = recorded_engine(stage, folder / str(turn) if on else None)
+            x = data(TOKENS)
+            for _ in range(4):
+                step(engine, x)
+            for _ in range(3):
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                for _ in range(8):
+                    step(engine, x)
+                torch.cuda.synchronize()
+                times[on].append((time.perf_counter() - begun) / 8)
+            engine.destroy()
+            torch.cuda.empty_cache()
+    return statistics.median(times[False]), statistics.median(times[True])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_recording_every_step_costs_a_hundredth_at_most(tmp_path: Path, stage: int) -> None:
+    ((off, on),) = run_distributed(cost, 1, tmp_path, stage, backend="nccl", timeout=180)
+    print(f"stage {stage}: {off * 1e3:.3f} ms without, {on * 1e3:.3f} ms with a report ({on / off - 1:+.2%})")
+    assert on <= 1.01 * off
+
+
+def offloaded(folder: Path) -> None:
+    engine = recorded_engine(3, folder, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    x = data(TOKENS)
+    for _ in range(6):
+        step(engine, x)
+    engine.destroy()
+
+
+def test_offload_is_told_apart_and_the_page_is_made(tmp_path: Path) -> None:
+    run_distributed(offloaded, 1, tmp_path, backend="nccl", timeout=120)
+    verdict = write_report(tmp_path)
+    kinds = verdict.analysis.kinds
+    print("\n".join(verdict.lines()))
+    assert kinds.get("update", 0.0) + kinds.get("offload", 0.0) > 0
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert (
+        verdict.analysis.run.header["matrix_rate"] > 1e14 or "H" not in verdict.analysis.run.header["facts"]["device"]
+    )
+
+
+def late_rank(folder: Path) -> None:
+    engine = recorded_engine(2, folder)
+    if dist.get_rank() == 1:
+        engine.module.blocks[3].register_forward_pre_hook(lambda *_: (torch.cuda.synchronize(), time.sleep(0.05))[0])
+    x = data(TOKENS)
+    for _ in range(6):
+        step(engine, x)
+    engine.destroy()
+
+
+@needs_two
+def test_a_late_rank_is_named(tmp_path: Path) -> None:
+    run_distributed(late_rank, 2, tmp_path, backend="nccl", timeout=120)
+    worst = analyse(read_run(tmp_path)).late[0]
+    assert (worst.rank, worst.place) == (1, "forward of blocks.3")
+    assert 0.03 < worst.seconds < 0.08
