@@ -54,6 +54,9 @@ Recompute = Annotated[
 Attention = Annotated[str | None, typer.Option("--attention", help="sdpa, eager, flash_attention_2, ...")]
 Sequence = Annotated[int | None, typer.Option("--sp", min=1, help="Processes that share each sequence (Ulysses).")]
 Tensor = Annotated[int | None, typer.Option("--tp", min=1, help="Processes that share each layer (AutoTP).")]
+Pipe = Annotated[
+    int | None, typer.Option("--pp", min=1, help="Stages of a pipeline; the one that takes most is shown.")
+]
 Offload = Annotated[
     bool,
     typer.Option(
@@ -86,6 +89,7 @@ def memory_command(
     attention: Attention = None,
     sp: Sequence = None,
     tp: Tensor = None,
+    pp: Pipe = None,
     offload_activations: Offload = False,
     tiles: Tiles = False,
     longest: Longest = False,
@@ -114,6 +118,7 @@ def memory_command(
         offload_activations=offload_activations,
         tensor_parallel=tp,
         tiles=tiles,
+        pipeline_stages=pp,
     )
     try:
         host = None if host_memory is None else parse_bytes(host_memory)
@@ -134,6 +139,12 @@ def _tensor(subject: Subject) -> int:
     """Processes that share each layer."""
     section = subject.config.get("tensor_parallel") or {}
     return int(max(section.get("autotp_size", 0), (section.get("tp") or {}).get("tp_size", 1), 1))
+
+
+def _stages(subject: Subject) -> int:
+    """Stages of a pipeline."""
+    stages = (subject.config.get("pipeline") or {}).get("stages")
+    return stages if isinstance(stages, int) else 1
 
 
 def _this_device() -> str:
@@ -164,6 +175,7 @@ def _as_json(subject: Subject, machine: Machine, table: list[Row]) -> dict[str, 
         "world_size": machine.world_size,
         "sequence_parallel_size": subject.config.get("sequence_parallel_size", 1),
         "tensor_parallel_size": _tensor(subject),
+        "pipeline_stages": _stages(subject),
         "device_memory": machine.device_memory,
         "host_memory": machine.host_memory,
         "notes": subject.notes,
@@ -213,6 +225,8 @@ def _title(subject: Subject, machine: Machine, table: list[Row]) -> Text:
         processes += f", {shared} to a sequence,"
     if (shared := _tensor(subject)) > 1:
         processes += f", {shared} to a layer,"
+    if (stages := _stages(subject)) > 1:
+        processes += f", {stages} stages,"
     return Text.assemble(
         (type(subject.predictor.model).__name__, "bold"),
         f": {_count(total)} parameters{trains}; micro-batch {batch} x {workload.seq_len} tokens; {processes} with "
@@ -254,7 +268,7 @@ def _print_parts(console: Console, row: Row, prediction: Prediction) -> None:
     console.print(
         Text.assemble(
             (f"stage {row.stage}, offload {row.offload}" if row.offload != "-" else f"stage {row.stage}", "bold"),
-            f": each process, at the peak (in {prediction.moment})",
+            f": each process{_which(prediction)}, at the peak (in {prediction.moment})",
         )
     )
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -271,6 +285,15 @@ def _print_parts(console: Console, row: Row, prediction: Prediction) -> None:
             after = " (before training)" if name == "loading" else ""
             grid.add_row(Text("" if index else place, "bold"), name + after, _gib(size))
     console.print(grid)
+
+
+def _which(prediction: Prediction) -> str:
+    """The stage of a pipeline that takes most, and what each takes."""
+    if not prediction.stages:
+        return ""
+    totals = [stage.device_total for stage in prediction.stages]
+    listed = ", ".join(map(_gib, totals))
+    return f" of stage {totals.index(max(totals))} of the pipeline (GPU of each stage: {listed} GiB)"
 
 
 def _count(parameters: int) -> str:

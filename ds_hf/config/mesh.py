@@ -33,6 +33,7 @@ __all__ = [
     "given_claims",
     "is_sequence_mpu",
     "mesh_shape",
+    "refuse_beside_pipelines",
     "require_features",
 ]
 
@@ -279,6 +280,16 @@ def require_features(claims: Sequence[Claim]) -> None:
     """
     if faults := _missing_features(claims):
         raise ConfigError(faults, "arguments")
+
+
+def refuse_beside_pipelines(config: Config, claims: Sequence[Claim]) -> None:
+    """Refuse what does not go together with the stages of a pipeline.
+
+    Raises:
+        ConfigError: with all of it.
+    """
+    if faults := _beside_pipelines(config, [*_file_claims(config), *claims]):
+        raise ConfigError(faults, config.source)
 
 
 def _missing_features(claims: Sequence[Claim]) -> list[Fault]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.comm.mesh import compute_device
+from ds_hf.engine.pipeline.holes import PLAN, Skip, Swapped, is_tied, layers_of, parts_of, with_holes
 from ds_hf.engine.pipeline.topology import ProcessTopology
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
@@ -25,20 +26,6 @@ from ds_hf.errors import ConfigError
 __all__ = ["TransformersPipeline"]
 
 _WHERE = "PipelineModule.from_transformers(...)"
-_PLAN = ("embed_tokens", "layers", "norm")
-
-
-class _Skip(nn.Module):
-    """Stands for what another stage has: passes hidden states on."""
-
-    def __init__(self, like: nn.Module | None = None) -> None:
-        super().__init__()
-        kind = getattr(like, "attention_type", None)  # some models choose the mask by it
-        if kind is not None:
-            self.attention_type = kind
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
 
 
 class TransformersPipeline(PipelineModule):
@@ -73,12 +60,11 @@ class TransformersPipeline(PipelineModule):
         chunks: int = 1,
     ) -> None:
         model, folder = _shell(model_or_config)
-        base, head = _parts(model)
+        base, head = parts_of(model)
         self.__dict__.update(_model=model, _base=base, _head=head, _folder=folder, _dtype=dtype)
-        layers = [base.embed_tokens, *base.layers, base.norm, *([getattr(model, head)] if head else ())]
         self.config, self.generation_config = model.config, getattr(model, "generation_config", None)
         super().__init__(
-            layers,
+            layers_of(model),
             num_stages,
             topology,
             loss_fn or self._loss,
@@ -95,21 +81,21 @@ class TransformersPipeline(PipelineModule):
         self.layer_ids = [index for start, stop in self._bounds for index in range(start, stop)]
         blocks, here = list(base.layers), set(self.layer_ids)
         norm, count = base.norm, len(blocks)
-        tied = head is not None and _is_tied(model, head)
+        tied = head is not None and is_tied(model, head)
         ends = {self.stage_owner(0), self.stage_owner(count + 2)} if tied else set()
         embeds = 0 in here or self.stage_id in ends
-        made: list[nn.Module] = [child for name, child in base.named_children() if name not in _PLAN]
+        made: list[nn.Module] = [child for name, child in base.named_children() if name not in PLAN]
         made += [base.embed_tokens] if embeds else []
         made += [block for index, block in enumerate(blocks, 1) if index in here]
         made += [norm] if count + 1 in here else []
         if head is not None and count + 2 in here:
             made.append(getattr(model, head))
         elif head is not None:
-            setattr(model, head, _Skip())
-        self._holes = [self._with_holes(blocks, norm, *bounds) for bounds in self._bounds]
-        base.layers, base.norm = self._with_holes(blocks, norm, None, None)
+            setattr(model, head, Skip())
+        self._holes = [with_holes(blocks, norm, range(*bounds)) for bounds in self._bounds]
+        base.layers, base.norm = with_holes(blocks, norm, here)
         if not embeds:
-            base.embed_tokens = _Skip()
+            base.embed_tokens = Skip()
         for name, child in model.named_children():
             self.add_module(name, child)
         self._no_split_modules = sorted(getattr(model, "_no_split_modules", None) or ())
@@ -127,14 +113,6 @@ class TransformersPipeline(PipelineModule):
                 tie_over_stages(base.embed_tokens.weight, "the tied embedding", sorted(ends))
         self.is_checkpointable_results = []
         self.set_checkpoint_interval(self.activation_checkpoint_interval)
-
-    def _with_holes(
-        self, blocks: list[nn.Module], norm: nn.Module, start: int | None, stop: int | None
-    ) -> tuple[nn.ModuleList, nn.Module]:
-        """Blocks and norm, where those that are not of the given layers, or of this stage, pass on."""
-        here = set(self.layer_ids) if start is None or stop is None else set(range(start, stop))
-        kept = [block if index in here else _Skip(block) for index, block in enumerate(blocks, 1)]
-        return nn.ModuleList(kept), norm if len(blocks) + 1 in here else _Skip()
 
     def _fill(self, made: list[nn.Module], *, ties: bool) -> None:
         """Give values to what is on the meta device: initial ones, then those of the files.
@@ -155,12 +133,12 @@ class TransformersPipeline(PipelineModule):
     @torch.no_grad()
     def _check_passes_on(self) -> None:
         """Without layers the model has to give what it was given: else each stage would do something of its own."""
-        blocks = nn.ModuleList(_Skip(block) for block in self._base.layers)
+        blocks = nn.ModuleList(Skip(block) for block in self._base.layers)
         param = next(self._base.parameters(), None)
         size = self.config.get_text_config().hidden_size
         dtype = torch.float32 if param is None else param.dtype
         hidden = torch.linspace(-1, 1, 2 * size, device=compute_device()).view(1, 2, size).to(dtype)
-        with self._as(blocks, _Skip()):
+        with self._as(blocks, Skip()):
             found = self._run_base(None, hidden, ())
         if found.shape != hidden.shape or not torch.equal(found, hidden):
             raise ConfigError(
@@ -171,8 +149,8 @@ class TransformersPipeline(PipelineModule):
 
     # -- forward --------------------------------------------------------------------------------------------------
 
-    def _as(self, blocks: nn.ModuleList, norm: nn.Module) -> _Swapped:
-        return _Swapped(self._base, blocks, norm)
+    def _as(self, blocks: nn.ModuleList, norm: nn.Module) -> Swapped:
+        return Swapped(self._base, blocks, norm)
 
     def forward(self, forward_input: Any) -> Any:
         """The present chunk. Of the last stage the logits, ``[batch, length, vocabulary]``."""
@@ -240,20 +218,6 @@ class TransformersPipeline(PipelineModule):
         )
 
 
-class _Swapped:
-    """Inside, the model has these blocks and this norm."""
-
-    def __init__(self, base: nn.Module, blocks: nn.ModuleList, norm: nn.Module) -> None:
-        self.base, self.inside = base, {"layers": blocks, "norm": norm}
-
-    def __enter__(self) -> None:
-        self.before = {name: self.base._modules[name] for name in self.inside}
-        self.base._modules.update(self.inside)
-
-    def __exit__(self, *error: object) -> None:
-        self.base._modules.update(self.before)
-
-
 # -- models and their files ----------------------------------------------------------------------------------------
 
 
@@ -274,31 +238,6 @@ def _shell(given: Any) -> tuple[Any, Path | str | None]:
     with torch.device("meta"):
         made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         return made, folder
-
-
-def _parts(model: Any) -> tuple[Any, str | None]:
-    """The base model, whose plan is that of most decoders, and the name of the head."""
-    base = model.base_model
-    plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None) or {}
-    fits = tuple(plan) == _PLAN and all(hasattr(base, name) for name in _PLAN)
-    if not fits:
-        found = f"its base_model_pp_plan is {', '.join(plan)}" if plan else "it has no base_model_pp_plan"
-        raise ConfigError(
-            f"{type(model).__name__}: {found}, and not {', '.join(_PLAN)}: write its layers as LayerSpecs", _WHERE
-        )
-    others = [(name, child) for name, child in model.named_children() if child is not base]
-    heads = [name for name, child in others if any(True for _ in child.parameters())]
-    known = set(getattr(model, "_pp_plan", None) or ())
-    if len(heads) > 1 or not set(heads) <= known:
-        raise ConfigError(f"{', '.join(heads)} of {type(model).__name__} are in no plan for pipelines", _WHERE)
-    return base, heads[0] if heads else None
-
-
-def _is_tied(model: Any, head: str) -> bool:
-    embedding, output = model.base_model.embed_tokens.weight, getattr(model, head).weight
-    if embedding is output:
-        return True
-    return bool(embedding.is_meta and model.config.get_text_config().tie_word_embeddings)
 
 
 def _load(module: nn.Module, folder: Path | str, prefix: str) -> None:

@@ -63,6 +63,7 @@ class Prediction:
         disk: parts on NVMe.
         micro_batch, world_size: what it was predicted for.
         streamed_share: of the states in host memory, the share that the GPU updates.
+        stages: of a pipeline, each stage; this is the one that takes most.
     """
 
     device: Mapping[str, int]
@@ -74,6 +75,7 @@ class Prediction:
     micro_batch: int
     world_size: int
     streamed_share: float = 0.0
+    stages: tuple[Prediction, ...] = ()
 
     @property
     def device_peak(self) -> int:
@@ -97,7 +99,7 @@ class Prediction:
 
     def as_json(self) -> dict[str, Any]:
         """Plain numbers, all in bytes."""
-        return {
+        found = {
             "micro_batch": self.micro_batch,
             "world_size": self.world_size,
             "device": {
@@ -110,3 +112,4 @@ class Prediction:
             "host": {"total": self.host_total, "pinned": self.pinned, "parts": dict(self.host)},
             "disk": {"total": self.disk_total, "parts": dict(self.disk)},
         }
+        return found | ({"stages": [stage.as_json() for stage in self.stages]} if self.stages else {})

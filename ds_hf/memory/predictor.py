@@ -20,17 +20,20 @@ import torch
 from torch import nn
 
 from ds_hf.config import load_config
-from ds_hf.config.mesh import mesh_shape
+from ds_hf.config.mesh import TOPOLOGY, Claim, mesh_shape, refuse_beside_pipelines
 from ds_hf.config.optimizer_traits import Traits, traits_of
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine.casting import set_buffer_dtypes
+from ds_hf.engine.pipeline.division import Division
+from ds_hf.engine.pipeline.schedule import in_flight
 from ds_hf.engine.tensor.divide import divide_without_values
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.memory.divided import divided_sequences, part_of
 from ds_hf.memory.models import build, example_inputs, positions_of, with_length, without_values
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
 from ds_hf.memory.pricing import DEVICE_MEMORY, Costs, price
+from ds_hf.memory.stages import Stage, division_of
 from ds_hf.memory.timeline import Sharding, Timeline, between, record
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ class Predictor:
         with _quiet():
             _set_checkpointing(self._model, self.workload.gradient_checkpointing)
         self._timelines: dict[Any, Timeline] = {}
+        self._divisions: dict[tuple[int, int], Division] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -82,12 +86,14 @@ class Predictor:
         Raises:
             ConfigError: the configuration has faults.
             UnpredictableError: the model does not run without values.
+
+        Of a pipeline (``pipeline.stages``) the stage that takes most; ``Prediction.stages`` has all.
         """
         settings = _settings(config)
         plan = plan_states(settings)
         batch = micro_batch or _micro_batch(settings, world_size) or self.workload.micro_batch
         costs = self._costs(settings, world_size, device_memory)
-        return price(self._timeline(settings, plan, batch), plan, costs, micro_batch=batch)
+        return _priced(self._recordings(settings, plan, batch), settings, plan, costs, batch)
 
     def predict_each(
         self, config: Any, micro_batches: Sequence[int], *, world_size: int = 1, device_memory: int = DEVICE_MEMORY
@@ -100,12 +106,12 @@ class Predictor:
         settings = _settings(config)
         plan, costs = plan_states(settings), self._costs(settings, world_size, device_memory)
         low, high = min(micro_batches), max(micro_batches)
-        first, last = self._timeline(settings, plan, low), self._timeline(settings, plan, high)
+        first, last = self._recordings(settings, plan, low), self._recordings(settings, plan, high)
 
-        def at(batch: int) -> Timeline:
-            return first if batch == low else between(first, last, (batch - low) / (high - low))
+        def at(batch: int) -> Recordings:
+            return first if batch == low else _between(first, last, (batch - low) / (high - low))
 
-        return {batch: price(at(batch), plan, costs, micro_batch=batch) for batch in micro_batches}
+        return {batch: _priced(at(batch), settings, plan, costs, batch) for batch in micro_batches}
 
     def largest_micro_batch(self, config: Any, *, world_size: int = 1, device_memory: int, exact: bool = True) -> int:
         """Most samples that fit ``device_memory`` bytes; 0 if not even one does.
@@ -118,10 +124,10 @@ class Predictor:
         settings = _settings(config)
         plan, costs = plan_states(settings), self._costs(settings, world_size, device_memory)
 
-        def fits(timeline: Timeline, batch: int) -> bool:
-            return price(timeline, plan, costs, micro_batch=batch).device_total <= device_memory
+        def fits(recordings: Recordings, batch: int) -> bool:
+            return _priced(recordings, settings, plan, costs, batch).device_total <= device_memory
 
-        return _largest(lambda batch: self._timeline(settings, plan, batch), fits, _LIMIT, exact=exact)
+        return _largest(lambda batch: self._recordings(settings, plan, batch), fits, _LIMIT, exact=exact)
 
     def longest_sequence(
         self,
@@ -150,12 +156,11 @@ class Predictor:
         step = _STEP * settings.sequence_parallel_size
         most = min(_LONGEST, positions_of(self._model) or _LONGEST) // step
 
-        def fits(timeline: Timeline, steps: int) -> bool:
-            found = price(timeline, plan, costs, micro_batch=batch)
-            return found.device_total <= device_memory
+        def fits(recordings: Recordings, steps: int) -> bool:
+            return _priced(recordings, settings, plan, costs, batch).device_total <= device_memory
 
-        def recorded(steps: int) -> Timeline:
-            return self._timeline(settings, plan, batch, steps * step)
+        def recorded(steps: int) -> Recordings:
+            return self._recordings(settings, plan, batch, steps * step)
 
         return step * _largest(recorded, fits, most, exact=exact) if most else 0
 
@@ -166,11 +171,14 @@ class Predictor:
         traits = traits_of(optimizer)
         with_momentum = optimizer.lower() == "sgd" and params.get("momentum")
         plan = plan_states(settings)
-        tensor = _tensor(settings)
-        if plan.inner is not None or settings.sequence_parallel_size * tensor > 1:
-            mesh_shape(settings, world_size)  # refuses groups that do not divide the processes
+        tensor, pipe = _tensor(settings), _pipe(settings)
+        if plan.inner is not None or settings.sequence_parallel_size * tensor * pipe > 1:
+            # refuses groups that do not divide the processes, and what does not go together with stages
+            layers = [Claim("pipe", pipe, "pipeline.stages", TOPOLOGY)] if pipe > 1 else []
+            mesh_shape(settings, world_size, layers)
+            refuse_beside_pipelines(settings, layers)
         return Costs(
-            world_size=world_size,
+            world_size=world_size // pipe,
             moments=1 if with_momentum else traits.moments,
             accumulation_steps=_accumulation(settings, world_size),
             source_itemsize=max((p.element_size() for p in self._model.parameters()), default=4),
@@ -186,6 +194,7 @@ class Predictor:
             streamed_share=self._streamed_share(settings, traits),
             device_memory=device_memory,
             tensor=tensor,
+            pipe=pipe,
         )
 
     def _streamed_share(self, settings: Config, traits: Traits) -> float | Literal["auto"]:
@@ -197,7 +206,13 @@ class Predictor:
             return 0.0
         return own.stream
 
-    def _timeline(self, settings: Config, plan: StatePlan, batch: int, length: int | None = None) -> Timeline:
+    def _recordings(self, settings: Config, plan: StatePlan, batch: int, length: int | None = None) -> Recordings:
+        """A timeline for each stage of the pipeline, or one."""
+        return tuple(self._timeline(settings, plan, batch, length, stage) for stage in range(_pipe(settings)))
+
+    def _timeline(
+        self, settings: Config, plan: StatePlan, batch: int, length: int | None = None, stage: int = 0
+    ) -> Timeline:
         sharding = Sharding(False, joins=plan.joins_blocks)
         if plan.shards_parameters:
             zero = settings.zero_optimization
@@ -213,16 +228,52 @@ class Predictor:
         leaf = settings.zero_optimization.leaf_module
         processes, length = settings.sequence_parallel_size, length or self.workload.seq_len
         tensor = _tensor(settings)
-        key = (batch, length, processes, tensor, plan.parameters.dtype, sharding, leaf, settings.data_types)
+        cut = (_pipe(settings), settings.ds_hf.pipeline.chunks, stage)
+        recomputes = cut[0] > 1 and settings.pipeline.activation_checkpoint_interval > 0
+        kind = (plan.parameters.dtype, sharding, leaf, settings.data_types)
+        key = (batch, length, processes, tensor, *kind, cut, recomputes)
         if key not in self._timelines:
             workload = _of_part(self.workload, batch, length, processes)
             model = copy.deepcopy(self._model)
             if tensor > 1:
                 divide_without_values(model, tensor, settings.tensor_parallel)
+            if recomputes:
+                with _quiet():
+                    _set_checkpointing(model, True)
+            if cut[0] > 1:
+                model = Stage(model, self._division(*cut[:2]), stage)
             mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
             with divided_sequences(model, processes):
                 self._timelines[key] = _recorded(_cast(model, settings, plan), workload, sharding)
         return self._timelines[key]
+
+    def _division(self, stages: int, chunks: int) -> Division:
+        """The layers of each stage."""
+        if (stages, chunks) not in self._divisions:
+            self._divisions[stages, chunks] = division_of(self._model, stages, chunks)
+        return self._divisions[stages, chunks]
+
+
+Recordings = tuple[Timeline, ...]
+
+
+def _priced(recordings: Recordings, settings: Config, plan: StatePlan, costs: Costs, batch: int) -> Prediction:
+    """Of one process, or of one of the stage that takes most."""
+    if len(recordings) == 1:
+        return price(recordings[0], plan, costs, micro_batch=batch)
+    chunks, found = settings.ds_hf.pipeline.chunks, []
+    for stage, timeline in enumerate(recordings):
+        try:
+            kept = in_flight(costs.accumulation_steps, len(recordings), stage, chunks)
+        except ValueError as error:
+            raise UnpredictableError(f"ds_hf.pipeline.chunks is {chunks}: {error}") from error
+        found.append(price(timeline, plan, dataclasses.replace(costs, in_flight=kept), micro_batch=batch))
+    most = max(found, key=lambda each: each.device_total)
+    return dataclasses.replace(most, stages=tuple(found))
+
+
+def _between(first: Recordings, last: Recordings, share: float) -> Recordings:
+    return tuple(between(one, other, share) for one, other in zip(first, last, strict=True))
 
 
 def _device_share(settings: Config) -> float:
@@ -249,7 +300,7 @@ def _of_part(workload: Workload, batch: int, length: int, processes: int) -> Wor
 
 
 def _largest(
-    recorded: Callable[[int], Timeline], fits: Callable[[Timeline, int], bool], limit: int, *, exact: bool
+    recorded: Callable[[int], Recordings], fits: Callable[[Recordings, int], bool], limit: int, *, exact: bool
 ) -> int:
     """The largest number up to ``limit`` whose timeline fits, 0 if not even 1: looked for between two recordings."""
     if not fits(recorded(1), 1):
@@ -270,12 +321,14 @@ def _largest(
     return low
 
 
-def _guess(first: Timeline, last: Timeline, bounds: tuple[int, int], fits: Callable[[Timeline, int], bool]) -> int:
+def _guess(
+    first: Recordings, last: Recordings, bounds: tuple[int, int], fits: Callable[[Recordings, int], bool]
+) -> int:
     """The largest micro-batch that fits if memory is linear between ``bounds``, of which only the lower one fits."""
     low, high = bounds
     while high - low > 1:
         middle = (low + high) // 2
-        guess = between(first, last, (middle - bounds[0]) / (bounds[1] - bounds[0]))
+        guess = _between(first, last, (middle - bounds[0]) / (bounds[1] - bounds[0]))
         low, high = (middle, high) if fits(guess, middle) else (low, middle)
     return low
 
@@ -367,9 +420,15 @@ def _tensor(settings: Config) -> int:
     return max(section.autotp_size, section.tp.tp_size, 1)
 
 
+def _pipe(settings: Config) -> int:
+    """Stages of a pipeline."""
+    stages = settings.pipeline.stages
+    return stages if isinstance(stages, int) else 1
+
+
 def _micro_batch(settings: Config, world_size: int) -> int | None:
     """Of the batch triple, as far as it is given."""
-    world_size //= settings.sequence_parallel_size * _tensor(settings)
+    world_size //= settings.sequence_parallel_size * _tensor(settings) * _pipe(settings)
     micro = settings.train_micro_batch_size_per_gpu
     if micro is not None:
         return int(micro)
@@ -379,7 +438,7 @@ def _micro_batch(settings: Config, world_size: int) -> int | None:
 
 
 def _accumulation(settings: Config, world_size: int) -> int:
-    world_size //= settings.sequence_parallel_size * _tensor(settings)
+    world_size //= settings.sequence_parallel_size * _tensor(settings) * _pipe(settings)
     if settings.gradient_accumulation_steps is not None:
         return int(settings.gradient_accumulation_steps)
     if settings.train_batch_size is None or settings.train_micro_batch_size_per_gpu is None:

@@ -36,7 +36,7 @@ class Costs:
     """What else must be known to price a timeline.
 
     Attributes:
-        world_size: processes.
+        world_size: processes; of a pipeline those of one stage.
         moments: full-size tensors of state that the optimizer keeps.
         accumulation_steps: micro-batches to a step.
         source_itemsize: bytes an element of the model as it was loaded.
@@ -50,6 +50,8 @@ class Costs:
             (``ds_hf.offload.stream``); ``"auto"``: as the engine decides with a fast link.
         device_memory: bytes of the whole device, which that depends on.
         tensor: processes that share each layer.
+        pipe: stages of a pipeline.
+        in_flight: micro-batches whose activations are kept at once.
     """
 
     world_size: int
@@ -66,6 +68,8 @@ class Costs:
     streamed_share: float | Literal["auto"] = 0.0
     device_memory: int = DEVICE_MEMORY
     tensor: int = 1
+    pipe: int = 1
+    in_flight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,15 +123,17 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     peak = _Peak()
     share, streamed = _streamed(timeline, sizes, plan, costs)
     base = _resident(timeline, sizes, costs) | {"states on their way": streamed.slots}
+    base["activations in flight"] = round((costs.in_flight - 1) * timeline.kept)  # beside those of one micro-batch
     _initialize(timeline, sizes, costs, peak)
     _Run(timeline, sizes, plan, costs, base, peak).play()
     parts = {name: nbytes for name, nbytes in peak.parts.items() if nbytes}
     host, disk = _elsewhere(timeline, sizes, plan, costs)
     kept = sum(nbytes for name, nbytes in host.items() if name != "loading")
     unusable = SEGMENT + int(SPLIT * peak.total)
-    outside = {"CUDA context": CONTEXT, "allocator": unusable} | ({"NCCL": NCCL} if costs.world_size > 1 else {})
+    processes = costs.world_size * costs.pipe
+    outside = {"CUDA context": CONTEXT, "allocator": unusable} | ({"NCCL": NCCL} if processes > 1 else {})
     pinned = kept if costs.pinned else 0
-    return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, costs.world_size, share)
+    return Prediction(parts, peak.moment, outside, host, pinned, disk, micro_batch, processes, share)
 
 
 def _states_here(timeline: Timeline, plan: StatePlan, costs: Costs) -> list[bool]:
@@ -194,7 +200,10 @@ def _shards(spec: BufferSpec, plan: StatePlan, costs: Costs) -> int:
 
 
 def _replicas(spec: BufferSpec, costs: Costs) -> int:
-    """Processes that hold the same values: all, but of parts that tensor parallelism has cut."""
+    """Processes that hold the same values: all of the stage, but of parts that tensor parallelism has cut; of what two
+    stages hold those of both."""
+    if spec.label:
+        return 2 * costs.world_size
     return costs.world_size if spec.replicas is None else costs.world_size // costs.tensor
 
 

@@ -27,7 +27,8 @@ class Request:
     Attributes:
         config: file or preset.
         micro_batch, seq_len, checkpointing, attention: of the workload.
-        sequence_parallel, tensor_parallel, offload_activations, tiles: put into the configuration, whatever it says.
+        sequence_parallel, tensor_parallel, pipeline_stages, offload_activations, tiles: put into the configuration,
+            whatever it says.
         load_weights: for scripts, see ``rehearse``.
     """
 
@@ -41,6 +42,7 @@ class Request:
     offload_activations: bool = False
     tensor_parallel: int | None = None
     tiles: bool = False
+    pipeline_stages: int | None = None
 
     @property
     def recomputes(self) -> bool | None:
@@ -53,6 +55,8 @@ class Request:
             config["sequence_parallel_size"] = self.sequence_parallel
         if self.tensor_parallel is not None:
             config["tensor_parallel"] = {**(config.get("tensor_parallel") or {}), "autotp_size": self.tensor_parallel}
+        if self.pipeline_stages is not None:
+            config["pipeline"] = {**(config.get("pipeline") or {}), "stages": self.pipeline_stages}
         if self.offload_activations:
             section = config.get("activation_checkpointing")
             config["activation_checkpointing"] = {**(section or {}), "cpu_checkpointing": True}
@@ -90,6 +94,7 @@ class Subject:
             )
         config, notes = _configuration(request.config)
         request.put_into(config)
+        notes += _of_stages(config)
         workload = Workload(
             micro_batch=request.micro_batch or 1,
             seq_len=request.seq_len or DEFAULT_LENGTH,
@@ -111,6 +116,7 @@ def _of_script(script: Path, arguments: Sequence[str], request: Request) -> Subj
     learned = rehearse(script, arguments, load_weights=request.load_weights)
     config, notes = _configuration(request.config or learned.config)
     request.put_into(config)
+    notes += _of_stages(config)
     predictor = Predictor(learned.model, _workload(script, learned, request, notes))
     return Subject(predictor, config, True, notes)
 
@@ -137,6 +143,17 @@ def _workload(script: Path, learned: Learned, request: Request, notes: list[str]
         optimizer=learned.optimizer or "AdamW",
         inputs=inputs or None,
     )
+
+
+def _of_stages(config: dict[str, Any]) -> list[str]:
+    stages = (config.get("pipeline") or {}).get("stages")
+    batch = [config.get(name) for name in ("train_batch_size", "gradient_accumulation_steps")]
+    if not isinstance(stages, int) or stages < 2 or any(isinstance(size, int) for size in batch):
+        return []
+    return [
+        f"no gradient_accumulation_steps: taken for 1 micro-batch a step, so {stages} stages never have several in "
+        "flight; give a configuration"
+    ]
 
 
 def _configuration(source: Any) -> tuple[dict[str, Any], list[str]]:

@@ -23,7 +23,7 @@ from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_units
 from ds_hf.engine.zero.reduction import Reducer
-from ds_hf.engine.zero.replicas import Replicas
+from ds_hf.engine.zero.replicas import Replicas, is_tied_over_stages
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.memory.kernels import AsOnCuda
 from ds_hf.memory.offloaded import offload_of
@@ -34,6 +34,7 @@ __all__ = ["Event", "Sharding", "Step", "Timeline", "between", "record"]
 _META = torch.device("meta")
 _ALONE = Axis(None, 0, 1)
 _WHOLE, _CUT = Replicas(_ALONE, 1), Replicas(_ALONE, 2)  # of cut parameters fewer processes are replicas: apart
+_TIED = Replicas(_ALONE, 1, tied="tied")  # of those that two stages of a pipeline hold more
 _POLICY = GradientPolicy(
     whole=False,
     every_micro_batch=True,
@@ -113,6 +114,11 @@ class Timeline:
     steps: list[Step] = field(default_factory=list)
     activations_on_host: int = 0
 
+    @property
+    def kept(self) -> int:
+        """Bytes that live from forward to backward."""
+        return next(sum(step.before) for step in self.steps if step.event is Event.BACKWARD)
+
     def note(self, event: Event, buffer: int, live: Sequence[int]) -> None:
         """An event; ``live`` bytes by kind."""
         self.steps.append(Step(event, buffer, tuple(live), tuple(live)))
@@ -189,6 +195,8 @@ class _Gradient(GradientBuffer):
 
 
 def _replicas(param: nn.Parameter) -> Replicas:
+    if is_tied_over_stages(param):
+        return _TIED
     return _CUT if is_cut(param) else _WHOLE
 
 
@@ -316,7 +324,9 @@ def _stand_in(
             buffer.device = torch.device("cpu")  # where the reducer makes the little it needs
             buffer.note = noter(len(timeline.buffers))
             unit.buffers.append(buffer)
-            timeline.buffers.append(replace(spec, params=(), replicas=None if spec.replicas == _WHOLE else _CUT))
+            timeline.buffers.append(
+                replace(spec, params=(), replicas=None if spec.replicas == _WHOLE else spec.replicas)
+            )
             if spec.trains:
                 gradient = _Gradient(buffer, _POLICY)
                 gradient.note = buffer.note

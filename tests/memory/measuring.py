@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_hf import initialize
 
-__all__ = ["LiveStorages", "train"]
+__all__ = ["LiveStorages", "count_states", "train"]
 
 _SMALL = 512
 
@@ -54,7 +54,7 @@ def train(model: nn.Module, config: dict[str, Any], batch: dict[str, Tensor]) ->
     peaks = []
     for _ in range(2):
         tracker = LiveStorages()
-        _count_states(tracker, engine)
+        count_states(tracker, engine)
         with tracker:
             _step(engine, config, batch)
         peaks.append(tracker.peak)
@@ -70,7 +70,8 @@ def _step(engine: Any, config: dict[str, Any], batch: dict[str, Tensor]) -> None
         engine.step()
 
 
-def _count_states(tracker: LiveStorages, engine: Any) -> None:
+def count_states(tracker: LiveStorages, engine: Any) -> None:
+    """Count what the engine keeps all the time."""
     for unit in engine.units:
         for buffer in unit.buffers:
             tracker.add(buffer.full)

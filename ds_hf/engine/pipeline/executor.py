@@ -54,7 +54,7 @@ class Outcome:
 
     Attributes:
         losses: of each micro-batch, or what the last layer gave without a loss; on the last stage alone.
-        outputs: of the last micro-batch, before the loss.
+        outputs: of the last micro-batch, before the loss; in evaluation alone.
         further: sums of the module's additional losses, by name.
     """
 
@@ -207,7 +207,7 @@ class Executor:
             with autocast_of(self.engine.plan, self.engine.device):
                 outputs = self.module(inputs)
             if self._is_last(work):
-                outcome.outputs = outputs
+                outcome.outputs = None if torch.is_grad_enabled() else outputs
                 outputs = self._loss(outputs, items, work, compute_loss=compute_loss)
                 outcome.losses.append(_detached(outputs))
                 for name, value in (self.module.get_additional_losses() or {}).items():

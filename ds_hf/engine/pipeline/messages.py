@@ -159,7 +159,8 @@ class Link:
             self._finish_oldest()
 
     def _make_room(self) -> None:
-        while len(self._under_way) >= self.window:
+        """Let go of what has arrived; wait where too much is under way."""
+        while self._under_way and (len(self._under_way) >= self.window or _arrived(self._under_way[0])):
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -178,6 +179,10 @@ class Link:
         self.log("send" if call is dist.isend else "receive", self.what, tensor)
         group, tag = (self.group.flags, _FLAG) if flags else (self.group.data, _DATA)
         return call(tensor, self.peer, group=group, tag=tag)
+
+
+def _arrived(messages: Sequence[tuple[Any, Tensor]]) -> bool:
+    return all(work.is_completed() for work, _ in messages)
 
 
 class Links:

@@ -7,6 +7,7 @@ is ``one_forward_one_backward`` or, where a stage has several chunks of the mode
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ __all__ = [
     "SendGrad",
     "TrainSchedule",
     "Work",
+    "in_flight",
     "interleaved",
     "one_forward_one_backward",
 ]
@@ -81,6 +83,12 @@ def interleaved(micro_batches: int, stages: int, stage: int, chunks: int) -> lis
     for index in range(total - ahead):
         order += [work(ahead + index, forward=True), work(index, forward=False)]
     return order + [work(index, forward=False) for index in range(total - ahead, total)]
+
+
+def in_flight(micro_batches: int, stages: int, stage: int, chunks: int = 1) -> float:
+    """Of how many micro-batches a stage keeps activations at once; of those in one of its chunks, that part."""
+    order = interleaved(micro_batches, stages, stage, chunks)
+    return max(itertools.accumulate(1 if work.forward else -1 for work in order)) / chunks
 
 
 # -- DeepSpeed's instructions -------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from ds_hf.config.plan import Over
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.zero.cut import is_cut
 
-__all__ = ["Replicas", "replicas_of", "sum_over_tensor", "tie_over_stages"]
+__all__ = ["Replicas", "is_tied_over_stages", "replicas_of", "sum_over_tensor", "tie_over_stages"]
 
 _STAGES = "_ds_stages"  # of a parameter that several stages of a pipeline hold: what it is called, and the stages
 
@@ -115,3 +115,8 @@ _SUMMED = "_ds_summed_over_tensor"
 def tie_over_stages(param: Tensor, name: str, stages: Sequence[int]) -> None:
     """The parameter is in a module that all of ``stages`` hold, where it is called ``name``."""
     setattr(param, _STAGES, (name, tuple(stages)))
+
+
+def is_tied_over_stages(param: Tensor) -> bool:
+    """Whether several stages of a pipeline hold the parameter."""
+    return len(getattr(param, _STAGES, ("", ()))[1]) > 1
