@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -216,7 +217,9 @@ class PipelineEngine(Engine):
 
     def _pull(self, iterator: Iterator[Any] | None, count: int, *, compare: bool) -> list[Any]:
         reads = self.is_first_stage() or self.is_last_stage()
-        return pull(iterator, count, self.batch_fn, self.mesh, self.device, reads=reads, compare=compare)
+        own = self.training_dataloader if compare else None
+        which = partial(_taken, own) if isinstance(own, ShardedLoader) else None
+        return pull(iterator, count, self.batch_fn, self.mesh, self.device, reads=reads, compare=compare, which=which)
 
     # -- batches --------------------------------------------------------------------------------------------------
 
@@ -391,6 +394,12 @@ class PipelineEngine(Engine):
             "lr_range_test() of a pipeline: it calls forward and backward of the engine, which are parts of "
             "train_batch() here; find the rate with a smaller model without stages"
         )
+
+
+def _taken(loader: ShardedLoader) -> Any:
+    """Which items a loader of the engine's has given: their indices follow from it, whatever the values are."""
+    dataset: Any = loader.dataset
+    return [loader.state_dict(), len(dataset) if hasattr(dataset, "__len__") else -1]
 
 
 def _shapes(value: Any) -> Any:

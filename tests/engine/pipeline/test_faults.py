@@ -18,7 +18,7 @@ from ds_hf import initialize
 from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec
 from ds_hf.errors import ConfigError, LossError, PipelineError
 from ds_hf.measure.protocol import TRIAL_ENV
-from tests.engine.pipeline.models import Embedding, batches, cross_entropy, pairs, pipeline
+from tests.engine.pipeline.models import VOCAB, Embedding, batches, cross_entropy, pairs, pipeline
 from tests.helpers.distributed import free_port, run_distributed
 from tests.helpers.patience import patient
 
@@ -138,6 +138,12 @@ def on_two_stages() -> dict[str, str]:
     found["no data"] = refused(engine.train_batch, PipelineError)
     engine.train_batch(pairs(tokens[3]))  # training goes on
     found["steps after"] = str(engine.global_steps)
+    engine.destroy()
+    for name, count in (("other values", 16), ("other lengths", 16 - rank)):  # of a loader of ours the order decides
+        data = [((ids + rank) % VOCAB, ids) for ids in batches(1, 16)[0][:, 0, 0]][:count]
+        engine, *_ = initialize(model=pipeline(False), config=CONFIG, training_data=data)
+        found[name] = refused(engine.train_batch, PipelineError)
+        engine.destroy()
     return found
 
 
@@ -160,6 +166,8 @@ def test_what_cannot_work_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         assert "its data-parallel group is [0, 1], and that of the topology [0]" in found["mpu"]
         assert "num_stages (3) must divide distributed world size (2)" in found["stages"]
         assert "read different items" in found["other items"]
+        assert found["other values"] == ""
+        assert "read different items" in found["other lengths"]
         assert "the data end after 2 of 4 micro-batches" in found["end"]
         assert found["steps"] == "1"
         assert "was given none" in found["no data"]
