@@ -44,7 +44,8 @@ def data_of(folder: Path) -> tuple[Any, Any, Any]:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
             train, held_out = (make_dataset(part, tokenizer, TOKENS, folder / "cache") for part in (False, True))
         dist.barrier()
-    return tokenizer, train.with_format("torch"), held_out.with_format("torch")
+    # The loader of a pipeline gives samples in order.
+    return tokenizer, train.shuffle(seed=42).with_format("torch"), held_out.with_format("torch")
 
 
 def held_out_loss(engine: Any, samples: Any, size: int) -> float:
