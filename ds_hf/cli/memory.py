@@ -74,6 +74,14 @@ DeviceMemory = Annotated[
 ]
 HostMemory = Annotated[str | None, typer.Option("--host-memory", help="Memory of one host; not checked by default.")]
 PerHost = Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of processes that share a host.")]
+Inference = Annotated[
+    bool,
+    typer.Option(
+        "--inference",
+        help="What generating takes: --micro-batch prompts, --seq-len tokens with the answer; "
+        "--config is that of init_inference.",
+    ),
+]
 Weights = Annotated[bool, typer.Option("--load-weights", help="Let the script load its weights.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; all figures are bytes.")]
 
@@ -93,6 +101,7 @@ def memory_command(
     offload_activations: Offload = False,
     tiles: Tiles = False,
     longest: Longest = False,
+    inference: Inference = False,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     gpus_per_host: PerHost = _PER_HOST,
@@ -107,6 +116,9 @@ def memory_command(
     from ds_hf.memory.subject import Request, Subject
     from ds_hf.memory.table import Machine, parse_bytes, rows
 
+    if inference:
+        _inference(target, config, micro_batch or 1, seq_len, tp, device_memory, attention, as_json)
+        return
     request = Request(
         config,
         micro_batch,
@@ -133,6 +145,65 @@ def memory_command(
         print(json.dumps(_as_json(subject, machine, table), indent=2))
     else:
         _print(subject, machine, table)
+
+
+def _inference(
+    target: str,
+    config: str | None,
+    batch: int,
+    length: int | None,
+    tp: int | None,
+    device_memory: str | None,
+    attention: str | None,
+    as_json: bool,
+) -> None:
+    """A row for each dtype, on the GPU and in host memory."""
+    from ds_hf.inference.config import load_inference_config
+    from ds_hf.memory.inference import predict_inference
+    from ds_hf.memory.models import build
+    from ds_hf.memory.prediction import UnpredictableError, Workload
+    from ds_hf.memory.table import parse_bytes
+
+    try:
+        device = parse_bytes(device_memory or _this_device())
+        settings = load_inference_config(config, {})
+        size = tp or settings.tensor_parallel.tp_size
+        tokens = length or settings.max_out_tokens
+        dtypes = [settings.dtype] if "dtype" in settings.given else ["fp32", "bf16", "int8", "int4"]
+        needs = []
+        places = [bool(settings.zero)] if "zero" in settings.given else [False, True] if size == 1 else [False]
+        for dtype in dtypes:
+            for offload in places:
+                model = build(target, Workload(micro_batch=batch, seq_len=tokens, attention=attention))
+                half = max(tokens // 2, 1)
+                needs.append(
+                    predict_inference(
+                        model, dtype, batch=batch, prompt=half, new=tokens - half, tp=size, offload=offload
+                    )
+                )
+    except (UnpredictableError, ConfigError) as error:
+        complain(error)
+        raise typer.Exit(1) from None
+    if as_json:
+        rows = [{**need.as_json(), "fits": need.device_total <= device} for need in needs]
+        print(json.dumps({"batch": batch, "tokens": tokens, "tensor_parallel_size": size, "rows": rows}, indent=2))
+        return
+    console = Console(highlight=False)
+    head = f"generating: {batch} x {tokens} tokens, half of them the prompt; {size} process{'es' if size > 1 else ''}"
+    console.print(f"{head} with {_gib(device)} GiB each", soft_wrap=True)
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    grid.add_column("weights")
+    grid.add_column("in")
+    for name in ("weights", "cache", "prompt", "GPU", "host", ""):
+        grid.add_column(name, justify="right" if name else "left")
+    for need in needs:
+        fits = need.device_total <= device
+        parts = [_gib(need.device[name]) for name in ("weights", "cache", "prompt")]
+        host = _gib(need.host) if need.host else "-"
+        where = "host memory" if need.offload else "GPU"
+        verdict = "fits" if fits else "too large"
+        grid.add_row(need.dtype, where, *parts, _gib(need.device_total), host, verdict, style="" if fits else "dim")
+    console.print(grid)
 
 
 def _tensor(subject: Subject) -> int:

@@ -11,6 +11,7 @@ from ds_hf.autotune.lr.cli import REST, lr_find_command
 from ds_hf.cli.checkpoint import checkpoint_app
 from ds_hf.cli.config import config_app
 from ds_hf.cli.doctor import doctor_command
+from ds_hf.cli.generate import generate_command
 from ds_hf.cli.launch import add_run_command
 from ds_hf.cli.memory import SETTINGS, memory_command
 from ds_hf.cli.options import one_name, version_option
@@ -42,6 +43,7 @@ def common(version: Annotated[bool, version_option()] = False) -> None:
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("memory", context_settings=SETTINGS)(memory_command)
+app.command("generate")(generate_command)
 add_run_command(app)
 app.command("doctor")(doctor_command)
 app.command("lr-find", context_settings=REST)(lr_find_command)
