@@ -31,8 +31,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from ds_hf.config.types.root import OriginKind
-
 if TYPE_CHECKING:
     from ds_hf.config.types import Config
 
@@ -199,7 +197,7 @@ def plan_states(config: Config) -> StatePlan:
         communication_dtype=dtype_name(_communication_dtype(config, parameter_dtype)),
         narrow_modules=safe if autocast else (),
         autocast=autocast,
-        whole_below=zero.stage3_param_persistence_threshold if _is_set(config, _PERSISTENCE) else 0,
+        whole_below=zero.stage3_param_persistence_threshold if config.is_given(_PERSISTENCE) else 0,
         whole_in_all=zero.stage3_model_persistence_threshold,
         may_split_masters=config.ds_hf.split_masters is not False
         and not narrow
@@ -259,12 +257,6 @@ def _communication_dtype(config: Config, parameter_dtype: str | None) -> str | N
         return config.communication_data_type
     given = config.seq_parallel_communication_data_type
     return None if given == "fp32" and parameter_dtype is None else given
-
-
-def _is_set(config: Config, pointer: str) -> bool:
-    """The value was given: DeepSpeed's default would keep the whole of a small model on every rank."""
-    origin = config.provenance.get(pointer)
-    return origin is not None and origin.kind not in (OriginKind.DEFAULT, OriginKind.AUTO)
 
 
 def _device(name: str | None) -> str:

@@ -46,6 +46,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     _schedule(config, draft)
     _elasticity(config, draft)
     _sparse_attention(config, draft)
+    _hybrid_engine(config, draft)
 
 
 def _precision(config: Config, draft: Draft) -> None:
@@ -293,6 +294,18 @@ def _sparse_attention(config: Config, draft: Draft) -> None:
     if config.ds_hf.sparse_attention is False:
         message = "read by scripts only, which build SparseSelfAttention of it: the engine changes no attention"
         draft.warn(base, message, 'for a model of transformers add "ds_hf": {"sparse_attention": true}')
+
+
+def _hybrid_engine(config: Config, draft: Draft) -> None:
+    """Tensor parallelism in generation alone, and settings of a section that is off."""
+    section, base = config.hybrid_engine, "/hybrid_engine"
+    if section.enabled and section.inference_tp_size not in (1, config.tensor_parallel.autotp_size):
+        message = f"layers are shared by {section.inference_tp_size} processes in generation alone"
+        fix = f'set "tensor_parallel": {{"autotp_size": {section.inference_tp_size}}}, or remove it'
+        draft.fault(f"{base}/inference_tp_size", message, fix)
+    if section.enabled and section.enable_cuda_graph and section.release_inference_cache:
+        message = "no effect: release_inference_cache gives the graph back after each call, which captures it anew"
+        draft.warn(f"{base}/enable_cuda_graph", message, "remove one of the two")
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ds_hf.config import load_config
 from ds_hf.config.mesh import MODEL_TOPOLOGY, TOPOLOGY, Claim, divides_layers, given_claims
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
-from ds_hf.engine import activations, progress, tiling
+from ds_hf.engine import activations, generation, progress, tiling
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
 from ds_hf.engine.comm.mpu import check_same_groups
@@ -163,6 +163,7 @@ def _attach(engine: CoreEngine, *, compiled: bool) -> None:
         compare_first_batch(engine.module, engine.mesh)
     activations.attach(engine)
     tiling.attach(engine)
+    generation.attach(engine)
     progress.attach(engine)
     if compiled or engine.settings.ds_hf.compile:
         engine.compile()

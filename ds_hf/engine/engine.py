@@ -112,9 +112,7 @@ class CoreEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, under ``torch.autocast`` if the configuration says so and not under a caller's;
         floating-point inputs are cast to its dtype where that is 16-bit."""
-        self._require_alive()
-        if "lp_params" in self.parking.names:
-            raise DsHfError(_PARKED)
+        self._require_weights()
         self.hooks.reset()
         if self.compute_dtype is not None:
             args, kwargs = cast_floats(args, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
@@ -503,6 +501,11 @@ class CoreEngine(nn.Module):
     def _require_alive(self) -> None:
         if self._destroyed:
             raise DsHfError("this engine was destroyed; call initialize() again")
+
+    def _require_weights(self) -> None:
+        self._require_alive()
+        if "lp_params" in self.parking.names:
+            raise DsHfError(_PARKED)
 
     def _require_states(self) -> None:
         self._require_alive()

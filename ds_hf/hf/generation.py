@@ -1,7 +1,9 @@
-"""Hook on ``transformers.generation.utils``: ranks that finish at different lengths wait for each other.
+"""Hook on ``transformers.generation.utils``: ``generate`` of an engine's model goes through the engine.
 
-transformers does so when it knows of stage 3, from an ``HfDeepSpeedConfig`` that is alive. Sharded parameters say it
-themselves, also where a script never made one.
+It holds the whole weights for the call where they fit (``ds_hf.engine.generation``). Where a forward gathers, ranks
+that finish at different lengths wait for each other. transformers does so when it knows of stage 3, from an
+``HfDeepSpeedConfig`` that is alive. Sharded parameters say it themselves, also where a script never made one, and
+where there is no engine (``zero.Init``).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import wrapt
 from torch import nn
 
+from ds_hf.engine.generation import generation_of
 from ds_hf.engine.zero.buffer import BufferState, buffers_of
 
 __all__ = ["wrap_generation"]
@@ -22,10 +25,14 @@ _SYNCED_GPUS = 5  # position of the argument, after self
 
 def wrap_generation(module: ModuleType) -> None:
     """Hook of ``transformers.generation.utils``."""
-    wrapt.wrap_function_wrapper(module, "GenerationMixin.generate", _in_step)
+    wrapt.wrap_function_wrapper(module, "GenerationMixin.generate", _through_engine)
 
 
-def _in_step(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _through_engine(
+    wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if (generation := generation_of(model)) is not None:
+        return generation.around(model, wrapped, args, kwargs)
     # Also where it is False: Whisper's own generate() says so without having been told. Weights that were gathered
     # around the call need nothing, and there may be one rank that generates.
     if len(args) <= _SYNCED_GPUS and not kwargs.get("synced_gpus") and _communicates(model):

@@ -179,3 +179,8 @@ class Config:
     resolved: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     provenance: dict[str, Origin] = field(default_factory=dict, compare=False, repr=False)
     warnings: tuple[Fault, ...] = field(default=(), compare=False, repr=False)
+
+    def is_given(self, pointer: str) -> bool:
+        """Whether the file, and neither a default nor a Trainer, says what is at ``pointer``."""
+        origin = self.provenance.get(pointer)
+        return origin is not None and origin.kind not in (OriginKind.DEFAULT, OriginKind.AUTO)

@@ -208,7 +208,7 @@ class DsHfSection:
 
 @dataclass(frozen=True)
 class HybridEngineSection:
-    """DeepSpeed-Chat's engine for training and generation."""
+    """How an engine that trains generates. Every engine has generate(); these keys change it."""
 
     enabled: bool = False
     max_out_tokens: int = 512

@@ -227,6 +227,7 @@ class FlatBuffer:
         self.hold = Hold()
         self.states: StateHolder | None = None  # who keeps masters, gradients and moments of this buffer
         self.kept_whole = False  # small parameters of a model whose others are sharded
+        self.keeps_memory = False  # also released: the next gather brings the values to the same place
         self.frozen = not any(p.requires_grad for p in params)
         self.comm_stream = CommStream()  # the builder gives the buffers of an engine one in common
         self._arrival: Awaited | None = None
@@ -318,7 +319,9 @@ class FlatBuffer:
             return False
         if not self.aliased:
             with self.comm_stream:
-                self._memory.storage.resize_(self.layout.numel * self.dtype.itemsize)
+                storage, nbytes = self._memory.storage, self.layout.numel * self.dtype.itemsize
+                if storage.nbytes() != nbytes:  # resizing moves a storage, whatever its size
+                    storage.resize_(nbytes)
                 self.fill(exact=exact)
             self._arrival = self._arrived = self.comm_stream.event(self._arrived)
         self.state = BufferState.IN_FLIGHT
@@ -387,8 +390,29 @@ class FlatBuffer:
             if in_use or not self._memory.storage.resizable():  # .numpy() of a parameter pins it
                 self._memory = FullMemory(torch.empty_like(self._memory.tensor))
                 self._make_views()
-            self._memory.storage.resize_(0)
+            if not self.keeps_memory:
+                self._memory.storage.resize_(0)
         self.state = BufferState.RELEASED
+
+    def drop_memory(self) -> None:
+        """Give back what ``keeps_memory`` left, and keep none from now on."""
+        self.keeps_memory = False
+        if self.sharded and self.state is BufferState.RELEASED and not self.aliased:
+            self._memory.storage.resize_(0)
+
+    @property
+    def on_loan(self) -> bool:
+        """What is written to the gathered values now is lost when the one hold on them ends: the shard has the truth,
+        and no other tensor (saved by a graph, taken by a user) looks at them."""
+        lent = self.hold.count == 1 and self.hold.release_wanted and not self.aliased
+        attached = sum(map(_shares, self.params, self.views)) if lent else 0
+        return lent and self._memory.users() <= self._memory.own_users + attached
+
+    @property
+    def missing_nbytes(self) -> int:
+        """Bytes that a gather will take of the device."""
+        whole = 0 if self.aliased else self.layout.numel * self.dtype.itemsize
+        return max(whole - self._memory.storage.nbytes(), 0)
 
     def _attach(self) -> None:
         self._point(self.views, ParamStatus.AVAILABLE)
@@ -506,6 +530,10 @@ class FlatBuffer:
             unmark(param)
             if hasattr(param, "_ds_home"):
                 del param._ds_home
+
+
+def _shares(param: Tensor, view: Tensor) -> bool:
+    return param.data_ptr() == view.data_ptr()
 
 
 def leave_home(param: Tensor) -> None:

@@ -1,0 +1,62 @@
+"""Generation by an engine that trains, under DeepSpeed's names (its hybrid engine) and a few of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ds_hf.engine.engine import CoreEngine
+
+if TYPE_CHECKING:
+    from ds_hf.engine.generation import Generation
+
+__all__ = ["GenerationNames"]
+
+
+class GenerationNames(CoreEngine):
+    """A part of ``Engine``."""
+
+    generating: Generation  # by generation.attach
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``module.generate``, in evaluation mode, with whole weights and LoRA merged for the call; arguments and
+        result are those of transformers.
+
+        Training goes on as if there had been no call, to the bit: gradients, modes of modules, torch's random states
+        (sampling has a stream of its own) and what ZeRO learnt of the model are as before. All ranks of a sharded
+        model call it; each stops when its own sequences have ended, if the weights fit.
+
+        Raises:
+            DsHfError: the model has no ``generate``, its weights are in host memory (``offload_states``), or the call
+                is longer than ``hybrid_engine.max_out_tokens``.
+        """
+        return self.generating.run(args, kwargs)
+
+    @contextmanager
+    def generation(self, keep: bool = False) -> Iterator[Any]:
+        """Many calls of ``generate``, of the engine's or the model's, on one gather. Collective; steps may be made
+        inside.
+
+        Args:
+            keep: the memory of the whole weights (at stage 3, beside their shards) stays with the engine afterwards.
+                They come to the same addresses in the next such block, so captured graphs serve again.
+                ``release_generation`` gives it back.
+
+        Yields:
+            the engine.
+        """
+        with self.generating.session(keep):
+            yield self
+
+    def release_generation(self) -> None:
+        """Give back what generation keeps between calls: caches, graphs, memory of whole weights."""
+        self.generating.release()
+
+    def fuse_lora_weight(self) -> None:
+        """Merge LoRA into the weights until ``unfuse_lora_weight``; do not train meanwhile. Collective at stage 3."""
+        self.generating.fuse()
+
+    def unfuse_lora_weight(self) -> None:
+        """The weights as they were, to the bit."""
+        self.generating.unfuse()

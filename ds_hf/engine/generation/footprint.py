@@ -1,0 +1,83 @@
+"""What a call of ``generate`` takes on the device beside the weights, from the model's configuration.
+
+An estimate that decides whether the weights are gathered as well, and which nothing else depends on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["cache_nbytes", "call_nbytes", "positions_of", "prompt_shape"]
+
+_PROMPTS = ("inputs", "input_ids", "inputs_embeds", "input_features", "pixel_values")
+_TOKENS = 20  # what ``generate`` adds where nothing says how much
+
+
+def prompt_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """``(rows, positions)`` of the prompts of a call; ``(1, 1)`` for one without."""
+    given = [*args[:1], *(kwargs.get(name) for name in _PROMPTS)]
+    for value in given:
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            positions = value.shape[1] if value.dim() <= 3 else 1
+            return int(value.shape[0]), int(positions)
+    return 1, 1
+
+
+def positions_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Prompt and new tokens at most of a call."""
+    prompt = prompt_shape(args, kwargs)[1]
+    new = _setting(model, kwargs, "max_new_tokens")
+    if new is not None:
+        return prompt + int(new)
+    longest = _setting(model, kwargs, "max_length")
+    return max(int(longest), prompt + 1) if longest is not None else prompt + _TOKENS
+
+
+def call_nbytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> int:
+    """Cache, activations of the prompt and logits, in bytes."""
+    config = _text_config(model)
+    rows, prompt = prompt_shape(args, kwargs)
+    rows *= max(int(_setting(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
+    hidden = int(getattr(config, "hidden_size", 0) or getattr(config, "d_model", 0) or 0)
+    inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
+    activations = rows * prompt * (8 * hidden + 3 * inner) * dtype.itemsize
+    logits = 3 * 4 * rows * int(getattr(config, "vocab_size", 0) or 0)
+    return cache_nbytes(config, rows, positions_of(model, args, kwargs), dtype) + activations + logits
+
+
+def cache_nbytes(config: Any, rows: int, positions: int, dtype: torch.dtype) -> int:
+    """Keys and values of ``positions`` tokens of ``rows`` sequences in every layer, in bytes; 0 where the
+    configuration does not say its sizes."""
+    layers = _first(config, "num_hidden_layers", "n_layer", "num_layers", "decoder_layers")
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads")
+    if not layers or not heads:
+        return 0
+    hidden = _first(config, "hidden_size", "n_embd", "d_model")
+    width = _first(config, "head_dim", "d_kv") or hidden // heads
+    key_heads = _first(config, "num_key_value_heads") or heads
+    return 2 * layers * rows * positions * key_heads * width * dtype.itemsize
+
+
+def _first(config: Any, *names: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    take = getattr(config, "get_text_config", None)
+    return take() if callable(take) else config
+
+
+def _setting(model: nn.Module, kwargs: dict[str, Any], name: str) -> Any:
+    """A generation setting: of the call, of its ``generation_config``, or of the model's."""
+    for source in (kwargs.get("generation_config"), getattr(model, "generation_config", None)):
+        if kwargs.get(name) is None and getattr(source, name, None) is not None:
+            return getattr(source, name)
+    return kwargs.get(name)
