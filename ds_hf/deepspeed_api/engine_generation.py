@@ -11,7 +11,18 @@ from ds_hf.engine.engine import CoreEngine
 if TYPE_CHECKING:
     from ds_hf.engine.generation import Generation
 
-__all__ = ["GenerationNames"]
+__all__ = ["GenerationNames", "let_decode"]
+
+
+def let_decode(engine: GenerationNames) -> None:
+    """Decode with a static cache and captured graphs on a GPU, unless the configuration forbids it; on the CPU, which
+    has no graphs, where it asks for them."""
+    section, settings = engine.settings.hybrid_engine, engine.settings
+    told = section.enabled and settings.is_given("/hybrid_engine/enable_cuda_graph")
+    if section.enable_cuda_graph if told else engine.device.type == "cuda":
+        from ds_hf.inference.decode import Decoder  # with models of transformers, which not every engine has
+
+        engine.generating.make_decoder = Decoder
 
 
 class GenerationNames(CoreEngine):

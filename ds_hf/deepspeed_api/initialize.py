@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ds_hf.config import load_config
 from ds_hf.deepspeed_api import groups
 from ds_hf.deepspeed_api.engine import Engine
+from ds_hf.deepspeed_api.engine_generation import let_decode
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
 from ds_hf.deepspeed_api.pipeline import PipelineEngine
 from ds_hf.deepspeed_api.sequence.division import release
@@ -111,6 +112,7 @@ def initialize(
     if engine.autotp_size() > 0:
         set_autotp_mode(training=True)
     groups.remember(engine.mesh)
+    let_decode(engine)
     _divide_sequences(model, engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

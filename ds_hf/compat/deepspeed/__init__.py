@@ -9,6 +9,7 @@ from __future__ import annotations
 from ds_hf.hf.autoload import install as _install_hooks
 
 from ds_hf import Engine as DeepSpeedEngine
+from ds_hf import Engine as DeepSpeedHybridEngine
 from ds_hf import add_config_arguments, initialize
 from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.accelerator import get_accelerator
@@ -46,6 +47,7 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
+    "DeepSpeedHybridEngine",
     "DeepSpeedInferenceConfig",
     "DeepSpeedOptimizer",
     "InferenceEngine",

@@ -23,7 +23,6 @@ HELP = (
 
 # What to take here instead, by the longest name that fits.
 INSTEAD = {
-    "deepspeed.DeepSpeedHybridEngine": "deepspeed.initialize, whose engine.module.generate() gathers by itself",
     "deepspeed.DeepSpeedTransformerConfig": "the model of transformers as it is",
     "deepspeed.DeepSpeedTransformerLayer": "the model of transformers as it is",
     "deepspeed.autotuning": "the command `ds-hf autotune`",

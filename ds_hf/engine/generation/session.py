@@ -79,7 +79,9 @@ class Generation:
         self._section = section
         self._random = RandomStream(device)
         self._decoders: dict[int, Decoder] = {}
+        weights.keep_memory(section.enable_cuda_graph and not section.release_inference_cache)
         self._depth = 0
+        self._decoding = False
         self._fused: ExitStack | None = None
 
     def __reduce__(self) -> Any:
@@ -110,16 +112,15 @@ class Generation:
             whole = around.enter_context(self.weights.held(more))
             if whole and kwargs.get("adapter_names") is None:
                 around.enter_context(merged(self.module))
-            if kwargs.get("synced_gpus"):
-                kwargs = self._in_step(args, kwargs)
-            return self._decode(self.module, generate, args, kwargs)
+            around.enter_context(self._calling())
+            return generate(*args, **kwargs)  # which comes back to ``around``
 
     def around(self, model: nn.Module, generate: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``model.generate``, where ``generate`` is transformers' own and ``model`` the engine's or inside it."""
         if self._depth:
-            return generate(*args, **self._in_step(args, kwargs))
-        with self.weights.held(self._begin(model, args, kwargs)):
-            return self._decode(model, generate, args, self._in_step(args, kwargs))
+            return self._decode(model, generate, args, kwargs)
+        with self.weights.held(self._begin(model, args, kwargs)), self._calling():
+            return self._decode(model, generate, args, kwargs)
 
     @contextmanager
     def session(self, keep: bool) -> Iterator[bool]:
@@ -170,10 +171,21 @@ class Generation:
         return call_nbytes(model, args, kwargs, torch.float32 if parameter is None else parameter.dtype)
 
     def _decode(self, model: nn.Module, generate: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = self._in_step(args, kwargs)
+        decoder = None if self._decoding else self._decoder_of(model)
+        if decoder is None:
+            return generate(*args, **kwargs)
+        self._decoding = True
+        try:
+            return decoder.generate(*args, **kwargs)
+        finally:
+            self._decoding = False
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
         self._depth += 1
         try:
-            decoder = self._decoder_of(model)
-            return (generate if decoder is None else decoder.generate)(*args, **kwargs)
+            yield
         except BaseException:
             self._hooks.reset()
             raise

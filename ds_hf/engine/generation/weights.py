@@ -71,8 +71,7 @@ class WholeWeights:
         if not (self._whole and self._fit(more_nbytes)):
             yield False
             return
-        for buffer in self.sharded if keep else ():
-            buffer.keeps_memory = True
+        self.keep_memory(keep)
         with unshard(self.sharded):
             yield True
 
@@ -80,6 +79,11 @@ class WholeWeights:
     def stay_in_place(self) -> bool:
         """Whether the weights are at the same addresses whenever they are whole."""
         return all(buffer.aliased or buffer.keeps_memory for buffer in self.sharded)
+
+    def keep_memory(self, keep: bool = True) -> None:
+        """From now on the memory of the whole weights stays once they were gathered."""
+        for buffer in self.sharded if keep else ():
+            buffer.keeps_memory = True
 
     def give_back(self) -> None:
         """Memory that ``keep`` left with the engine."""

@@ -404,3 +404,36 @@ def ends_at_eos() -> None:
 
 def test_padded_prompts_and_rows_that_end_early() -> None:
     run_distributed(ends_at_eos, 2)
+
+
+# -- with a decoder --------------------------------------------------------------------------------------------------
+
+
+def decodes(stages: tuple[int, ...]) -> None:
+    """With a static cache, which on the CPU is asked for: whole weights, sessions, LoRA; never block by block."""
+    graph = {"enabled": True, "enable_cuda_graph": True}
+    for stage in stages:
+        engine = engine_of(lora(llama()), stage, hybrid_engine=graph)
+        plain = plain_copy(engine, lora(llama()))
+        new = 4 + 9 * dist.get_rank()
+        for step in range(3):
+            places = [param.data_ptr() for param in engine.module.parameters()]
+            with engine.generation():
+                ours = engine.generate(input_ids=tokens(9), max_new_tokens=new, do_sample=False)
+                (decoder,) = engine.generating._decoders.values()
+                assert decoder.last.way == "static"
+                held = [param.data_ptr() for param in engine.module.parameters()]
+            assert torch.equal(ours, generated(plain, 9, new, do_sample=False))
+            engine.eval()
+            assert torch.equal(generated(engine.module, 9, new, do_sample=False), ours)
+            engine.train()
+            with engine.generation():
+                assert [param.data_ptr() for param in engine.module.parameters()] == held
+            assert [param.data_ptr() for param in engine.module.parameters()] == places
+            train(engine, step)
+            plain = plain_copy(engine, plain)
+        engine.destroy()
+
+
+def test_a_decoder_is_used_where_weights_are_whole() -> None:
+    run_distributed(decodes, 2, (3,))
