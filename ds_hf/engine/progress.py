@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import math
 import time
+import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_hf.engine.model_flops import ModelFlops, count_tokens, matrix_rate
+from ds_hf.engine.monitor.late import HostCopy, later
 from ds_hf.log import logger, say
 
 if TYPE_CHECKING:
@@ -32,7 +35,9 @@ def attach(engine: CoreEngine) -> None:
         say(f"configuration of the engine:\n{json.dumps(engine.settings.resolved, indent=2)}")
     every = engine.settings.steps_per_print
     if every is not None and math.isfinite(every):
-        engine.step_hooks.append(_Progress(max(int(every), 1), engine.settings.timers.throughput.enabled))
+        throughput = engine.settings.timers.throughput.enabled
+        tokens = _Tokens(engine) if throughput else None
+        engine.step_hooks.append(_Progress(max(int(every), 1), throughput, tokens))
 
 
 def _announce(engine: CoreEngine) -> None:
@@ -74,14 +79,49 @@ def precisions(engine: CoreEngine) -> dict[str, str]:
     return {row: " and ".join(dtypes) for row, dtypes in named.items() if dtypes}
 
 
+class _Tokens:
+    """Counts the tokens that ``engine`` trains with, and knows what they take. Its forward is replaced for that."""
+
+    def __init__(self, engine: CoreEngine) -> None:
+        forward, self._counts = engine.forward, list[Any]()
+        self._flops: ModelFlops | None = None
+        self._module = weakref.ref(engine.module)
+        dtype = engine.compute_dtype or next((p.dtype for p in engine.module.parameters()), torch.float32)
+        self._device, self._dtype = engine.device, dtype
+        self._same = engine.mesh.shape.data * engine.mesh.shape.sequence
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if engine.training and torch.is_grad_enabled() and (found := count_tokens(args, kwargs)) is not None:
+                self._counts.append(later(found))
+            return forward(*args, **kwargs)
+
+        engine.forward = count  # type: ignore[method-assign]  # nn.Module calls what the object has
+
+    def drop(self) -> None:
+        """Count from here on."""
+        self._counts.clear()
+
+    def said(self, seconds: float, samples: float) -> str:
+        """Tokens a second of all processes, and this one's share of its matrix rate; empty where inputs have none."""
+        counts, self._counts = self._counts, []
+        tokens = sum(each.item() if isinstance(each, HostCopy) else each for each in counts)
+        module = self._module()
+        if not tokens or module is None:
+            return ""
+        self._flops = self._flops or ModelFlops.of(module)
+        rate = self._flops.of_step(tokens, samples / self._same) / seconds / matrix_rate(self._device, self._dtype)
+        return f", {tokens * self._same / seconds:,.5g} tokens/s, MFU {rate:.1%}"
+
+
 class _Progress:
-    """A line every so many steps; with ``throughput`` it says how many samples a second were trained since the last.
+    """A line every so many steps; with ``throughput`` it says how many samples and tokens a second were trained since
+    the last, and which share of the matrix rate that is (MFU).
 
     The first step is not counted, for it compiles, allocates and records what later ones use.
     """
 
-    def __init__(self, every: int, throughput: bool) -> None:
-        self._every, self._throughput = every, throughput
+    def __init__(self, every: int, throughput: bool, tokens: _Tokens | None = None) -> None:
+        self._every, self._throughput, self._tokens = every, throughput, tokens
         self._samples, self._since = 0, 0.0
 
     def __call__(self, engine: CoreEngine) -> None:
@@ -90,6 +130,8 @@ class _Progress:
         elif self._throughput:
             engine.get_global_grad_norm()  # waits for the device
             self._since = time.perf_counter()
+            if self._tokens is not None:
+                self._tokens.drop()
         if engine.global_steps % self._every == 0:
             self._say(engine)
 
@@ -104,5 +146,7 @@ class _Progress:
         if self._samples:
             now = time.perf_counter()
             line += f", {self._samples / (now - self._since):.4g} samples/s"
+            if self._tokens is not None:
+                line += self._tokens.said(now - self._since, self._samples)
             self._samples, self._since = 0, now
         say(line)

@@ -10,6 +10,7 @@
 - ``train()`` again on the same Trainer, ``evaluate()`` without ``train()``: see also ``hf.integration``.
 - training that was started again after a failure (``--max_restarts``) resumes: see ``hf.restart``.
 - a Trainer that is only measured (``ds-hf lr-find``, ``ds-hf autotune``) writes no checkpoints on its way.
+- a report that the engine records (``ds_hf.report``) is in the logs, and ends training with a paragraph.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
 
 Without DeepSpeed every hook only calls what it wraps, and the engine is never imported.
@@ -113,7 +114,12 @@ def _forget_destroyed_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs:
     if engine is not None and engine.destroyed and trainer.model_wrapped is engine:
         trainer.model_wrapped = trainer.model
         trainer.deepspeed = None
-    return wrapped(*args, **kwargs)
+    prepared = wrapped(*args, **kwargs)
+    if (engine := _engine(trainer)) is not None and "_ds_report" in vars(engine):
+        from ds_hf.hf.report import add_report_callback
+
+        add_report_callback(trainer)
+    return prepared
 
 
 def _fail_together(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:

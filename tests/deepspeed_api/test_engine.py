@@ -95,9 +95,11 @@ def test_steps_per_print(capfd: pytest.CaptureFixture[str]) -> None:
     assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
     assert "lr [0.5], grad norm " in lines[0]
     for line in lines:
-        said = re.fullmatch(r".* skipped 0, loss scale 1, (\S+) samples/s", line)
+        said = re.fullmatch(r".* skipped 0, loss scale 1, (\S+) samples/s, (\S+) tokens/s, MFU (\S+)%", line)
         assert said, line
         assert 0 < float(said[1]) < 2 / NAP
+        assert float(said[2]) == pytest.approx(8 * float(said[1]), rel=1e-3)
+        assert 0 <= float(said[3]) < 100
 
 
 def test_steps_per_print_without_throughput(capfd: pytest.CaptureFixture[str]) -> None:

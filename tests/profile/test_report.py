@@ -29,7 +29,7 @@ from tests.helpers.patience import patient
 ROOT = Path(__file__).parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SECTIONS = ["What limits it", "From the floor to a step", "A step over the ranks", "Ranks that others wait for",
-            "Over time", "All kinds", "In words"]  # fmt: skip
+            "Memory over a step", "Over time", "All kinds", "In words"]  # fmt: skip
 
 
 def small_run(folder: Path) -> None:
@@ -79,6 +79,19 @@ def test_what_is_written(folder: Path) -> None:
     assert words.rstrip().endswith(f"report: {folder / 'report.html'}")
     assert verdict.analysis.tokens == 2 * 16
     assert 0 < (verdict.analysis.mfu or 0) < 1
+
+
+def test_memory_adds_up_and_its_peak_is_named(folder: Path) -> None:
+    record = read_run(folder).ranks[1].memory
+    assert record is not None
+    assert record["number"] == 2
+    totals = [sum(point[1:]) for point in record["points"]]
+    assert max(totals) == record["peak"]
+    place = record["places"][totals.index(max(totals))]
+    assert place.startswith(("before ", "after ")), place
+    parameters = [point[1] for point in record["points"]]
+    assert max(parameters) > min(parameters), "at stage 3 they are gathered and released"
+    assert len({point[2] for point in record["points"]}) == 1  # the optimizer's stay
 
 
 def test_the_trace_has_every_span_of_every_rank(folder: Path) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ds_hf.engine.comm import collectives
+from ds_hf.engine.report.feed import figures_of, mean_of
 from ds_hf.engine.report.files import POINTER, ReportFile, require_writable
 from ds_hf.engine.report.finisher import Finisher
 from ds_hf.engine.report.header import header_of
-from ds_hf.engine.report.recorder import DeviceRecorder, Recorder
+from ds_hf.engine.report.memory import MEMORY_STEP, MemoryWatch
+from ds_hf.engine.report.recorder import DeviceRecorder, Recorder, Step
 from ds_hf.engine.report.wiring import Wiring
 from ds_hf.errors import ConfigError
 from ds_hf.log import logger, say, warn_once
@@ -66,7 +69,8 @@ class Report:
         self.folder = folder
         self._last = int(os.environ.get(PROFILE_ENV) or 0) or None  # of ds-hf profile: the script ends with this step
         self._file = ReportFile(folder, engine.mesh.world.rank)
-        self._file.add(header_of(engine))
+        self._header = header_of(engine)
+        self._file.add(self._header)
         every = engine.settings.ds_hf.report_steps == "all"
         if engine.device.type == "cuda":
             self.recorder: Recorder = DeviceRecorder(self._file, engine.device, every=every)
@@ -75,6 +79,10 @@ class Report:
         self._finisher: Finisher | None = None
         if engine.mesh.world.rank == 0 and makes_pages and not os.environ.get(PROFILE_ENV):
             self._finisher = Finisher(folder)
+        self._steps: deque[dict[str, float]] = deque(maxlen=256)  # since the last look at them
+        self._samples: dict[int, int] = {}  # that were trained with when a step ended, for monitors
+        self._monitor = engine.monitor if engine.mesh.world.rank == 0 and engine.monitor.enabled else None
+        self.recorder.listeners.append(self._on_step)
         self._wiring = Wiring(engine, self.recorder)
         self._wiring.before(engine, "destroy", self.close)
         self._closed = False
@@ -84,11 +92,17 @@ class Report:
         self._at_exit = _Closing(self)
         atexit.register(self._at_exit)
         self._first = engine.global_steps
+        self._memory: MemoryWatch | None = None
         self.recorder.begin(engine.global_steps + 1)
 
     def _after_step(self, engine: CoreEngine) -> None:
         """Step hook: one step ends here, and the next begins."""
         recorder = self.recorder
+        if recorder.on and self._monitor is not None:
+            self._samples[engine.global_steps] = engine.global_samples
+        if self._memory is not None:
+            self._file.add(self._memory.result(engine.global_steps, engine.mesh.world.rank))
+            self._memory = None
         recorder.end(engine.global_steps, engine.step_samples // engine.mesh.shape.data)
         if self._file.fault:
             warn_once(f"{self._file.fault}: nothing more is recorded for the report")
@@ -99,6 +113,22 @@ class Report:
             leave(0)
         else:
             recorder.begin(engine.global_steps + 1)
+            if engine.global_steps + 1 - self._first == MEMORY_STEP and recorder.on and _countable(engine):
+                self._memory = MemoryWatch(engine, recorder)
+
+    def _on_step(self, step: Step) -> None:
+        """A step's times are known."""
+        found = figures_of(step, self.recorder.keys, self._header)
+        self._steps.append(found)
+        if self._monitor is not None:
+            x = self._samples.pop(step.number, 0)
+            self._monitor.write_events([(f"Train/Step/{name}", value, x) for name, value in found.items()])
+
+    def figures(self) -> dict[str, float]:
+        """The mean of the steps that were recorded since the last call, as ``feed`` has them; empty without any."""
+        found = mean_of(self._steps) if self._steps else {}
+        self._steps.clear()
+        return found
 
     def close(self) -> None:
         """Record nothing more, and have the page made; the engine is as without a report."""
@@ -116,6 +146,14 @@ class Report:
         """Where the time went, as a paragraph, on rank 0; waits for the page, and ends the recording."""
         self.close()
         return "" if self._finisher is None else self._finisher.words()
+
+
+def _countable(engine: CoreEngine) -> bool:
+    """Whether memory can be looked at: not where compiled code makes tensors that nothing else sees, nor where states
+    are in files."""
+    compiled = engine.device.type != "cuda" and bool(engine.compiler.compiled)
+    assert engine.optimizer is not None
+    return not compiled and not engine.optimizer.store.splits
 
 
 class _Closing:

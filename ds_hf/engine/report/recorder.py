@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from ds_hf.engine.report.spans import Key, Span
 __all__ = ["DeviceRecorder", "Recorder", "Step", "is_sampled"]
 
 CLOSE = -1
+_NOTHING = nullcontext()
 _OWN = Key("report", "what was recorded, into its file")
 FIRST, OFTEN = 16, 4096  # steps: all of the first, then one of 16, later one of 256
 
@@ -136,6 +138,10 @@ class Recorder:
     def close_collective(self, turn: int) -> None:
         """It ends there."""
         self.close(turn)
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around each phase of a recorded step."""
+        return _NOTHING
 
     def close_to(self, depth: int, turn: int) -> None:
         """All spans end but the ``depth`` outermost."""

@@ -194,8 +194,8 @@ class Wiring:
     def _replace(self, target: Any, name: str, value: Any) -> None:
         self._handles.append(_Replaced(target, name, value))
 
-    def _within(self, target: Any, name: str, key: Key, *, phase: str = "") -> None:
-        """Calls of a method are spans of ``key``."""
+    def _within(self, target: Any, name: str, key: Key, *, phase: str = "", guarded: bool = False) -> None:
+        """Calls of a method are spans of ``key``; where they are ``guarded``, memory can be looked at in them."""
         recorder, inner, number = self._recorder, getattr(target, name), self._recorder.number(key)
 
         def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +206,9 @@ class Wiring:
             if phase:
                 recorder.enter_phase(phase)
             try:
+                if guarded:
+                    with recorder.guard():
+                        return inner(*given, **kwargs)
                 return inner(*given, **kwargs)
             finally:
                 recorder.close_to(depth, turn)
@@ -220,8 +223,8 @@ class Wiring:
     def _watch_phases(self, engine: CoreEngine) -> None:
         recorder = self._recorder
         executor: Any = getattr(engine, "executor", None)
-        self._within(engine, "backward", Key("compute", "backward"), phase="backward")
-        self._within(engine, "step", Key("update", "step"))
+        self._within(engine, "backward", Key("compute", "backward"), phase="backward", guarded=True)
+        self._within(engine, "step", Key("update", "step"), guarded=True)
         assert engine.optimizer is not None
         self._within(engine.optimizer, "step", Key("update", "step"))
         for name in ("save_checkpoint", "load_checkpoint"):
@@ -240,7 +243,8 @@ class Wiring:
             depth, turn = recorder.depth, recorder.open(number if trains else other)
             recorder.enter_phase("forward" if trains else "")
             try:
-                return forward(*args, **kwargs)
+                with recorder.guard():
+                    return forward(*args, **kwargs)
             finally:
                 recorder.close_to(depth, turn)
                 recorder.phase = ""

@@ -1,0 +1,37 @@
+"""A Trainer whose DeepSpeed file asks for a report: its logs have the figures, and its end says where the time went."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.common import run_user_code
+from tests.compat.trainer_code import config, make_trainer
+
+
+def fit(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    section = {"report": str(folder / "report"), "report_steps": "all"}
+    csv = {"enabled": True, "output_path": str(folder), "job_name": "run"}
+    trainer = make_trainer(folder / "out", config(2, ds_hf=section, csv_monitor=csv), max_steps=6, logging_steps=2)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row], printed.getvalue()
+
+
+@pytest.mark.feature("Trainer", "`ds_hf.report`: step times in the logs, and a paragraph on where the time went")
+def test_logs_and_the_closing_paragraph(tmp_path: Path) -> None:
+    ((logged, printed),) = run_user_code(fit, tmp_path, world_size=1)
+    assert len(logged) == 3
+    for row in logged:
+        parts = [row.get(name, 0.0) for name in ("compute_ms", "update_ms", "loader_wait_ms", "outside_ms")]
+        assert 0.8 * row["step_ms"] <= sum(parts) <= row["step_ms"] * 1.001
+        assert row["tokens_per_second"] > 0
+        assert 0 < row["mfu"] < 1
+    assert printed.count("where the time went (steps 3 to 6, 4 of them recorded):") == 1
+    assert f"report: {tmp_path / 'report' / 'report.html'}" in printed
+    written = (tmp_path / "run" / "Train_Step_step_ms.csv").read_text().splitlines()
+    assert len(written) == 7
