@@ -53,6 +53,9 @@ TRAITS = {
     "Lamb": Traits(streamed=True),
     "FusedLamb": Traits(streamed=True),
     "Muon": Traits(1, 2, streamed=True),
+    "OnebitAdam": Traits(3, 3, streamed=True),  # with what each process owes
+    "ZeroOneAdam": Traits(4, 4, streamed=True),
+    "OnebitLamb": Traits(4, 4, streamed=True),
     # other classes of torch.optim
     "RMSprop": Traits(1, 1, elementwise=True),
     "Adafactor": Traits(0, 2),  # a row and a column of each matrix

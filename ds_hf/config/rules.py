@@ -319,6 +319,7 @@ def check_optimizer(config: Config, draft: Draft) -> None:
     name = section.type
     if name.lower() in _type_node()["x-unsupported-values"]:
         return  # check.py says why.
+    _one_bit(config, draft)
     own: dict[str, list[str]] = _type_node()["x-arguments"]
     params = draft.get(("optimizer", "params"))
     params = params if isinstance(params, dict) else {}
@@ -333,6 +334,23 @@ def check_optimizer(config: Config, draft: Draft) -> None:
             only_torch = not torch_adam and name.lower() in ("adam", "adamw") and key in own["torch_adam"]
             fix = 'set "torch_adam": true, or remove it' if only_torch else nearest(key, ("optimizer", "params"), known)
             draft.fault(pointer, f'{shown} takes no argument "{key[:60]}"', fix)
+
+
+def _one_bit(config: Config, draft: Draft) -> None:
+    """What 1-bit optimizers send is not divided."""
+    assert config.optimizer is not None
+    name, stage = config.optimizer.type, config.zero_optimization.stage
+    if name.lower() not in ("onebitadam", "zerooneadam", "onebitlamb"):
+        return
+    if stage > 0 and draft.get(("zero_optimization", "stage")) != "auto":
+        message = (
+            f"{name}, a 1-bit optimizer, is for ZeRO stage 0, and the stage is {stage}: where states are divided, "
+            "weights travel after each step too, and a bit a momentum saves less than half"
+        )
+        fix = 'set "stage": 0, or keep the stage with AdamW and "ds_hf": {"wire": {"gradients": 8}}'
+        draft.fault("/optimizer/type", message, fix)
+    if config.gradient_allreduce_op == "sum":
+        draft.fault("/gradient_allreduce_op", f"{name} averages momenta", 'use "mean" and scale the learning rate')
 
 
 def _type_node() -> Node:
@@ -356,7 +374,8 @@ def _torch_arguments(name: str, draft: Draft) -> list[str] | None:
         name = like
     if name.lower() in classes:
         return [key for key in inspect.signature(classes[name.lower()]).parameters if key not in ("params", "self")]
-    names = {"lamb": "Lamb", "lion": "Lion", "muon": "Muon", **{key: cls.__name__ for key, cls in classes.items()}}
+    own = ("Lamb", "Lion", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")
+    names = {**{key.lower(): key for key in own}, **{key: cls.__name__ for key, cls in classes.items()}}
     names = {key: names[key] for key in sorted(names) if key not in _type_node()["x-unsupported-values"]}
     near = [names[key] for key in difflib.get_close_matches(name.lower()[:60], names, n=2, cutoff=0.5)]
     hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -7,7 +7,7 @@ gradients -> reducer -> optimizer -> hooks. Which buffers there are is ``zero/pl
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,6 +31,7 @@ from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.ops.split_master import write_split
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
+from ds_hf.engine.optim.onebit.base import OneBitOptimizer
 from ds_hf.engine.optim.outcome import NonFinite
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.store import StateStore
@@ -109,6 +110,8 @@ def make_parts(
     split = _splits_masters(settings, plan, device, inner)
     offload = build_offload(settings, plan, mesh, device, _managed(model, plan), inner, splits_masters=split)
     states = _States(settings, plan, device, offload, split, _links(settings, plan, mesh, device, planned))
+    if isinstance(inner, OneBitOptimizer):
+        states.reduces = _connect(inner, settings, plan, mesh)
     for unit, specs in planned.items():
         for spec in specs:
             states.add(unit, spec)
@@ -241,6 +244,7 @@ class _States:
         low_bits: of those that are split.
         gradients: of the buffers that train, by unit.
         groups: for each of them, the parameter group of each of its parameters.
+        reduces: see ``GradientBuffer``.
     """
 
     settings: Config
@@ -253,6 +257,7 @@ class _States:
     low_bits: dict[FlatBuffer, Tensor] = field(default_factory=dict)
     gradients: dict[Unit, list[GradientBuffer]] = field(default_factory=dict)
     groups: dict[GradientBuffer, list[int]] = field(default_factory=dict)
+    reduces: Callable[[], bool] | None = None
 
     def add(self, unit: Unit, spec: BufferSpec) -> None:
         """Make one more buffer of ``unit``, take the parameters' values over, and make what trains it. Collective."""
@@ -314,7 +319,7 @@ class _States:
         if links.peers is not None and not spec.spares_host and summed_by_copies(buffer, policy):
             sums = links.sums = links.sums or links.peers.sums()
         storage = self.offload.store.gradient_storage(buffer)
-        return GradientBuffer(buffer, policy, links.reductions, storage, sums, self._block_sums(buffer))
+        return GradientBuffer(buffer, policy, links.reductions, storage, sums, self._block_sums(buffer), self.reduces)
 
     def _block_sums(self, buffer: FlatBuffer) -> BlockSums | None:
         form = self._form(self.plan.gradients.bits)
@@ -417,6 +422,32 @@ def _make_optimizer(
             'device updates, and for AdamW, Adam, Lion, Adagrad and SGD; "auto" uses it where it can'
         )
     return optimizer
+
+
+def _connect(inner: OneBitOptimizer, settings: Config, plan: StatePlan, mesh: Mesh) -> Callable[[], bool]:
+    """Give a 1-bit optimizer the processes over which it averages momenta; whether it wants averaged gradients.
+
+    Raises:
+        ConfigError: the states that it sends are divided, or the processes do not hold the same.
+    """
+    name, shape = type(inner).__name__, mesh.shape
+    if plan.shards_optimizer:
+        raise ConfigError(
+            f"{name} is for ZeRO stage 0: where states are divided, weights travel after each step too, and a bit a "
+            'momentum saves less than half. Set "stage": 0, or keep the stage with AdamW and "ds_hf": {"wire": '
+            '{"gradients": 8}}',
+            "/zero_optimization/stage",
+        )
+    if shape.tensor > 1 or shape.pipe > 1:
+        raise ConfigError(
+            f"{name} averages momenta over processes that hold the same parameters, and here model-parallel processes "
+            'hold parts: use AdamW with "stage": 1 and "ds_hf": {"wire": {"gradients": 8}}',
+            "/optimizer/type",
+        )
+    if settings.gradient_allreduce_op == "sum":
+        raise ConfigError(f'{name} averages: use "mean" and scale the learning rate', "/gradient_allreduce_op")
+    inner.connect(mesh.replicas)
+    return lambda: inner.reduces
 
 
 def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, inner: Optimizer) -> OptimizerPolicy:

@@ -84,6 +84,13 @@ deepspeed.runtime.engine: DeepSpeedEngine
 deepspeed.runtime.dataloader: RepeatingLoader DeepSpeedDataLoader
 deepspeed.runtime.fp16.loss_scaler: DynamicLossScaler LossScaler CreateLossScaler INITIAL_LOSS_SCALE SCALE_WINDOW
 deepspeed.runtime.fp16.loss_scaler: DELAYED_SHIFT CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE
+deepspeed.runtime.fp16.onebit: OnebitAdam OnebitLamb ZeroOneAdam
+deepspeed.runtime.fp16.onebit.adam: OnebitAdam
+deepspeed.runtime.fp16.onebit.lamb: OnebitLamb
+deepspeed.runtime.fp16.onebit.zoadam: ZeroOneAdam
+deepspeed.runtime.comm.compressed: CompressedBackend
+deepspeed.runtime.comm.nccl: NcclBackend
+deepspeed.runtime.comm.mpi: MpiBackend
 deepspeed.env_report: main cli_main
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.ops: adam adagrad lion aio op_builder sparse_attention __compatible_ops__

@@ -45,7 +45,7 @@ from ds_hf.engine.checkpoint.interface import (
 from ds_hf.engine.checkpoint.manifest import RankReport, buffer_key, counters, flat_key, loose_key
 from ds_hf.engine.checkpoint.position import data_position
 from ds_hf.engine.checkpoint.rng import random_states
-from ds_hf.engine.checkpoint.states import encode_scalar, kinds, pieces, segments_of
+from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, encode_scalar, kinds, pieces, segments_of
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.log import warn_once
@@ -378,7 +378,9 @@ def _common_state(engine: Checkpointable, client_state: dict[str, Any] | None) -
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    options, left_out = drop_unloadable({key: value for key, value in group.items() if key != "params"})
+    options, left_out = drop_unloadable(
+        {key: value for key, value in group.items() if key not in ("params", *SCRIPTS_OWN)}
+    )
     if left_out:
         warn_once(f"options {left_out} of the optimizer's groups are objects that a checkpoint cannot hold: left out")
     return options

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_hf.engine.checkpoint.fit import Fit
 from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers
-from ds_hf.engine.checkpoint.states import Piece, decode_scalar, newest, pieces, segments_of
+from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, newest, pieces, segments_of
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedParameter, TensorFiles
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
@@ -213,7 +213,12 @@ def check_options(optimizer: ShardedOptimizer, saved: list[dict[str, Any]], wher
         )
     for index, (group, options) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         for key, value in options.items():
-            if key in group and key != "params" and key not in _IMPLEMENTATION and not _alike(group[key], value):
+            if (
+                key in group
+                and key not in ("params", *SCRIPTS_OWN)
+                and key not in _IMPLEMENTATION
+                and not _alike(group[key], value)
+            ):
                 raise CheckpointError(f"{where}: option {key!r} of parameter group {index} is {value!r:.80}")
 
 
@@ -239,9 +244,11 @@ def restore_groups(optimizer: ShardedOptimizer, saved: list[dict[str, Any]]) -> 
     for index, (group, options) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         for key in _COUNTED:
             group.pop(key, None)
-        optimizer.brought.update((index, key) for key in options.keys() - group.keys() - {"params", *_COUNTED})
+        optimizer.brought.update(
+            (index, key) for key in options.keys() - group.keys() - {"params", *SCRIPTS_OWN, *_COUNTED}
+        )
         for key, value in options.items():
-            if key == "params" or (key in _IMPLEMENTATION and key in group):
+            if key in ("params", *SCRIPTS_OWN) or (key in _IMPLEMENTATION and key in group):
                 continue
             live = group.get(key)
             if isinstance(live, Tensor):  # a captured graph may read this very tensor

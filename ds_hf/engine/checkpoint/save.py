@@ -64,6 +64,8 @@ def save_checkpoint(
     """
     began = time.perf_counter()
     engine.checkpoint_writer.wait()
+    if engine.optimizer is not None:
+        engine.optimizer.bring_together()
     axis = world_of(engine)
     tag, writer = _agree(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
     root, target = Path(save_dir), Path(save_dir) / tag

@@ -23,7 +23,10 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.layout import Fragment
 from ds_hf.errors import CheckpointError
 
-__all__ = ["Piece", "decode_scalar", "encode_scalar", "kinds", "newest", "pieces", "segments_of"]
+__all__ = ["SCRIPTS_OWN", "Piece", "decode_scalar", "encode_scalar", "kinds", "newest", "pieces", "segments_of"]
+
+# Options of a group that are the script's and in no checkpoint: which positions have gradients (1-bit optimizers).
+SCRIPTS_OWN = ("exp_avg_mask",)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST", "from_blocks_", "to_blocks_"]
+__all__ = ["LEAST", "from_blocks_", "packed_numbers", "to_blocks_", "unpacked_numbers"]
 
 LEAST = 1e-30  # smaller magnitudes have inverses that fp32 does not hold
 
@@ -58,7 +58,7 @@ def to_blocks_(
         whole = (torch.where(zero[..., None], 0.0, blocks) * torch.where(zero, 0.0, limit / largest)[..., None]).round()
         numbers = whole.to(torch.int8).view(torch.uint8)
         kept = whole * scale[..., None]
-    packed = _packed(numbers.view(rows, -1)[:, :numel], bits)
+    packed = packed_numbers(numbers.view(rows, -1)[:, :numel], bits)
     out[:, : packed.shape[1]] = packed
     scales = torch.where(finite, scale, torch.nan).contiguous()
     out[:, out.shape[1] - 4 * scales.shape[1] :] = scales.view(torch.uint8)
@@ -83,7 +83,7 @@ def from_blocks_(
     """
     rows, numel = out.shape
     count = -(-numel // block)
-    numbers = _unpacked(blocks[:, : -(-numel * bits // 8)], bits)[:, :numel].float()
+    numbers = unpacked_numbers(blocks[:, : -(-numel * bits // 8)], bits)[:, :numel].float()
     scales = blocks[:, blocks.shape[1] - 4 * count :].clone().view(torch.float32).repeat_interleave(block, -1)
     parts = (numbers * scales[:, :numel]).view(rows, -1, numel)
     total = torch.zeros(rows, numel, device=out.device)
@@ -93,7 +93,7 @@ def from_blocks_(
     out.copy_(total if before is None else total + before.float())
 
 
-def _packed(numbers: Tensor, bits: int) -> Tensor:
+def packed_numbers(numbers: Tensor, bits: int) -> Tensor:
     """``[rows, bytes]`` of uint8 ``[rows, numel]``; what is missing in the last byte is as of zeros."""
     if bits == 8:
         return numbers
@@ -106,8 +106,8 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """``[rows, numbers]`` of what ``_packed`` gave: int8, for 1 bit 1 and -1."""
+def unpacked_numbers(packed: Tensor, bits: int) -> Tensor:
+    """``[rows, numbers]`` of what ``packed_numbers`` gave: int8, for 1 bit 1 and -1."""
     if bits == 8:
         return packed.contiguous().view(torch.int8)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)

@@ -200,6 +200,20 @@ class UnitPieces:
 class TensorwiseOptimizer(StreamingOptimizer):
     """A rule that looks at whole parameters, and knows how to when each rank holds a piece of them."""
 
+    @property
+    def reduces(self) -> bool:
+        """Whether the coming step wants gradients that are averaged over processes; else it is given those of this
+        process. The same on all of them."""
+        return True
+
+    def synchronise(self) -> bool:
+        """Before states are saved: bring together what differs from process to process; whether params changed.
+        Collective."""
+        return False
+
+    def forget(self) -> None:
+        """States were replaced from outside: what is kept beside them is stale."""
+
     @abstractmethod
     def update_pieces(self, units: Sequence[UnitPieces], scale_and_skip: Tensor | None) -> None:
         """One step of everything. Collective where an axis is given."""

@@ -22,12 +22,15 @@ from ds_hf.engine.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.lion import DeepSpeedCPULion, FusedLion
 from ds_hf.engine.optim.muon_groups import muon_of_json
+from ds_hf.engine.optim.onebit.adam import OnebitAdam
+from ds_hf.engine.optim.onebit.lamb import OnebitLamb
+from ds_hf.engine.optim.onebit.zero_one import ZeroOneAdam
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
 __all__ = ["accepted_params", "build_optimizer", "nearest", "optimizer_names", "param_faults"]
 
-_HIDDEN = ("params", "model_params")  # constructor parameters that are not the JSON's
+_HIDDEN = ("params", "model_params", "deepspeed")  # constructor parameters that are not the JSON's
 
 # By the lower-case type: the function of mup, and the class of torch whose arguments it takes.
 _MUP: Mapping[str, tuple[str, type[torch.optim.Optimizer]]] = {
@@ -35,10 +38,12 @@ _MUP: Mapping[str, tuple[str, type[torch.optim.Optimizer]]] = {
     "muadamw": ("MuAdamW", torch.optim.AdamW),
     "musgd": ("MuSGD", torch.optim.SGD),
 }
+_ONE_BIT: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "onebitadam": OnebitAdam,
+    "zerooneadam": ZeroOneAdam,
+    "onebitlamb": OnebitLamb,
+}
 _REFUSED: Mapping[str, tuple[str, str]] = {
-    "onebitadam": ("1-bit Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
-    "zerooneadam": ("0/1 Adam is not implemented", "use AdamW; communication_data_type reduces its traffic"),
-    "onebitlamb": ("1-bit LAMB is not implemented", "use AdamW; communication_data_type reduces its traffic"),
     "lbfgs": ("LBFGS evaluates the loss several times in one step, which engine.step() cannot do", "use AdamW"),
     "sparseadam": ("SparseAdam needs sparse gradients, and ds_hf keeps them dense", "use AdamW"),
 }
@@ -70,6 +75,8 @@ def build_optimizer(
         cls = DeepSpeedCPULion if _for_cpu(options, offloaded) else FusedLion
     elif name == "lamb":
         cls = FusedLamb
+    elif name in _ONE_BIT:
+        cls = _ONE_BIT[name]
     elif name == "muon":
         cls = muon_of_json
     elif name == "adagrad":
@@ -105,7 +112,10 @@ def _params_of(group: Any) -> list[Any]:
 def optimizer_names() -> list[str]:
     """Every ``optimizer.type`` that ``build_optimizer`` takes, in torch's spelling."""
     return sorted(
-        {"Lamb", "Lion", "Muon", *(cls.__name__ for key, cls in _torch_classes().items() if key not in _REFUSED)}
+        {
+            *("Lamb", "Lion", "Muon", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
+            *(cls.__name__ for key, cls in _torch_classes().items() if key not in _REFUSED),
+        }
     )
 
 

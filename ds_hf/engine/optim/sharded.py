@@ -203,6 +203,13 @@ class ShardedOptimizer(BufferStates, Optimizer):
         with contextlib.suppress(Exception):
             self.settle()
         self._apply.forget_failure()
+        if isinstance(self.optimizer, TensorwiseOptimizer):
+            self.optimizer.forget()
+
+    def bring_together(self) -> None:
+        """Before a checkpoint: let all processes have the same of what is replicated. Collective."""
+        if isinstance(self.optimizer, TensorwiseOptimizer) and self.optimizer.synchronise():
+            self._apply.write_weights(dict.fromkeys(self.masters))
 
     def _require_all(self, what: str) -> None:
         if self.store.splits:
@@ -246,8 +253,12 @@ class ShardedOptimizer(BufferStates, Optimizer):
 
     @property
     def owns_all(self) -> bool:
-        """This process owns all of the model: a sum over what it owns needs no other process."""
-        return self.world.world_size == 1 or (self.policy.whole and self.world == self.axis)
+        """This process owns all of the model: a sum over what it owns needs no other process. Not where it has its own
+        gradients: their norm is the root mean square of all processes' norms, at least that of the mean."""
+        if self.world.world_size == 1:
+            return True
+        own = isinstance(self.optimizer, TensorwiseOptimizer) and not self.optimizer.reduces
+        return self.policy.whole and self.world == self.axis and not own
 
     def owners(self, gradient: GradientBuffer) -> int:
         """How many processes own the same of ``gradient``, where sums are taken over the world."""

@@ -107,8 +107,9 @@ class _Sum:
         comm_stream: CommStream,
         copies: PeerSums | None,
         blocks: BlockSums | None,
+        reduces: Callable[[], bool] | None,
     ) -> None:
-        self._blocks = blocks
+        self._blocks, self._reduces = blocks, reduces
         self.copies = copies if summed_by_copies(buffer, policy) else None
         self._buffer, self._policy, self._comm_stream = buffer, policy, comm_stream
         self._others = buffer.replicas.others(buffer.axis)
@@ -116,6 +117,9 @@ class _Sum:
     def by_collective(self, unreduced: Callable[[], Tensor], into: _Into) -> Tensor:
         """The sum of what ``unreduced`` gives, ``[numel]``, added to what was summed before; collective."""
         policy = self._policy
+        if self._reduces is not None and not self._reduces():
+            own = policy.scale_before * policy.scale_after * self._buffer.axis.world_size
+            return into.add(unreduced() if own == 1 else unreduced().mul_(own))
         reads_at_once = into.before is not None or into.hook is not None or not into.storage.adds_in_place
         if reads_at_once:
             self._comm_stream.arrive()
@@ -162,6 +166,8 @@ class GradientBuffer:
         storage: where reduced gradients are kept, by default on the device.
         sums: by copies between GPUs, for shards of large buffers; default by collectives.
         blocks: sums in blocks, for gradients of which each rank keeps a shard.
+        reduces: says whether gradients are summed at all; else each rank keeps its own, for an optimizer that sends
+            something else. Default always.
     """
 
     def __init__(
@@ -172,6 +178,7 @@ class GradientBuffer:
         storage: GradientStorage | None = None,
         sums: PeerSums | None = None,
         blocks: BlockSums | None = None,
+        reduces: Callable[[], bool] | None = None,
     ) -> None:
         self.buffer = buffer
         self.policy = policy
@@ -179,7 +186,7 @@ class GradientBuffer:
         self.storage: GradientStorage = storage or DeviceGradientStorage(policy.accumulation_dtype)
         self.dtype = _dtype_of(buffer, policy)
         self.alone = buffer.replicas.axis.world_size == 1  # nothing is summed over processes
-        self._sum = _Sum(buffer, policy, self.comm_stream, sums, blocks)
+        self._sum = _Sum(buffer, policy, self.comm_stream, sums, blocks, reduces)
         self.hook: Hook | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
         self._partial: Tensor | None = None  # the stream's memory

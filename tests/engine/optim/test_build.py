@@ -100,9 +100,6 @@ def test_adam_by_name_decays_decoupled_and_adam_w_mode_false_does_not() -> None:
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("OneBitAdam", "communication_data_type"),
-        ("ZeroOneAdam", "AdamW"),
-        ("OneBitLamb", "AdamW"),
         ("LBFGS", "several times"),
         ("SparseAdam", "dense"),
         ("AdmW", "did you mean adamw?"),

@@ -1,0 +1,96 @@
+"""1-bit Adam (Tang et al. 2021, arXiv:2102.02888) under DeepSpeed's class name.
+
+Adam without bias correction for ``freeze_step`` steps; then the second moment is frozen, gradients stay where they are,
+and the first moment, to which each process adds its own gradient, is averaged in one bit with error feedback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ds_hf.engine.optim.base import Piece
+from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradients, write
+
+__all__ = ["OnebitAdam"]
+
+
+class OnebitAdam(OneBitOptimizer):
+    """1-bit Adam, for ZeRO stage 0.
+
+    Args:
+        deepspeed: the engine, as DeepSpeed's class takes it; not needed.
+        freeze_step: steps with full gradients, a tenth to a fifth of all, until the second moment has come to rest.
+        bias_correction, max_grad_norm, cuda_aware, comm_backend_name: without effect here. DeepSpeed ignores the first
+            too; the configuration's ``gradient_clipping`` clips.
+
+    A parameter group with ``"exp_avg_mask": tensor`` multiplies its momenta by that after each exchange; one with
+    ``"non_freeze": True`` keeps full gradients and an Adam that is not frozen.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int = 100000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+        }
+        self.freeze_step = freeze_step
+        super().__init__(params, deepspeed, defaults, amsgrad=amsgrad, eps_inside_sqrt=eps_inside_sqrt)
+
+    @property
+    def adam_freeze_key(self) -> bool:
+        """DeepSpeed's name for whether momenta are exchanged in the coming step."""
+        return self.steps >= self.freeze_step
+
+    @property
+    def reduces(self) -> bool:
+        return not self.adam_freeze_key
+
+    def _step_unit(self, key: Hashable, pieces: list[Piece], scale: Tensor | None) -> None:
+        grads = gradients(pieces, scale)
+        step = self._count(pieces, "exp_avg", "exp_avg_sq")
+        if step <= self.freeze_step:
+            self._adam(pieces, grads)
+            return
+        full = [index for index, piece in enumerate(pieces) if piece.group.get("non_freeze")]
+        if full:
+            some = [pieces[index] for index in full]
+            self._adam(some, self._averaged([grads[index] for index in full]))
+        rest = [index for index in range(len(pieces)) if index not in set(full)]
+        if rest:
+            self._frozen(key, [pieces[index] for index in rest], [grads[index] for index in rest])
+
+    def _frozen(self, key: Hashable, pieces: list[Piece], grads: list[Tensor]) -> None:
+        momenta = [self.state[piece.param]["exp_avg"] for piece in pieces]
+        sizes = [self._size(piece.param, piece.group) for piece in pieces]
+        for piece, momentum, grad in zip(pieces, momenta, grads, strict=True):
+            momentum.lerp_(grad, 1 - piece.group["betas"][0])
+        updates = self._mean(key, pieces, [momentum / size for momentum, size in zip(momenta, sizes, strict=True)])
+        for piece, momentum, size, update in zip(pieces, momenta, sizes, updates, strict=True):
+            lr, decay = float(piece.group["lr"]), piece.group["weight_decay"]
+            piece.param.mul_(1 - lr * decay).add_(update, alpha=-lr)
+            if self.exchange.ranks > 1:
+                momentum.copy_(torch.where(size.isfinite(), update * size, 0.0))
+        write(pieces)

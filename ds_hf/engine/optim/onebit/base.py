@@ -1,0 +1,246 @@
+"""What the three rules share: when gradients are averaged, flat tensors of a unit, and what a checkpoint gets.
+
+State of a parameter is DeepSpeed's: ``step`` (a number), ``exp_avg``, ``exp_avg_sq``, and ``worker_error`` once there
+is an exchange. That one differs from process to process; ``synchronise`` makes it the same on all, so that a checkpoint
+can hold it. What comes after is what a run resumed from that checkpoint computes, to the bit.
+
+What is exchanged is divided by the root of the second moment first, which all processes have alike. A bit has the error
+of the mean size of its block: without that, an element whose gradients are far below the others' would be moved by
+errors alone. For the same reason second moments count as a hundredth of their parameter's mean at least; a word that
+the warm-up has not seen has none to speak of.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis, axis_of
+from ds_hf.engine.ops import library as ops
+from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces, by_group, outs_of
+from ds_hf.engine.optim.onebit.exchange import Exchange
+
+__all__ = ["OneBitOptimizer", "gradients", "write"]
+
+_LEAST = 0.01  # of a parameter's mean second moment
+
+
+class OneBitOptimizer(TensorwiseOptimizer):
+    """A rule that averages compressed momenta itself, from some step on.
+
+    Used without an engine it is given gradients that are averaged while ``reduces``, and each process's own later.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        deepspeed: Any,
+        defaults: dict[str, Any],
+        *,
+        amsgrad: bool,
+        eps_inside_sqrt: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(f"{type(self).__name__} has no AMSGrad variant: remove amsgrad")
+        for name in ("lr", "eps", "weight_decay"):
+            if not defaults[name] >= 0.0:
+                raise ValueError(f"{name} must not be negative, got {defaults[name]}")
+        if not all(0.0 <= beta < 1.0 for beta in defaults["betas"]):
+            raise ValueError(f"betas must both be in [0, 1), got {defaults['betas']}")
+        self.deepspeed = deepspeed
+        self.eps_inside_sqrt = eps_inside_sqrt
+        self.comm_time = 0.0  # of DeepSpeed's classes; nothing is measured here
+        self._exchange: Exchange | None = None
+        self._exchanged: dict[Hashable, list[Tensor]] = {}  # parameters by key, in the order of their flat tensor
+        self._ones: dict[torch.device, Tensor] = {}
+        super().__init__(params, defaults, fp32_optimizer_states=True)
+
+    # -- for the engine -------------------------------------------------------------------------------------------
+
+    def connect(self, axis: Axis) -> None:
+        """Exchange over ``axis`` from now on."""
+        self._exchange = Exchange(axis)
+
+    @property
+    @abstractmethod
+    def reduces(self) -> bool:
+        """Until the rule averages momenta itself."""
+
+    @torch.no_grad()
+    def synchronise(self) -> bool:
+        """Bring together what differs from process to process, before it is saved; whether parameters changed.
+        Collective."""
+        for key, params in self._exchanged.items():
+            errors = [self.state[param]["worker_error"] for param in params]
+            _scatter(self.exchange.owed(key, _flat(errors)), errors)
+        return False
+
+    def forget(self) -> None:
+        """States were replaced: errors of the old ones are not owed."""
+        self.exchange.forget()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    @property
+    def exchange(self) -> Exchange:
+        """Over the processes of the engine, without one over all there are."""
+        if self._exchange is None:
+            self._exchange = Exchange(axis_of(None) if dist.is_initialized() else None)
+        return self._exchange
+
+    def update_pieces(self, units: Sequence[UnitPieces], scale_and_skip: Tensor | None) -> None:
+        """One step of everything; parameters are whole."""
+        scale = None if scale_and_skip is None else scale_and_skip[0]
+        self._step_units([(index, list(unit.pieces)) for index, unit in enumerate(units)], scale)
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        outs: list[Tensor],
+        scale_and_skip: Tensor | None,
+    ) -> None:
+        if scale_and_skip is not None and bool(scale_and_skip[1] != 0):
+            return
+        pieces = [
+            Piece(group, param, grad, outs[index] if outs else None, param.shape, 0, index, 0, 0)
+            for index, (param, grad) in enumerate(zip(params, grads, strict=True))
+        ]
+        number = next(index for index, known in enumerate(self.param_groups) if known is group)
+        self._step_units([(f"group {number}", pieces)], None if scale_and_skip is None else scale_and_skip[0])
+
+    def _step_units(self, units: Sequence[tuple[Hashable, list[Piece]]], scale: Tensor | None) -> None:
+        for key, pieces in units:
+            if pieces:
+                self._step_unit(key, pieces, scale)
+
+    @abstractmethod
+    def _step_unit(self, key: Hashable, pieces: list[Piece], scale: Tensor | None) -> None:
+        """One step of the pieces of a unit, of which there is one at least."""
+
+    @property
+    def steps(self) -> int:
+        """Steps made, of the parameters that have been stepped."""
+        return next((int(state["step"]) for state in self.state.values() if "step" in state), 0)
+
+    def _count(self, pieces: Sequence[Piece], *moments: str) -> int:
+        """Count a step of ``pieces``, whose states have ``moments`` then; which it is, from 1."""
+        step = 0
+        for piece in pieces:
+            state = self.state[piece.param]
+            for name in moments:
+                if name not in state:
+                    state[name] = torch.zeros_like(piece.param, dtype=torch.float32)
+            step = state["step"] = int(state.get("step", 0)) + 1
+        return step
+
+    def _size(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """The root of the second moment, where errors come in of at least a hundredth of its mean; infinite for a
+        parameter that never had a gradient, so that it stays where it is."""
+        state = self.state[param]
+        second = state["exp_avg_sq"]
+        if self.exchange.ranks > 1 or "worker_error" in state:
+            second = torch.maximum(second, _LEAST * second.mean())
+        return torch.where(second > 0, self._root(second, group), torch.inf)
+
+    def _root(self, second: Tensor, group: dict[str, Any]) -> Tensor:
+        return (second + group["eps"]).sqrt() if self.eps_inside_sqrt else second.sqrt().add_(group["eps"])
+
+    def _mean(self, key: Hashable, pieces: Sequence[Piece], values: Sequence[Tensor]) -> list[Tensor]:
+        """Of ``values``, one for each piece, over processes. Collective."""
+        if self.exchange.ranks == 1:
+            return list(values)
+        params = [piece.param for piece in pieces]
+        for param in params:
+            if "worker_error" not in self.state[param]:
+                self.state[param]["worker_error"] = torch.zeros_like(param, dtype=torch.float32)
+        errors = [self.state[param]["worker_error"] for param in params]
+        self._exchanged[key] = params
+        worker = _flat(errors)
+        mean = self.exchange.mean(key, _flat(values), worker, "momenta in one bit")
+        _scatter(worker, errors)
+        parts = _parts(mean, values)
+        return [_masked(part, piece) for part, piece in zip(parts, pieces, strict=True)]
+
+    def _averaged(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """The plain mean of gradients over processes. Collective."""
+        if self.exchange.axis is None or self.exchange.ranks == 1:
+            return list(grads)
+        flat = _flat(grads)
+        collectives.all_reduce_sum(flat, self.exchange.axis, "gradients that are not compressed").div_(
+            self.exchange.ranks
+        )
+        return _parts(flat, grads)
+
+    def _adam(self, pieces: Sequence[Piece], grads: Sequence[Tensor]) -> None:
+        """Adam without bias correction and with decoupled weight decay, of averaged gradients."""
+        numbered = {id(piece): grad for piece, grad in zip(pieces, grads, strict=True)}
+        for group, some in by_group(pieces):
+            params = [piece.param for piece in some]
+            beta1, beta2 = group["betas"]
+            ops.adam_(
+                params,
+                [numbered[id(piece)] for piece in some],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                outs_of(some),
+                [self._one(params[0].device)] * len(params),
+                None,
+                lr=float(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                bias_correction=False,
+            )
+
+    def _one(self, device: torch.device) -> Tensor:
+        if device not in self._ones:
+            self._ones[device] = torch.ones((), dtype=torch.float32, device=device)
+        return self._ones[device]
+
+
+def gradients(pieces: Sequence[Piece], scale: Tensor | None) -> list[Tensor]:
+    """fp32 gradients of the pieces, unscaled and clipped."""
+    wide = [piece.grad.float() for piece in pieces]
+    return wide if scale is None else [grad * scale for grad in wide]
+
+
+def write(pieces: Sequence[Piece]) -> None:
+    """Give the 16-bit parameters the masters' values."""
+    for piece in pieces:
+        if piece.out is not None:
+            piece.out.copy_(piece.param)
+
+
+def _masked(value: Tensor, piece: Piece) -> Tensor:
+    """Of rows that never have a gradient (positions beyond the longest sequence) one bit would make noise."""
+    mask = piece.group.get("exp_avg_mask")
+    if mask is None:
+        return value
+    if mask.device != value.device:
+        piece.group["exp_avg_mask"] = mask = mask.to(value.device)
+    masked: Tensor = value * mask
+    return masked
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = torch.split(flat, [tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def _scatter(flat: Tensor, into: Sequence[Tensor]) -> None:
+    for part, tensor in zip(_parts(flat, into), into, strict=True):
+        tensor.copy_(part)
