@@ -87,7 +87,9 @@ def build_engine(
     comms_logger.configure(settings.comms_logger)
     _check_scheduler(optimizer, lr_scheduler)
     if settings.ds_hf.sparse_attention:
-        prepare_attention(settings, model)
+        dims = [name for name in ("tensor", "sequence") if getattr(mesh.shape, name) > 1]
+        places = {name: mesh.axis(name) for name in dims}
+        prepare_attention(settings, model, **{name: (at.rank, at.world_size) for name, at in places.items()})
     monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
     model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)

@@ -75,17 +75,20 @@ class Patterns:
         self.section, self.num_heads = section, num_heads
         self.config = make_pattern(section, num_heads)
         self.random = bool(getattr(self.config, "num_random_blocks", 0))
-        self._layouts: dict[tuple[int, int], BlockLayout] = {}
+        self._layouts: dict[tuple[int, int, int, int], BlockLayout] = {}
 
-    def layout(self, tokens: int, layer: int) -> BlockLayout:
-        """The layout of ``layer`` for a sequence of ``tokens``, which may end within a block."""
+    def layout(self, tokens: int, layer: int, first: int = 0, heads: int | None = None) -> BlockLayout:
+        """The layout of ``layer`` for a sequence of ``tokens``, which may end within a block; of ``heads`` from
+        ``first`` on (default: of all)."""
         blocks = -(-tokens // self.config.block)
-        key = (blocks, layer if self.random else 0)
+        key = (blocks, layer if self.random else 0, first, self.num_heads if heads is None else heads)
         if key not in self._layouts:
-            recent = {blocks, *sorted({known for known, _ in self._layouts}, reverse=True)[:2]}
+            recent = {blocks, *sorted({known for known, *_ in self._layouts}, reverse=True)[:2]}
             self._layouts = {known: made for known, made in self._layouts.items() if known[0] in recent}
             config = make_pattern(self.section, self.num_heads)
             config.generator = random.Random(key[1])
             cells = config.cells(max(blocks, config.fewest_blocks))[:, :blocks, :blocks]
+            if len(cells) > 1:
+                cells = cells[first : first + key[3]]
             self._layouts[key] = BlockLayout(cells, config.block)
         return self._layouts[key]

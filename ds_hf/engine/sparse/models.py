@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +28,41 @@ __all__ = ["prepare_attention"]
 KEY = "ds_hf.sparse_attention"
 
 
-def prepare_attention(settings: Config, model: nn.Module) -> None:
+@dataclass(frozen=True)
+class _Heads:
+    """Which heads of ``total`` are computed here: tensor parallelism divides them first, then those that share a
+    sequence divide what is left, while they do (evaluation may be undivided).
+
+    Attributes:
+        tensor, sequence: (place of this process, processes).
+    """
+
+    total: int
+    tensor: tuple[int, int] = (0, 1)
+    sequence: tuple[int, int] = (0, 1)
+
+    def first(self, count: int) -> int:
+        """The first of ``count`` heads.
+
+        Raises:
+            ConfigError: it is none of the numbers of heads that there can be here.
+        """
+        (rank, parts), (place, shares) = self.tensor, self.sequence
+        for known, start in (
+            (self.total, 0),
+            (self.total // parts, rank * (self.total // parts)),
+            (self.total // parts // shares, (rank * shares + place) * (self.total // parts // shares)),
+        ):
+            if count == known:
+                return start
+        raise ConfigError(f"{KEY}: attention has {count} heads here, and the model {self.total}; remove the key")
+
+
+def prepare_attention(settings: Config, model: nn.Module, **divided: tuple[int, int]) -> None:
     """Make the model's attention sparse, where the configuration asks for it.
+
+    Args:
+        divided: ``tensor`` and ``sequence``: (place of this process, processes) among those that divide the heads.
 
     Raises:
         ConfigError: the model's attention cannot be replaced, or the pattern is impossible.
@@ -36,11 +70,6 @@ def prepare_attention(settings: Config, model: nn.Module) -> None:
     asked = settings.ds_hf.sparse_attention
     if asked is False:
         return
-    if settings.mesh is not None and settings.mesh.sequence > 1:
-        raise ConfigError(
-            f"{KEY} does not work beside sequence parallelism, whose parts of a sequence know no layout: remove one "
-            "of the two"
-        )
     inner = _transformers_model(model)
     text = inner.config.get_text_config()
     _check_model(inner, text, everything=asked == "all")
@@ -48,7 +77,7 @@ def prepare_attention(settings: Config, model: nn.Module) -> None:
         patterns = Patterns(settings.sparse_attention, text.num_attention_heads)
     except ValueError as error:
         raise ConfigError(f"sparse_attention: {error}") from error
-    name = _register(patterns, everything=asked == "all")
+    name = _register(patterns, _Heads(text.num_attention_heads, **divided), everything=asked == "all")
     inner.set_attn_implementation(_for_text(inner, text, name))
     log_once(f"sparse attention: {settings.sparse_attention.mode}, blocks of {settings.sparse_attention.block} tokens")
 
@@ -106,13 +135,13 @@ def _for_text(model: Any, text: Any, name: str) -> Any:
 # -- what transformers calls --------------------------------------------------------------------------------------
 
 
-def _register(patterns: Patterns, *, everything: bool) -> str:
+def _register(patterns: Patterns, heads: _Heads, *, everything: bool) -> str:
     """Names for one pattern: another model may have another."""
-    said = f"{patterns.section} {patterns.num_heads} {everything}"
+    said = f"{patterns.section} {heads} {everything}"
     name = f"ds_hf_sparse_{zlib.crc32(said.encode()):08x}"
     eagerly: Any = torch.compiler.disable  # a layout is looked up by length, which is no part of a graph
     modeling, masking = sys.modules["transformers.modeling_utils"], sys.modules["transformers.masking_utils"]
-    modeling.ALL_ATTENTION_FUNCTIONS.register(name, eagerly(_Forward(patterns, everything=everything).__call__))
+    modeling.ALL_ATTENTION_FUNCTIONS.register(name, eagerly(_Forward(patterns, heads, everything=everything).__call__))
     masking.ALL_MASK_ATTENTION_FUNCTIONS.register(name, make_mask)
     return name
 
@@ -131,8 +160,8 @@ def make_mask(**kwargs: Any) -> Any:
 class _Forward:
     """An attention function of transformers, for one pattern."""
 
-    def __init__(self, patterns: Patterns, *, everything: bool) -> None:
-        self.patterns, self.everything = patterns, everything
+    def __init__(self, patterns: Patterns, heads: _Heads, *, everything: bool) -> None:
+        self.patterns, self.heads, self.everything = patterns, heads, everything
 
     def __call__(
         self,
@@ -158,7 +187,8 @@ class _Forward:
         layout = None
         if self._is_sparse(module, kwargs.get("sliding_window")):
             tokens = int(max(starts[0] + query.shape[2], starts[1] + key.shape[2]))
-            layout = self.patterns.layout(tokens, int(getattr(module, "layer_idx", None) or 0))
+            layer, count = int(getattr(module, "layer_idx", None) or 0), query.shape[1]
+            layout = self.patterns.layout(tokens, layer, self.heads.first(count), count)
         keep, bias = _mask_arguments(attention_mask)
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.config import load_config
+from ds_hf.engine.sequence.losses import mean_over_tokens
 from ds_hf.engine.sparse.choice import Patterns
 from ds_hf.engine.sparse.models import prepare_attention
 from ds_hf.errors import ConfigError
@@ -17,6 +18,8 @@ from tests.engine.sparse.reference import largest, of_tokens
 from tests.helpers.distributed import run_distributed
 
 FIXED = {"mode": "fixed", "block": 4, "num_local_blocks": 2, "attention": "unidirectional"}
+
+PER_HEAD = {**FIXED, "num_local_blocks": 4, "different_layout_per_head": True, "num_different_global_patterns": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -218,17 +221,48 @@ def test_encoder_decoders_are_refused() -> None:
         sparse(model)
 
 
-def test_beside_sequence_parallelism_it_is_refused() -> None:
-    settings = load_config(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "sequence_parallel_size": 2,
-            "ds_hf": {"sparse_attention": True},
-        },
-        world_size=2,
-    )
-    with pytest.raises(ConfigError, match="sequence parallelism"):
-        prepare_attention(settings, llama())
+def divided_losses(keys: dict[str, Any]) -> list[float]:
+    """Losses of three steps with a layout of its own for every head, of as many processes as there are."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = llama()
+    file = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "sparse_attention": PER_HEAD,
+        "ds_hf": {"sparse_attention": True},
+        **keys,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=file)
+    tokens = torch.randint(0, 32, (2, 32), generator=torch.Generator().manual_seed(1))
+    labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+    positions = torch.arange(32)[None].expand(2, -1)
+    parts = engine.mesh.shape.sequence
+    batch = {"input_ids": tokens, "labels": labels, "shift_labels": labels, "position_ids": positions}
+    if parts > 1:
+        place = engine.mesh.axis("sequence").rank
+        batch = {name: value.chunk(parts, 1)[place].contiguous() for name, value in batch.items()}
+    found = []
+    for _ in range(3):
+        out = engine(**batch)
+        loss = out.loss
+        if parts > 1:
+            count = (batch["shift_labels"] != -100).sum()
+            loss = mean_over_tokens(loss, count, engine.mesh.axis("sequence"))
+        engine.backward(loss)
+        engine.step()
+        found.append(float(loss))
+    return found
+
+
+@pytest.mark.parametrize("keys", [{"sequence_parallel_size": 2}, {"tensor_parallel": {"autotp_size": 2}}])
+def test_divided_heads_keep_their_layouts(keys: dict[str, Any]) -> None:
+    cells = Patterns(section_of(PER_HEAD), 4).layout(32, 0).cells
+    assert len({tuple(head.flatten().tolist()) for head in cells}) == 4
+    whole = run_distributed(divided_losses, 1, {})[0]
+    for found in run_distributed(divided_losses, 2, keys):
+        assert found == pytest.approx(whole, rel=1e-5)
 
 
 def trained(stage: int) -> list[float]:
