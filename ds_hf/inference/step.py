@@ -36,7 +36,10 @@ class Choice:
         """Next tokens ``[B]`` for fp32 ``logits`` ``[B, vocabulary]``; ``finished`` ``[B]`` is brought up to date."""
         scores = self.processors(None, logits) if len(self.processors) else logits
         if self.sample:
-            token = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+            # As torch.multinomial draws one of each row, with the same numbers, but without its look at the values
+            # from the host, which cannot be captured.
+            chances = torch.softmax(scores, dim=-1)
+            token = torch.argmax(chances / torch.empty_like(chances).exponential_(1), dim=-1)
         else:
             token = torch.argmax(scores, dim=-1)
         if self.eos is None:
