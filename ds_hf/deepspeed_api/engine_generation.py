@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ds_hf.engine.checkpoint.named import named_weights
 from ds_hf.engine.engine import CoreEngine
 
 if TYPE_CHECKING:
@@ -59,6 +63,23 @@ class GenerationNames(CoreEngine):
         """
         with self.generating.session(keep):
             yield self
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights on every rank, unit by unit, under the model's names, tied ones under each of theirs: to load
+        into vLLM or another engine. Collective: all ranks run through it, to the end.
+
+        One gather a unit, and one more for what tensor parallelism has cut. A tensor is valid as long as it is held;
+        below stage 3 it is the parameter's own memory, which the next step changes.
+
+        Args:
+            dtype: of floating-point weights; default what each has in the model.
+
+        Raises:
+            DsHfError: the weights are in host memory (``offload_states``).
+        """
+        self._require_weights()
+        self._finish_update()
+        return named_weights(self, dtype)
 
     def release_generation(self) -> None:
         """Give back what generation keeps between calls: caches, graphs, memory of whole weights."""

@@ -14,6 +14,7 @@ from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.throughput import ThroughputTimer
 from ds_hf.engine.breakdown import SynchronizedWallClockTimer
 from ds_hf.engine.engine import CoreEngine
+from ds_hf.engine.generation import Generation
 from ds_hf.engine.zero.second_shard import SecondShard
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class StatesNames(CoreEngine):
     """A part of ``Engine``."""
 
     mpu: Any = None  # what initialize() was given
+    generating: Generation  # by generation.attach
 
     @cached_property
     def _config(self) -> DeepSpeedConfig:
@@ -102,15 +104,16 @@ class StatesNames(CoreEngine):
             pin_memory: page-locked host memory.
             non_blocking: accepted; the copies are waited for, since their memory is freed.
 
+        An engine without an optimizer (a reward or reference model, a teacher) has ``lp_params`` alone.
+
         Raises:
-            ValueError: another device, or the engine has no optimizer.
+            ValueError: another device.
         """
         if device != "cpu":
             raise ValueError(f"offload_states() takes states to host memory: device is 'cpu', not {device!r}")
-        if self.optimizer is None:
-            raise ValueError("moving states is for engines that train: this one has no optimizer")
         self._finish_update()
         self.reducer.take_back()
+        self._give_back_weights()
         for name, tensors in self._states_by_name().items():
             if include is None or name in include:
                 self.parking.names.add(name)
@@ -128,14 +131,21 @@ class StatesNames(CoreEngine):
         away = state in self.parking.names
         return {torch.device("cpu") if away else tensor.device for tensor in self._states_by_name()[state]}
 
+    def _give_back_weights(self) -> None:
+        """Gathered weights, and their memory that generation keeps."""
+        self.generating.release()
+        for unit in self.units:
+            unit.release()
+
     def _states_by_name(self) -> dict[str, list[Tensor]]:
-        assert self.optimizer is not None
         buffers = [buffer for unit in self.units for buffer in unit.buffers if buffer.region is None]
         values = [buffer.shard if buffer.sharded else buffer.full for buffer in buffers]
         values += [storage.values for buffer in buffers if isinstance(storage := buffer.shard_storage, SecondShard)]
         own = {buffer.shard.untyped_storage().data_ptr() for unit in self.units for buffer in unit.buffers}
-        masters = [*self.optimizer.masters.values(), *self.optimizer.low_bits.values()]
-        states = [value for state in self.optimizer.optimizer.state.values() for value in state.values()]
+        optimizer = self.optimizer
+        masters = [] if optimizer is None else [*optimizer.masters.values(), *optimizer.low_bits.values()]
+        inner = {} if optimizer is None else optimizer.optimizer.state
+        states = [value for state in inner.values() for value in state.values()]
         return {
             "optim_states": [t for t in states if isinstance(t, Tensor) and t.dim()],
             "hp_params": [t for t in masters if t.untyped_storage().data_ptr() not in own],

@@ -40,7 +40,7 @@ def llama(*, tied: bool = False, dropout: float = 0.0, dtype: torch.dtype = torc
 
 
 def engine_of(model: Any, stage: int, **more: Any) -> Engine:
-    return initialize(model=model, config=base_config(stage, optimizer=ADAMW, **more))[0]
+    return initialize(model=model, config=base_config(stage, **{"optimizer": ADAMW, **more}))[0]
 
 
 def tokens(seed: int, rows: int = 2, length: int = 7) -> Tensor:

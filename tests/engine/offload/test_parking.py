@@ -70,8 +70,11 @@ def around_an_engine() -> None:
                 engine.offload_states(device="nvme")
             engine.destroy()
     inference, *_ = initialize(model=nn.Linear(2, 2), config=base_config(0, optimizer=None))
-    with pytest.raises(ValueError, match="no optimizer"):
-        inference.offload_states()
+    inference.offload_states()
+    with pytest.raises(DsHfError, match="reload_states"):
+        inference(torch.ones(2, 2))
+    inference.reload_states()
+    inference(torch.ones(2, 2))
 
 
 def test_around_an_engine() -> None:
