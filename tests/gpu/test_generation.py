@@ -1,4 +1,4 @@
-"""Generation between training steps on a GPU: captured graphs serve on, memory stays level, training does not notice."""
+"""Generation between training steps on a GPU: graphs serve on, memory stays level, training does not notice."""
 
 from __future__ import annotations
 
