@@ -26,7 +26,8 @@ from tests.helpers.parity import full_weights
 from tests.helpers.tensor import KINDS, batches_of, build, loss_of, reference_run, tensor_section, whole
 
 STEPS = 10
-FP32_ROUTERS = ("mixtral", "DeepseekV2", "GraniteSWA")  # and sinks: transformers computes them in fp32 all the same
+# and sinks, and Bloom's scores: transformers computes them in fp32 all the same
+FP32_ROUTERS = ("mixtral", "DeepseekV2", "GraniteSWA", "Bloom")
 
 
 def config(kind: str, tensor: int, stage: int, accumulation: int = 1, clip: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def test_gradients_in_fp64(kind: str, processes: int, tensor: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mistral", "phi3", "mixtral", "qwen3", "gpt2", "DeepseekV2", "GraniteSWA"])
+@pytest.mark.parametrize("kind", ["mistral", "phi3", "mixtral", "qwen3", "gpt2", "DeepseekV2", "GraniteSWA", "Bloom"])
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_gradients_of_more_models(kind: str, tensor: int) -> None:
     check_gradients(kind, 4, tensor, 3)

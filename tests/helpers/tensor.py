@@ -138,7 +138,7 @@ def build(kind: str, **more: Any) -> nn.Module:
         "max_position_embeddings": 64,
         **({"head_dim": 4} if kind == "qwen3" else {}),
         **({"num_local_experts": 4, "router_jitter_noise": 0.0} if kind == "mixtral" else {}),
-        **({"attn_implementation": "eager"} if kind == "GraniteSWA" else {}),
+        **({"attn_implementation": "eager"} if kind in ("GraniteSWA", "Bloom") else {}),
         **(DEEPSEEK if kind == "DeepseekV2" else {}),
         **more,
     }
@@ -153,6 +153,8 @@ KINDS = ("llama", "qwen3", "mistral", "fused")
 
 def tensor_section(kind: str, size: int) -> dict[str, Any]:
     """``tensor_parallel`` of the configuration."""
+    if kind == "Bloom":
+        return {"autotp_size": size, "preset_model": "bloom"}
     rules = {"fused": PARTITION, "gpt2": GPT2}.get(kind)
     return {"autotp_size": size, **({} if rules is None else {"partition_config": rules})}
 

@@ -8,6 +8,7 @@ gathered at a time, and its part is sharded again.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from ds_hf.engine.tensor.functions import Place
 from ds_hf.engine.tensor.gathered import divided_over
 from ds_hf.engine.tensor.hosts import warn_across_hosts
 from ds_hf.engine.tensor.plan import Division, plan_division
-from ds_hf.engine.tensor.styles import STYLES, place_of, swap_class
+from ds_hf.engine.tensor.styles import STYLES, AlibiPart, place_of, swap_class
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
 from ds_hf.engine.zero.cut import cut_of, is_marked, set_cut
 from ds_hf.engine.zero.init import shard_again
@@ -53,7 +54,7 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
         copied: list[Any] = [None]
         for division in divisions:
             _apply(division, model, mesh, axis, copied, optimizer)
-        _localise(model, divisions, axis.world_size)
+        _localise(model, divisions, axis)
     share_random_states(axis)
 
 
@@ -68,7 +69,7 @@ def divide_without_values(model: nn.Module, size: int, section: TensorParallelSe
     copied: list[Any] = [None]
     for division in divisions:
         _apply(division, model, None, axis, copied, None)
-    _localise(model, divisions, size)
+    _localise(model, divisions, axis)
 
 
 def _is_divided(model: nn.Module, axis: Axis) -> bool:
@@ -190,9 +191,10 @@ _COUNTS = (
 _CONFIG_COUNTS = ("num_attention_heads", "num_key_value_heads", "n_head", "multi_query_group_num")
 
 
-def _localise(model: nn.Module, divisions: Sequence[Division], size: int) -> None:
+def _localise(model: nn.Module, divisions: Sequence[Division], axis: Axis) -> None:
     """Where rules were given for a model that does not know of tensor parallelism: the numbers of heads, and widths, by
     which the parents of layers that are cut by their outputs shape what these give. DeepSpeed changes the same."""
+    size = axis.world_size
     modules, done = dict(model.named_modules()), set[nn.Module]()
     for division in divisions:
         gathered = division.style.module is STYLES["colwise_rep"].module
@@ -209,6 +211,8 @@ def _localise(model: nn.Module, divisions: Sequence[Division], size: int) -> Non
         config = vars(parent).get("config")
         if config is not None and "attention" in type(parent).__name__.lower():
             parent.config = _local_config(config, size)
+        if "alibi" in inspect.signature(type(parent).forward).parameters:
+            swap_class(parent, AlibiPart, Place(axis, division.name, [None]))
 
 
 def _local_config(config: Any, size: int) -> Any:

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from ds_hf.engine.tensor.functions import Place, copy_to, gather_last, reduce_from, split_last
 from ds_hf.errors import DsHfError
 
-__all__ = ["FUSED", "STYLES", "CutModule", "Style", "is_transposed", "place_of", "swap_class"]
+__all__ = ["FUSED", "STYLES", "AlibiPart", "CutModule", "Style", "is_transposed", "place_of", "swap_class"]
 
 
 class CutModule(nn.Module):
@@ -145,6 +145,19 @@ class RotaryPart(CutModule):
         found = super().forward(*args, **kwargs)
         passed, rotary = found.split([found.shape[-1] - self._ds_rotary, self._ds_rotary], -1)
         return torch.cat([passed, copy_to(rotary, self._ds_place)], -1)
+
+
+class AlibiPart(CutModule):
+    """Attention that is given a bias for all heads (ALiBi of Bloom and Falcon), ``[batch * heads, ...]``: it takes that
+    of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        alibi, place = kwargs.get("alibi"), self._ds_place
+        if isinstance(alibi, Tensor):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            parts = alibi.view(hidden.shape[0], place.axis.world_size, -1, *alibi.shape[1:])
+            kwargs["alibi"] = parts[:, place.axis.rank].flatten(0, 1)
+        return super().forward(*args, **kwargs)
 
 
 @dataclass(frozen=True)
