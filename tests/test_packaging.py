@@ -288,6 +288,7 @@ def make_real_wheel(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_to_the_real_deepspeed_and_back_as_the_readme_says(
     environment: Environment, install: Install, wheel: Path, tmp_path: Path
 ) -> None:

@@ -59,7 +59,7 @@ def left_behind(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("fault", "arguments", "said"),
     [
-        ("fails", ("--width", "64"), "ValueError: no such data set: wiki"),
+        pytest.param("fails", ("--width", "64"), "ValueError: no such data set: wiki", marks=pytest.mark.slow),
         pytest.param("never calls the engine", ("--width", "64"), "never made an engine", marks=pytest.mark.slow),
         pytest.param("exits without a word", ("--width", "64"), "exit code", marks=pytest.mark.slow),
         pytest.param("", (), "error: the following arguments are required: --width", marks=pytest.mark.slow),

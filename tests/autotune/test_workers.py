@@ -93,7 +93,7 @@ def test_workers_that_do_not_help_are_dropped(search: Search, tmp_path: Path) ->
     ("more", "options", "said"),
     [
         ((OPTION, "2"), {}, "given on the command line"),
-        ((), {"fix": (KEY,)}, "--fix"),
+        pytest.param((), {"fix": (KEY,)}, "--fix", marks=pytest.mark.slow),
         ((), {"budget": 1e-9}, "the budget is spent"),
     ],
 )

@@ -100,6 +100,7 @@ def test_amounts() -> None:
             parse_bytes(text)
 
 
+@pytest.mark.slow
 def test_groups_of_processes(tmp_path: Path) -> None:
     """States divided inside hosts count at the stages that divide them, and nothing is said of the others."""
     file = tmp_path / "ds.json"
@@ -157,6 +158,7 @@ def test_activations_of_a_long_sequence_are_on_the_host() -> None:
     assert before["host"]["parts"].get("activations") is None
 
 
+@pytest.mark.slow
 def test_tiles_make_room_for_longer_sequences() -> None:
     long = ("--longest", "--checkpointing", "--device-memory", "4GiB", "--json")
     _, plain, _ = run(TINY, *long)

@@ -370,6 +370,7 @@ def start_from_a_notebook() -> None:
     notebook_launcher(in_a_notebook, (3,), num_processes=1)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("accelerate", "notebook_launcher (one process)")
 def test_in_a_notebook(capfd: pytest.CaptureFixture[str]) -> None:
     from tests.compat.accelerate_user import MICRO, plain_training

@@ -172,6 +172,7 @@ def weights_out(folder: str) -> dict[int, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.feature("accelerate", "get_state_dict(), save_model() and unwrap_model() at every stage", pain="P19")
 def test_whole_weights_come_out_at_every_stage(tmp_path: Path) -> None:
     results = run_user_code(weights_out, str(tmp_path))

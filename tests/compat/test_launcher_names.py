@@ -44,6 +44,7 @@ os.write(1, f"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n"
 """
 
 
+@pytest.mark.slow
 def test_the_starter_of_one_host(tmp_path: Path) -> None:
     from deepspeed.launcher.runner import encode_world_info
 

@@ -36,6 +36,7 @@ def _fits(folder: Path, stage: int) -> Any:
     return logs, result.to_dict(), json.loads((folder / "lr_result.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_training_is_the_same_but_for_the_rate(stage: int, tmp_path: Path) -> None:
     ((plain, unapplied, applied), values, written) = run_distributed(_fits, 1, tmp_path, stage, backend=None)[0]

@@ -63,6 +63,7 @@ def ties(model: torch.nn.Module) -> set[tuple[str, ...]]:
     return {tuple(same) for same in names.values() if len(same) > 1}
 
 
+@pytest.mark.slow
 @pytest.mark.feature(STAGE3, "`from_pretrained` under `zero.Init`: every weight and buffer to the bit", pain="P14 P15")
 @pytest.mark.feature(STAGE3, "each rank holds its shard", pain="P15")
 def test_loaded_weights_equal_those_of_plain_from_pretrained_and_are_sharded(saved: Path) -> None:

@@ -152,6 +152,7 @@ def test_optimizer_of_the_json_file(reference: Run, tiny_model: Path, tmp_path: 
     assert our_rates[:-1] == their_rates[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "one process without launcher, `--deepspeed zero2`")
 def test_one_process_without_launcher_takes_a_preset(tiny_model: Path, reference: Run, tmp_path: Path) -> None:
     more = (

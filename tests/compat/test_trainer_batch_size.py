@@ -80,7 +80,9 @@ def find_inside(folder: Path, zero: dict[str, int]) -> tuple[int, int, int]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="four gloo processes")
-@pytest.mark.parametrize("zero", [{"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}])
+@pytest.mark.parametrize(
+    "zero", [{"mics_shard_size": 2}, pytest.param({"zero_hpz_partition_size": 2}, marks=pytest.mark.slow)]
+)
 def test_out_of_memory_where_states_are_divided_inside(zero: dict[str, int], tmp_path: Path) -> None:
     batches = run_user_code(find_inside, tmp_path, zero, world_size=4, timeout=60)
     assert batches == [(FITS * 4, FITS, 1)] * 4
@@ -96,6 +98,7 @@ def never(folder: Path) -> str:
     return "trained"
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_an_error_where_nobody_asked(tmp_path: Path) -> None:
     messages = run_user_code(never, tmp_path)
     assert all("allocate" in message for message in messages)

@@ -68,6 +68,7 @@ def without_training(folder: Path) -> Any:
     return run(None), [run(config(stage, **more)) for stage in STAGES for more in ({}, {"optimizer": named})]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`evaluate` and `predict` without training, at every stage", pain="P36")
 def test_evaluation_without_training(tmp_path: Path) -> None:
     for plain, ours in run_user_code(without_training, tmp_path):

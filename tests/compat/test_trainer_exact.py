@@ -121,6 +121,7 @@ def limited_twice(folder: Path) -> list[Any]:
     return [*found, limited(folder, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`save_total_limit` with checkpoints written in the background")
 def test_pruning_never_takes_the_only_whole_checkpoint(tmp_path: Path) -> None:
     first, second = run_user_code(limited_twice, tmp_path)[0]

@@ -61,6 +61,7 @@ def distilled(folder: Path, stage: int) -> Any:
     return plain, ours
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "teacher at stage 3 without optimizer, student by the Trainer", pain="P8")
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_student_learns_from_a_sharded_teacher(stage: int, tmp_path: Path) -> None:
@@ -122,6 +123,7 @@ def two_plugins() -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.feature("accelerate", "teacher and student, each with its own plugin", pain="P8")
 def test_each_model_has_its_own_plugin() -> None:
     for expected, ours, stage in run_user_code(two_plugins):

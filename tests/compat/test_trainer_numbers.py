@@ -209,6 +209,7 @@ def test_optimizers_of_torch(tmp_path: Path) -> None:
     compare_each(tmp_path, {name: {"optim": name, "weight_decay": 0.1} for name in names}, *SHARDED)
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`--optim adafactor` with whole states (stage 0)", pain="P31")
 def test_adafactor_on_whole_states(tmp_path: Path) -> None:
     compare(tmp_path, 0, optim="adafactor", learning_rate=1e-3)
@@ -290,6 +291,7 @@ def offloaded(folder: Path) -> Any:
     return plain, ours
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "CPU offload, `zero_force_ds_cpu_optimizer` both ways", pain="P31")
 def test_offloaded_optimizer_keeps_its_settings(tmp_path: Path) -> None:
     """accelerate passes only the learning rate and the weight decay on; the groups carry betas and eps."""
@@ -373,6 +375,7 @@ def noted(folder: Path) -> Any:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "callbacks, and stopping by one")
 def test_callbacks_come_in_the_same_order(tmp_path: Path) -> None:
     for plain, ours in run_user_code(noted, tmp_path):

@@ -49,7 +49,7 @@ def overflow(folder: Path, kind: str, stage: int) -> Any:
     ("kind", "stage"),
     [
         ("bf16", 2),
-        ("fp16", 3),
+        pytest.param("fp16", 3, marks=pytest.mark.slow),
         pytest.param("bf16", 3, marks=pytest.mark.slow),
         pytest.param("fp16", 0, marks=pytest.mark.slow),
     ],
@@ -73,6 +73,7 @@ def no_skips(folder: Path) -> Any:
     return trainer.state.log_history
 
 
+@pytest.mark.slow
 def test_logs_say_nothing_of_skips_where_there_are_none(tmp_path: Path) -> None:
     for logged in run_user_code(no_skips, tmp_path):
         assert all("skipped_steps" not in row for row in logged)
@@ -116,6 +117,7 @@ def told(folder: Path) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "dtypes of parameters, gradients, masters, moments are told at the start", pain="P26")
 def test_precisions_are_told_once(tmp_path: Path) -> None:
     first, *others = run_user_code(told, tmp_path)

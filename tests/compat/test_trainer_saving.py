@@ -166,6 +166,7 @@ def without_a_checkpoint(folder: Path) -> str:
     return "trained"
 
 
+@pytest.mark.slow
 def test_weights_alone_are_no_checkpoint_to_resume_from(tmp_path: Path) -> None:
     for message in run_user_code(without_a_checkpoint, tmp_path):
         assert "valid checkpoint" in message
@@ -187,6 +188,7 @@ def saved_before_training(folder: Path) -> bool:
     return bool(model.lm_head.weight.ds_shape == (128, 32)) and trainer.state.global_step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`save_model` before `train`")
 def test_model_is_saved_before_it_is_trained(tmp_path: Path) -> None:
     assert run_user_code(saved_before_training, tmp_path) == [True] * WORLD

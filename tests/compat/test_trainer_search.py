@@ -68,6 +68,7 @@ def search(folder: Path, stage: int, named: bool) -> Any:
     return witness.used, witness.tensors, witness.resident, best
 
 
+@pytest.mark.slow
 @pytest.mark.feature("Trainer", "`hyperparameter_search` with Optuna, 20 trials in one process, flat memory", pain="P9")
 @pytest.mark.parametrize(
     ("stage", "named"),

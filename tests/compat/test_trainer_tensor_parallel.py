@@ -109,6 +109,7 @@ def accelerated(by_file: bool) -> tuple[list[float], list[int], int]:
     return losses, seen, model.autotp_size()
 
 
+@pytest.mark.slow
 def test_accelerate_by_the_file_and_by_a_parallelism_config() -> None:
     by_file = run_user_code(accelerated, True, world_size=4)
     by_sizes = run_user_code(accelerated, False, world_size=4)

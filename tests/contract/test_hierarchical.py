@@ -451,6 +451,7 @@ def searched_each() -> list[Any]:
     return [searched(zero) for zero in ({}, HPZ, MICS)]
 
 
+@pytest.mark.slow
 def test_a_search_for_the_learning_rate_puts_everything_back() -> None:
     for plain, second, inside in run_distributed(searched_each, WORLD):
         assert (plain[1], second[1], inside[1]) == ([], [], [])

@@ -91,6 +91,7 @@ def test_hooks_keep_away_from_a_real_deepspeed(tmp_path: Path) -> None:
     assert python(code) == "True True"
 
 
+@pytest.mark.slow
 def test_a_hook_that_does_not_fit_warns_and_lets_the_import_go_on() -> None:
     code = (
         "import torch, warnings, logging, io\n"
@@ -104,6 +105,7 @@ def test_a_hook_that_does_not_fit_warns_and_lets_the_import_go_on() -> None:
     assert python(code) == "True"
 
 
+@pytest.mark.slow
 def test_who_imports_a_real_deepspeed_is_told_once(tmp_path: Path) -> None:
     package = tmp_path / "deepspeed"
     package.mkdir()

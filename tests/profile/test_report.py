@@ -198,6 +198,7 @@ def wait_for(what: Path, seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
     process = start(tmp_path, "never")
     file = tmp_path / "rank_00000.jsonl"
@@ -214,7 +215,7 @@ def test_a_run_that_is_killed_leaves_its_page(tmp_path: Path) -> None:
     assert (tmp_path / "verdict.txt").read_text("utf-8").startswith("where the time went (steps 3 to ")
 
 
-@pytest.mark.parametrize("ending", ["return", "raise"])
+@pytest.mark.parametrize("ending", [pytest.param("return", marks=pytest.mark.slow), "raise"])
 def test_the_end_of_a_run_tells_where_the_time_went(tmp_path: Path, ending: str) -> None:
     out, errors = start(tmp_path, ending).communicate(timeout=patient(90))
     assert ("the script's own fault" in errors) == (ending == "raise")

@@ -163,6 +163,7 @@ def test_other_layers_on_an_inner_axis(boards: bool) -> None:
     assert "Late" not in text
 
 
+@pytest.mark.slow
 def test_ranks_of_uneven_speed_are_left_alone() -> None:
     for found in run_distributed(uneven, 4, timeout=90):
         assert found == (1, False, ["data", "tensor", "world"])
