@@ -205,7 +205,7 @@ class Decoder:
             return model  # type: ignore[no-any-return]
         if self._compiled_call is None:
             # Products with one row become reductions then, which read weights as fast as memory gives them.
-            tuned = {"coordinate_descent_tuning": True} if model.device.type == "cuda" else None
+            tuned: dict[str, Any] | None = {"coordinate_descent_tuning": True} if model.device.type == "cuda" else None
             self._compiled_call = torch.compile(model.__call__, dynamic=False, options=tuned)
         return self._compiled_call
 
