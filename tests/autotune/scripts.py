@@ -62,6 +62,23 @@ args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
 Trainer(model=Net(), args=args, train_dataset=Slow()).train()
 """
 
+TOKENS = """
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        ids = torch.arange(index, index + 32) % 60
+        return {"input_ids": ids, "labels": ids}
+
+args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+torch.manual_seed(0)
+shape = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+Trainer(model=LlamaForCausalLM(LlamaConfig(**shape)), args=args, train_dataset=Data()).train()
+"""
+
 FAULTS = {
     "fails": 'raise ValueError("no such data set: wiki")',
     "never calls the engine": 'print("nothing to do"); sys.exit(0)',

@@ -20,7 +20,7 @@ from ds_hf.autotune import run_from_deepspeed
 from ds_hf.cli.root import app
 from ds_hf.config import load_config
 from ds_hf.measure.protocol import TRIAL_ENV
-from tests.autotune.scripts import SLOW_DATA, script
+from tests.autotune.scripts import SLOW_DATA, TOKENS, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = {
@@ -79,6 +79,29 @@ def test_a_silent_script_shows_where_it_hangs(tmp_path: Path) -> None:
     assert "was silent for 20 s" in found.stderr
     assert "train.py" in found.stderr  # the stack
     assert not left_behind(tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_share_layers_or_sequences(tmp_path: Path) -> None:
+    """Each is tried, from a file without either, with as many samples a step."""
+    (tmp_path / "train.py").write_text(TOKENS)
+    batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    (tmp_path / "ds.json").write_text(json.dumps({**batch, "zero_optimization": {"stage": 1}}))
+    keys = ("tensor_parallel.autotp_size", "sequence_parallel_size")
+    kept = ("gradient_checkpointing", "ds_hf.compile")
+    chosen = [word for key in keys for word in ("--tune", key)] + [word for key in kept for word in ("--fix", key)]
+    options = ["-n", "2", "--budget", "900s", "--no-confirm", "--results-dir", str(tmp_path / "results"), *chosen]
+    script = [str(tmp_path / "train.py"), "--output_dir", str(tmp_path / "out"), "--report_to", "none"]
+    script += ["--per_device_train_batch_size", "2", "--max_steps", "40", "--deepspeed", str(tmp_path / "ds.json")]
+    found = run([sys.executable, "-m", "ds_hf.cli", "autotune", *options, *script])
+    assert found.returncode == 0, found.stdout + found.stderr
+    rows = list(csv.DictReader((tmp_path / "results" / "trials.csv").read_text().splitlines()))
+    assert {(row[keys[0]], row[keys[1]]) for row in rows} == {("1", "1"), ("2", "1"), ("1", "2")}
+    for row in rows:
+        assert row["outcome"] == "ok", row
+        readers = 2 // (int(row[keys[0]]) * int(row[keys[1]]))
+        assert int(row["micro"]) * int(row["accumulation"]) * readers == 4
+        assert float(row["samples_per_s"]) == pytest.approx(4 / float(row["seconds"]))
 
 
 @pytest.mark.slow
