@@ -42,6 +42,7 @@ from ds_hf.engine.checkpoint.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
+from ds_hf.engine.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import buffers_of, unshard
 from ds_hf.log import logger
 
@@ -77,6 +78,7 @@ def consolidated_state_dict(
         holders.check_first()
     first = holders.rank == 0
     adapters = adapter_names(engine.module)
+    readable = values_of_blocks(engine.module)
     state: dict[str, Tensor] = {}
 
     def wanted(name: str, param: Tensor) -> bool:
@@ -89,14 +91,14 @@ def consolidated_state_dict(
             for name, param in named:
                 value = whole_value(engine, holders, name, param)
                 if first and value is not None:
-                    state[name] = value.to("cpu", copy=True)
+                    state[name] = readable(param, value).to("cpu", copy=True)
     placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.owners}
     for name, param in engine.module.named_parameters() if stages.here else ():
         name = parameter_name(engine, param, name)
         if id(param) not in placed and wanted(name, param):
             value = whole_value(engine, holders, name, param)
             if first and value is not None:
-                state[name] = value.to("cpu", copy=True)
+                state[name] = readable(param, value).to("cpu", copy=True)
     for name, value in values_of(engine, stages, lambda r: r.trains or not exclude_frozen_parameters):
         state[name] = value.to("cpu", copy=True)
     if not first:

@@ -29,6 +29,7 @@ from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.checkpoint.source import Report, Source
 from ds_hf.engine.checkpoint.stages import find_stages, values_of
 from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
+from ds_hf.engine.quantized.layers import is_quantized
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import CheckpointError
@@ -123,6 +124,10 @@ def export_engine(
     Raises:
         CheckpointError: on every rank, when writing failed on rank 0.
     """
+    if any(is_quantized(module) for module in engine.module.modules()):
+        raise CheckpointError(
+            f"writing {folder}: weights are kept in 8 or 4 bits; save_16bit_model() writes what they stand for"
+        )
     holders, world = find_holders(engine), world_of(engine)
     holders.check(engine, f"writing {folder}")
     stages = find_stages(engine, holders)

@@ -20,7 +20,7 @@ from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import DsHfError
 from ds_hf.log import log_once, warn_once
 
-__all__ = ["QuantizedWeight", "is_quantized", "quantize_layers"]
+__all__ = ["QuantizedWeight", "is_quantized", "quantize_layers", "values_of_blocks"]
 
 
 class QuantizedWeight(nn.Module):
@@ -98,6 +98,17 @@ class _Embedding(QuantizedWeight):
 def is_quantized(module: nn.Module) -> bool:
     """Whether its weight lies in blocks."""
     return isinstance(module, QuantizedWeight)
+
+
+def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function from a parameter of ``model`` and its whole value to what that stands for."""
+    layers = {id(m._parameters["weight"]): m for m in model.modules() if isinstance(m, QuantizedWeight)}
+
+    def readable(param: Tensor, value: Tensor) -> Tensor:
+        layer = layers.get(id(param))
+        return value if layer is None else layer._ds_format.unpack(value, layer._ds_shape, layer._ds_dtype)
+
+    return readable
 
 
 Choose = Callable[[str, nn.Module], WeightFormat | None]

@@ -118,6 +118,31 @@ def test_zero_inference(world: int, tmp_path: Any) -> None:
     assert all(each[0] == found[0][0] for each in found)
 
 
+def saved(folder: str) -> list[Any]:
+    """What the files of a quantized engine hold, and what a second engine of the same kind makes of them."""
+    settings = host(8)
+    settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    model = small_model("llama")
+    engine, *_ = ds_hf.initialize(model=model, config=settings)
+    engine.save_16bit_model(folder)
+    engine.save_checkpoint(folder, "one")
+    with pytest.raises(DsHfError, match="save_16bit_model"):
+        engine.export_pretrained(folder)
+    other, *_ = ds_hf.initialize(model=small_model("llama", seed=1), config=settings)
+    other.load_checkpoint(folder, "one")
+    with torch.no_grad():
+        logits = [each.eval()(**left_padded()).logits.tolist() for each in (engine, other)]
+    return [logits[0] == logits[1], engine.global_rank]
+
+
+def test_files_of_quantized_engines(tmp_path: Any) -> None:
+    assert run_distributed(saved, 2, str(tmp_path), timeout=120) == [[True, 0], [True, 1]]
+    state = torch.load(tmp_path / "pytorch_model.bin")
+    for name, param in small_model("llama", dtype=torch.bfloat16).named_parameters():
+        assert state[name].dtype == torch.bfloat16
+        assert (state[name] - param).norm() < 0.01 * param.norm(), name
+
+
 def adapters(quantized: bool, folder: str) -> list[float]:
     """Losses of three steps of LoRA on a frozen base."""
     from peft import LoraConfig, get_peft_model
