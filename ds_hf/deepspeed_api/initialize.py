@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from ds_hf.config import load_config
 from ds_hf.deepspeed_api import groups
+from ds_hf.deepspeed_api.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from ds_hf.deepspeed_api.checkpoint.tensor_info import collect_autotp_universal_checkpoint_info
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.deepspeed_api.engine_generation import let_decode
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
@@ -111,6 +113,7 @@ def initialize(
     engine.tp_size_asked = 0 if asked is None else asked.size
     if engine.autotp_size() > 0:
         set_autotp_mode(training=True)
+        setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(engine.module))
     groups.remember(engine.mesh)
     let_decode(engine)
     _divide_sequences(model, engine)

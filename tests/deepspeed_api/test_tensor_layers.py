@@ -82,6 +82,8 @@ def cut_by_the_engine(stage: int) -> None:
     engine, *_ = deepspeed.initialize(model=build("fused"), config=config)
     assert engine.autotp_size() == 2
     assert is_autotp_training_mode()
+    said = engine.module.universal_checkpoint_info["parameter_with_row_parallelism_patterns"]
+    assert said[0] == r"^blocks\.0\.attention\.out\.weight$"
     block = engine.module.blocks[0]
     assert isinstance(block.attention.qkv, SubParamLinearLayer)
     assert isinstance(block.attention.qkv, nn.Linear)

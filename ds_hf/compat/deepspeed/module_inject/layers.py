@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_hf.deepspeed_api.checkpoint.tensor_info import collect_autotp_universal_checkpoint_info
 from ds_hf.deepspeed_api.tensor_layers import (
     DS_IS_REPLACED_MODULE,
     DS_TENSOR_MODEL_PARALLEL,
