@@ -2,8 +2,9 @@
 
 The engine is in a phase while it runs forward, backward or step. Times are taken with the device waited for at both
 ends of a phase, so what would go on beside the next one is waited for: a run that asks for times is slower. Reductions
-of gradients are in the time of the backward that they run beside; a ``loss.backward()`` of one's own, and evaluation,
-are not timed. Rank 0 speaks, on standard output; names are DeepSpeed's.
+of gradients that run beside backward are in its ``bwd_inner``, and what is left of them in ``bwd_allreduce``; a
+``loss.backward()`` of one's own, and evaluation, are not timed. Rank 0 speaks, on standard output; names are
+DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_hf.config.types import Config
+from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.comm.device import allocated_nbytes, peak_allocated_nbytes, synchronize
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.flops import FlopsProfiler
+from ds_hf.engine.flops_text import StepTimes
 from ds_hf.engine.monitor import MonitorMaster
+from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.log import logger, say
 
 __all__ = ["Breakdown", "NoBreakdown", "SynchronizedWallClockTimer", "WallClockTimer", "breakdown_of"]
@@ -153,7 +157,13 @@ class SynchronizedWallClockTimer:
 
 # -- the phases of an engine -------------------------------------------------------------------------------------------
 
-_TIMERS = {"forward": "fwd", "backward": "bwd", "step": "step"}
+_TIMERS = {
+    "forward": "fwd",
+    "backward": "bwd",
+    "backward_inner": "bwd_inner",  # until the gradients are there
+    "backward_allreduce": "bwd_allreduce",  # from then on: reductions that did not run beside it
+    "step": "step",
+}
 _MICRO = "_microstep"  # behind a timer's name: of one micro-batch; without it of a whole step
 
 
@@ -166,6 +176,8 @@ class Phased(Protocol):
     mesh: Mesh
     monitor: MonitorMaster
     breakdown: NoBreakdown
+    hooks: UnitHooks
+    batch: BatchSizes
     global_steps: int
     global_samples: int
 
@@ -223,7 +235,8 @@ class Breakdown(NoBreakdown):
         for timer in timers:
             timer.start()
         try:
-            yield
+            with self._divided(engine) if timers and name == "backward" else _NOTHING:
+                yield
         finally:
             for timer in timers:
                 timer.stop()
@@ -232,6 +245,41 @@ class Breakdown(NoBreakdown):
         self._say_memory(engine, f"after {name}")
         if name == "step":
             self._end_micro_batch(engine, whole=engine.global_steps > steps)
+
+    @contextmanager
+    def _divided(self, engine: Phased) -> Iterator[None]:
+        """Backward until its gradients are there, and what is left of their reduction. A pipeline's backward has one of
+        each for every micro-batch."""
+        inner, rest = (
+            [self.timers(_TIMERS[f"backward_{part}"] + kind) for kind in (_MICRO, "")]
+            for part in ("inner", "allreduce")
+        )
+        hooks = engine.hooks
+        flush, own = hooks.flush, vars(hooks).get("flush")
+
+        def timed() -> None:
+            for timer in inner:
+                timer.stop()
+            for timer in rest:
+                timer.start()
+            try:
+                flush()
+            finally:
+                for timer in rest:
+                    timer.stop()
+
+        hooks.flush = timed  # type: ignore[method-assign]  # this object's alone, and for this backward
+        for timer in inner:
+            timer.start()
+        try:
+            yield
+        finally:
+            del hooks.flush
+            if own is not None:
+                hooks.flush = own  # type: ignore[method-assign]
+            for timer in inner:
+                if timer.started_:
+                    timer.stop()
 
     def _say_memory(self, engine: Phased, when: str) -> None:
         if self._memory and engine.mesh.world.rank == 0:
@@ -245,10 +293,24 @@ class Breakdown(NoBreakdown):
                 self._tell_monitor(engine)
         if whole and self._profiler is not None and self._profiler.started:
             flops = self._flops
+            self._profiler.times = self._step_times(engine)
             self._profiler.print_model_profile(
                 flops.profile_step, flops.module_depth, flops.top_modules, flops.detailed, flops.output_file
             )
             self._profiler.end_profile()
+
+    def _step_times(self, engine: Phased) -> StepTimes:
+        """For the flops profile: of the last micro-batch and the update."""
+        shape = engine.mesh.shape
+        return StepTimes(
+            backward=self.latest["bwd" + _MICRO] / 1e3,
+            step=self.latest["step" + _MICRO] / 1e3,
+            micro_batch=engine.batch.micro,
+            world_size=engine.mesh.world.world_size,
+            data_parallel=shape.data,
+            model_parallel=shape.tensor * shape.pipe,
+            recompute=self._flops.recompute_fwd_factor,
+        )
 
     def _say_times(self, engine: Phased, kind: str) -> None:
         found = {name + kind: self.timers(name + kind).elapsed() for name in _TIMERS.values()}

@@ -23,6 +23,18 @@ from torch.utils.flop_counter import (
 )
 
 from ds_hf.engine.comm.device import synchronize
+from ds_hf.engine.flops_text import (
+    ModuleProfile,
+    StepTimes,
+    aggregated,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+    totals,
+)
+from ds_hf.engine.flops_text import detailed as each_module
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 
 __all__ = [
@@ -34,8 +46,6 @@ __all__ = [
     "number_to_string",
     "params_to_string",
 ]
-
-_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
 class FlopsProfiler:
@@ -52,8 +62,12 @@ class FlopsProfiler:
         self.ds_engine = ds_engine
         self.started = False
         self._counter: FlopCounterMode | None = None
+        self.times: StepTimes | None = None  # of the step, where an engine knows
         self._flops: dict[str, int] = {}
         self._macs = 0
+        self._module_macs: dict[str, int] = {}
+        self._module_seconds: dict[str, float] = {}
+        self._hooks: list[Any] = []
         self._since = self._duration = 0.0
 
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
@@ -61,6 +75,9 @@ class FlopsProfiler:
         self.reset_profile()
         self._counter = FlopCounterMode(display=False, custom_mapping=_formulas(self._add_macs))
         self._counter.__enter__()  # type: ignore[no-untyped-call]
+        for path, module in self.model.named_modules():
+            if path:
+                self._watch(path, module)
         synchronize()
         self._since, self.started = time.perf_counter(), True
 
@@ -73,15 +90,36 @@ class FlopsProfiler:
         self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._flops = {name: sum(found.values()) for name, found in self._counter.get_flop_counts().items()}
         self._counter = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        """Add up the seconds of its forwards; the device is waited for at both ends."""
+        begun: list[float] = []
+
+        def before(*_: Any) -> None:
+            synchronize()
+            begun.append(time.perf_counter())
+
+        def after(*_: Any) -> None:
+            synchronize()
+            if begun:
+                self._module_seconds[path] = self._module_seconds.get(path, 0.0) + time.perf_counter() - begun.pop()
+
+        self._hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def reset_profile(self) -> None:
         """Forget what was counted."""
         if self._counter is not None:
             self.stop_profile()
         self._flops, self._macs, self._duration = {}, 0, 0.0
+        self._module_macs, self._module_seconds = {}, {}
 
     def _add_macs(self, count: int) -> None:
         self._macs += count
+        if self._counter is not None:
+            for name in self._counter.mod_tracker.parents:
+                self._module_macs[name] = self._module_macs.get(name, 0) + count
 
     def end_profile(self) -> None:
         """Forget what was counted, and end."""
@@ -114,16 +152,17 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the totals and each module's operations, or (not ``detailed``) those of the ``top_modules`` that have
-        the most, or write them to ``output_file``."""
-        lines = [
-            f"flops profile of step {profile_step}",
-            f"  params:  {self.get_total_params(as_string=True)}",
-            f"  MACs:    {self.get_total_macs(as_string=True)}",
-            f"  flops:   {self.get_total_flops(as_string=True)}",
-            f"  latency: {self.get_total_duration(as_string=True)}",
-        ]
-        lines += self._modules(module_depth) if detailed else self._top(top_modules)
+        """Print the totals, the top modules, and (``detailed``) each module's share, or write them to ``output_file``.
+
+        Args:
+            module_depth: of the modules that are told of; -1: all.
+            top_modules: how many of each depth are named.
+        """
+        modules, kinds = self._by_module()
+        lines = [f"flops profile of step {profile_step}", *totals(modules[""], self.times)]
+        lines += ["", "Aggregated Profile per GPU", *aggregated(modules, kinds, module_depth, top_modules)]
+        if detailed:
+            lines += ["", "Detailed Profile per GPU", *each_module(modules, kinds, module_depth)]
         text = "\n".join(lines) + "\n"
         if output_file is None:
             sys.stdout.write(text)
@@ -132,20 +171,23 @@ class FlopsProfiler:
             Path(output_file).write_text(text)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the modules with the most operations."""
-        sys.stdout.writelines(line + "\n" for line in self._top(top_modules))
+        """Print for each depth the modules with the most parameters, multiply-accumulates and seconds."""
+        sys.stdout.writelines(line + "\n" for line in aggregated(*self._by_module(), module_depth, top_modules))
 
-    def _top(self, count: int) -> list[str]:
-        ranked = sorted(((v, k) for k, v in self._flops.items() if "." in k), reverse=True)[:count]
-        return [f"  {name}: {flops_to_string(flops)}" for flops, name in ranked]
-
-    def _modules(self, depth: int) -> list[str]:
-        rows = [(name.count("."), name, count) for name, count in self._flops.items() if "." in name]
-        return [
-            f"  {'  ' * level}{name.rpartition('.')[2]}: {flops_to_string(count)}"
-            for level, name, count in rows
-            if depth < 0 or level <= depth
-        ]
+    def _by_module(self) -> tuple[dict[str, ModuleProfile], dict[str, str]]:
+        """What was counted, and the class, of each module by its path; "" is the model."""
+        root = type(self.model).__name__
+        found, kinds = {}, {}
+        for path, module in self.model.named_modules():
+            name = f"{root}.{path}" if path else root
+            params = sum(_numel(param) for param in module.parameters())
+            if path:
+                macs, flops, seconds = self._module_macs.get(name, 0), self._flops.get(name, 0), 0.0
+                seconds = self._module_seconds.get(path, 0.0)
+            else:
+                macs, flops, seconds = self._macs, self._flops.get("Global", 0), self._duration
+            found[path], kinds[path] = ModuleProfile(params, macs, flops, seconds), type(module).__name__
+        return found, kinds
 
 
 def _formulas(add_macs: Callable[[int], None]) -> dict[Any, Callable[..., int]]:
@@ -233,33 +275,6 @@ def get_model_profile(
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     profiler.end_profile()
     return found
-
-
-def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """``1500`` as ``"1.5 K"``, or in the given unit."""
-    if units is None:
-        units = next((unit for unit, size in _UNITS.items() if abs(num) >= size), "u" if num else "")
-    return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"
-
-
-def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """With the unit FLOPS."""
-    return f"{number_to_string(flops, units and units.removesuffix('FLOPS'), precision)}FLOPS"
-
-
-def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """With the unit MACs."""
-    return f"{number_to_string(macs, units and units.removesuffix('MACs'), precision)}MACs"
-
-
-def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """``7000000`` as ``"7 M"``."""
-    return number_to_string(params_num, units and units.replace("B", "G"), precision).replace("G", "B")
-
-
-def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """With the unit s."""
-    return f"{number_to_string(duration, units and units.removesuffix('s'), precision)}s"
 
 
 def _numel(param: Tensor) -> int:

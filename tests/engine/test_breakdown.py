@@ -20,7 +20,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config
 
 NAP = 0.03  # seconds
-KEYS = ["fwd", "bwd", "step"]
+KEYS = ["fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"]
 
 
 class Sleeper(nn.Module):
@@ -73,12 +73,17 @@ def wall_clock() -> None:
         for key in KEYS:
             apart = abs(whole[key] - first[f"{key}_microstep"] - second[f"{key}_microstep"])
             assert apart < max(5, 0.4 * whole[key])  # other work may come between two clocks
+        for found in (first, second, whole):
+            parts = [found[key] for key in found if key.startswith(("bwd_inner", "bwd_allreduce"))]
+            assert all(part > 0 for part in parts)
+            assert sum(parts) <= next(found[key] for key in found if key in ("bwd", "bwd_microstep")) + 0.02
         assert first["fwd_microstep"] >= NAP * 1e3 <= second["fwd_microstep"]
         kept = engine.get_wall_clock_timers()
         assert {key: round(value, 2) for key, value in kept.items()} == second | whole
-        events = [event for event in written if "elapsed" in event[0]][-3:]
+        events = [event for event in written if "elapsed" in event[0]][-5:]
         assert [event[0] for event in events] == [
-            f"Train/Samples/elapsed_time_ms_{name}" for name in ("forward", "backward", "step")
+            f"Train/Samples/elapsed_time_ms_{name}"
+            for name in ("forward", "backward", "backward_inner", "backward_allreduce", "step")
         ]
         assert [event[1] for event in events] == [kept[key] for key in KEYS]
         assert {event[2] for event in events} == {step * engine.train_batch_size()}
@@ -137,10 +142,15 @@ def operations(folder: str) -> None:
             assert len(times(printed)) == 3, "it switches the times on"
             text = path.read_text() if where == "file" else printed
             assert ("flops profile" in printed) == (where == "terminal")
-            assert re.search(r"flops: +128\b", text), text
-            assert re.search(r"MACs: +64\b", text), text
-            assert re.search(r"params: +32\b", text), text
-            assert "Sleeper.linear: 128" in text or "linear: 128" in text, text
+            assert re.search(r"fwd flops per GPU: +128\b", text), text
+            assert re.search(r"fwd MACs per GPU: +64\b", text), text
+            assert re.search(r"params per GPU: +32\b", text), text
+            for line in ("bwd latency", "step latency", "iter latency", "samples/second", "batch size per GPU"):
+                assert re.search(rf"^  {line}: +[\d.]+", text, re.MULTILINE), text
+            assert "depth 1:\n    params      - Linear: 32 \n    MACs        - Linear: 64 MACs\n" in text, text
+            assert ("linear: 128 flops (Linear, 32 = 100.00% Params, 64 MACs = 100.00% MACs" in text) == (
+                where == "file"
+            ), text
             assert "flops profile" not in train(engine, 2), "once"
             path.unlink(missing_ok=True)
             engine.destroy()
