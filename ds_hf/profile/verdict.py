@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ds_hf.autotune.cost import CostModel, Survey
+from ds_hf.autotune.cost import HOST_UPDATE, CostModel, Survey
 from ds_hf.autotune.options import gib
 from ds_hf.autotune.space import CHECKPOINTING, COMPILE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STAGE, config_of
 from ds_hf.config.load import examine
+from ds_hf.engine.report.spans import NEXT_BATCH
 from ds_hf.errors import ConfigError
 from ds_hf.profile.analysis import Analysis, Late
 
@@ -327,9 +328,16 @@ class _Judge:
         a, seconds = self.a, self.a.kinds[kind]
         cores = int(self.facts.get("cores") or 1)
         rest = max(a.seconds - seconds, 0.05 * a.seconds)
-        count = max(1, min(math.ceil(seconds / rest), max(cores, 1)))
+        places = [place for place in a.places if place.startswith(NEXT_BATCH)]
+        before = max((int(place.rpartition(" ")[2]) for place in places), default=0)
+        count = 2 * before if before else max(1, min(math.ceil(seconds / rest), cores))
         text = f"the loader is waited for {milliseconds(seconds)}, {a.share(kind):.0%} of a step"
         workers = f"{count} worker{'s' if count > 1 else ''}"
+        if before:
+            text += f", with {before} worker{'s' if before > 1 else ''}"
+            advice = f"{workers}, if there are cores for them ({cores} a process here), or less work for each sample"
+            option = ("--dataloader_num_workers", str(count))
+            return Finding(kind, a.share(kind), seconds, text, advice, option=option)
         hidden = min(seconds, count * rest)
         return Finding(
             kind,
@@ -382,6 +390,8 @@ class _Judge:
         text = f"the update takes {milliseconds(a.kinds[kind])}, {a.share(kind):.0%} of a step"
         steps = int(a.run.header["batch"]["accumulation"])
         candidates: list[dict[str, Any]] = []
+        if self.own[OFFLOAD_OPTIMIZER] == "nvme":
+            return self._from_files(text)
         if self.own[OFFLOAD_OPTIMIZER] == "cpu":
             candidates.append({OFFLOAD_OPTIMIZER: "none"})
         if int(self.own[STAGE]) == 0 and a.run.world_size > 1:
@@ -390,6 +400,18 @@ class _Judge:
         advice = "" if changes else f"more micro-batches a step than {steps} share one update"
         why = "each rank then updates its own part only" if STAGE in changes else ""
         return self._finding(kind, text, changes, gain, why, advice)
+
+    def _from_files(self, text: str) -> Finding:
+        """An update that reads and writes its states: what is left of it in host memory is the CPU's part."""
+        a, seconds = self.a, self.a.kinds["update"]
+        owned = float(self.facts["trainable"]) / max(a.run.world_size, 1)
+        saved = max(0.0, seconds - owned / HOST_UPDATE)
+        free = self.facts.get("host_memory") or 0
+        gain = a.seconds / max(a.seconds - saved, 0.05 * a.seconds)
+        advice = f"try {OFFLOAD_OPTIMIZER} cpu, if the states fit into host memory ({gib(free)} a process here), "
+        advice += f"{gain:.2f} x by prediction"
+        text += ", with states that are read from files and written back"
+        return Finding("update", a.share("update"), seconds, text, advice, {OFFLOAD_OPTIMIZER: "cpu"}, gain=gain)
 
     def _script(self, kind: str) -> Finding:
         a = self.a
@@ -431,7 +453,8 @@ class _Judge:
         if changes:
             words = ", ".join(f"{key} {value}" for key, value in changes.items())
             because = f"; {why}" if why else ""
-            room = "" if self.facts.get("memory") else ", if memory allows"
+            takes_more = any(key.startswith("zero_optimization.") for key in changes) and not self.facts.get("memory")
+            room = ", if memory allows" if takes_more else ""
             advice = f"try {words}{room}, {gain:.2f} x by prediction{because}"
         return Finding(kind, self.a.share(kind), self.a.kinds[kind], text, advice, changes, gain=gain)
 

@@ -91,6 +91,24 @@ def test_a_slow_loader_is_named_with_the_workers_that_would_hide_it(tmp_path: Pa
     assert found.gain > 1
 
 
+def with_workers(folder: Path) -> None:
+    engine = make_engine(1, folder, TinyLM(width=32, depth=2))
+    for batch in DataLoader(Slow(), batch_size=1, num_workers=1):
+        engine.backward(engine(batch))
+        engine.step()
+        if engine.global_steps == 5:
+            break
+    engine.destroy()
+
+
+def test_workers_that_are_too_few_are_counted(tmp_path: Path) -> None:
+    run_distributed(with_workers, 1, tmp_path)
+    _, verdict = judged(tmp_path)
+    found = first(verdict, "loader")
+    assert found.text.endswith(", with 1 worker")
+    assert found.option == ("--dataloader_num_workers", "2")
+
+
 def slow_disk(folder: Path) -> None:
     wait = aio.Request.wait
 

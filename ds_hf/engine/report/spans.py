@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["COLLECTIVE", "KINDS", "Key", "Span", "kind_of", "self_times"]
+__all__ = ["COLLECTIVE", "KINDS", "NEXT_BATCH", "Key", "Span", "kind_of", "self_times"]
 
 # In the order in which pages show them: what the device computes, what it waits for, what lies outside of the engine.
 KINDS = (
@@ -24,6 +24,7 @@ KINDS = (
     "script",
     "report",
 )
+NEXT_BATCH = "the next batch; workers:"  # the place of waits for a loader, before the number of its workers
 COLLECTIVE = ("gather", "reduction", "tensor", "sequence", "collective")
 
 
@@ -63,11 +64,9 @@ def kind_of(operation: str, what: str, axis: str) -> str:
         return "tensor"
     if what.startswith("the weights of"):
         return "gather"
-    if operation == "all-to-all":
-        return "sequence"
     if what.startswith(("the gradients of", "the gradient norm", "an optimizer state")):
         return "reduction"
-    return "collective"
+    return "sequence" if operation == "all-to-all" else "collective"
 
 
 def self_times(spans: Sequence[Span]) -> Iterable[tuple[int, float]]:

@@ -24,7 +24,7 @@ from ds_hf.engine.model_flops import count_tokens
 from ds_hf.engine.offload.aio import Request
 from ds_hf.engine.offload.link import Arrival
 from ds_hf.engine.report.recorder import Recorder
-from ds_hf.engine.report.spans import Key, kind_of
+from ds_hf.engine.report.spans import NEXT_BATCH, Key, kind_of
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.hooks import in_backward, tensors_in
 
@@ -357,10 +357,26 @@ class Wiring:
                 self._handles.append(_LogsBack(log, CollectiveLog))
                 log.__class__ = _RecordedLog
 
+    def _watch_loaders(self) -> None:
+        """Of whatever script: torch's class is the only place where all loaders come by."""
+        recorder, advance = self._recorder, _BaseDataLoaderIter.__next__
+
+        def following(iterator: Any) -> Any:
+            if not recorder.on:
+                return advance(iterator)
+            workers = getattr(iterator, "_num_workers", 0)
+            depth, turn = recorder.depth, recorder.open(recorder.number(Key("loader", f"{NEXT_BATCH} {workers}")))
+            try:
+                return advance(iterator)
+            finally:
+                recorder.close_to(depth, turn)
+
+        self._replace(_BaseDataLoaderIter, "__next__", following)
+
     def _watch_others(self) -> None:
         """What belongs to the process: the loaders, copies between host and device, files."""
         recorder = self._recorder
-        self._within(_BaseDataLoaderIter, "__next__", Key("loader", "the next batch"))
+        self._watch_loaders()
 
         def recorded(inner: Callable[[Any], Any], key_of: Callable[[Any], Key | None]) -> Callable[[Any], Any]:
             def wait(self: Any) -> Any:

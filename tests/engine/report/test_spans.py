@@ -39,6 +39,7 @@ def recorder_of(folder: Path, clock: Clock, every: bool = True) -> tuple[Recorde
         ("all-gather", "the weights of layers.0", "world", "gather"),
         ("all-to-all", "the weights of layers.0", "data", "gather"),
         ("reduce-scatter", "the gradients of layers.0", "world", "reduction"),
+        ("all-to-all", "the gradients of layers.0", "world", "reduction"),
         ("all-reduce", "the gradient norm", "world", "reduction"),
         ("all-reduce", "activations of layers.0.mlp", "world", "tensor"),
         ("all-reduce", "gradients of the input of layers.0.mlp", "data x tensor", "tensor"),
