@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_hf.config.docs import configuration_page
-from ds_hf.config.explain import Row, auto_keys, rows, summary
+from ds_hf.config.explain import Row, auto_keys, rows, summary, wire_notes
 from ds_hf.config.load import examine, grouped
 from ds_hf.config.presets import PRESETS, preset
 from ds_hf.config.schema import schema_text
@@ -100,6 +100,8 @@ def explain_command(
     hidden = len(found) - len(shown)
     if hidden:
         print(f"{hidden} more keys are at their defaults and change nothing; --all shows them.")
+    for note in wire_notes(config):
+        print(note)
 
 
 @config_app.command("new")

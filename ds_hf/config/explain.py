@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ds_hf.config.plan import plan_states
+from ds_hf.config.plan import StatePlan, StateSpec, plan_states
 from ds_hf.config.schema import Node, Path, dotted, load_schema, pointer_of, walk_for
 from ds_hf.config.types.root import Config, Origin, OriginKind
 
-__all__ = ["Row", "auto_keys", "rows", "summary"]
+__all__ = ["Row", "auto_keys", "rows", "summary", "wire_notes"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,42 @@ def summary(config: Config) -> str:
     for name, row in (("optimizer", plan.optimizer), ("parameters", plan.parameters)):
         if row.device != "device":
             parts.append(f"{name} on {row.device}")
+    travels = [f"{name} in {row.bits} bits" for name, row in _packed(plan) if row.bits]
+    if travels:
+        parts.append(f"{' and '.join(travels)} between processes")
     if plan.inner is not None:
         copied = "parameters once more" if plan.optimizer.over == "replicas" else "states"
         parts.append(f"{copied} divided over groups of {plan.inner}")
     return ", ".join(parts)
+
+
+def wire_notes(config: Config) -> list[str]:
+    """What settings that send fewer bits save and cost, a line each; none without such settings."""
+    plan, notes = plan_states(config), []
+    full = 4 if plan.parameters.dtype is None else 2
+    scale = 4 / plan.block
+    for name, row in _packed(plan):
+        if row.bits:
+            sent = row.bits / 8 + scale
+            notes.append(
+                f"{name} travel in {row.bits} bits: {sent:.2f} bytes an element instead of {full} ({full / sent:.1f} "
+                f"times fewer), rounded to a {2**row.bits - 2}th of the range of each {plan.block}"
+            )
+    if plan.loco is not None and plan.gradients.bits:
+        notes.append("zeropp_loco_param takes 2 bytes an element of the gradients on each process")
+    name = config.optimizer.type if config.optimizer is not None else ""
+    if name.lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
+        notes.append(
+            f"{name}: after the warm-up a momentum takes 0.13 bytes an element each way, and not the {full} of a "
+            f"gradient ({full / 0.127:.0f} times fewer), and 4 bytes a parameter on each process for what rounding loses"
+        )
+    if notes:
+        notes.append("this is for slow links between hosts: on one host with NVLink nothing is gained")
+    return notes
+
+
+def _packed(plan: StatePlan) -> tuple[tuple[str, StateSpec], ...]:
+    return ("gradients", plan.gradients), ("parameters", plan.parameters)
 
 
 def _precision(config: Config, autos: set[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ds_hf.config import load_config
+from ds_hf.config.explain import summary, wire_notes
 from ds_hf.config.plan import plan_states
 from ds_hf.errors import ConfigError
 
@@ -71,3 +72,18 @@ def test_what_cannot_work_is_a_fault(tree: dict[str, Any], pointer: str, words: 
         load_config(tree, world_size=4)
     assert pointer in str(error.value)
     assert all(word in str(error.value) for word in words)
+
+
+def test_explain_says_what_is_saved_and_what_it_costs() -> None:
+    assert wire_notes(load_config(config(3, {}), world_size=4)) == []
+    zero = {"zero_quantized_gradients": True, "zero_quantized_weights": True, **LOCO}
+    tree = load_config(config(3, zero, bf16={"enabled": True}), world_size=4)
+    gradients, parameters, feedback, last = wire_notes(tree)
+    assert "0.52 bytes an element instead of 2 (3.9 times fewer)" in gradients
+    assert "1.02 bytes an element instead of 2 (2.0 times fewer)" in parameters
+    assert "2 bytes an element" in feedback
+    assert "NVLink nothing is gained" in last
+    assert "gradients in 4 bits and parameters in 8 bits between processes" in summary(tree)
+    one_bit = config(0, {}, optimizer={"type": "OneBitAdam", "params": {"freeze_step": 10}})
+    first, _ = wire_notes(load_config(one_bit, world_size=4))
+    assert "31 times fewer" in first

@@ -3,7 +3,8 @@
 There is one logger a process. While it is on, the device is waited for before and after each collective that it
 measures, so that nothing runs beside it: a run that asks for times is slower. Collectives of the engine come from
 ``log``, those of a script from ``deepspeed_api.collectives``; names, table and dictionary are DeepSpeed's. A size is
-what a rank puts in, in bytes; latencies are milliseconds, bandwidths gigabits a second.
+what a rank puts in, in bytes; latencies are milliseconds, bandwidths gigabits a second. The table has one column more:
+the bytes that a rank's link carries for all calls, in a ring or by direct sends.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ _SUMMARY = {
     "Avg Latency(ms)": "avg_latency_ms",
     "tput_avg (Gbps)": "tput_avg_gbps",
     "busbw_avg (Gbps)": "busbw_avg_gbps",
+    "On the wire": "wire_size_str",
 }
 _STRAGGLERS = {
     "Count": "count",
@@ -220,6 +222,7 @@ class CommsLogger:
 
 def _row(nbytes: int, calls: _Calls) -> Row:
     tputs, busbws = _all_bandwidths(nbytes, calls)
+    wire = round(_moved(calls.operation, calls.ranks)[1] * nbytes * len(calls.latencies))
     return {
         "count": len(calls.latencies),
         "total_latency_ms": math.fsum(calls.latencies),
@@ -228,6 +231,8 @@ def _row(nbytes: int, calls: _Calls) -> Row:
         "busbw_avg_gbps": trim_mean(busbws),
         "msg_size_bytes": nbytes,
         "msg_size_str": convert_size(nbytes),
+        "wire_bytes": wire,
+        "wire_size_str": convert_size(wire),
     }
 
 
@@ -257,7 +262,7 @@ def _print_table(title: str, table: Table, columns: dict[str, str]) -> None:
         lines.append(name)
         for row in rows.values():
             values = [row[key] for key in columns.values()]
-            shown = [str(value) if isinstance(value, int) else f"{value:.2f}" for value in values]
+            shown = [str(value) if isinstance(value, int | str) else f"{value:.2f}" for value in values]
             lines.append(line("", row["msg_size_str"], *shown))
     say("\n".join(lines))
 
@@ -270,8 +275,12 @@ def _all_bandwidths(nbytes: int, calls: _Calls) -> tuple[Sequence[float], Sequen
 def _bandwidths(operation: str, nbytes: int, latency: float, ranks: int) -> tuple[float, float]:
     if latency <= 0:
         return 0.0, 0.0
-    moved = _MOVED[operation](ranks) if operation in _MOVED else (1, 1)
+    moved = _moved(operation, ranks)
     return moved[0] * nbytes * 8e-6 / latency, moved[1] * nbytes * 8e-6 / latency
+
+
+def _moved(operation: str, ranks: int) -> tuple[float, float]:
+    return _MOVED[operation](ranks) if operation in _MOVED else (1, 1)
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[float, float]:

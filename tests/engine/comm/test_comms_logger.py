@@ -68,6 +68,26 @@ def test_averages_leave_out_what_is_far_off() -> None:
     assert trim_mean([1000.0, *[2.0] * 18, 0.0]) == 2
 
 
+@pytest.mark.parametrize(
+    ("operation", "ranks", "wire"),
+    [
+        ("all_reduce", 4, 1500),  # a ring sends each byte there and back, but for a rank's own part
+        ("reduce_scatter_tensor", 4, 750),
+        ("all_gather_into_tensor", 4, 3000),
+        ("all_to_all_single", 4, 750),
+        ("broadcast", 4, 1000),
+        ("all_reduce", 1, 0),
+    ],
+)
+def test_bytes_on_the_wire(operation: str, ranks: int, wire: int) -> None:
+    logger = CommsLogger()
+    logger._add(operation, operation, 1.0, 1000, ranks)
+    logger._add(operation, operation, 1.0, 1000, ranks)
+    table = logger.get_operation_summary(operation)
+    assert table is not None
+    assert table[1000]["wire_bytes"] == 2 * wire
+
+
 def test_a_table_of_given_calls() -> None:
     logger = CommsLogger()
     for latency in (1.0, 3.0):
@@ -86,14 +106,16 @@ def test_a_table_of_given_calls() -> None:
         "busbw_avg_gbps": pytest.approx(gbps),
         "msg_size_bytes": 1024,
         "msg_size_str": "1.0 KB",
+        "wire_bytes": 2048,
+        "wire_size_str": "2.0 KB",
     }
     assert logger.get_operation_summary("reduce") is None
     lines = [line.split() for line in printed(logger.log_all).splitlines()]
     assert lines[1:] == [
         ["broadcast", "|", "[weights]"],
-        ["1.0", "KB", "2", "4.00", "2.00", "0.01", "0.01"],
+        ["1.0", "KB", "2", "4.00", "2.00", "0.01", "0.01", "2.0", "KB"],
         ["barrier"],
-        ["0B", "1", "0.50", "0.50", "0.00", "0.00"],
+        ["0B", "1", "0.50", "0.50", "0.00", "0.00", "0B"],
     ]
     logger.reset_data()
     assert not logger.has_data()

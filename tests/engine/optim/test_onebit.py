@@ -208,3 +208,23 @@ def test_a_group_that_is_not_to_be_frozen_is_plain_adam() -> None:
     for found, state in run_distributed(kept_full, 2):
         torch.testing.assert_close(found, p, rtol=1e-5, atol=1e-6)
         assert state == ["exp_avg", "exp_avg_sq", "step"]
+
+
+def never_used() -> tuple[Tensor, Tensor]:
+    """A parameter without gradients shares blocks with one that has them; one more gets its first after the warm-up."""
+    used, unused, late = (nn.Parameter(values(70, seed=seed)) for seed in (1, 2, 3))
+    optimizer = OnebitAdam([used, unused, late], lr=0.1, betas=(BETA1, BETA2), freeze_step=2)
+    for step in range(5):
+        used.grad = values(70, seed=10 * step + (dist.get_rank() if step >= 2 else 0))
+        unused.grad = torch.zeros(70)
+        late.grad = torch.ones(70) * (step >= 3)
+        optimizer.step()
+    assert used.isfinite().all()
+    assert (used - values(70, seed=1)).abs().max() < 5
+    return unused.data, late.data
+
+
+def test_what_never_had_a_gradient_stays() -> None:
+    for unused, late in run_distributed(never_used, 2):
+        assert torch.equal(unused, values(70, seed=2))
+        assert torch.equal(late, values(70, seed=3))

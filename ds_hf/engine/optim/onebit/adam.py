@@ -92,5 +92,5 @@ class OnebitAdam(OneBitOptimizer):
             lr, decay = float(piece.group["lr"]), piece.group["weight_decay"]
             piece.param.mul_(1 - lr * decay).add_(update, alpha=-lr)
             if self.exchange.ranks > 1:
-                momentum.copy_(torch.where(size.isfinite(), update * size, 0.0))
+                torch.mul(update, size, out=momentum)
         write(pieces)

@@ -30,6 +30,7 @@ from ds_hf.engine.optim.onebit.exchange import Exchange
 __all__ = ["OneBitOptimizer", "gradients", "write"]
 
 _LEAST = 0.01  # of a parameter's mean second moment
+_HUGE = 1e36
 
 
 class OneBitOptimizer(TensorwiseOptimizer):
@@ -59,6 +60,7 @@ class OneBitOptimizer(TensorwiseOptimizer):
         self.comm_time = 0.0  # of DeepSpeed's classes; nothing is measured here
         self._exchange: Exchange | None = None
         self._exchanged: dict[Hashable, list[Tensor]] = {}  # parameters by key, in the order of their flat tensor
+        self._lives: dict[Tensor, Tensor] = {}  # whether parameters have had gradients
         self._ones: dict[torch.device, Tensor] = {}
         super().__init__(params, defaults, fp32_optimizer_states=True)
 
@@ -143,13 +145,15 @@ class OneBitOptimizer(TensorwiseOptimizer):
         return step
 
     def _size(self, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """The root of the second moment, where errors come in of at least a hundredth of its mean; infinite for a
-        parameter that never had a gradient, so that it stays where it is."""
+        """The root of the second moment, where errors come in of at least a hundredth of its mean; huge for a parameter
+        that never had a gradient, so that nothing of it is sent."""
         state = self.state[param]
         second = state["exp_avg_sq"]
         if self.exchange.ranks > 1 or "worker_error" in state:
-            second = torch.maximum(second, _LEAST * second.mean())
-        return torch.where(second > 0, self._root(second, group), torch.inf)
+            mean = second.mean()
+            self._lives[param] = mean > 0
+            second = torch.maximum(second, torch.where(mean > 0, _LEAST * mean, _HUGE))
+        return self._root(second, group)
 
     def _root(self, second: Tensor, group: dict[str, Any]) -> Tensor:
         return (second + group["eps"]).sqrt() if self.eps_inside_sqrt else second.sqrt().add_(group["eps"])
@@ -168,7 +172,14 @@ class OneBitOptimizer(TensorwiseOptimizer):
         mean = self.exchange.mean(key, _flat(values), worker, "momenta in one bit")
         _scatter(worker, errors)
         parts = _parts(mean, values)
-        return [_masked(part, piece) for part, piece in zip(parts, pieces, strict=True)]
+        return [_masked(self._alive(part, piece), piece) for part, piece in zip(parts, pieces, strict=True)]
+
+    def _alive(self, part: Tensor, piece: Piece) -> Tensor:
+        """Nothing of what never had a gradient: of zeros in one bit only errors arrive."""
+        lives = self._lives.get(piece.param)
+        if lives is None or (not part.is_cuda and bool(lives)):  # a GPU is not waited for
+            return part
+        return part.mul_(lives)
 
     def _averaged(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """The plain mean of gradients over processes. Collective."""

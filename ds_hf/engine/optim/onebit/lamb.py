@@ -141,7 +141,7 @@ class OnebitLamb(OneBitOptimizer):
         means = self._mean(key, pieces, [state["exp_avg"] / size for state, size in zip(states, sizes, strict=True)])
         for piece, state, size, mean, last in zip(pieces, states, sizes, means, before, strict=True):
             if self.exchange.ranks > 1:
-                state["exp_avg"].copy_(torch.where(size.isfinite(), mean * size, 0.0))
+                torch.mul(mean, size, out=state["exp_avg"])
             self._apply(piece, state, size, mean, last)
 
     def _apply(self, piece: Piece, state: dict[str, Any], size: Tensor, adam: Tensor, last: Tensor) -> None:
@@ -150,7 +150,7 @@ class OnebitLamb(OneBitOptimizer):
         grad = (state["exp_avg"] - beta1 * last).div_(1 - beta1)
         state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         update = adam.add(piece.param, alpha=group["weight_decay"])
-        ratios = torch.where(size.isfinite(), size / self._root(state["exp_avg_sq_fresh"], group), 0.0)
+        ratios = size / self._root(state["exp_avg_sq_fresh"], group)
         factor, part, whole = torch.stack([ratios.max(), adam.norm(), update.norm()]).tolist()
         if group["weight_decay"] > 0:
             share = min(1.0, part / whole) if whole > 0 else 1.0

@@ -117,7 +117,7 @@ class ZeroOneAdam(OneBitOptimizer):
         sizes = [self._size(piece.param, piece.group) for piece in pieces]
         means = self._mean(key, pieces, [grad / size for grad, size in zip(grads, sizes, strict=True)])
         for piece, size, mean in zip(pieces, sizes, means, strict=True):
-            grad = torch.where(size.isfinite(), mean * size, 0.0)
+            grad = mean * size
             self.state[piece.param]["exp_avg"].lerp_(grad, 1 - piece.group["betas"][0])
             piece.param.add_(self._move(piece))
 
@@ -145,7 +145,7 @@ class ZeroOneAdam(OneBitOptimizer):
     def _go_on(self, param: Tensor, group: dict[str, Any], mean: Tensor) -> None:
         state, size = self.state[param], self._size(param, group)
         param.copy_(self._places[param].add_(mean))
-        state["exp_avg"].copy_(torch.where(size.isfinite(), mean * size, 0.0)).div_(-state["lrs"])
+        torch.mul(mean, size, out=state["exp_avg"]).div_(-state["lrs"])
         state["lrs"] = 0.0
 
     def _schedule(self, key: Hashable, pieces: list[Piece], step: int) -> None:
