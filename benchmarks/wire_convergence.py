@@ -116,6 +116,9 @@ def _in_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Ten
     return found
 
 
+_in_bf16.__annotations__.clear()  # torch compares them with its classes, and here they are texts
+
+
 def torchs(made: nn.Module, run: Run) -> tuple[nn.Module, Callable[[Tensor, float], float]]:
     ddp = nn.parallel.DistributedDataParallel(made)
     if run["hook"] == "bf16":

@@ -104,7 +104,7 @@ def wire_notes(config: Config) -> list[str]:
     if name.lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
         notes.append(
             f"{name}: after the warm-up a momentum takes 0.13 bytes an element each way, and not the {full} of a "
-            f"gradient ({full / 0.127:.0f} times fewer), and 4 bytes a parameter on each process for what rounding loses"
+            f"gradient ({full / 0.127:.0f} times fewer), and 4 bytes a parameter more for what rounding loses"
         )
     if notes:
         notes.append("this is for slow links between hosts: on one host with NVLink nothing is gained")
