@@ -18,7 +18,7 @@ EOS = 5
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
-def llama(*, tied: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def llama(*, tied: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
     """The same weights on every rank."""
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -36,7 +36,14 @@ def llama(*, tied: bool = False, dropout: float = 0.0, dtype: torch.dtype = torc
         eos_token_id=EOS,
         initializer_range=0.3,
     )
-    return LlamaForCausalLM(config).to(dtype)
+    return narrowed(LlamaForCausalLM(config), dtype)
+
+
+def narrowed(model: Any, dtype: torch.dtype) -> Any:
+    """With parameters of ``dtype``; buffers (of rotary embeddings) stay as they were made, as in an engine."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
+    return model
 
 
 def engine_of(model: Any, stage: int, **more: Any) -> Engine:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.generation import weights as weights_room
 from ds_hf.errors import ConfigError, DsHfError
-from tests.engine.generation.common import EOS, engine_of, live_bytes, llama, plain_copy, tokens, train
+from tests.engine.generation.common import EOS, engine_of, live_bytes, llama, narrowed, plain_copy, tokens, train
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import full_weights
 
@@ -126,7 +126,7 @@ def equals_plain(kinds: tuple[str, ...], more: dict[str, Any], stages: tuple[int
         for stage in stages:
             print("case", kind, stage)
             engine = engine_of(make(kind), stage, **more)
-            plain = make(kind).to(torch.bfloat16 if "bf16" in more else torch.float32)
+            plain = narrowed(make(kind), torch.bfloat16 if "bf16" in more else torch.float32)
             for step in range(2):
                 train(engine, step)
                 plain = plain_copy(engine, plain)
