@@ -29,8 +29,24 @@ def both(model: Any, decoder: Decoder, inputs: dict[str, Any], **kwargs: Any) ->
     return found
 
 
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gpt2", "t5"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("llama", False),
+        ("llama", True),
+        ("qwen3", False),
+        pytest.param("qwen3", True, marks=SLOW),
+        pytest.param("mistral", False, marks=SLOW),
+        ("mistral", True),
+        ("gpt2", False),
+        pytest.param("gpt2", True, marks=SLOW),
+        pytest.param("t5", False, marks=SLOW),
+        ("t5", True),
+    ],
+)
 def test_tokens_are_those_of_transformers(name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a cache of which attention sees what is filled, and one that it sees whole, as captured steps do."""
     if full:

@@ -23,8 +23,7 @@ def kept(cache: Any) -> int:
     return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "t5"])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "fp32"), ("mistral", "int8"), ("gpt2", "int4"), ("t5", "bf16")])
 def test_weights_and_cache(name: str, dtype: str) -> None:
     model = small_model(name, dtype=torch.bfloat16 if dtype.startswith("int") else torch.float32)
     inputs = left_padded()
