@@ -39,7 +39,7 @@ run = CliRunner().invoke
 def test_every_command_is_run_by_a_test() -> None:
     left = {line for line in commands(README) if not line.startswith(HERE) and line not in SCRIPTS}
     assert left == set(TESTED_ELSEWHERE)
-    assert len(SCRIPTS) == 9
+    assert len(SCRIPTS) == 10
     assert len(blocks(README, "python")) == 1
 
 
