@@ -137,7 +137,7 @@ def test_a_folder_without_a_report_says_how_to_make_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
-@pytest.mark.parametrize("width", [420, 1200])
+@pytest.mark.parametrize("width", [420, pytest.param(1200, marks=pytest.mark.slow)])
 def test_in_a_browser(folder: Path, tmp_path: Path, width: int) -> None:
     """No message in the console, every plot drawn, and nothing wider than the window."""
     write_report(folder)

@@ -45,7 +45,7 @@ def slow_forward(folder: Path, stage: int, slow_rank: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("stage", "slow_rank"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("stage", "slow_rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
 def test_a_slow_rank_is_named_with_place_and_milliseconds(tmp_path: Path, stage: int, slow_rank: int) -> None:
     run_distributed(slow_forward, 2, tmp_path, stage, slow_rank)
     analysis, verdict = judged(tmp_path)

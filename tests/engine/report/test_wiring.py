@@ -23,7 +23,8 @@ from tests.engine.report.common import Recorded, make_engine, read_rank, train
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches
 
-STAGES = [0, 1, 2, 3]
+SLOW = pytest.mark.slow
+STAGES = [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3]
 
 
 def train_recorded(folder: Path, stage: int, **more: Any) -> tuple[float, int]:
@@ -81,7 +82,7 @@ def test_a_backward_of_ones_own_is_seen(tmp_path: Path) -> None:
     run_distributed(own_backward, 1, tmp_path)
 
 
-@pytest.mark.parametrize("way", ["reentrant", "nonreentrant"])
+@pytest.mark.parametrize("way", [pytest.param("reentrant", marks=SLOW), "nonreentrant"])
 def test_recomputation_belongs_to_backward(tmp_path: Path, way: Any) -> None:
     run_distributed(checkpointed, 1, tmp_path, way)
     recorded = read_rank(tmp_path)
@@ -110,7 +111,7 @@ def same_with_and_without(folder: Path, stage: int) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 3])
 def test_it_changes_no_number_and_no_collective(tmp_path: Path, stage: int) -> None:
     run_distributed(same_with_and_without, 2, tmp_path, stage)
 
