@@ -141,8 +141,9 @@ def run(engine: str, stage: int, model: Path, args: argparse.Namespace) -> dict[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    if args.cpu and engine == "deepspeed":
-        environment["DS_ACCELERATOR"] = "cpu"
+    if engine == "deepspeed":  # it compiles with the ninja that came with it
+        environment["PATH"] = f"{args.deepspeed_path}/bin{os.pathsep}{environment['PATH']}"
+        environment |= {"DS_ACCELERATOR": "cpu"} if args.cpu else {}
     command = [sys.executable, str(HERE), "--worker", "--stage", str(stage), "--steps", str(args.steps)]
     command += ["--new", str(args.new), "--model-folder", str(model), "--result", str(result)]
     ranks = [
@@ -156,13 +157,18 @@ def run(engine: str, stage: int, model: Path, args: argparse.Namespace) -> dict[
         for rank in range(args.processes)
     ]  # fmt: skip
     try:
-        codes = [rank.wait(args.timeout) for rank in ranks]
+        ends = time.monotonic() + args.timeout
+        while time.monotonic() < ends and any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks):  # the others would wait for it
+                break
+            time.sleep(0.2)
+        codes = [rank.poll() != 0 for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     if any(codes) or not result.exists():
-        log = (model / f"{engine}.0.log").read_text()
-        raise SystemExit(f"{engine} at stage {stage} failed:\n{log[-3000:]}")
+        logs = "\n".join((model / f"{engine}.{rank}.log").read_text()[-2000:] for rank in range(args.processes))
+        raise SystemExit(f"{engine} at stage {stage} failed:\n{logs}")
     told: dict[str, Any] = json.loads(result.read_text())
     return told
 
