@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -203,7 +203,7 @@ class Executor:
             inputs = received.value
         self._expect(following)
         self.module.chunk = work.chunk
-        with _Computing(self, "forward"):
+        with self._computing("forward"):
             with autocast_of(self.engine.plan, self.engine.device):
                 outputs = self.module(inputs)
             if self._is_last(work):
@@ -239,7 +239,7 @@ class Executor:
         if link is not None:
             gradients = list(link.receive_gradients(kept.outputs))
         self._expect(following)
-        with _Computing(self, "backward"), self.engine.hooks.driving():
+        with self._computing("backward"), self.engine.hooks.driving():
             if link is None:
                 self._last_backward(kept.outputs)
             elif kept.outputs:
@@ -248,6 +248,10 @@ class Executor:
             back = self.links.gradients_before[work.chunk]
             assert back is not None
             back.send_gradients(kept.received.leaves)
+
+    def _computing(self, phase: str) -> AbstractContextManager[None]:
+        """Around the work of a layer; what watches an executor (``engine/report``) takes its place."""
+        return _Computing(self, phase)
 
     def _last_backward(self, outputs: list[Tensor]) -> None:
         if len(outputs) != 1 or outputs[0].numel() != 1:
