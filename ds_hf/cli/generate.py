@@ -113,9 +113,16 @@ def _load(name: str, dtype: str | None, *, empty: bool) -> tuple[Any, Any]:
 
     try:
         settings = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers and huggingface_hub have classes of their own for a wrong folder
-        raise ValueError(f"cannot find the model {name!r}: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[0]
+        hint = "give a folder with a config.json, or a name in the local cache"
+        raise ValueError(f"cannot find the model {name!r}: {reason}\n  {hint}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        hint = "save one beside the model: tokenizer.save_pretrained(folder)"
+        raise ValueError(f"cannot load a tokenizer of {name!r}: {reason}\n  {hint}") from error
     kind = AutoModelForSeq2SeqLM if settings.is_encoder_decoder else AutoModelForCausalLM
     own = DTYPES.get(dtype or ("bf16" if compute_device().type == "cuda" else "fp32"), torch.bfloat16)
     if empty:
@@ -153,8 +160,7 @@ def _plan(
     gpu = torch.cuda.is_available()
     chosen = dtype or ("bf16" if gpu else "fp32")
     reasons = [
-        f"dtype {chosen}"
-        + ("" if dtype else ": a GPU computes fast in 16 bits" if gpu else ": a CPU computes fast in it")
+        f"dtype {chosen}" + ("" if dtype else ": a GPU is fastest in 16 bits" if gpu else ": a CPU is fastest in it")
     ]
     config: dict[str, Any] = {"dtype": chosen, "max_out_tokens": max(prompt + new, 1)}
     world = int(os.environ.get("WORLD_SIZE", "1"))

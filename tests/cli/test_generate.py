@@ -44,7 +44,7 @@ def test_texts_speed_and_reasons(folder: Path) -> None:
     assert found["tokens_per_second"] > 0
     assert found["weights_bytes"] == sum(p.numel() * 4 for p in small_model("llama").parameters())
     assert found["chosen"]["replace_with_kernel_inject"]
-    assert found["why"] == ["dtype fp32: a CPU computes fast in it", "static cache"]
+    assert found["why"] == ["dtype fp32: a CPU is fastest in it", "static cache"]
     alone = json.loads(run("generate", str(folder), "-p", "w7", "--max-new-tokens", "5", "--json")[1])
     assert alone["texts"][0] == found["texts"][1]  # padded on the left
 
@@ -69,6 +69,14 @@ def test_what_is_wrong(folder: Path, words: list[str], said: str) -> None:
     code, _, err = run("generate", *[word.replace("FOLDER", str(folder)) for word in words])
     assert code == 1
     assert said in err
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    small_model("llama").save_pretrained(tmp_path)
+    code, _, err = run("generate", str(tmp_path), "-p", "w3")
+    assert code == 1
+    assert f"cannot load a tokenizer of '{tmp_path}'" in err
+    assert "tokenizer.save_pretrained(folder)" in err
 
 
 def test_the_memory_of_generating() -> None:
