@@ -87,9 +87,7 @@ def build_engine(
     comms_logger.configure(settings.comms_logger)
     _check_scheduler(optimizer, lr_scheduler)
     if settings.ds_hf.sparse_attention:
-        dims = [name for name in ("tensor", "sequence") if getattr(mesh.shape, name) > 1]
-        places = {name: mesh.axis(name) for name in dims}
-        prepare_attention(settings, model, **{name: (at.rank, at.world_size) for name, at in places.items()})
+        prepare_attention(settings, model, **_shares_of_heads(mesh))
     monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
     model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
@@ -112,6 +110,12 @@ def build_engine(
     _attach(engine, compiled=compiled)
     record(engine)
     return engine
+
+
+def _shares_of_heads(mesh: Mesh) -> dict[str, tuple[int, int]]:
+    """This process's place and the size, of each axis that divides attention heads."""
+    axes = {name: mesh.axis(name) for name in ("tensor", "sequence") if getattr(mesh.shape, name) > 1}
+    return {name: (axis.rank, axis.world_size) for name, axis in axes.items()}
 
 
 def _recording(folder: str | None) -> Callable[[CoreEngine], Any]:
