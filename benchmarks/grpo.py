@@ -121,7 +121,7 @@ def train(args: argparse.Namespace) -> None:
         told = {"seconds": seconds, "losses": losses, "rewards": rewards, "version": deepspeed.__version__}
         Path(args.result).write_text(json.dumps(told))
     torch.distributed.barrier()
-    os._exit(0)  # what gloo's threads do at the end is no part of this
+    os._exit(0)  # how gloo's threads end is not measured here
 
 
 def run(engine: str, stage: int, model: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Sizes:
     """Values of the two axes, 1 first.
 
     Attributes:
-        why_not: by axis, why there is no other value; for axes without one. on_host: processes of a host.
+        why_not: for each axis that cannot vary, the reason. on_host: processes on one host.
     """
 
     values: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -106,7 +106,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sync_weights(self, step: int) -> None:
-        """Bring the weights of ``step`` to who samples, if that is somebody else."""
+        """Bring the weights of ``step`` to the sampling engine, where that is a separate one."""
 
     def shutdown(self) -> None:
         """Give back what sampling holds."""

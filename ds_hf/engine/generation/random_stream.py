@@ -2,7 +2,7 @@
 
 ``engine.generate`` leaves torch's generators as it found them: dropout and shuffles of the training around it are those
 of a run that never generates. So that two calls do not draw the same numbers, the second goes on where the first
-stopped; after somebody seeded or drew, a call starts from torch's state as ever.
+stopped; if torch's generator was seeded or drawn from in between, a call starts from its state as usual.
 """
 
 from __future__ import annotations

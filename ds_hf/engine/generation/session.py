@@ -1,4 +1,4 @@
-"""``Generation``: what is around a call of ``generate`` on an engine's model, whoever calls it.
+"""``Generation``: what surrounds every call of ``generate`` on an engine's model.
 
 ``run`` is ``engine.generate``: evaluation mode, the engine's autocast, LoRA merged, random numbers of its own.
 ``around`` is for ``model.generate`` (the Trainer, TRL): transformers' semantics as they are. Both hold the whole

@@ -75,7 +75,7 @@ def format_of(options: Mapping[str, Any], pointer: str) -> WeightFormat:
     """The format that a ``quantized_initialization`` asks for.
 
     Raises:
-        ConfigError: unknown keys, or values that there is no format for.
+        ConfigError: unknown keys, or values without a matching format.
     """
     known = {"num_bits": 8, "group_size": 64, "group_dim": 1, "symmetric": True}
     faults = [

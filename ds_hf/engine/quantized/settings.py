@@ -24,7 +24,7 @@ def choice_of(initial: Any, later: Any, pointer: str = _POINTER) -> Choose | Non
     """By ``quantized_initialization`` and ``post_init_quant``, which names parts of layers' names; ``None``: nothing.
 
     Raises:
-        ConfigError: options that there is no format for.
+        ConfigError: options without a matching format.
     """
     everywhere = format_of(initial, f"{pointer}/quantized_initialization") if initial else None
     named = {key: format_of(value, f"{pointer}/post_init_quant/{key}") for key, value in (later or {}).items()}
@@ -45,7 +45,7 @@ def quantize_by_settings(settings: Config, model: nn.Module, *, trains: bool, dt
         dtype: in which the model computes, ``None`` for the weights' own.
 
     Raises:
-        ConfigError: options that there is no format for, a model that trains, or weights that are quantized already.
+        ConfigError: options without a matching format, a model that trains, or weights that are quantized already.
     """
     section = settings.weight_quantization
     choose = None
