@@ -8,7 +8,8 @@ so micro-batch x accumulation grows with it where the global batch stays.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,11 +148,15 @@ def _shares(model: Any, size: int, tree: Mapping[str, Any], facts: Mapping[str, 
 
 
 @contextmanager
-def _quiet() -> Any:
-    """What is said about cutting a model is said where it is cut."""
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    """What is said about cutting a model is said where it is cut; other threads go on to speak meanwhile."""
+    here = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != here or record.levelno >= logging.ERROR
+
+    logger.addFilter(passes)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(passes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
+from ds_hf.autotune import division
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.cost import CostModel, Survey
 from ds_hf.autotune.division import SEQUENCE, TENSOR, Division, division_of, sizes_of
@@ -21,6 +24,7 @@ from ds_hf.autotune.result import Result
 from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Space, label_of, points
 from ds_hf.config import load_config
 from ds_hf.config.load import examine
+from ds_hf.log import logger
 from ds_hf.memory import Predictor, Workload
 from tests.autotune.conftest import KEPT
 from tests.autotune.test_footprint import SHAPE
@@ -60,6 +64,33 @@ def test_sizes_that_processes_and_model_allow() -> None:
     assert sizes_of(given, {SEQUENCE: 2}).values[SEQUENCE] == (1, 2, 4)
     assert "data_parallel_size" in sizes_of(events(4), {"data_parallel_size": 4}).why_not[TENSOR]
     assert "not one that transformers builds" in sizes_of(events(4, model=None), {}).why_not[TENSOR]
+
+
+def test_only_the_thread_that_tries_a_division_is_quiet() -> None:
+    """Memory is traced in a thread that may outlive the search."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    begun, over = threading.Event(), threading.Event()
+
+    def trace() -> None:
+        with division._quiet():
+            logger.warning("from inside")
+            begun.set()
+            assert over.wait(30)
+
+    thread = threading.Thread(target=trace)
+    try:
+        thread.start()
+        assert begun.wait(30)
+        logger.warning("from outside")
+    finally:
+        over.set()
+        thread.join()
+        logger.warning("afterwards")
+        logger.removeHandler(handler)
+    assert heard == ["from outside", "afterwards"]
 
 
 def space(folder: Path, file: dict[str, Any], flag: str = "--deepspeed", **options: Any) -> Space:

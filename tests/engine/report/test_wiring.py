@@ -3,7 +3,9 @@ without the key."""
 
 from __future__ import annotations
 
+import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,16 @@ SLOW = pytest.mark.slow
 STAGES = [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3]
 
 
-def train_recorded(folder: Path, stage: int, **more: Any) -> tuple[float, int]:
-    """Seconds of the last six steps, and the tokens of a step."""
+def train_recorded(folder: Path, stage: int, **more: Any) -> tuple[list[float], int]:
+    """Seconds of each of the last six steps, and the tokens of a step."""
     engine = make_engine(stage, folder, **more)
     ends: list[float] = []
     engine.step_hooks.insert(0, lambda engine: ends.append(time.perf_counter()))
     train(engine, 8)
     engine.destroy()
-    return ends[-1] - ends[1], 16 * engine.batch.micro * engine.batch.accumulation_steps
+    return [
+        after - before for before, after in pairwise(ends[1:])
+    ], 16 * engine.batch.micro * engine.batch.accumulation_steps
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -45,7 +49,9 @@ def test_sums_explain_the_wall_clock(tmp_path: Path, stage: int) -> None:
         assert [step["step"] for step in recorded.steps] == list(range(1, 9))
         assert recorded.ended
         steps = recorded.steps[2:]
-        assert sum(step["seconds"] for step in steps) >= 0.97 * seconds
+        # The median: a process that another one displaces between two readings of the clock loses that time once.
+        shares = [step["seconds"] / outside for step, outside in zip(steps, seconds, strict=True)]
+        assert statistics.median(shares) >= 0.97, shares
         assert all(step["tokens"] == tokens for step in steps)
         for step in steps:
             told = sum(recorded.by_kind(step).values())
