@@ -44,9 +44,9 @@ def make(name: str, accumulation: int = 1, **more: Any) -> Any:
 def steps(engine: Any, first: int, last: int, accumulation: int = 1) -> list[float]:
     losses = []
     for step in batches(accumulation, 4)[first:last]:
-        total = torch.zeros(())
+        total = torch.zeros((), device=engine.device)
         for micro in step:
-            loss = engine(micro[dist.get_rank()])
+            loss = engine(micro[dist.get_rank()].to(engine.device))
             total += loss.detach().float()
             engine.backward(loss)
             engine.step()
@@ -56,7 +56,7 @@ def steps(engine: Any, first: int, last: int, accumulation: int = 1) -> list[flo
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    return {name: param.detach().cpu().clone() for name, param in engine.module.named_parameters()}
 
 
 def train(

@@ -70,7 +70,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 def weights(module: nn.Module) -> list[Tensor]:
     with GatheredParameters(list(module.parameters())):
-        return [param.detach().clone() for param in module.parameters()]
+        return [param.detach().cpu().clone() for param in module.parameters()]
 
 
 def reference(samples: int, factor: float = 1.0, kv_heads: int = 2) -> list[list[Tensor]]:
@@ -102,6 +102,7 @@ def gradient_errors(stage: int, sequence: int, kv_heads: int = 2, factor: float 
     errors, before = [], weights(net)
     for (ids, labels), wanted in zip(zip(*data(samples), strict=True), expected, strict=True):
         x, y = ids[engine.mesh.sample_rank][:, mine], shifted(labels[engine.mesh.sample_rank])[:, mine].contiguous()
+        x, y = x.to(engine.device), y.to(engine.device)
         loss = engine(input_ids=x, labels=y, shift_labels=y).loss
         engine.backward(mean_over_tokens(loss, (y != -100).sum(), axis))
         engine.step()

@@ -60,18 +60,19 @@ def train(
     for step in batches_of(steps, accumulation, data):
         total = 0.0
         for micro in step:
-            loss = loss_of(engine, micro[engine.mesh.sample_rank])
+            loss = loss_of(engine, micro[engine.mesh.sample_rank].to(engine.device))
             total += float(loss.detach()) / accumulation
             engine.backward(loss)
             engine.step()
         losses.append(total)
         norms.append(engine.get_global_grad_norm())
-    local = full_weights(engine.module)
+    local = {name: value.cpu() for name, value in full_weights(engine.module).items()}
     uncut = {name: value for name, value in local.items() if cut_of(engine.module.get_parameter(name)) is None}
     weights = whole(local, engine.module, engine.mesh.axis("tensor"))
-    mean = torch.tensor(losses)
+    mean = torch.tensor(losses, device=engine.device)
     dist.all_reduce(mean)
-    owned = torch.tensor(float(sum(master.numel() for master in engine.optimizer.masters.values())))
+    held = sum(master.numel() for master in engine.optimizer.masters.values())
+    owned = torch.tensor(float(held), device=engine.device)
     dist.all_reduce(owned)
     engine.destroy()
     return {

@@ -49,9 +49,9 @@ def train(stage: int, accumulation: int, zero: dict[str, Any], more: dict[str, A
     for step in batches(accumulation, world)[:STEPS]:
         nbytes.clear()
         CollectiveLog.__call__ = record  # type: ignore[method-assign]
-        total = torch.zeros(())
+        total = torch.zeros((), device=engine.device)
         for micro in step:
-            loss = engine(micro[rank])
+            loss = engine(micro[rank].to(engine.device))
             total += loss.detach().float() / accumulation
             engine.backward(loss)
             engine.step()
@@ -60,8 +60,8 @@ def train(stage: int, accumulation: int, zero: dict[str, Any], more: dict[str, A
         losses.append(total.item() / world)
         norms.append(engine.get_global_grad_norm())
     with GatheredParameters(trained.parameters()):
-        shown = {n: p.detach().float().clone() for n, p in trained.named_parameters()}
-    masters = {n: safe_get_full_fp32_param(p) for n, p in trained.named_parameters()}
+        shown = {n: p.detach().float().cpu().clone() for n, p in trained.named_parameters()}
+    masters = {n: safe_get_full_fp32_param(p).cpu() for n, p in trained.named_parameters()}
     dtype = next(trained.parameters()).dtype
     exact = all(torch.equal(shown[n], masters[n].to(dtype).float()) for n in shown)
     skipped = engine.skipped_steps
@@ -77,7 +77,7 @@ def close(one: list[float], other: list[float], tolerance: float) -> bool:
     return all(abs(a - b) <= tolerance * abs(b) for a, b in zip(one, other, strict=True))
 
 
-def compare(stage: int, accumulation: int, world: int, more: dict[str, Any]) -> None:
+def compare(stage: int, accumulation: int, world: int, more: dict[str, Any], backend: str = "gloo") -> None:
     cells: list[Cell] = [
         (stage, accumulation, {}, more),
         (stage, accumulation, {}, {**more, **wire(gradients=8)}),
@@ -85,7 +85,7 @@ def compare(stage: int, accumulation: int, world: int, more: dict[str, Any]) -> 
     ]
     if stage == 3:
         cells += [(3, accumulation, QWZ, more), (3, accumulation, {}, {**more, **wire(gradients=8, parameters=8)})]
-    for plain, *packed in run_distributed(train_each, world, cells, timeout=120):
+    for plain, *packed in run_distributed(train_each, world, cells, timeout=120, backend=backend):
         assert plain["exact"]
         for index, found in enumerate(packed):
             assert found["exact"]  # gathered for users: the masters, whatever forward saw

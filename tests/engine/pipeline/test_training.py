@@ -81,12 +81,12 @@ def train(
     engine, *_ = initialize(model=module, optimizer=lambda params: kind(params, **options), config=settings)
     losses, norms = [], []
     for step in tokens:
-        losses.append(float(engine.train_batch(pairs(step, engine.mesh.sample_rank))))
+        losses.append(float(engine.train_batch(pairs(step.to(engine.device), engine.mesh.sample_rank))))
         norms.append(engine.get_global_grad_norm())
-    evaluated = float(engine.eval_batch(pairs(tokens[0], engine.mesh.sample_rank)))
-    found = {name: param.detach().clone() for name, param in module.named_parameters()}
+    evaluated = float(engine.eval_batch(pairs(tokens[0].to(engine.device), engine.mesh.sample_rank)))
+    found = {name: param.detach().cpu().clone() for name, param in module.named_parameters()}
     owned = sum(m.numel() for m in engine.optimizer.masters.values())
-    total = torch.tensor(owned)
+    total = torch.tensor(owned, device=engine.device)
     dist.all_reduce(total)
     engine.destroy()
     return {"losses": losses, "norms": norms, "weights": found, "eval": evaluated, "owned": int(total)}
