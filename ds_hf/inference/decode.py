@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hf.engine.zero.packed import packed_parts
 from ds_hf.inference.static import fill, shape_of, static_cache
 from ds_hf.inference.step import Choice, DecodingStep
 from ds_hf.inference.supported import Unsupported, check_cache, check_choice, check_mode, refusal, stops
@@ -357,7 +358,7 @@ def _autocast(device: torch.device) -> tuple[Any, ...]:
 
 def _addresses(model: nn.Module) -> tuple[Any, ...]:
     """Where everything lies that a graph reads, and which adapters are merged."""
-    tensors = tuple(t.data_ptr() for t in (*model.parameters(), *model.buffers()))
+    tensors = tuple(part.data_ptr() for t in (*model.parameters(), *model.buffers()) for _, part in packed_parts(t))
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "merged_adapters")]
     adapters = tuple((tuple(m.merged_adapters), m.disable_adapters, tuple(m.active_adapters)) for m in layers)
     return tensors, adapters

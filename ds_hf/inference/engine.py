@@ -7,7 +7,6 @@ bits -> how it decodes. With ``zero`` an engine without an optimizer holds the w
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import time
 from collections.abc import Callable
@@ -21,8 +20,10 @@ from ds_hf.engine.builder import build_engine
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.engine import CoreEngine
+from ds_hf.engine.generation.footprint import check_cache_place
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.quantized.layers import quantize_layers
+from ds_hf.engine.quantized.by_torchao import has_torchao, quantize_by_torchao
+from ds_hf.engine.quantized.layers import quantize_layers, tied_weights
 from ds_hf.engine.quantized.settings import choice_of
 from ds_hf.engine.zero.buffer import buffers_of
 from ds_hf.engine.zero.packed import is_packed
@@ -121,10 +122,12 @@ class InferenceEngine(nn.Module):
         """``model.generate``: the same arguments, the same tokens.
 
         Raises:
+            DsHfError: a cache that leaves the GPU, and there is none.
             TooLongError: the prompt, with a static cache also prompt and answer, has more than ``max_out_tokens``.
             NotImplementedError: ``num_beams`` is more than 1, with ``enable_cuda_graph``.
         """
         self._check_call(inputs, kwargs)
+        check_cache_place(self.module, kwargs, compute_device())
         if self.decoder is None:
             return self.module.generate(*inputs, **kwargs)  # type: ignore[operator]
         try:
@@ -248,14 +251,18 @@ def _check(model: nn.Module, config: InferenceConfig) -> None:
             "without",
             "init_inference",
         )
+    if buffers_of(model.parameters()) and config.tensor_parallel.enabled and config.tensor_parallel.tp_size > 1:
+        raise ConfigError(
+            "the model's parameters are divided already (zero.Init, HfDeepSpeedConfig), and tp_size divides layers: "
+            "load the model without, or on the meta device with checkpoint=",
+            "init_inference",
+        )
     if config.zero and config.zero.get("stage", 0) not in (0, 3):
         raise ConfigError(
             f"zero is stage {config.zero.get('stage')}, which divides what training needs: give stage 3, with "
             "offload_param for a model that is larger than the GPU, or remove it",
             "init_inference",
         )
-    if config.zero.get("stage", 0) == 3 and config.tensor_parallel.tp_size > 1:
-        raise ConfigError("zero and tp_size both divide the weights: give one of them", "init_inference")
 
 
 def _computing_dtype(model: nn.Module) -> torch.dtype:
@@ -278,6 +285,8 @@ def _zero_engine(model: nn.Module, config: InferenceConfig, dtype: torch.dtype) 
     if config.quant_bits is not None:
         later = config.quant.weight.post_init_quant
         source["weight_quantization"] = {"quantized_initialization": _options(config), "post_init_quant": later}
+    if config.tensor_parallel.enabled and config.tensor_parallel.tp_size > 1:  # divided already: it is told how
+        source["tensor_parallel"] = {"autotp_size": config.tensor_parallel.tp_size}
     if dtype is not torch.float32:
         source["bf16" if dtype is torch.bfloat16 else "fp16"] = {"enabled": True}
     return build_engine(
@@ -304,18 +313,20 @@ def _options(config: InferenceConfig) -> dict[str, Any]:
 
 
 def _quantize(model: nn.Module, config: InferenceConfig) -> None:
-    """By torchao where it is installed and the options are its defaults; else in blocks."""
+    """On a GPU linear layers by torchao, where it is installed and the options are plain; all others in blocks."""
     weight = config.quant.weight
     plain = weight.q_type == "symmetric" and not weight.quantized_initialization and not weight.post_init_quant
-    if plain and compute_device().type == "cuda" and importlib.util.find_spec("torchao") is not None:
-        ao: Any = importlib.import_module("torchao.quantization")
-        kind = ao.Int8WeightOnlyConfig if config.quant_bits == 8 else ao.Int4WeightOnlyConfig
-        ao.quantize_(model, kind())
-        return
+    done = []
+    if plain and _on_gpu(model) and has_torchao():
+        done = quantize_by_torchao(model, config.quant_bits or 8, tied_weights(model))
     choose = choice_of(_options(config), weight.post_init_quant, "/quant/weight")
     assert choose is not None
-    if not quantize_layers(model, choose):
+    if not [*done, *quantize_layers(model, choose)]:
         log_once(f"init_inference: {type(model).__name__} has no layer to quantize")
+
+
+def _on_gpu(model: nn.Module) -> bool:
+    return any(param.is_cuda for param in model.parameters())
 
 
 def _use_kernels(model: Any) -> None:

@@ -87,6 +87,13 @@ def test_other_trainers(model: Path, tmp_path: Path, kind: str, more: dict[str, 
     check(logged, tmp_path, lora)
 
 
+@feature("`OnlineDPOTrainer`: generation, reference model", pain="P11")
+@FULL_AND_LORA
+@SLOW
+def test_online_dpo(model: Path, tmp_path: Path, lora: bool) -> None:
+    check(run_user_code(fit_everywhere, "online_dpo", str(model), str(tmp_path), (2, 3), lora)[0], tmp_path, lora)
+
+
 @pytest.fixture(scope="module")
 def large_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose head, of 2 ** 21 elements, is a unit of its own; TRL's losses read its weight and never call it."""

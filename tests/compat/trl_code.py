@@ -18,13 +18,20 @@ import trl
 from datasets import load_dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Trainer,
+)
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.scripts import sft
 
 from tests.compat.trainer_code import PLAIN_ARGUMENTS, config, start_afresh
 
 WORDS = 100
-NUMBERS = ("loss", "grad_norm", "learning_rate", "reward", "rewards/margins", "kl", "entropy")
+NUMBERS = ("loss", "grad_norm", "learning_rate", "reward", "rewards/margins", "kl", "entropy", "objective/scores")
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -67,6 +74,12 @@ TRAINERS: dict[str, tuple[Any, Any, tuple[str, ...], dict[str, Any]]] = {
         ("prompt",),
         {"num_generations": 2, "max_completion_length": 6, "beta": 0.1},
     ),
+    "online_dpo": (
+        OnlineDPOTrainer,
+        OnlineDPOConfig,
+        ("prompt",),
+        {"max_new_tokens": 6, "beta": 0.1, "model_init_kwargs": {"device_map": None}},
+    ),
 }
 
 
@@ -92,7 +105,11 @@ def fit(
     )
     data = load_dataset("json", data_files=str(Path(model) / kind / "train.jsonl"), split="train")
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if lora else None
-    rewards = {"reward_funcs": distinct_words} if kind == "grpo" else {}
+    rewards: dict[str, Any] = {"reward_funcs": distinct_words} if kind in ("grpo", "online_dpo") else {}
+    if kind == "online_dpo":
+        rewards["processing_class"] = AutoTokenizer.from_pretrained(model, padding_side="left")
+        if not lora:  # a copy of a model that is divided already is refused by TRL
+            rewards["ref_model"] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     start = f"{model}/scored" if kind == "reward" else model
     trainer = trainer_class(model=start, args=args, train_dataset=data, peft_config=adapters, **rewards)
     trainer.train()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ds_hf import init_inference
-from ds_hf.errors import ConfigError
+from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.inference.engine import InferenceEngine
 from tests.helpers.generating import GREEDY, left_padded, small_model
 
@@ -128,6 +129,24 @@ def test_transformers_own_caches() -> None:
     engine = init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
     for cache in ("dynamic", "static"):
         assert engine.generate(**inputs, **GREEDY, cache_implementation=cache).tolist() == expected
+    for cache in ("offloaded", "offloaded_static", "offloaded_hybrid"):
+        with pytest.raises(DsHfError, match=f"cache_implementation is '{cache}'.*the model is on the CPU: remove it"):
+            engine.generate(**inputs, **GREEDY, cache_implementation=cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"replace_with_kernel_inject": True}, {"zero": HOST}], ids=str)
+def test_quantized_caches(options: dict[str, Any]) -> None:
+    """By quanto, where it is installed: what the model itself says with one."""
+    pytest.importorskip("optimum.quanto")
+    model, inputs = small_model("llama"), left_padded()
+    form = {"backend": "quanto", "nbits": 4, "q_group_size": 16, "residual_length": 8}
+    settings = {**GREEDY, "cache_implementation": "quantized", "cache_config": form}
+    exact, expected = model.generate(**inputs, **GREEDY), model.generate(**inputs, **settings)
+    assert not torch.equal(exact, expected)  # the cache has lost something
+    engine = init_inference(model, dtype="fp32", **options)
+    assert torch.equal(engine.generate(**inputs, **settings), expected)
+    engine.destroy()
 
 
 def test_what_cannot_be_prepared_is_told() -> None:
@@ -143,8 +162,6 @@ def test_what_cannot_be_prepared_is_told() -> None:
         init_inference(empty, dtype="fp32")
     with pytest.raises(ConfigError, match="zero is stage 2"):
         init_inference(small_model("llama"), zero={"stage": 2})
-    with pytest.raises(ConfigError, match="both divide the weights"):
-        init_inference(small_model("llama"), zero=HOST, tensor_parallel={"tp_size": 2})
 
 
 def test_a_module_that_is_no_model_of_transformers() -> None:

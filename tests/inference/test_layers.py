@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from tests.helpers.generating import GREEDY, left_padded, small_model
 NAMES = ("llama", "qwen3", "mistral", "gpt2", "t5")
 
 
-def divided(folder: str) -> list[Any]:
-    """Tokens of all models, greedy and drawn, and how many elements this process has of them."""
+def divided(names: Sequence[str]) -> list[Any]:
+    """Tokens of the models, greedy and drawn, and how many elements this process has of them."""
     from ds_hf import init_inference
 
     found = []
-    for name in NAMES:
+    for name in names:
         model = small_model(name)
         whole = sum(p.numel() for p in model.parameters())
         engine = init_inference(model, dtype="fp32", tensor_parallel={"tp_size": 2}, replace_with_kernel_inject=True)
@@ -61,12 +62,34 @@ def loaded(folder: str) -> list[Any]:
     return [engine.generate(**left_padded(), **GREEDY).tolist(), model.model.layers[0].mlp.up_proj.weight.shape[0]]
 
 
-def test_tokens_over_two_processes(tmp_path: Path) -> None:
-    first, second = run_distributed(divided, 2, str(tmp_path), timeout=240)
+def divided_in_host_memory(name: str) -> tuple[list[Any], int]:
+    """Tokens with layers cut, its parts divided once more by ZeRO; elements that rest on the device."""
+    from ds_hf import init_inference
+
+    model = small_model(name)
+    host = {"stage": 3, "offload_param": {"device": "cpu"}}
+    engine = init_inference(model, dtype="fp32", tensor_parallel={"tp_size": 2}, zero=host)
+    tokens = engine.generate(**left_padded(), **GREEDY).tolist()
+    return tokens, sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("names", [NAMES[:1], pytest.param(NAMES[1:], marks=pytest.mark.slow)], ids="-".join)
+def test_tokens_over_two_processes(names: Sequence[str]) -> None:
+    first, second = run_distributed(divided, 2, names, timeout=240)
     assert first == second
     for name, tokens, _, share in first:
         assert tokens == small_model(name).generate(**left_padded(), **GREEDY).tolist(), name
         assert share < 0.8, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "processes"), [("llama", 2), ("llama", 4), ("gpt2", 2), ("t5", 2)])
+def test_layers_divided_and_in_host_memory(name: str, processes: int) -> None:
+    expected = small_model(name).generate(**left_padded(), **GREEDY).tolist()
+    whole = sum(param.numel() for param in small_model(name).parameters())
+    for tokens, here in run_distributed(divided_in_host_memory, processes, name, timeout=60):
+        assert tokens == expected
+        assert here < whole / 4
 
 
 def test_policies(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cache_nbytes", "call_nbytes", "positions_of", "prompt_shape"]
+from ds_hf.errors import DsHfError
+
+__all__ = ["cache_nbytes", "call_nbytes", "check_cache_place", "positions_of", "prompt_shape"]
 
 _PROMPTS = ("inputs", "input_ids", "inputs_embeds", "input_features", "pixel_values")
 _TOKENS = 20  # what ``generate`` adds where nothing says how much
@@ -34,6 +36,18 @@ def positions_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return prompt + int(new)
     longest = _setting(model, kwargs, "max_length")
     return max(int(longest), prompt + 1) if longest is not None else prompt + _TOKENS
+
+
+def check_cache_place(model: nn.Module, kwargs: dict[str, Any], device: torch.device) -> None:
+    """Raises:
+    DsHfError: the cache of a call would leave a GPU, and the model computes on the CPU.
+    """
+    cache = _setting(model, kwargs, "cache_implementation")
+    if device.type == "cpu" and isinstance(cache, str) and cache.startswith("offloaded"):
+        raise DsHfError(
+            f"cache_implementation is {cache!r}, which moves a GPU's cache to host memory, and the model is on the "
+            "CPU: remove it"
+        )
 
 
 def call_nbytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> int:

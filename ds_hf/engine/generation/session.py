@@ -20,7 +20,7 @@ from torch import nn
 from ds_hf.config.types import HybridEngineSection
 from ds_hf.engine.casting import cast_floats
 from ds_hf.engine.generation.adapters import merged
-from ds_hf.engine.generation.footprint import call_nbytes, positions_of, prompt_shape
+from ds_hf.engine.generation.footprint import call_nbytes, check_cache_place, positions_of, prompt_shape
 from ds_hf.engine.generation.random_stream import RandomStream
 from ds_hf.engine.generation.weights import WholeWeights
 from ds_hf.engine.zero.hooks import UnitHooks
@@ -159,6 +159,7 @@ class Generation:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Refuse what cannot be; the bytes that the call takes beside the weights."""
         self._ready()
+        check_cache_place(model, kwargs, self._device)
         if self.longest is not None:
             prompt, positions = prompt_shape(args, kwargs)[1], positions_of(model, args, kwargs)
             if positions > self.longest:

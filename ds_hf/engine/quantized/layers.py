@@ -7,6 +7,7 @@ own: backward of the one reads the blocks again instead of keeping 16 bits, the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import DsHfError
 from ds_hf.log import log_once, warn_once
 
-__all__ = ["QuantizedWeight", "is_quantized", "quantize_layers", "values_of_blocks"]
+__all__ = ["QuantizedWeight", "is_quantized", "quantize_layers", "tied_weights", "values_of_blocks"]
 
 
 class QuantizedWeight(nn.Module):
@@ -125,10 +126,10 @@ def quantize_layers(model: nn.Module, choose: Choose, dtype: torch.dtype | None 
     Args:
         dtype: in which the weights are read; ``None`` for each weight's own.
     """
-    done, holders = [], _holders(model)
+    done, tied = [], tied_weights(model)
     for name, module in list(_layers(model)):
         param = module._parameters["weight"]
-        form = None if param is None or is_packed(param) or holders[id(param)] > 1 else choose(name, module)
+        form = None if param is None or is_packed(param) or id(param) in tied else choose(name, module)
         if form is None or param is None:
             continue
         buffers = buffers_of([param])
@@ -172,13 +173,10 @@ class _Unmergeable:
         )
 
 
-def _holders(model: nn.Module) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                found[id(param)] = found.get(id(param), 0) + 1
-    return found
+def tied_weights(model: nn.Module) -> set[int]:
+    """``id`` of the parameters that several modules hold."""
+    held = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {param for param, holders in held.items() if holders > 1}
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -83,13 +83,18 @@ def _is_divided(model: nn.Module, axis: Axis) -> bool:
     places = [place for module in model.modules() if (place := place_of(module)) is not None]
     if not places:
         return False
-    if any(place.axis != axis for place in places):
+    if any(_ranks(place.axis) != _ranks(axis) for place in places):
         raise ConfigError(
             f"the model was cut over {places[0].axis.world_size} processes by an engine before, and now it is to be "
             f"{axis.world_size}, or others: load the model anew",
             "initialize(model=...)",
         )
     return True
+
+
+def _ranks(axis: Axis) -> list[int]:
+    """Two engines may have groups of their own for the same processes."""
+    return [axis.global_rank(rank) for rank in range(axis.world_size)]
 
 
 def _apply(
