@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hf.engine.comm.process_group import release_before_shutdown
 from ds_hf.engine.zero.packed import packed_parts
 from ds_hf.inference.static import fill, shape_of, static_cache
 from ds_hf.inference.step import Choice, DecodingStep
@@ -221,6 +222,7 @@ class Decoder:
             try:
                 with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES):
                     step.capture(self._pool, self.settled)
+                release_before_shutdown(self)  # layers that processes share have collectives
                 return
             except torch.cuda.OutOfMemoryError:
                 raise

@@ -86,10 +86,16 @@ def train(
 
 @functools.cache
 def reference(
-    kind: str, accumulation: int, clip: float, data: int, steps: int = STEPS, dtype: torch.dtype = torch.float32
+    kind: str,
+    accumulation: int,
+    clip: float,
+    data: int,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Any:
     rule = functools.partial(torch.optim.AdamW, **ADAMW)
-    return reference_run(kind, accumulation, clip, data, steps, rule, dtype)
+    return reference_run(kind, accumulation, clip, data, steps, rule, dtype, device)
 
 
 def check(
@@ -100,8 +106,9 @@ def check(
     data: int,
     steps: int,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> None:
-    losses, norms, weights = reference(kind, accumulation, clip, data, steps, dtype)
+    losses, norms, weights = reference(kind, accumulation, clip, data, steps, dtype, device)
     for one in found:
         assert one["losses"] == pytest.approx(losses, rel=1e-5)
         assert one["norms"] == pytest.approx(norms, rel=1e-5)

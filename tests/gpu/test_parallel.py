@@ -1,6 +1,6 @@
 """Layers, sequences and stages divided over two GPUs by NCCL, and few bits: by the checks of the CPU's tests.
 
-The references are computed on the CPU: in fp64 both agree to the same bounds.
+References are computed on a GPU too: transformers has cosines of positions and losses in fp32 even in an fp64 model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def on_two(fn: Any, *args: Any, **kwargs: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", ["llama", "fused", "gpt2"])
 def test_cut_layers(kind: str, stage: int) -> None:
     found = on_two(test_tensor_parallel.train, kind, 2, stage, 2, CLIP, dtype=FP64)
-    test_tensor_parallel.check(found, kind, 2, CLIP, 1, test_tensor_parallel.STEPS, FP64)
+    test_tensor_parallel.check(found, kind, 2, CLIP, 1, test_tensor_parallel.STEPS, FP64, "cuda")
 
 
 def compiled_layers(stage: int) -> tuple[list[float], Any]:
@@ -86,7 +86,7 @@ def test_a_cut_model_generates(stage: int) -> None:
 @pytest.mark.parametrize("more", [{}, {"kv_heads": 1, "checkpointing": True}], ids=["heads", "few key heads"])
 def test_divided_sequences(more: dict[str, Any]) -> None:
     for errors in on_two(test_sequence_parity.gradients_of_stages, [0, 1, 2, 3], 2, **more):
-        assert max(errors) < 1e-11
+        assert max(errors) < 1e-10
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -95,7 +95,7 @@ def test_stages_of_a_pipeline(stage: int) -> None:
     settings = pipelines.config(stage, gradient_clipping=pipelines.CLIP)
     found = on_two(pipelines.train, tokens, torch.optim.AdamW, settings, True, 2, options, dtype=FP64)
     wanted = pipelines.reference(torch.optim.AdamW, tokens, True, pipelines.CLIP, dtype=FP64, **options)
-    pipelines.check(found, wanted, exactly=False, tolerance=1e-10)
+    pipelines.check(found, wanted, exactly=False, tolerance=1e-9)
 
 
 def narrow_stages() -> list[float]:

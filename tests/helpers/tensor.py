@@ -171,23 +171,30 @@ def batches_of(steps: int, accumulation: int, data: int) -> Tensor:
 
 
 def reference_run(
-    kind: str, accumulation: int, clip: float, data: int, steps: int, optimizer: Any, dtype: torch.dtype = torch.float32
+    kind: str,
+    accumulation: int,
+    clip: float,
+    data: int,
+    steps: int,
+    optimizer: Any,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses, gradient norms and weights of one process with plain torch."""
-    model = build(kind).to(dtype)
+    model = build(kind).to(device, dtype)
     rule = optimizer(model.parameters())
     losses, norms = [], []
     for step in batches_of(steps, accumulation, data):
         rule.zero_grad()
         total = 0.0
-        for ids in step.flatten(0, 1):
+        for ids in step.flatten(0, 1).to(device):
             loss = loss_of(model, ids) / (accumulation * data)
             loss.backward()
             total += float(loss.detach())
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)))
         rule.step()
         losses.append(total)
-    return losses, norms, {name: param.detach() for name, param in model.named_parameters()}
+    return losses, norms, {name: param.detach().cpu() for name, param in model.named_parameters()}
 
 
 def whole(values: dict[str, Tensor], model: nn.Module, axis: Any) -> dict[str, Tensor]:

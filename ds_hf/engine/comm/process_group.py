@@ -9,12 +9,14 @@ below are torch's own.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import HashStore
@@ -29,7 +31,6 @@ from torch.distributed import (
     barrier,
     broadcast,
     broadcast_object_list,
-    destroy_process_group,
     gather,
     get_global_rank,
     get_rank,
@@ -85,6 +86,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "release_before_shutdown",
     "scatter",
     "send",
 ]
@@ -162,6 +164,51 @@ def init_distributed(
         atexit.register(_destroy_at_exit)
     if verbose and where.rank == 0:
         logger.info("process group: backend %s, world size %d", backend, where.world_size)
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """As torch's, which is asked for when this is called: it may have been wrapped since."""
+    torch.distributed.destroy_process_group(group)
+
+
+class Releases(Protocol):
+    """What holds captured collectives."""
+
+    def release(self) -> None:
+        """Let go of them."""
+
+
+_captured: weakref.WeakSet[Releases] = weakref.WeakSet()
+
+
+def release_before_shutdown(holder: Releases) -> None:
+    """Call ``holder.release()`` before process groups are destroyed and at exit, if it still lives then.
+
+    NCCL destroys a communicator only when no CUDA graph holds one of its collectives any more, and waits for that.
+    """
+    _wrap_shutdown()
+    _captured.add(holder)
+
+
+@functools.cache
+def _wrap_shutdown() -> None:
+    destroy = torch.distributed.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_released(group: ProcessGroup | None = None) -> None:
+        _release()
+        destroy(group)
+
+    torch.distributed.destroy_process_group = torch.distributed.distributed_c10d.destroy_process_group = (
+        destroy_released
+    )
+    atexit.register(_release)
+
+
+def _release() -> None:
+    for holder in list(_captured):
+        holder.release()
+    _captured.clear()
 
 
 def _destroy_at_exit() -> None:

@@ -179,3 +179,26 @@ def test_threads_of_gloo_end_before_python_does(tmp_path: Path) -> None:
     run_torchrun(Path(__file__).with_name("ending_script.py"), str(tmp_path), env={"CUDA_VISIBLE_DEVICES": ""})
     for rank in ("0", "1"):
         assert "gloo" not in (tmp_path / rank).read_text()
+
+
+class Captured:
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def release(self) -> None:
+        self.found.append(torch.distributed.is_initialized())
+
+
+def released() -> list[list[bool]]:
+    kept, gone = Captured(), Captured()
+    found, lost = kept.found, gone.found
+    process_group.release_before_shutdown(kept)
+    process_group.release_before_shutdown(gone)
+    del gone
+    process_group.destroy_process_group()
+    return [found, lost]
+
+
+def test_what_was_captured_is_released_while_the_group_lives() -> None:
+    """NCCL destroys no communicator whose collectives are in a CUDA graph."""
+    assert run_distributed(released, 1) == [[[True], []]]
