@@ -106,6 +106,15 @@ def tell_of_compilation(engine: Any) -> None:
     report = engine.compiler.on_step()
     if report is not None and engine.mesh.world.rank == 0:
         logger.log(logging.WARNING if report.breaks else logging.INFO, "%s", report)
+        kinds = len({type(module) for module in engine.compiler.compiled})
+        caches = getattr(getattr(engine.module, "config", None), "use_cache", False) is True
+        if caches and kinds < report.modules <= report.graphs:
+            logger.warning(
+                "torch.compile: %d graphs for %d alike blocks. The model keeps keys and values of each block while it "
+                "trains, and each place in that cache takes a graph of its own: model.config.use_cache = False",
+                report.graphs,
+                report.modules,
+            )
 
 
 class _Compile:

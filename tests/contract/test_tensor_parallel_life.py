@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf import initialize
+from ds_hf.engine import compiling
+from ds_hf.engine.checkpoint.export_universal import write_universal
+from ds_hf.engine.checkpoint.formats import open_source
 from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.tensor import hosts
@@ -24,7 +27,7 @@ from tests.contract.test_parity import ADAMW
 from tests.contract.test_tensor_parallel import config
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import full_weights
-from tests.helpers.tensor import PARTITION, batches_of, build, loss_of, tensor_section
+from tests.helpers.tensor import PARTITION, batches_of, build, loss_of, tensor_section, whole
 
 GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
 
@@ -185,18 +188,63 @@ def test_lamb_takes_norms_of_whole_parameters() -> None:
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def compiled() -> tuple[list[float], list[float], Any]:
-    engine = engine_of("llama", 2, 1, ds_hf={"compile": "blocks"})
+def compiled() -> tuple[list[float], list[float], Any, list[str]]:
+    """Losses, and graphs and breaks; and what is said where each block has a graph of its own for its cache."""
+    engine = engine_of("llama", 2, 1, build("llama", use_cache=False), ds_hf={"compile": "blocks"})
     found = steps(engine, batches_of(3, 1, 1))
     report = engine.compile_report()
-    return plain(build("llama")), found, (report.graphs, report.breaks)
+    engine.destroy()
+    messages: list[str] = []
+    compiling.logger.warning = lambda text, *args: messages.append(text % args)  # type: ignore[method-assign, assignment]
+    for use_cache in (True, False):
+        torch._dynamo.reset()
+        other = engine_of("llama", 2, 1, build("llama", use_cache=use_cache))
+        other.compile(backend="eager")
+        steps(other, batches_of(2, 1, 1))
+        other.destroy()
+    return plain(build("llama")), found, (report.graphs, report.breaks), messages
 
 
 @pytest.mark.slow
-def test_compiled_blocks_have_no_breaks() -> None:
-    for expected, found, (graphs, breaks) in run_distributed(compiled, 2, timeout=150):
+def test_compiled_blocks_share_one_graph() -> None:
+    for rank, (expected, found, (graphs, breaks), said) in enumerate(run_distributed(compiled, 2, timeout=150)):
         assert found == pytest.approx(expected, rel=1e-5)
-        assert (graphs, breaks) == (3, {})  # one for each of three blocks: their places differ
+        assert (graphs, breaks) == (1, {})  # of three blocks, as of a model that is not cut
+        about = [text for text in said if "graphs for" in text]
+        assert len(about) == (rank == 0)
+        assert all("3 graphs for 3 alike blocks" in text and "use_cache = False" in text for text in about)
+
+
+def experts_by_universal(folder: str) -> dict[str, list[float]]:
+    """Losses of the steps after a save: of the run itself, and of others that load what was made of it."""
+    engine = engine_of("mixtral", 2, 1)
+    assert cut_of(engine.module.model.layers[0].mlp.experts.gate_up_proj) is not None
+    steps(engine, batches_of(4, 1, 1)[:2])
+    engine.save_checkpoint(folder, tag="saved")
+    found = {"saved": steps(engine, batches_of(4, 1, 1)[2:])}
+    engine.destroy()
+    if dist.get_rank() == 0:
+        write_universal(open_source(Path(folder, "saved")), Path(folder, "universal"))
+    dist.barrier()
+    for tensor, stage in ((2, 3), (1, 2)):
+        settings = config("mixtral", tensor, stage, checkpoint={"load_universal": True})
+        batches = batches_of(4, 1, 1)[2:]
+        if tensor == 1:  # each of two processes has one of the two samples
+            del settings["tensor_parallel"]
+            settings["train_micro_batch_size_per_gpu"] = 1
+            batches = batches.transpose(2, 3)
+        engine = initialize(model=build("mixtral"), config=settings)[0]
+        engine.load_checkpoint(folder, tag="universal")
+        found[f"tensor {tensor}"] = steps(engine, batches)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.slow
+def test_cut_experts_in_a_universal_checkpoint(tmp_path: Path) -> None:
+    for found in run_distributed(experts_by_universal, 2, str(tmp_path), timeout=90):
+        assert found["tensor 2"] == pytest.approx(found["saved"], rel=1e-6)
+        assert found["tensor 1"] == pytest.approx(found["saved"], rel=1e-5)
 
 
 def other_ways(folder: str) -> dict[str, bool]:
@@ -241,6 +289,36 @@ def other_ways(folder: str) -> dict[str, bool]:
 
 def test_generation_copies_checkpointing_and_loading(tmp_path: Path) -> None:
     for found in run_distributed(other_ways, 2, str(tmp_path / "model"), timeout=120):
+        assert all(found.values()), found
+
+
+def of_alibi(stage: int) -> dict[str, bool]:
+    """Bloom's generation, of a prompt with padding: the bias of all heads is made anew for each length."""
+    reference, prompt = build("Bloom").eval(), batches_of(1, 1, 1)[0, 0, 0][:, :4]
+    mask = torch.ones_like(prompt)
+    mask[1, 0] = 0
+    settings: dict[str, Any] = {"max_new_tokens": 6, "pad_token_id": 3, "do_sample": False, "attention_mask": mask}
+    expected = reference.generate(prompt, **settings)
+    beams = reference.generate(prompt, num_beams=2, **settings)
+    engine = engine_of("Bloom", 2, stage)
+    steps(engine, batches_of(1, 1, 1) * 0 + 5)  # a step of training between
+    trained = engine.generate(prompt, **settings)
+    with torch.no_grad():
+        weights = whole(full_weights(engine.module), engine.module, engine.mesh.axis("tensor"))
+        reference.load_state_dict(weights, strict=False)
+    found = {"trained": torch.equal(trained, reference.generate(prompt, **settings))}
+    engine.destroy()
+    again = engine_of("Bloom", 2, stage)
+    again.eval()
+    found["module"] = torch.equal(again.module.generate(prompt, **settings), expected)
+    found["beams"] = torch.equal(again.module.generate(prompt, num_beams=2, **settings), beams)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_generation_with_alibi(stage: int) -> None:
+    for found in run_distributed(of_alibi, 2, stage, timeout=60):
         assert all(found.values()), found
 
 

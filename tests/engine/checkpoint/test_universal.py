@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_hf import initialize
 from ds_hf.engine.checkpoint.convert import write_own
 from ds_hf.engine.checkpoint.deepspeed_pickle import SubparamShape, load_any, load_pickled, save_pickled
 from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
@@ -22,9 +23,10 @@ from ds_hf.engine.checkpoint.import_universal import read_universal
 from ds_hf.engine.checkpoint.inspect import faults_of, inspect
 from ds_hf.engine.checkpoint.source import Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import CheckpointError
 from tests.contract.test_mesh_checkpoints import STEPS, digests, load, save
-from tests.engine.checkpoint import workload
+from tests.engine.checkpoint import deepspeed_universal, workload
 from tests.engine.checkpoint.sliced_files import values_of, write_slices
 from tests.engine.checkpoint.test_import_deepspeed import _places, _replace
 from tests.engine.checkpoint.test_import_slices import INFO, SHAPES, check_values, split, whole_values
@@ -260,10 +262,10 @@ def test_rows_of_slices_are_padded_too(tmp_path: Path) -> None:
 # -- real DeepSpeed --------------------------------------------------------------------------------------------------
 
 
-def _deepspeed(action: str, folder: Path, *numbers: int) -> list[float]:
+def _deepspeed(action: str, folder: Path, *numbers: int, kind: str = "llama") -> list[float]:
     script = Path(__file__).with_name("deepspeed_universal.py")
     result = subprocess.run(
-        [os.environ["DS_HF_DEEPSPEED_PYTHON"], str(script), action, str(folder), *map(str, numbers)],
+        [os.environ["DS_HF_DEEPSPEED_PYTHON"], str(script), action, str(folder), *map(str, numbers), kind],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
@@ -273,17 +275,26 @@ def _deepspeed(action: str, folder: Path, *numbers: int) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+needs_deepspeed = pytest.mark.skipif(
     "DS_HF_DEEPSPEED_PYTHON" not in os.environ, reason="DS_HF_DEEPSPEED_PYTHON names no Python with DeepSpeed"
 )
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("saved", "loaded"),  # stage, tensor-parallel processes, processes
-    [((1, 2, 2), (3, 1, 2)), ((3, 2, 4), (2, 2, 2)), ((2, 1, 2), (1, 1, 1))],
+    ("kind", "saved", "loaded"),  # stage, tensor-parallel processes, processes
+    [
+        ("llama", (1, 2, 2), (3, 1, 2)),
+        ("llama", (3, 2, 4), (2, 2, 2)),
+        ("llama", (2, 1, 2), (1, 1, 1)),
+        ("mixtral", (1, 2, 2), (2, 1, 1)),
+    ],
 )
-def test_real_deepspeed_agrees(tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]) -> None:
+def test_real_deepspeed_agrees(tmp_path: Path, kind: str, saved: tuple[int, ...], loaded: tuple[int, ...]) -> None:
     """We read what its converter makes of its files, to the bit, and it goes on from what ours makes of them."""
-    losses = _deepspeed("save", tmp_path, *saved)
+    losses = _deepspeed("save", tmp_path, *saved, kind=kind)
     source, theirs = open_source(tmp_path / "saved"), open_source(tmp_path / "saved_universal")
     source.check()
     same(source, theirs)
@@ -298,7 +309,40 @@ def test_real_deepspeed_agrees(tmp_path: Path, saved: tuple[int, ...], loaded: t
             if isinstance(other, dict):
                 other.pop("param")
                 assert content == other
-    assert _deepspeed("load", tmp_path, *loaded) == pytest.approx(losses, abs=1e-5)
+    assert _deepspeed("load", tmp_path, *loaded, kind=kind) == pytest.approx(losses, abs=1e-5)
+
+
+def _cut_experts(folder: str) -> list[float]:
+    """Our run with experts cut over two processes, saved after three steps; the losses of three more."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    engine = initialize(model=deepspeed_universal.model_of("mixtral"), config=config)[0]
+    assert cut_of(engine.module.model.layers[0].mlp.experts.down_proj) is not None
+    losses = []
+    for number in range(6):
+        if number == 3:
+            engine.save_checkpoint(folder, tag="saved", client_state={"epoch": 3})
+        tokens = deepspeed_universal.tokens_of(number)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses[3:]
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("loaded", [(1, 2, 2), (3, 1, 2)])
+def test_real_deepspeed_goes_on_with_experts_that_we_cut(tmp_path: Path, loaded: tuple[int, ...]) -> None:
+    losses = run_distributed(_cut_experts, 2, str(tmp_path))[0]
+    write_universal(open_source(tmp_path / "saved"), tmp_path / "ours")
+    assert _deepspeed("load", tmp_path, *loaded, kind="mixtral") == pytest.approx(losses, abs=1e-5)
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------
