@@ -157,9 +157,10 @@ class Executor:
         order = [Work(True, index, chunk) for each in rounds for chunk in range(self.chunks) for index in each]
         with self._batch(), torch.no_grad():
             outcome = Outcome()
-            for work in order:
+            for place, work in enumerate(order):
+                following = order[place + 1] if place + 1 < len(order) else None
                 with _Telling(self, work):
-                    self._forward(work, None, items, outcome, compute_loss=compute_loss)
+                    self._forward(work, following, items, outcome, compute_loss=compute_loss)
             self.links.settle()
         return outcome
 

@@ -6,10 +6,15 @@ pair of processes sends one way only, for NCCL runs the messages of a pair one a
 
 A message of activations begins with a flag on the host: 0 where its tensors are like those of the message before, else
 the length of the description that follows. Gradients need none, for the tensors they belong to are known.
+
+On the CPU flag and tensors are one message (``_PackedLink``). gloo moves the bytes of a message only once its receive
+is announced, and a receive of too many bytes takes fewer: so the whole message is announced as if nothing changed, and
+where something does, the flag comes alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +35,7 @@ _DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
 _FLAG, _DATA = 1, 2  # tags
+_ALIGNED = 64  # bytes: where the flag ends and each tensor of a packed message starts
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,7 @@ class Link:
             tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape, _ in specs]
             for started in [self._start(dist.irecv, tensor) for tensor in tensors]:
                 started.wait()
-        for tensor, (_, _, needs_grad) in zip(tensors, specs, strict=True):
-            tensor.requires_grad_(needs_grad)
-        return Received(tensors[0] if whole else tuple(tensors))
+        return _received(whole, specs, tensors)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -181,6 +185,47 @@ class Link:
         return call(tensor, self.peer, group=group, tag=tag)
 
 
+@dataclass
+class _PackedLink(Link):
+    """A link whose activations travel with their flag, as bytes: see the top of the module."""
+
+    def send(self, value: Any) -> None:
+        """As ``Link``."""
+        self._make_room()
+        description = _describe(value)
+        again = description == self._described
+        whole = torch.empty(_packed_size(description), dtype=torch.uint8)
+        for place, tensor in zip(_places(description, whole), _listed(value), strict=True):
+            place.copy_(tensor.detach())
+        flag = whole[:8].view(torch.int64).fill_(0 if again else len(description))
+        messages = [flag, torch.tensor(description), whole[_ALIGNED:]]
+        self._under_way.append(self._sends([whole] if again else messages))
+        self._described = description
+
+    def expect(self) -> None:
+        """As ``Link``; all of the message, if it is like the last one."""
+        if self._expected is None:
+            whole = torch.empty(_packed_size(self._described), dtype=torch.uint8)
+            self._expected = self._start(dist.irecv, whole), whole
+
+    def receive(self) -> Received:
+        """As ``Link``."""
+        self.expect()
+        assert self._expected is not None
+        work, whole = self._expected
+        self._expected = None
+        with self.log.awaiting(self.peer):
+            work.wait()
+            if length := int(whole[:8].view(torch.int64)):
+                text = torch.empty(length, dtype=torch.int64)
+                self._start(dist.irecv, text).wait()
+                self._described = text.tolist()
+                whole = torch.empty(_packed_size(self._described), dtype=torch.uint8)
+                self._start(dist.irecv, whole[_ALIGNED:]).wait()
+        single, specs = _read(self._described)
+        return _received(single, specs, _places(self._described, whole))
+
+
 def _arrived(messages: Sequence[tuple[Any, Tensor]]) -> bool:
     return all(work.is_completed() for work, _ in messages)
 
@@ -219,7 +264,8 @@ class Links:
             group = groups[kind, here % stages == 0 if there < here else there % stages == 0]
             if not 0 <= there <= last or group is None:
                 return None
-            return Link(axis.global_rank(there % stages), group, self.log, what, window, device)
+            kind_of_link = _PackedLink if device.type == "cpu" else Link
+            return kind_of_link(axis.global_rank(there % stages), group, self.log, what, window, device)
 
         parts = [chunk * stages + stage for chunk in range(chunks)]
         # A pair of processes has one link each way and kind, whichever chunks it serves: messages come in one order.
@@ -252,6 +298,31 @@ def _listed(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
+def _received(whole: bool, specs: Sequence[tuple[Any, Any, bool]], tensors: Sequence[Tensor]) -> Received:
+    for tensor, (_, _, needs_grad) in zip(tensors, specs, strict=True):
+        tensor.requires_grad_(needs_grad)
+    return Received(tensors[0] if whole else tuple(tensors))
+
+
+def _packed_size(description: Sequence[int]) -> int:
+    """Bytes of a packed message of such tensors; of an empty description, of a flag alone."""
+    return _ALIGNED + sum(_room(dtype, shape) for dtype, shape, _ in _read(description)[1])
+
+
+def _places(description: Sequence[int], whole: Tensor) -> list[Tensor]:
+    """The tensors of a packed message. Each counts its changes in place for itself (``.data``), as if it lay alone."""
+    found, start = [], _ALIGNED
+    for dtype, shape, _ in _read(description)[1]:
+        part = whole[start : start + math.prod(shape) * dtype.itemsize]
+        found.append(part.view(dtype).view(shape).data)
+        start += _room(dtype, shape)
+    return found
+
+
+def _room(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
+
+
 def _describe(value: Any) -> list[int]:
     """Whether it is one tensor, and of each its dtype, whether it needs a gradient, and its shape."""
     tensors = _listed(value) if isinstance(value, Tensor | tuple | list) else []
@@ -268,7 +339,7 @@ def _describe(value: Any) -> list[int]:
 
 
 def _read(description: Sequence[int]) -> tuple[bool, list[tuple[torch.dtype, list[int], bool]]]:
-    whole, *rest = description
+    whole, *rest = description or (0,)
     found = []
     while rest:
         dtype, needs, dims = rest[:3]
