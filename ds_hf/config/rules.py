@@ -142,8 +142,6 @@ def _offload(config: Config, draft: Draft) -> None:
             draft.fault(
                 f"{base}/{name}/nvme_path", f"{name} to nvme needs nvme_path", 'add "nvme_path": "/a/fast/folder"'
             )
-        if block.device == "nvme" and zero.stage != 3:
-            draft.fault(f"{base}/{name}/device", f"nvme needs stage 3, and the stage is {zero.stage}", 'set "stage": 3')
     if not zero.compute_grad_norm and zero.stage not in (1, 2):
         message = f"compute_grad_norm = false needs stage 1 or 2, and the stage is {zero.stage}"
         draft.fault(f"{base}/compute_grad_norm", message, "remove it")

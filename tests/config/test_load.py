@@ -17,6 +17,7 @@ import pytest
 
 from ds_hf import log
 from ds_hf.config import Config, ConfigError, load_config
+from ds_hf.config.plan import plan_states
 from ds_hf.config.types import OptimizerSection, OriginKind
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
@@ -387,9 +388,13 @@ def test_a_long_warm_up_is_a_warning_because_accelerate_divides_the_total() -> N
     assert "never ends" in load({"scheduler": scheduler}).warnings[0].message
 
 
-def test_nvme_rules_stand_beside_the_refusal() -> None:
-    faults = refused({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}})
-    assert set(faults) == {
-        "/zero_optimization/offload_optimizer/device",
-        "/zero_optimization/offload_optimizer/nvme_path",
+def test_optimizer_states_go_to_files_at_every_stage_that_divides_them() -> None:
+    block = {"device": "nvme", "nvme_path": "/fast"}
+    for stage in (1, 2, 3):
+        config = load({"zero_optimization": {"stage": stage, "offload_optimizer": block}})
+        assert plan_states(config).optimizer.device == "nvme"
+    assert set(refused({"zero_optimization": {"stage": 0, "offload_optimizer": block}})) == {
+        "/zero_optimization/offload_optimizer"
     }
+    without = refused({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}})
+    assert set(without) == {"/zero_optimization/offload_optimizer/nvme_path"}

@@ -119,6 +119,8 @@ def file_cells(folder: str) -> None:
         if key not in plain:
             plain[key] = train(3, dtype, accumulation, {})
         assert_same(train(3, dtype, accumulation, zero), plain[key], (key, zero))
+    states = {"offload_optimizer": nvme}
+    assert_same(train(2, "fp32", 4, states), train(2, "fp32", 4, {"offload_optimizer": CPU}), "stage 2")
     gc.collect()
     torch.distributed.barrier()
     assert os.listdir(folder) == []
