@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.config.types import Config
+from ds_hf.deepspeed_api import layer_files
 from ds_hf.deepspeed_api.activation_checkpointing import checkpoint_function, non_reentrant_checkpoint
+from ds_hf.deepspeed_api.checkpoint_engine import CheckpointEngine
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.engine.accumulation import WholeBatches
 from ds_hf.engine.comm import collectives
@@ -103,6 +105,30 @@ class PipelineModule(StageModule):
             activation_checkpoint_interval=activation_checkpoint_interval,
             chunks=chunks,
         )
+
+    # -- files of single layers, see layer_files ------------------------------------------------------------------
+
+    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
+        """Where files of this stage lie below ``checkpoints_path``."""
+        return layer_files.prefix(self, checkpoints_path, tag)
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The file of a layer of this stage."""
+        return layer_files.path_of(self, ckpt_dir, local_layer_idx)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files of a layer of this stage that are there, of all tensor-parallel processes."""
+        return layer_files.paths_of(self, ckpt_dir, local_layer_idx)
+
+    def save_state_dict(
+        self, save_dir: str, checkpoint_engine: CheckpointEngine, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write the weights of this stage's layers, a file each. All processes call it."""
+        layer_files.save(self, save_dir, checkpoint_engine, exclude_frozen_params=exclude_frozen_params)
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: CheckpointEngine, strict: bool = True) -> None:
+        """Read the weights of this stage's layers, of files that any number of stages has written."""
+        layer_files.load(self, load_dir, checkpoint_engine, strict=strict)
 
 
 class PipelineEngine(Engine):

@@ -31,6 +31,7 @@ INSTEAD = {
     "deepspeed.linear": "LoRA of peft",
     "deepspeed.moe": "a mixture-of-experts model of transformers",
     "deepspeed.pipe.DualPipeVModule": "PipelineModule with chunks",
+    "deepspeed.runtime.checkpoint_engine": "TorchCheckpointEngine, or `ds_hf.checkpoint.async` for the engine's own",
     "deepspeed.runtime.pipe.dualpipev": "PipelineModule with chunks",
     "deepspeed.runtime.pipe.schedule.DualPipeVSchedule": "PipelineModule with chunks",
     "deepspeed.runtime.zero.MiCS_Init": "deepspeed.zero.Init",

@@ -176,7 +176,7 @@ class StageModule(nn.Module):
         """
         if chunks == self.chunks or self.num_stages == 1:
             return False
-        before, held = self._division, self._layer_modules()
+        before, held = self._division, self.layer_modules()
         for name in [name for name in self._modules if name != "tied_modules"]:
             del self._modules[name]
         self.tied_modules.clear()
@@ -187,7 +187,7 @@ class StageModule(nn.Module):
                 home, name = (self.tied_modules, spec.key) if isinstance(spec, TiedLayerSpec) else (self, str(index))
                 home.add_module(name, layer)
         self._build(synchronize=False)
-        now, axis = self._layer_modules(), self._grid.mesh.axis("pipe")
+        now, axis = self.layer_modules(), self._grid.mesh.axis("pipe")
         for index in range(self._num_layers):
             source, target = before.stage_of(index), self._division.stage_of(index)
             module = held.get(index) if self.stage_id == source else now.get(index)
@@ -196,7 +196,7 @@ class StageModule(nn.Module):
         self._synchronize_tied_weights()
         return True
 
-    def _layer_modules(self) -> dict[int, nn.Module]:
+    def layer_modules(self) -> dict[int, nn.Module]:
         """The modules of this stage's layers, by number of the layer."""
         found = {}
         for index, layer in zip(self.layer_ids, self.forward_funcs, strict=True):

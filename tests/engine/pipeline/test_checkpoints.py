@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ds_hf import initialize
+from ds_hf.deepspeed_api.checkpoint_engine import TorchCheckpointEngine
 from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_hf.errors import CheckpointError
 from tests.engine.pipeline.models import batches, pairs, pipeline
 from tests.helpers.distributed import run_distributed
 
@@ -89,3 +91,73 @@ def test_any_division_loads_any_other(saved: Mesh, loaded: Mesh, tmp_path: Path)
     assert {"tied_modules.embed.weight", "4.down.weight"} <= set(whole)
     assert all(torch.equal(whole[name], value) for name, value in masters.items())
     assert (tmp_path / "whole.safetensors").is_file()
+
+
+def in_files(folder: str, files: str, mesh: Mesh, *, resume: bool) -> list[float]:
+    """Losses of a run whose optimizer states lie in files, up to a checkpoint or from it on."""
+    stages, pipelines, stage = mesh
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4 // pipelines,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme" if files else "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    if files:
+        settings["zero_optimization"]["offload_optimizer"]["nvme_path"] = files  # type: ignore[index]
+    torch.manual_seed(dist.get_rank() + resume)
+    engine = initialize(model=pipeline(True, stages), config=settings)[0]
+    if resume:
+        engine.load_checkpoint(folder)
+        losses = steps_of(engine, STEPS, 2)
+    else:
+        losses = steps_of(engine, 0, STEPS)
+        engine.save_checkpoint(folder)
+        losses += steps_of(engine, STEPS, 2)
+    assert not files or any(path.stat().st_size for path in Path(files).rglob("*") if path.is_file())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (2, 1, 2), (2, 2, 1), (2, 2, 2)])
+def test_optimizer_states_in_files(mesh: Mesh, tmp_path: Path) -> None:
+    """As in host memory, to the bit; a checkpoint goes on with them, also in another division."""
+    files, folder = tmp_path / "files", tmp_path / "checkpoint"
+    files.mkdir()
+    world = mesh[0] * mesh[1]
+    wanted = run_distributed(in_files, world, str(tmp_path / "plain"), "", mesh, resume=False, timeout=60)
+    found = run_distributed(in_files, world, str(folder), str(files), mesh, resume=False, timeout=60)
+    assert found == wanted
+    resumed = run_distributed(in_files, world, str(folder), str(files), mesh, resume=True, timeout=60)
+    assert resumed == [losses[STEPS:] for losses in found]
+    elsewhere = run_distributed(in_files, 1, str(folder), str(files), (1, 1, 1), resume=True, timeout=60)
+    assert elsewhere[0] == pytest.approx(found[0][STEPS:], rel=5e-3)
+
+
+def layers_in_files(folder: str) -> None:
+    """Two stages write their layers; one stage reads all of them."""
+    engine = TorchCheckpointEngine()
+    torch.manual_seed(1)
+    two = pipeline(True, 2)
+    two.save_state_dict(folder, engine)
+    dist.barrier()
+    wanted = [None, None]
+    dist.all_gather_object(wanted, two.state_dict())
+    one = pipeline(True, 1)
+    one.load_state_dir(folder, engine)
+    assert all(torch.equal(value, (wanted[0] | wanted[1])[name]) for name, value in one.state_dict().items())
+    first = two.layer_ids[0]
+    assert two.ckpt_layer_path(folder, 0) == f"{folder}/layer_{first:02d}-model_states.pt"
+    assert two.ckpt_layer_path_list(folder, 0) == [two.ckpt_layer_path(folder, 0)]
+    assert two.ckpt_prefix(folder, "step7") == f"{folder}/step7/module-pipe_{two.stage_id:02d}"
+    with pytest.raises(
+        CheckpointError, match=r"no .*layer_00-model_states.pt; nothing of this layer is in that folder"
+    ):
+        one.load_state_dir(f"{folder}/none", engine)
+
+
+def test_layers_in_files_of_their_own(tmp_path: Path) -> None:
+    run_distributed(layers_in_files, 2, str(tmp_path), timeout=20)
+    assert {path.name[:5] for path in tmp_path.iterdir()} == {"layer"}

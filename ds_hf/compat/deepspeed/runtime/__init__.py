@@ -8,6 +8,7 @@ from .._missing import missing
 from . import (
     activation_checkpointing,
     base_optimizer,
+    checkpoint_engine,
     chunked_cross_entropy,
     comm,
     config,
@@ -30,6 +31,7 @@ __all__ = [
     "ZeROOptimizer",
     "activation_checkpointing",
     "base_optimizer",
+    "checkpoint_engine",
     "chunked_cross_entropy",
     "comm",
     "config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_hf.deepspeed_api.partitioned_tensor import PartitionedTensor
 from ds_hf.deepspeed_api.runtime_utils import (
     CheckOverflow,
     DummyOptim,
@@ -33,6 +34,7 @@ from .._missing import missing
 __all__ = [
     "CheckOverflow",
     "DummyOptim",
+    "PartitionedTensor",
     "call_to_str",
     "clip_grad_norm_",
     "clip_tensors_by_global_norm",

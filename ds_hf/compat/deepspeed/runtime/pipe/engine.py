@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_hf.deepspeed_api.partitioned_tensor import PartitionedTensor
 from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
 from ds_hf.engine.data import RepeatingLoader
 from ds_hf.errors import PipelineError
@@ -9,5 +10,13 @@ from ds_hf.errors import PipelineError
 from ..._missing import missing
 from . import p2p, schedule
 
-__all__ = ["PipelineEngine", "PipelineError", "PipelineModule", "RepeatingLoader", "p2p", "schedule"]
+__all__ = [
+    "PartitionedTensor",
+    "PipelineEngine",
+    "PipelineError",
+    "PipelineModule",
+    "RepeatingLoader",
+    "p2p",
+    "schedule",
+]
 __getattr__ = missing(__name__)
