@@ -206,3 +206,35 @@ def test_cores_that_make_no_masks_get_positions_of_the_whole() -> None:
     names = ["plain", "left", "packed", "window, packed", "one key head"]
     for found in run_distributed(flash_differences, 2, names):
         assert max(found) < 1e-5, dict(zip(names, found, strict=True))
+
+
+def flash_gradients(packs: bool) -> float:
+    """Under the name that a model loaded for flash attention has, which needs its package to be set otherwise."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("flash_attention_2", flash)
+    axis = axis_of(None, "sequence")
+    batch = {key: value[:1] for key, value in (packed() if packs else plain()).items()}
+    batch = {"position_ids": torch.arange(TOKENS)[None], **batch}
+    net = model("Qwen3")
+    net.config._attn_implementation = "flash_attention_2"  # type: ignore[union-attr]
+    whole = net(**batch).logits
+    whole.square().mean().backward()
+    expected = {name: param.grad for name, param in net.named_parameters()}
+    net.zero_grad()
+    divide(net, Division("flash_attention_2", axis))
+    length = TOKENS // axis.world_size
+    part = slice(axis.rank * length, (axis.rank + 1) * length)
+    (net(**{key: value[:, part] for key, value in batch.items()}).logits.square().sum() / whole.numel()).backward()
+    apart = []
+    for name, param in net.named_parameters():
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+        apart.append(float((param.grad - expected[name]).abs().max() / expected[name].abs().max()))  # type: ignore[operator, union-attr]
+    return max(apart)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packs", [False, True])
+def test_gradients_through_flash_attention(packs: bool) -> None:
+    assert max(run_distributed(flash_gradients, 2, packs)) < 1e-5
