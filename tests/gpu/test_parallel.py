@@ -94,7 +94,7 @@ def test_stages_of_a_pipeline(stage: int) -> None:
     tokens, options = batches(6, pipelines.MICRO, lengths=True), {"lr": 1e-3, "weight_decay": 0.01}
     settings = pipelines.config(stage, gradient_clipping=pipelines.CLIP)
     found = on_two(pipelines.train, tokens, torch.optim.AdamW, settings, True, 2, options, dtype=FP64)
-    wanted = pipelines.reference(torch.optim.AdamW, tokens, True, pipelines.CLIP, dtype=FP64, **options)
+    wanted = pipelines.reference(torch.optim.AdamW, tokens, True, pipelines.CLIP, FP64, "cuda", **options)
     pipelines.check(found, wanted, exactly=False, tolerance=1e-9)
 
 

@@ -46,24 +46,30 @@ def config(stage: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def reference(
-    kind: Any, tokens: list[Tensor], tied: bool, clip: float = 0.0, dtype: torch.dtype = torch.float32, **options: Any
+    kind: Any,
+    tokens: list[Tensor],
+    tied: bool,
+    clip: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **options: Any,
 ) -> dict[str, Any]:
     """Losses, norms and final weights of one process."""
-    layers = plain(tied, dtype=dtype)
+    layers = {name: layer.to(device) for name, layer in plain(tied, dtype=dtype).items()}
     params = parameters_of(layers)
     optimizer = kind(list(params.values()), **options)
     losses, norms = [], []
     for step in tokens:
         optimizer.zero_grad()
         total = []
-        for ids in step.flatten(0, 1):
+        for ids in step.flatten(0, 1).to(device):
             loss = cross_entropy(logits_of(layers, ids), ids)
             (loss / len(step.flatten(0, 1))).backward()
             total.append(loss.detach())
         losses.append(float(torch.stack(total).mean()))
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(params.values()), clip or 1e9)))
         optimizer.step()
-    return {"losses": losses, "norms": norms, "weights": {name: p.detach() for name, p in params.items()}}
+    return {"losses": losses, "norms": norms, "weights": {name: p.detach().cpu() for name, p in params.items()}}
 
 
 def train(
