@@ -27,6 +27,7 @@ the stage alone                                             replicas    replicas
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
@@ -161,6 +162,22 @@ _PLACEMENTS = {
     2: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
     3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
 }
+
+
+def stages_with(**rows: Placement) -> tuple[int, ...]:
+    """The stages at which the rows ``parameters``, ``gradients`` and ``optimizer``, those given, lie so."""
+    names = ("parameters", "gradients", "optimizer")
+    return tuple(
+        stage
+        for stage, placements in _PLACEMENTS.items()
+        if all(rows.get(name, placement) is placement for name, placement in zip(names, placements, strict=True))
+    )
+
+
+def less_divided(rows: Iterable[Placement]) -> tuple[int, ...]:
+    """The stages that divide fewer rows than these."""
+    divided = list(rows).count(Placement.SHARDED)
+    return tuple(stage for stage, each in _PLACEMENTS.items() if each.count(Placement.SHARDED) < divided)
 
 
 def dtype_name(value: str | None) -> str | None:

@@ -15,6 +15,7 @@ from ds_hf.autotune.cost import HOST_UPDATE, CostModel, Survey
 from ds_hf.autotune.options import gib
 from ds_hf.autotune.space import CHECKPOINTING, COMPILE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STAGE, config_of
 from ds_hf.config.load import examine
+from ds_hf.config.plan import Placement, less_divided, stages_with
 from ds_hf.engine.report.spans import NEXT_BATCH
 from ds_hf.errors import ConfigError
 from ds_hf.profile.analysis import Analysis, Late
@@ -28,6 +29,7 @@ HPZ = "zero_optimization.zero_hpz_partition_size"
 CHUNKS = "ds_hf.pipeline.chunks"
 WIRE_GRADIENTS = "ds_hf.wire.gradients"
 _BLOCK_BITS = 8 + 32 / 256  # a number in 8 bits with its part of a block's scale
+_UPDATE_DIVIDED = stages_with(gradients=Placement.PARTIAL, optimizer=Placement.SHARDED)[0]
 _ROOM = 0.92  # of the device's memory that may be planned with
 NAMES = {
     "gather": "gathers of weights",
@@ -163,6 +165,7 @@ class _Judge:
         self.a = analysis
         header = analysis.run.header
         self.facts, self.tree = header["facts"], header["config"]
+        self.rows = {row: Placement(spec["placement"]) for row, spec in header["plan"].items()}
         self.hosts = -(-analysis.run.world_size // max(int(header["hosts_of"]), 1))
         self.model, self.own = self._model()
 
@@ -279,43 +282,50 @@ class _Judge:
 
     def _gather(self, kind: str) -> Finding | None:
         text, moving = self._exposed(kind)
-        stage = int(self.own[STAGE])
-        candidates = [{STAGE: lower} for lower in range(stage)]
-        if stage == 3 and self.hosts > 1:
+        candidates = [{STAGE: lower} for lower in less_divided(self.rows.values())]
+        if self._divides("parameters") and self.hosts > 1:
             candidates.append({HPZ: int(self.a.run.header["hosts_of"])})
         changes, gain = self.best(candidates) if moving > LEAST * self.a.seconds else ({}, 1.0)
         return self._finding(kind, text, changes, gain, "the weights then stay whole on each rank")
 
     def _reduction(self, kind: str) -> Finding | None:
         text, moving = self._exposed(kind)
-        stage, steps = int(self.own[STAGE]), int(self.a.run.header["batch"]["accumulation"])
+        steps = int(self.a.run.header["batch"]["accumulation"])
+        once_would_do = steps > 1 and self._divides("gradients")
         candidates: list[dict[str, Any]] = []
-        if steps > 1 and stage >= 2:
-            candidates.append({STAGE: 1})
-        if stage == 0 and self.a.run.world_size > 1:
-            candidates.append({STAGE: 1})
-        if stage == 3 and self.hosts > 1:
+        if once_would_do or self._divides_nothing_yet():
+            candidates.append({STAGE: _UPDATE_DIVIDED})
+        if self._divides("parameters") and self.hosts > 1:
             candidates.append({HPZ: int(self.a.run.header["hosts_of"])})
         changes, gain = self.best(candidates) if moving > LEAST * self.a.seconds else ({}, 1.0)
         packed = self._packed_gain(moving)
         if packed > gain:
             why = "docs/communication.md says what that does to a loss"
             return self._finding(kind, text, {WIRE_GRADIENTS: 8}, packed, why)
-        why = "gradients then travel once a step and not with every micro-batch" if steps > 1 and stage >= 2 else ""
+        why = "gradients then travel once a step and not with every micro-batch" if once_would_do else ""
         advice = ""
         if not changes and steps == 1 and moving > LEAST * self.a.seconds:
-            advice = "more samples in a micro-batch, or gradient_accumulation_steps at stage 1, share them"
+            advice = (
+                f"more samples in a micro-batch, or gradient_accumulation_steps at stage {_UPDATE_DIVIDED}, share them"
+            )
         return self._finding(kind, text, changes, gain, why, advice)
 
     def _packed_gain(self, moving: float) -> float:
         """How much faster a step would be with gradients in 8 bits, for which links between hosts are slow enough."""
-        stage = int(self.own[STAGE])
-        if self.hosts < 2 or stage == 0 or _get(self.tree, WIRE_GRADIENTS) or moving <= LEAST * self.a.seconds:
+        few = self.hosts < 2 or moving <= LEAST * self.a.seconds
+        if few or not self._divides("optimizer") or _get(self.tree, WIRE_GRADIENTS):
             return 0.0
         bits = {"bfloat16": 16, "float16": 16}.get(str(self.facts.get("module_dtype")), 32)
         saved = moving * (1 - _BLOCK_BITS / bits)
         gain = self.a.seconds / (self.a.seconds - saved)
         return gain if gain >= LEAST_GAIN and self._is_legal({WIRE_GRADIENTS: 8}) else 0.0
+
+    def _divides(self, row: str) -> bool:
+        """Whether a row of the state plan is divided over the ranks."""
+        return self.rows[row] is Placement.SHARDED
+
+    def _divides_nothing_yet(self) -> bool:
+        return self.a.run.world_size > 1 and Placement.SHARDED not in self.rows.values()
 
     def _is_legal(self, changes: Mapping[str, Any]) -> bool:
         try:
@@ -394,8 +404,8 @@ class _Judge:
             return self._from_files(text)
         if self.own[OFFLOAD_OPTIMIZER] == "cpu":
             candidates.append({OFFLOAD_OPTIMIZER: "none"})
-        if int(self.own[STAGE]) == 0 and a.run.world_size > 1:
-            candidates.append({STAGE: 1})
+        if self._divides_nothing_yet():
+            candidates.append({STAGE: _UPDATE_DIVIDED})
         changes, gain = self.best(candidates)
         advice = "" if changes else f"more micro-batches a step than {steps} share one update"
         why = "each rank then updates its own part only" if STAGE in changes else ""

@@ -8,7 +8,7 @@ import pytest
 
 from ds_hf.config import load_config
 from ds_hf.config.mesh import given_claims
-from ds_hf.config.plan import SAFE_MODULES, StatePlan, plan_states
+from ds_hf.config.plan import SAFE_MODULES, Placement, StatePlan, less_divided, plan_states, stages_with
 from ds_hf.errors import ConfigError
 
 
@@ -81,3 +81,10 @@ def test_before_the_processes_are_known() -> None:
         8,
         1,
     )
+
+
+def test_stages_by_what_they_divide() -> None:
+    assert stages_with(gradients=Placement.PARTIAL, optimizer=Placement.SHARDED) == (1,)
+    assert stages_with(parameters=Placement.REPLICATED) == (0, 1, 2)
+    assert less_divided([Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED]) == (0, 1)
+    assert less_divided([Placement.REPLICATED, Placement.PARTIAL, Placement.REPLICATED]) == ()

@@ -101,6 +101,7 @@ def with_workers(folder: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_workers_that_are_too_few_are_counted(tmp_path: Path) -> None:
     run_distributed(with_workers, 1, tmp_path)
     _, verdict = judged(tmp_path)

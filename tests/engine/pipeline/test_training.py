@@ -141,7 +141,7 @@ def test_two_pipelines_of_two_stages_with_a_tied_embedding(stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "processes"), [(2, 4), (4, 4)])
+@pytest.mark.parametrize(("stages", "processes"), [(2, 4), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_gradients_in_fp64(stages: int, processes: int) -> None:
     tokens = batches(1, MICRO, processes // stages)
     wanted = reference(torch.optim.SGD, tokens, True, dtype=torch.float64, lr=1.0)
