@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ds_hf.profile.verdict import NAMES
 __all__ = ["write_trace"]
 
 MOST_STEPS = 8
+ROUNDING = 0.2  # microseconds
 
 
 def write_trace(analysis: Analysis, path: Path) -> None:
@@ -24,13 +26,18 @@ def write_trace(analysis: Analysis, path: Path) -> None:
     for rank in ranks:
         about = f"rank {rank.number} on {rank.header['host']}"
         events.append({"ph": "M", "name": "process_name", "pid": rank.number, "tid": 0, "args": {"name": about}})
-        for tid, name in ((0, "computation"), (1, "communication streams")):
+        beside = any(rank.steps[number].beside for number in numbers)
+        for tid, name in ((0, "computation"), (1, "communication streams"))[: 1 + beside]:
             events.append({"ph": "M", "name": "thread_name", "pid": rank.number, "tid": tid, "args": {"name": name}})
+        end = 0.0
         for number in numbers:
             step = rank.steps[number]
+            own = len(events)
             base = (step.begin - start) * 1e6
             events.append(_span(f"step {number}", "step", rank.number, 0, base, step.seconds, {}))
             for tid, spans in ((0, step.spans), (1, step.beside)):
+                if tid:
+                    end = _nest(events[own:], end, math.inf)
                 for span in spans:
                     key = rank.keys[span.key]
                     name = f"{key.operation} of {key.place}" if key.operation else key.place
@@ -38,6 +45,23 @@ def write_trace(analysis: Analysis, path: Path) -> None:
                     at = base + span.start * 1e6
                     events.append(_span(name, key.kind, rank.number, tid, at, span.seconds, more))
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")), "utf-8")
+
+
+def _nest(events: list[dict[str, Any]], first: float, last: float) -> float:
+    """Make the spans of a step lie inside or beside each other and between two times, which rounding undoes: viewers
+    draw what overlaps wrongly. Returns where the step ends."""
+    step, *spans = events
+    first = max(first, step["ts"])
+    open_ = [last]  # ends of the spans that hold the present one, the innermost last
+    for event in [step, *sorted(spans, key=lambda event: (event["ts"], -event["dur"]))]:
+        end = event["ts"] + event["dur"]
+        begin = max(event["ts"], first)
+        while len(open_) > 2 and open_[-1] <= begin + ROUNDING:  # the step itself stays open
+            begin = max(begin, open_.pop())
+        end = max(begin, min(end, open_[-1]))
+        event["ts"], event["dur"] = round(begin, 1), round(end - begin, 1)
+        open_.append(end)
+    return float(step["ts"] + step["dur"])
 
 
 def _span(

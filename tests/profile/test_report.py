@@ -104,6 +104,15 @@ def test_the_trace_has_every_span_of_every_rank(folder: Path) -> None:
     assert {event["pid"] for event in spans} == {0, 1}
     assert min(event["ts"] for event in spans) == 0
     assert any(event["name"] == "all-gather of the weights of blocks.1" for event in spans)
+    for rank in (0, 1):
+        own = [event for event in spans if (event["pid"], event["tid"]) == (rank, 0)]
+        times = [(round(10 * event["ts"]), round(10 * event["ts"]) + round(10 * event["dur"])) for event in own]
+        open_: list[int] = []
+        for begin, end in sorted(times, key=lambda each: (each[0], -each[1])):
+            while open_ and open_[-1] <= begin:
+                open_.pop()
+            assert not open_ or end <= open_[-1], "spans of a track are inside or beside each other"
+            open_.append(end)
 
 
 def test_segments_fill_the_step(folder: Path) -> None:
