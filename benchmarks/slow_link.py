@@ -37,7 +37,7 @@ def missing() -> str | None:
 def ways(ranks: int) -> dict[str, tuple[Config, float]]:
     """Configurations, and the bytes an element that a host sends in a step; ``ranks`` on each of two hosts."""
     world, eight, four = 2 * ranks, 1 + 4 / 256, 0.5 + 4 / 256
-    one = 1 / 8 + 4 / 2048
+    one = 1 / 8 + 4 / 4096
     crossing = ranks * ranks / world  # rows that a host sends the other, over the rows of a tensor
     ring = 2 * (world - 1) / world * 2
 

@@ -1,7 +1,7 @@
 // Values as numbers of 8, 4 or 1 bit with an fp32 scale a block: see ds_hf/engine/ops/reference_blocks.py.
 //
 // DS_BITS, DS_BLOCK: the format. DS_VALUE, DS_OTHER: dtypes of the values and of feedback, or of what is added. A warp
-// makes a block, reading it twice: the second time it lies in the first cache, as a block is 8 KB at most.
+// makes a block, reading it twice: the second time it lies in the first cache, as a block is 16 KB at most.
 // Multiplications are not contracted with additions, so that numbers are those of the reference to the bit.
 #include "core.cuh"
 

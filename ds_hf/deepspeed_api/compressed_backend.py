@@ -1,6 +1,6 @@
 """``deepspeed.runtime.comm``'s exchanges in one bit, for scripts that call them themselves.
 
-Here, as in DeepSpeed, one scale is that of the whole tensor; ds_hf's own optimizers have one for each 2048 elements
+Here, as in DeepSpeed, one scale is that of the whole tensor; ds_hf's own optimizers have one for each 4096 elements
 (``engine/optim/onebit/exchange.py``).
 """
 

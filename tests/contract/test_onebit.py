@@ -112,7 +112,7 @@ def test_it_learns_what_the_full_optimizer_learns(name: str, world: int, accumul
         assert packed == pytest.approx(losses, rel=0.05)
         full, exchanged = sent[0]["all-reduce"], sent[STEPS - 2]
         assert exchanged.get("all-reduce", 0) < 0.001 * full  # the norm
-        # of a rank: what it receives in each phase, a bit an element and a scale for each 2048
+        # of a rank: what it receives in each phase, a bit an element and a scale for each 4096
         width = 16 if more else 32
         assert exchanged["all-to-all"] < full / width * 1.15
         assert exchanged["all-gather"] < full / width * 1.15

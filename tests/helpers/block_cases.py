@@ -14,12 +14,13 @@ from ds_hf.engine.ops.blocks import BlockFormat
 FORMATS = [
     BlockFormat(8),
     BlockFormat(4),
-    BlockFormat(1, 2048),
+    BlockFormat(1, 4096),
     BlockFormat(8, 64),
     BlockFormat(4, 512),
     BlockFormat(1),
+    BlockFormat(1, 2048),
 ]
-SIZES = (1, 7, 64, 255, 256, 257, 1003, 4096 + 5)
+SIZES = (1, 7, 64, 255, 256, 257, 1003, 4096, 2 * 4096 + 5)
 
 
 def values_of(rows: int, numel: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:

@@ -138,9 +138,16 @@ def all_to_all(
     what: str = "",
     received_sizes: list[int] | None = None,
     sent_sizes: list[int] | None = None,
+    comm_stream: CommStream | None = None,
 ) -> None:
-    """Fill ``received`` with what every process of the axis has for this one; by default equally much of dimension
-    0."""
+    """Fill ``received`` with what every process of the axis has for this one; by default equally much of dimension 0.
+
+    Args:
+        comm_stream: on the CPU it may still be under way on it, if sizes are equal; it must ``arrive`` before.
+    """
+    if comm_stream is not None:
+        _issue(dist.all_to_all_single, "all-to-all", what, received, axis, comm_stream, received, sent)
+        return
     noted = received if received_sizes is None else None  # else it differs from process to process
     with axis.log("all-to-all", what, noted):
         dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=axis.group)

@@ -40,9 +40,10 @@ class CommStream:
 
     Args:
         device: ``None``, or one that is not CUDA: no stream.
+        under_way_nbytes: of collectives of the CPU that may be under way; default ``UNDER_WAY_NBYTES``.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, under_way_nbytes: float | None = None) -> None:
         self.stream: torch.cuda.Stream | None = None
         if device is not None and device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -55,7 +56,7 @@ class CommStream:
         self._kept_nbytes = 0
         self._idle: list[torch.cuda.Event] = []  # to be recorded again: what waits for them has been told to
         self._under_way: list[Callable[[], None]] = []  # collectives of the CPU; each call returns when one is over
-        self._under_way_nbytes = 0
+        self._under_way_nbytes, self._most_under_way = 0, under_way_nbytes
 
     def __enter__(self) -> None:
         if self.stream is None:
@@ -106,7 +107,8 @@ class CommStream:
         """A collective of ``nbytes`` was issued on the CPU; ``over`` returns when it has ended."""
         self._under_way.append(over)
         self._under_way_nbytes += nbytes
-        if self._under_way_nbytes > UNDER_WAY_NBYTES:
+        most = UNDER_WAY_NBYTES if self._most_under_way is None else self._most_under_way
+        if self._under_way_nbytes > most:
             self.arrive()
 
     def arrive(self) -> None:

@@ -77,7 +77,7 @@ def test_sizes(form: BlockFormat) -> None:
         BlockFormat(8, 100)
 
 
-@pytest.mark.parametrize("form", [BlockFormat(4), BlockFormat(1, 2048)], ids=str)
+@pytest.mark.parametrize("form", [BlockFormat(4), BlockFormat(1, 4096)], ids=str)
 def test_with_feedback_a_sum_of_what_was_sent_is_the_sum_of_what_there_was(form: BlockFormat) -> None:
     generator = torch.Generator().manual_seed(3)
     base = torch.randn(1, 5000, generator=generator)
@@ -114,7 +114,7 @@ def test_reference_knows_infinities(form: BlockFormat) -> None:
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := cpu_blocks.available():
         pytest.skip(reason)
-    form = BlockFormat(1, 2048)
+    form = BlockFormat(1, 4096)
     values = cases.values_of(3, 300_001, F32)
     found = []
     for threads in ("1", "3"):
@@ -144,7 +144,7 @@ def test_cuda(emulated: Any, form: BlockFormat) -> None:
 
 @pytest.mark.skipif(cubin.compiler() is None, reason="neither NVRTC nor nvcc is here")
 def test_cuda_compiles_and_spills_nothing() -> None:
-    for bits, block, value, other in ((8, 256, 1, 3), (4, 256, 0, 0), (1, 2048, 0, 0), (8, 256, 2, 1)):
+    for bits, block, value, other in ((8, 256, 1, 3), (4, 256, 0, 0), (1, 4096, 0, 0), (8, 256, 2, 1)):
         code = cubin.compiled(
             cuda_build.program_text("blocks.cu", cuda_blocks.macros_of(bits, block, value, other)), "sm_90"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -131,26 +132,41 @@ def test_wrong_arguments(optimizer_type: Any) -> None:
 # -- several processes ---------------------------------------------------------------------------------------------
 
 
-def exchange(n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    axis = axis_of(None)
+def exchange(n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor, Tensor, set[tuple[int, ...]]]:
+    axis, device = axis_of(None), torch.device("cpu")
     done = Exchange(axis)
-    error = torch.zeros(n)
     sent, wanted = torch.zeros(n), torch.zeros(n)
     first = torch.zeros(n)
+    memory = set()
     for step in range(rounds):
         everyone = [values(n, seed=1000 * step + rank) + values(n, seed=-1) for rank in range(axis.world_size)]
-        mean = done.mean("a", everyone[axis.rank], error)
+        done.values(n, device).copy_(everyone[axis.rank])
+        means = done.mean("a", n, device)
+        mean = drive(means)
         sent += mean
         wanted += torch.stack(everyone).mean(0)
         if step == 0:
             first = mean.clone()
-    return first, sent, wanted, done.owed("a", error)
+        kept = done.kept("a", n, device)
+        memory.add(tuple(each.data_ptr() for each in (mean, kept.worker_errors, kept.server_error, kept.sent)))
+    done.owed("a", n, device)
+    return first, sent, wanted, kept.worker_error.clone(), memory
+
+
+def drive(steps: Generator[None, None, Tensor]) -> Tensor:
+    """What ``steps`` returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as over:
+            return over.value  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(("world", "n"), [(2, 5000), (3, 1), (4, 4097)])
 def test_exchange(world: int, n: int) -> None:
     found = run_distributed(exchange, world, n, 30)
-    first, sent, wanted, owed = found[0]
+    first, sent, wanted, owed, memory = found[0]
+    assert len(memory) == 1  # nothing is allocated after the first step
     for other in found[1:]:
         assert torch.equal(other[0], first)  # all have the same means, and owe the same
         assert torch.equal(other[1], sent)
@@ -158,7 +174,7 @@ def test_exchange(world: int, n: int) -> None:
     torch.testing.assert_close(sent + owed, wanted, rtol=1e-4, atol=1e-3)
     # the first mean, as two roundings make it
     part = -(-n // (64 * world)) * 64
-    form = BlockFormat(1, 2048)
+    form = BlockFormat(1, 4096)
     rows = [
         torch.nn.functional.pad(values(n, seed=rank) + values(n, seed=-1), (0, world * part - n))
         for rank in range(world)

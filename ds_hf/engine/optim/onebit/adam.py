@@ -6,7 +6,7 @@ and the first moment, to which each process adds its own gradient, is averaged i
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_hf.engine.optim.base import Piece
-from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradients, write
+from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradient, write
 
 __all__ = ["OnebitAdam"]
 
@@ -68,29 +68,27 @@ class OnebitAdam(OneBitOptimizer):
     def reduces(self) -> bool:
         return not self.adam_freeze_key
 
-    def _step_unit(self, key: Hashable, pieces: list[Piece], scale: Tensor | None) -> None:
-        grads = gradients(pieces, scale)
+    def _step_unit(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
         step = self._count(pieces, "exp_avg", "exp_avg_sq")
         if step <= self.freeze_step:
-            self._adam(pieces, grads)
+            self._adam(pieces, [gradient(piece, scale_and_skip) for piece in pieces])
             return
-        full = [index for index, piece in enumerate(pieces) if piece.group.get("non_freeze")]
+        full = [piece for piece in pieces if piece.group.get("non_freeze")]
         if full:
-            some = [pieces[index] for index in full]
-            self._adam(some, self._averaged([grads[index] for index in full]))
-        rest = [index for index in range(len(pieces)) if index not in set(full)]
+            self._adam(full, self._averaged([gradient(piece, scale_and_skip) for piece in full]))
+        rest = [piece for piece in pieces if not piece.group.get("non_freeze")]
         if rest:
-            self._frozen(key, [pieces[index] for index in rest], [grads[index] for index in rest])
+            yield from self._frozen(key, rest, scale_and_skip)
 
-    def _frozen(self, key: Hashable, pieces: list[Piece], grads: list[Tensor]) -> None:
-        momenta = [self.state[piece.param]["exp_avg"] for piece in pieces]
-        sizes = [self._size(piece.param, piece.group) for piece in pieces]
-        for piece, momentum, grad in zip(pieces, momenta, grads, strict=True):
-            momentum.lerp_(grad, 1 - piece.group["betas"][0])
-        updates = self._mean(key, pieces, [momentum / size for momentum, size in zip(momenta, sizes, strict=True)])
-        for piece, momentum, size, update in zip(pieces, momenta, sizes, updates, strict=True):
+    def _frozen(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
+        for piece, value in zip(pieces, self._values(pieces), strict=True):
+            momentum = self.state[piece.param]["exp_avg"]
+            momentum.lerp_(gradient(piece, scale_and_skip), 1 - piece.group["betas"][0])
+            torch.div(momentum, self._size(piece.param, piece.group), out=value)
+        updates = yield from self._mean(key, pieces)
+        for piece, update in zip(pieces, updates, strict=True):
             lr, decay = float(piece.group["lr"]), piece.group["weight_decay"]
             piece.param.mul_(1 - lr * decay).add_(update, alpha=-lr)
             if self.exchange.ranks > 1:
-                torch.mul(update, size, out=momentum)
+                torch.mul(update, self._size(piece.param, piece.group), out=self.state[piece.param]["exp_avg"])
         write(pieces)

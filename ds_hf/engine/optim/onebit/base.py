@@ -13,7 +13,8 @@ the warm-up has not seen has none to speak of.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ds_hf.engine.ops import library as ops
 from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces, by_group, outs_of
 from ds_hf.engine.optim.onebit.exchange import Exchange
 
-__all__ = ["OneBitOptimizer", "gradients", "write"]
+__all__ = ["OneBitOptimizer", "gradient", "write"]
 
 _LEAST = 0.01  # of a parameter's mean second moment
 _HUGE = 1e36
@@ -61,6 +62,7 @@ class OneBitOptimizer(TensorwiseOptimizer):
         self._exchange: Exchange | None = None
         self._exchanged: dict[Hashable, list[Tensor]] = {}  # parameters by key, in the order of their flat tensor
         self._lives: dict[Tensor, Tensor] = {}  # whether parameters have had gradients
+        self._floors: dict[Tensor, tuple[Tensor, int, Tensor]] = {}  # with the second moment that they are of
         self._ones: dict[torch.device, Tensor] = {}
         super().__init__(params, defaults, fp32_optimizer_states=True)
 
@@ -80,13 +82,14 @@ class OneBitOptimizer(TensorwiseOptimizer):
         """Bring together what differs from process to process, before it is saved; whether parameters changed.
         Collective."""
         for key, params in self._exchanged.items():
-            errors = [self.state[param]["worker_error"] for param in params]
-            _scatter(self.exchange.owed(key, _flat(errors)), errors)
+            self._adopt(key, params)
+            self.exchange.owed(key, _numel(params), params[0].device)
         return False
 
     def forget(self) -> None:
         """States were replaced: errors of the old ones are not owed."""
         self.exchange.forget()
+        self._floors.clear()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -99,8 +102,7 @@ class OneBitOptimizer(TensorwiseOptimizer):
 
     def update_pieces(self, units: Sequence[UnitPieces], scale_and_skip: Tensor | None) -> None:
         """One step of everything; parameters are whole."""
-        scale = None if scale_and_skip is None else scale_and_skip[0]
-        self._step_units([(index, list(unit.pieces)) for index, unit in enumerate(units)], scale)
+        self._step_units([(index, list(unit.pieces)) for index, unit in enumerate(units)], scale_and_skip)
 
     def _update(
         self,
@@ -117,16 +119,23 @@ class OneBitOptimizer(TensorwiseOptimizer):
             for index, (param, grad) in enumerate(zip(params, grads, strict=True))
         ]
         number = next(index for index, known in enumerate(self.param_groups) if known is group)
-        self._step_units([(f"group {number}", pieces)], None if scale_and_skip is None else scale_and_skip[0])
+        self._step_units([(f"group {number}", pieces)], scale_and_skip)
 
-    def _step_units(self, units: Sequence[tuple[Hashable, list[Piece]]], scale: Tensor | None) -> None:
+    def _step_units(self, units: Sequence[tuple[Hashable, list[Piece]]], scale_and_skip: Tensor | None) -> None:
+        """Units follow each other at the distance of one collective: while bytes of one are on their way, others
+        compute. So there are three of them at most that hold anything."""
+        under_way: deque[Iterator[None]] = deque()
         for key, pieces in units:
             if pieces:
-                self._step_unit(key, pieces, scale)
+                under_way.append(self._step_unit(key, pieces, scale_and_skip))
+                _advance(under_way)
+        while under_way:
+            _advance(under_way)
 
     @abstractmethod
-    def _step_unit(self, key: Hashable, pieces: list[Piece], scale: Tensor | None) -> None:
-        """One step of the pieces of a unit, of which there is one at least."""
+    def _step_unit(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
+        """One step of the pieces of a unit, of which there is one at least; yields where a collective is on its way.
+        The second element of ``scale_and_skip`` is 0."""
 
     @property
     def steps(self) -> int:
@@ -150,29 +159,46 @@ class OneBitOptimizer(TensorwiseOptimizer):
         state = self.state[param]
         second = state["exp_avg_sq"]
         if self.exchange.ranks > 1 or "worker_error" in state:
-            mean = second.mean()
-            self._lives[param] = mean > 0
-            second = torch.maximum(second, torch.where(mean > 0, _LEAST * mean, _HUGE))
+            second = second.clamp(min=self._floor(param))
         return self._root(second, group)
+
+    def _floor(self, param: Tensor) -> Tensor:
+        """What elements of its second moment count at least, see ``_size``; worked out again when that has changed."""
+        second = self.state[param]["exp_avg_sq"]
+        known = self._floors.get(param)
+        if known is not None and known[0] is second and known[1] == second._version:
+            return known[2]
+        mean = second.mean()
+        self._lives[param] = mean > 0
+        floor = torch.where(mean > 0, _LEAST * mean, _HUGE)
+        self._floors[param] = second, second._version, floor
+        return floor
 
     def _root(self, second: Tensor, group: dict[str, Any]) -> Tensor:
         return (second + group["eps"]).sqrt() if self.eps_inside_sqrt else second.sqrt().add_(group["eps"])
 
-    def _mean(self, key: Hashable, pieces: Sequence[Piece], values: Sequence[Tensor]) -> list[Tensor]:
-        """Of ``values``, one for each piece, over processes. Collective."""
-        if self.exchange.ranks == 1:
-            return list(values)
+    def _values(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Where ``_mean`` expects what is to be averaged, one for each piece."""
         params = [piece.param for piece in pieces]
-        for param in params:
-            if "worker_error" not in self.state[param]:
-                self.state[param]["worker_error"] = torch.zeros_like(param, dtype=torch.float32)
-        errors = [self.state[param]["worker_error"] for param in params]
-        self._exchanged[key] = params
-        worker = _flat(errors)
-        mean = self.exchange.mean(key, _flat(values), worker, "momenta in one bit")
-        _scatter(worker, errors)
-        parts = _parts(mean, values)
+        return _parts(self.exchange.values(_numel(params), params[0].device), params)
+
+    def _mean(self, key: Hashable, pieces: Sequence[Piece]) -> Generator[None, None, list[Tensor]]:
+        """Over processes, of what lies in ``_values``; it lies there again, until the next yield. Collective."""
+        if self.exchange.ranks == 1:
+            return self._values(pieces)
+        self._exchanged[key] = params = [piece.param for piece in pieces]
+        self._adopt(key, params)
+        mean = yield from self.exchange.mean(key, _numel(params), params[0].device, "momenta in one bit")
+        parts = _parts(mean, params)
         return [_masked(self._alive(part, piece), piece) for part, piece in zip(parts, pieces, strict=True)]
+
+    def _adopt(self, key: Hashable, params: Sequence[Tensor]) -> None:
+        """Let the worker errors of the exchange be those of the parameters' states."""
+        kept = self.exchange.kept(key, _numel(params), params[0].device)
+        for param, mine in zip(params, _parts(kept.worker_error, params), strict=True):
+            error = self.state[param].get("worker_error")
+            if error is None or error.data_ptr() != mine.data_ptr():
+                self.state[param]["worker_error"] = mine.zero_() if error is None else mine.copy_(error)
 
     def _alive(self, part: Tensor, piece: Piece) -> Tensor:
         """Nothing of what never had a gradient: of zeros in one bit only errors arrive."""
@@ -219,10 +245,10 @@ class OneBitOptimizer(TensorwiseOptimizer):
         return self._ones[device]
 
 
-def gradients(pieces: Sequence[Piece], scale: Tensor | None) -> list[Tensor]:
-    """fp32 gradients of the pieces, unscaled and clipped."""
-    wide = [piece.grad.float() for piece in pieces]
-    return wide if scale is None else [grad * scale for grad in wide]
+def gradient(piece: Piece, scale_and_skip: Tensor | None) -> Tensor:
+    """The fp32 gradient of the piece, unscaled and clipped."""
+    wide = piece.grad.float()
+    return wide if scale_and_skip is None else wide * scale_and_skip[0]
 
 
 def write(pieces: Sequence[Piece]) -> None:
@@ -239,8 +265,7 @@ def _masked(value: Tensor, piece: Piece) -> Tensor:
         return value
     if mask.device != value.device:
         piece.group["exp_avg_mask"] = mask = mask.to(value.device)
-    masked: Tensor = value * mask
-    return masked
+    return value.mul_(mask)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -252,6 +277,13 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
-def _scatter(flat: Tensor, into: Sequence[Tensor]) -> None:
-    for part, tensor in zip(_parts(flat, into), into, strict=True):
-        tensor.copy_(part)
+def _numel(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _advance(under_way: deque[Iterator[None]]) -> None:
+    """Let each go on to its next collective, the eldest first; forget those that have come to their end."""
+    for _ in range(len(under_way)):
+        each = under_way.popleft()
+        if next(each, each) is None:
+            under_way.append(each)

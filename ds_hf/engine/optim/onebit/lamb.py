@@ -7,7 +7,7 @@ warm-up, corrected by how the second moment of the gradients has changed since, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ds_hf.engine.optim.base import Piece
-from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradients, write
+from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradient, write
 
 __all__ = ["OnebitLamb"]
 
@@ -87,19 +87,18 @@ class OnebitLamb(OneBitOptimizer):
     def reduces(self) -> bool:
         return not self.lamb_freeze_key
 
-    def _step_units(self, units: Sequence[tuple[Hashable, list[Piece]]], scale: Tensor | None) -> None:
+    def _step_units(self, units: Sequence[tuple[Hashable, list[Piece]]], scale_and_skip: Tensor | None) -> None:
         self.lamb_coeffs = []
-        super()._step_units(units, scale)
+        super()._step_units(units, scale_and_skip)
 
-    def _step_unit(self, key: Hashable, pieces: list[Piece], scale: Tensor | None) -> None:
-        grads = gradients(pieces, scale)
+    def _step_unit(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
         step = self._count(pieces, "exp_avg", "exp_avg_sq")
         if step <= self.freeze_step:
-            for piece, grad in zip(pieces, grads, strict=True):
-                self._warm(piece, grad)
+            for piece in pieces:
+                self._warm(piece, gradient(piece, scale_and_skip))
         else:
             self._begin(pieces)
-            self._frozen(key, pieces, grads)
+            yield from self._frozen(key, pieces, scale_and_skip)
         write(pieces)
 
     # -- with full gradients ----------------------------------------------------------------------------------------
@@ -132,14 +131,16 @@ class OnebitLamb(OneBitOptimizer):
             state.setdefault("lamb_coeff_freeze", 0.0)
             state["last_factor"] = 1.0
 
-    def _frozen(self, key: Hashable, pieces: list[Piece], grads: list[Tensor]) -> None:
-        states = [self.state[piece.param] for piece in pieces]
-        sizes = [self._size(piece.param, piece.group) for piece in pieces]
-        before = [state["exp_avg"].clone() for state in states]
-        for piece, state, grad in zip(pieces, states, grads, strict=True):
-            state["exp_avg"].lerp_(grad, 1 - piece.group["betas"][0])
-        means = self._mean(key, pieces, [state["exp_avg"] / size for state, size in zip(states, sizes, strict=True)])
-        for piece, state, size, mean, last in zip(pieces, states, sizes, means, before, strict=True):
+    def _frozen(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
+        before = []
+        for piece, value in zip(pieces, self._values(pieces), strict=True):
+            momentum = self.state[piece.param]["exp_avg"]
+            before.append(momentum.clone())
+            momentum.lerp_(gradient(piece, scale_and_skip), 1 - piece.group["betas"][0])
+            torch.div(momentum, self._size(piece.param, piece.group), out=value)
+        means = yield from self._mean(key, pieces)
+        for piece, mean, last in zip(pieces, means, before, strict=True):
+            state, size = self.state[piece.param], self._size(piece.param, piece.group)
             if self.exchange.ranks > 1:
                 torch.mul(mean, size, out=state["exp_avg"])
             self._apply(piece, state, size, mean, last)

@@ -7,7 +7,7 @@ steps, between which their ways are averaged in one bit.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.optim.base import Piece
-from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradients, write
+from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradient, write
 
 __all__ = ["ZeroOneAdam"]
 
@@ -88,43 +88,44 @@ class ZeroOneAdam(OneBitOptimizer):
     def reduces(self) -> bool:
         return not self.freeze_key and (self.steps + 1) % self._counters()["var_interval"] == 0
 
-    def _step_unit(self, key: Hashable, pieces: list[Piece], scale: Tensor | None) -> None:
-        grads = gradients(pieces, scale)
+    def _step_unit(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
         step = self._count(pieces, "exp_avg", "exp_avg_sq")
         for piece in pieces:
             for name, value in _COUNTERS.items():
                 self.state[piece.param].setdefault(name, value)
         now = self.state[pieces[0].param]
         if now["frozen"]:
-            self._local(pieces, grads)
+            self._local(pieces, scale_and_skip)
             if step % now["local_step_interval"] == 0:
-                self._meet(key, pieces)
+                yield from self._meet(key, pieces)
         elif step % now["var_interval"] == 0:
-            self._both_moments(pieces, grads)
+            self._both_moments(pieces, scale_and_skip)
         else:
-            self._first_moment(key, pieces, grads)
+            yield from self._first_moment(key, pieces, scale_and_skip)
         write(pieces)
         self._schedule(key, pieces, step)
 
-    def _both_moments(self, pieces: list[Piece], grads: list[Tensor]) -> None:
-        for piece, grad in zip(pieces, grads, strict=True):
+    def _both_moments(self, pieces: list[Piece], scale_and_skip: Tensor | None) -> None:
+        for piece in pieces:
             state, (beta1, beta2) = self.state[piece.param], piece.group["betas"]
+            grad = gradient(piece, scale_and_skip)
             state["exp_avg"].lerp_(grad, 1 - beta1)
             state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             piece.param.add_(self._move(piece))
 
-    def _first_moment(self, key: Hashable, pieces: list[Piece], grads: list[Tensor]) -> None:
-        sizes = [self._size(piece.param, piece.group) for piece in pieces]
-        means = self._mean(key, pieces, [grad / size for grad, size in zip(grads, sizes, strict=True)])
-        for piece, size, mean in zip(pieces, sizes, means, strict=True):
-            grad = mean * size
+    def _first_moment(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
+        for piece, value in zip(pieces, self._values(pieces), strict=True):
+            torch.div(gradient(piece, scale_and_skip), self._size(piece.param, piece.group), out=value)
+        means = yield from self._mean(key, pieces)
+        for piece, mean in zip(pieces, means, strict=True):
+            grad = mean.mul_(self._size(piece.param, piece.group))
             self.state[piece.param]["exp_avg"].lerp_(grad, 1 - piece.group["betas"][0])
             piece.param.add_(self._move(piece))
 
-    def _local(self, pieces: list[Piece], grads: list[Tensor]) -> None:
-        for piece, grad in zip(pieces, grads, strict=True):
+    def _local(self, pieces: list[Piece], scale_and_skip: Tensor | None) -> None:
+        for piece in pieces:
             state = self.state[piece.param]
-            state["exp_avg"].lerp_(grad, 1 - piece.group["betas"][0])
+            state["exp_avg"].lerp_(gradient(piece, scale_and_skip), 1 - piece.group["betas"][0])
             state["lrs"] += float(piece.group["lr"])
             if piece.param not in self._places:
                 self._places[piece.param] = piece.param.detach().clone()
@@ -136,10 +137,12 @@ class ZeroOneAdam(OneBitOptimizer):
         move: Tensor = update.add_(piece.param, alpha=piece.group["weight_decay"]).mul_(-float(piece.group["lr"]))
         return move
 
-    def _meet(self, key: Hashable, pieces: list[Piece]) -> None:
+    def _meet(self, key: Hashable, pieces: list[Piece]) -> Iterator[None]:
         """Go on from the mean of all processes' places, averaged in one bit."""
-        ways = [piece.param - self._places[piece.param] for piece in pieces]
-        for piece, mean in zip(pieces, self._mean(key, pieces, ways), strict=True):
+        for piece, value in zip(pieces, self._values(pieces), strict=True):
+            torch.sub(piece.param, self._places[piece.param], out=value)
+        means = yield from self._mean(key, pieces)
+        for piece, mean in zip(pieces, means, strict=True):
             self._go_on(piece.param, piece.group, mean)
 
     def _go_on(self, param: Tensor, group: dict[str, Any], mean: Tensor) -> None:
