@@ -170,9 +170,9 @@ def _plan(
     if offload is None and gpu and world == 1:
         free = torch.cuda.mem_get_info()[0]
         need: Need = predict_inference(without_values(model), chosen, batch=batch, prompt=prompt, new=new)
-        offload = need.device_total > free
+        offload = need.device_peak > free
         what = "rest in host memory" if offload else "on the GPU"
-        reasons.append(f"weights {what}: it takes {_gib(need.device_total)} GiB and {_gib(free)} are free")
+        reasons.append(f"weights {what}: it takes {_gib(need.device_peak)} GiB and {_gib(free)} are free")
     if offload:
         config["zero"] = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": gpu}}
         reasons.append("no graphs: weights come block by block")

@@ -185,7 +185,7 @@ def _inference(
         complain(error)
         raise typer.Exit(1) from None
     if as_json:
-        rows = [{**need.as_json(), "fits": need.device_total <= device} for need in needs]
+        rows = [{**need.as_json(), "fits": need.device_peak <= device} for need in needs]
         print(json.dumps({"batch": batch, "tokens": tokens, "tensor_parallel_size": size, "rows": rows}, indent=2))
         return
     console = Console(highlight=False)
@@ -194,16 +194,27 @@ def _inference(
     grid = Table(box=None, pad_edge=False, header_style="bold")
     grid.add_column("weights")
     grid.add_column("in")
-    for name in ("weights", "cache", "prompt", "GPU", "host", ""):
+    for name in ("weights", "cache", "prompt", "GPU", "host", "loading", ""):
         grid.add_column(name, justify="right" if name else "left")
     for need in needs:
-        fits = need.device_total <= device
+        fits = need.device_peak <= device
         parts = [_gib(need.device[name]) for name in ("weights", "cache", "prompt")]
         host = _gib(need.host) if need.host else "-"
         where = "host memory" if need.offload else "GPU"
         verdict = "fits" if fits else "too large"
-        grid.add_row(need.dtype, where, *parts, _gib(need.device_total), host, verdict, style="" if fits else "dim")
+        grid.add_row(
+            need.dtype,
+            where,
+            *parts,
+            _gib(need.device_peak),
+            host,
+            _gib(need.host_peak),
+            verdict,
+            style="" if fits else "dim",
+        )
     console.print(grid)
+    notes = "GiB: GPU at its peak, generating or loading; host: weights that rest there; loading: host memory meanwhile"
+    console.print(Text(notes, "dim"), soft_wrap=True)
 
 
 def _tensor(subject: Subject) -> int:

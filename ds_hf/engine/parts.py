@@ -155,7 +155,7 @@ def _prepare(
     group_of = _groups_by_parameter(model, inner)
     check_packed(model, sharded=plan.shards_parameters)
     mark_cuts(model, mesh)
-    move_packed(model, device)
+    move_packed(model, device, sharded=plan.shards_parameters)
     mark_comm_dtypes(model, plan.narrow_modules, plan.autocast)
     return group_of
 

@@ -37,6 +37,8 @@ from ds_hf.log import log_once
 
 __all__ = ["InferenceEngine", "TooLongError"]
 
+_SHARE_OF_FREE = 0.8  # of the device's memory that weights may take which are packed there, as packing takes some
+
 
 class TooLongError(DsHfError, ValueError):
     """A prompt, or prompt and answer together, do not fit into ``max_out_tokens``."""
@@ -94,8 +96,8 @@ class InferenceEngine(nn.Module):
         checkpoint = config.checkpoint or config.checkpoint_config.checkpoint_dir
         if checkpoint is not None:
             folder = config.base_dir or config.checkpoint_config.base_dir
-            host = torch.device("cpu") if config.zero else device
-            load_weights(model, checkpoint, base_dir=folder, dtype=self.dtype, device=host)
+            place = _place_of_whole(model, config, self.dtype, device)
+            load_weights(model, checkpoint, base_dir=folder, dtype=self.dtype, device=place)
         elif any(param.is_meta for param in model.parameters()):
             raise ConfigError(
                 "the model has no values (it lies on the meta device): give checkpoint=, from which each process "
@@ -107,8 +109,7 @@ class InferenceEngine(nn.Module):
             self.zero_engine = _zero_engine(model, config, self.dtype)
             return
         if config.quant_bits is not None:
-            model.to(device)
-            _quantize(model, config)
+            _quantize(model, config, device)
         model.to(device)
 
     # -- computing -------------------------------------------------------------------------------------------------
@@ -279,6 +280,19 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             param.grad = None
 
 
+def _place_of_whole(
+    model: nn.Module, config: InferenceConfig, dtype: torch.dtype, device: torch.device
+) -> torch.device:
+    """Where weights lie between the checkpoint and what becomes of them: on ``device`` if they fit and may stay."""
+    if config.zero:
+        return torch.device("cpu")
+    if config.quant_bits is not None and device.type == "cuda":
+        whole = sum(param.numel() for param in model.parameters()) * dtype.itemsize
+        if whole > _SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]:
+            return torch.device("cpu")  # layer after layer goes up and is packed there
+    return device
+
+
 def _zero_engine(model: nn.Module, config: InferenceConfig, dtype: torch.dtype) -> CoreEngine:
     init_distributed()
     source: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": dict(config.zero)}
@@ -312,21 +326,24 @@ def _options(config: InferenceConfig) -> dict[str, Any]:
     return {**options, **weight.quantized_initialization}
 
 
-def _quantize(model: nn.Module, config: InferenceConfig) -> None:
-    """On a GPU linear layers by torchao, where it is installed and the options are plain; all others in blocks."""
+def _quantize(model: nn.Module, config: InferenceConfig, device: torch.device) -> None:
+    """On a GPU linear layers by torchao, where it is installed and the options are plain; all others in blocks.
+
+    Layer after layer goes to ``device`` and is packed there, which never holds all of them in 16 bits.
+    """
     weight = config.quant.weight
     plain = weight.q_type == "symmetric" and not weight.quantized_initialization and not weight.post_init_quant
     done = []
-    if plain and _on_gpu(model) and has_torchao():
-        done = quantize_by_torchao(model, config.quant_bits or 8, tied_weights(model))
+    if plain and _is_gpu(device) and has_torchao():
+        done = quantize_by_torchao(model, config.quant_bits or 8, tied_weights(model), device)
     choose = choice_of(_options(config), weight.post_init_quant, "/quant/weight")
     assert choose is not None
-    if not [*done, *quantize_layers(model, choose)]:
+    if not [*done, *quantize_layers(model, choose, device=device)]:
         log_once(f"init_inference: {type(model).__name__} has no layer to quantize")
 
 
-def _on_gpu(model: nn.Module) -> bool:
-    return any(param.is_cuda for param in model.parameters())
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _use_kernels(model: Any) -> None:

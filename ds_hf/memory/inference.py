@@ -3,6 +3,9 @@
 Weights and cache follow from shapes: those of the parameters, in the format that ``init_inference`` would keep them in,
 and those of the keys and values that one token leaves. What a prompt needs is its own cache, which the static one is
 filled from, or the widest layer's inputs and outputs, whichever is more.
+
+Loading begins with the whole model in host memory, in the dtype that it computes in. Weights that are quantized go to
+the device and are packed there layer after layer. Weights that rest in host memory pass through it unit after unit.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.quantized.format import WeightFormat
 from ds_hf.engine.tensor.divide import divide_without_values
+from ds_hf.engine.zero.planning import make_units
 from ds_hf.inference.config import InferenceConfig
 from ds_hf.inference.decode import cache_length
 from ds_hf.inference.layers import section_for
@@ -37,20 +41,39 @@ class Need:
         offload: whether the weights rest in host memory.
         device: by part: weights, cache, prompt, CUDA context.
         host: of weights that rest there.
+        loading: the most while the weights are on their way, on the device (without the CUDA context) and in host
+            memory.
     """
 
     dtype: str
     offload: bool
     device: dict[str, int]
     host: int
+    loading: dict[str, int]
 
     @property
     def device_total(self) -> int:
         return sum(self.device.values())
 
+    @property
+    def device_peak(self) -> int:
+        """The most of the device, while it loads or generates."""
+        return max(self.device_total, self.loading["device"] + self.device["CUDA context"])
+
+    @property
+    def host_peak(self) -> int:
+        """The most of host memory."""
+        return max(self.host, self.loading["host"])
+
     def as_json(self) -> dict[str, Any]:
         total = {"parts": self.device, "total": self.device_total}
-        return {"dtype": self.dtype, "offload": self.offload, "device": total, "host": self.host}
+        return {
+            "dtype": self.dtype,
+            "offload": self.offload,
+            "device": total,
+            "host": self.host,
+            "loading": self.loading,
+        }
 
 
 def predict_inference(
@@ -70,6 +93,7 @@ def predict_inference(
     """
     size = _SIZES.get(dtype, 2)
     token, encoder = cached_bytes(model, size)
+    whole = sum(dict(_weights(model, size, None)).values())
     width = max((max(p.shape) for n, p in model.named_parameters() if p.dim() == 2 and _is_inside(n)), default=0)
     if tp > 1:
         divide_without_values(model, tp, section_for(model, InferenceConfig(tensor_parallel={"tp_size": tp})))
@@ -85,7 +109,8 @@ def predict_inference(
     prompt_bytes = max(beside, batch * token * (0 if both else prompt))
     here = total if not offload else _passing(weights)
     device = {"weights": here, "cache": cache, "prompt": prompt_bytes, "CUDA context": CONTEXT}
-    return Need(dtype, offload, device, total if offload else 0)
+    way = 2 * _widest_unit(model, weights) if offload else _packing(model, size, weights)
+    return Need(dtype, offload, device, total if offload else 0, {"device": way, "host": whole})
 
 
 def _is_inside(name: str) -> bool:
@@ -103,6 +128,23 @@ def _passing(weights: dict[str, int]) -> int:
     numbered = [nbytes for key, nbytes in blocks.items() if key.rpartition(".")[2].isdigit()]
     rest = sum(blocks.values()) - sum(numbered)
     return rest + 2 * max(numbered, default=0)
+
+
+def _packing(model: nn.Module, size: int, weights: dict[str, int]) -> int:
+    """The most of the device while layers go there: what is packed, and the next one in both forms."""
+    held = most = 0
+    for name, module in quantized_layers(model):
+        whole = module.get_parameter("weight").numel() * size
+        if weights[name] != whole:
+            held += weights[name]
+            most = max(most, held + whole)
+    return max(most, sum(weights.values()))
+
+
+def _widest_unit(model: nn.Module, weights: dict[str, int]) -> int:
+    """Of what travels together, at stage 3: it is laid out in one buffer, and another is made for its gathers."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    return max(sum(weights[names[id(param)]] for param in unit.params) for unit in make_units(model))
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

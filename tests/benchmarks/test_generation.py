@@ -21,7 +21,10 @@ def test_every_way_gives_the_same_tokens() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[-1] == "tokens are those of the eager one"
+    assert lines[-1] == "tokens are those of transformers with the same values"
     rows = [json.loads(line) for line in lines if line.startswith('{"model')]
-    assert [row["engine"] for row in rows] == ["eager", "ds_hf", "graph", "static", "bf16"]
+    bits = ["int8", "int4", "blocks8", "blocks4"]
+    assert [row["engine"] for row in rows] == ["eager", "ds_hf", "graph", "static", *bits, "bf16"]
+    smaller = [rows[0]["held_gb"] / row["held_gb"] for row in rows[4:8]]
+    assert smaller == pytest.approx([3.8, 7.1] * 2, rel=0.1)
     assert all(row["ms_a_token"] > 0 for row in rows)

@@ -84,7 +84,7 @@ def test_the_memory_of_generating() -> None:
     code, out, _ = run("memory", TINY, *words)
     assert code == 0
     assert out.startswith("generating: 2 x 64 tokens, half of them the prompt; 1 process with 1.0 GiB each")
-    assert [line.split()[0] for line in out.splitlines()[2:]] == ["fp32"] * 2 + ["bf16"] * 2 + ["int8"] * 2 + [
+    assert [line.split()[0] for line in out.splitlines()[2:-1]] == ["fp32"] * 2 + ["bf16"] * 2 + ["int8"] * 2 + [
         "int4"
     ] * 2
     rows = json.loads(run("memory", TINY, *words, "--json")[1])["rows"]
@@ -93,6 +93,7 @@ def test_the_memory_of_generating() -> None:
     assert weights["int8"] == pytest.approx(weights["fp32"] / 3.76, rel=0.02)
     assert weights["int4"] == pytest.approx(weights["fp32"] / 7.11, rel=0.04)
     assert all(row["fits"] for row in rows)
+    assert all(row["loading"]["host"] == weights["fp32" if row["dtype"] == "fp32" else "bf16"] for row in rows)
     code, _, err = run("memory", "nosuch-folder", "--inference")
     assert code == 1
     assert "cannot find the model" in err

@@ -18,10 +18,15 @@ _SMALL = 512
 
 
 class LiveStorages(TorchDispatchMode):
-    """Sums the storages that operators made and that live, as large as they are now: gathers resize them."""
+    """Sums the storages that operators made and that live, as large as they are now: gathers resize them.
 
-    def __init__(self) -> None:
+    Args:
+        device: the kind of device whose storages count.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self._device = device
         self.peak = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
@@ -35,7 +40,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((result, args)):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+            if isinstance(leaf, Tensor) and leaf.device.type == self._device:
                 self.add(leaf)
         self.look()
         return result

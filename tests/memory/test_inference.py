@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from ds_hf import init_inference
+from ds_hf.engine.quantized.format import WeightFormat
+from ds_hf.engine.zero.packed import move_packed
 from ds_hf.memory.inference import cached_bytes, predict_inference
 from ds_hf.memory.models import without_values
 from ds_hf.memory.prediction import UnpredictableError
 from tests.helpers.generating import GREEDY, left_padded, small_model
+from tests.memory.measuring import LiveStorages
 
 
 def kept(cache: Any) -> int:
@@ -47,6 +50,59 @@ def test_host_memory_and_shared_layers() -> None:
     half = predict_inference(model, "bf16", batch=1, prompt=8, new=8, tp=2)
     assert 0.5 <= half.device["weights"] / whole.device["weights"] < 0.8
     assert half.device["cache"] * 2 == whole.device["cache"]
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=2048)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+def test_weights_on_their_way_to_host_memory(dtype: str) -> None:
+    """Here the device is the host, so what waits there and what is laid out are in one memory."""
+    model = llama()
+    need = predict_inference(without_values(model), dtype, batch=1, prompt=8, new=8, offload=True)
+    tracker = LiveStorages()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tracker.add(tensor)
+    with tracker:
+        engine = init_inference(model, dtype=dtype, zero={"stage": 3, "offload_param": {"device": "cpu"}})
+    engine.destroy()
+    assert max(need.loading["host"], need.host + need.loading["device"]) == pytest.approx(tracker.peak, rel=0.1)
+    assert need.host_peak == max(need.host, need.loading["host"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int4"])
+def test_weights_on_their_way_to_a_device(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers go up one by one: the device, here without values, never holds the model in 16 bits. Packing takes nothing
+    beside its result there, as the kernels do."""
+
+    def pack(form: WeightFormat, weight: torch.Tensor) -> torch.Tensor:
+        nbytes = form.blocks.nbytes(weight.shape[1])
+        return torch.empty(len(weight), nbytes, dtype=torch.int8, device=weight.device)
+
+    model = llama()
+    need = predict_inference(without_values(model), dtype, batch=1, prompt=8, new=8)
+    monkeypatch.setattr(WeightFormat, "pack", pack)
+    monkeypatch.setattr("ds_hf.inference.engine.compute_device", lambda: torch.device("meta"))
+    tracker = LiveStorages("meta")
+    with tracker:
+        init_inference(model, dtype=dtype)
+    assert need.loading["device"] == pytest.approx(tracker.peak, rel=0.1)
+    assert need.device_peak == max(need.device_total, need.loading["device"] + need.device["CUDA context"])
+    assert need.host == 0
+    assert need.loading["host"] == sum(t.numel() * t.element_size() for t in (*llama().parameters(), *model.buffers()))
+
+
+def test_packed_shards_come_to_the_device_buffer_by_buffer() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.weight = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.int8), requires_grad=False)
+    move_packed(layer, torch.device("meta"), sharded=True)
+    assert layer.weight.device.type == "cpu"
+    move_packed(layer, torch.device("meta"), sharded=False)
+    assert layer.weight.is_meta
 
 
 def test_a_model_without_a_cache() -> None:

@@ -30,7 +30,9 @@ def has_torchao() -> bool:
 
 
 @torch.no_grad()
-def quantize_by_torchao(model: nn.Module, bits: int, tied: Container[int] = frozenset()) -> list[str]:
+def quantize_by_torchao(
+    model: nn.Module, bits: int, tied: Container[int] = frozenset(), device: torch.device | None = None
+) -> list[str]:
     """Quantize linear layers of ``model``; the names of those that are done.
 
     Where torchao cannot (another version, a missing library, a dtype or a device without a kernel) it stops with one
@@ -39,6 +41,7 @@ def quantize_by_torchao(model: nn.Module, bits: int, tied: Container[int] = froz
     Args:
         bits: 8 or 4.
         tied: ``id`` of parameters that stay.
+        device: where each layer goes first, so that few of them are there in 16 bits at a time.
     """
     done: list[str] = []
     layers = [
@@ -50,6 +53,7 @@ def quantize_by_torchao(model: nn.Module, bits: int, tied: Container[int] = froz
         ao: Any = importlib.import_module("torchao.quantization")
         config = _config(ao, bits)
         for name, module in layers:
+            module.to(device)
             ao.quantize_(module, config, filter_fn=lambda *_: True)
             if is_packed(module.weight):  # it leaves rows that are no multiple of the group
                 done.append(name)

@@ -116,7 +116,9 @@ Choose = Callable[[str, nn.Module], WeightFormat | None]
 
 
 @torch.no_grad()
-def quantize_layers(model: nn.Module, choose: Choose, dtype: torch.dtype | None = None) -> list[str]:
+def quantize_layers(
+    model: nn.Module, choose: Choose, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> list[str]:
     """Quantize the linear layers and embeddings of ``model`` for which ``choose`` gives a format; their names.
 
     Tied weights stay, and so do weights that are quantized already, layers of classes that compute with more than their
@@ -125,6 +127,7 @@ def quantize_layers(model: nn.Module, choose: Choose, dtype: torch.dtype | None 
 
     Args:
         dtype: in which the weights are read; ``None`` for each weight's own.
+        device: where the blocks go, each weight before it is packed; ``None`` for where each is.
     """
     done, tied = [], tied_weights(model)
     for name, module in list(_layers(model)):
@@ -136,11 +139,12 @@ def quantize_layers(model: nn.Module, choose: Choose, dtype: torch.dtype | None 
         with unshard(buffers):
             if param.dim() != 2:
                 continue
-            value, own = param.data, dtype or param.dtype
+            value, own = param.data.to(device or param.device), dtype or param.dtype
             if isinstance(module, nn.Embedding) and form.dim == 0:
                 form = WeightFormat(form.bits, form.group, form.symmetric)
             packed = form.pack(value)
             shape = (value.shape[0], value.shape[1])
+            del value
         if home_of(param) is not None:
             leave_home(param)
         _become(module, form, shape, own, packed)

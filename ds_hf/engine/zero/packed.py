@@ -32,6 +32,10 @@ def is_packed(param: Tensor) -> bool:
     return _is_wrapped(param) or narrow or not param.is_floating_point() or hasattr(param, "quant_state")
 
 
+def _is_plain(param: Tensor) -> bool:
+    return type(param) is nn.Parameter and not hasattr(param, "quant_state")
+
+
 def _is_wrapped(param: Tensor) -> bool:
     """A tensor of a class of its own, and not a class of parameters over a plain tensor."""
     return type(param.data) is not Tensor
@@ -58,12 +62,17 @@ def shards_packed(param: Tensor) -> bool:
     return True
 
 
-def move_packed(model: nn.Module, device: torch.device) -> None:
-    """Put packed parameters on ``device`` as their own classes do: scales and the like have to follow."""
+def move_packed(model: nn.Module, device: torch.device, *, sharded: bool) -> None:
+    """Put packed parameters on ``device`` as their own classes do: scales and the like have to follow.
+
+    Plain integers that are to be sharded stay: each buffer copies its own, so the device never holds all of them.
+    """
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
-            if param is not None and is_packed(param) and param.device != device:
+            if param is None or not is_packed(param) or (sharded and _is_plain(param)):
+                continue
+            if param.device != device:
                 if id(param) not in moved:
                     new = param.to(device)
                     moved[id(param)] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=False)

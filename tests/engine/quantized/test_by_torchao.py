@@ -26,7 +26,7 @@ def modules_of(model: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_int8_beside_blocks_and_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
-    monkeypatch.setattr(inference, "_on_gpu", lambda model: True)
+    monkeypatch.setattr(inference, "_is_gpu", lambda device: True)
     inputs = left_padded()
     exact = small_model("llama", dtype=torch.bfloat16)(**inputs).logits.float()
     model = small_model("llama", dtype=torch.bfloat16)
@@ -50,7 +50,7 @@ def test_int8_beside_blocks_and_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_tied_weights_and_layers_of_other_classes_are_not_torchaos(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
-    monkeypatch.setattr(inference, "_on_gpu", lambda model: True)
+    monkeypatch.setattr(inference, "_is_gpu", lambda device: True)
     model = small_model("gpt2", dtype=torch.bfloat16)
     init_inference(model, dtype="int8")
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -66,7 +66,7 @@ def test_where_torchao_cannot_the_blocks_do(monkeypatch: pytest.MonkeyPatch, cap
 
     stand_in = SimpleNamespace(quantize_=refuses, Int4WeightOnlyConfig=dict)
     monkeypatch.setitem(sys.modules, "torchao.quantization", stand_in)
-    monkeypatch.setattr(inference, "_on_gpu", lambda model: True)
+    monkeypatch.setattr(inference, "_is_gpu", lambda device: True)
     monkeypatch.setattr(inference, "has_torchao", lambda: True)
     plain, model = (small_model("llama", dtype=torch.bfloat16) for _ in range(2))
     init_inference(model, dtype="int4")
