@@ -2,7 +2,8 @@
 
 ``global_scale_and_skip`` takes the norm. Sums of squares are taken in fp32 over what each rank owns; one all-reduce of
 one number over all processes follows, unless each of them owns everything. What several own is divided by their number,
-so that each element counts once. Gaps and padding of flat gradients are zero and add nothing.
+so that each element counts once. Gaps and padding of flat gradients are zero and add nothing. So the factor that clips
+is an fp32 number for gradients of fp64 as well: processes need not agree whether anyone's are.
 
 ``Outcome`` keeps it. The GPU knows first, the host when it asks, which waits until the norm is there and no longer:
 what was queued after it, the update, goes on meanwhile.

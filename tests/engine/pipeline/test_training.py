@@ -32,6 +32,8 @@ from tests.helpers.distributed import run_distributed
 
 MICRO = 4
 CLIP = 0.5
+# Clipping multiplies by an fp32 number: it is off by 6e-8, and biases that began at zero by 1e-8 after a few steps.
+FP64_TOLERANCES = [(0.0, 1e-12), (CLIP, 1e-7)]
 
 
 def config(stage: int = 0, **more: Any) -> dict[str, Any]:
@@ -150,6 +152,16 @@ def test_gradients_in_fp64(stages: int, processes: int) -> None:
             train, processes, tokens, torch.optim.SGD, config(stage), True, stages, {"lr": 1.0}, dtype=torch.float64
         )
         check(found, wanted, exactly=False, tolerance=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("clip", "tolerance"), FP64_TOLERANCES)
+def test_adam_in_fp64(clip: float, tolerance: float) -> None:
+    tokens, options = batches(6, MICRO, lengths=True), {"lr": 1e-3, "weight_decay": 0.01}
+    settings, fp64 = config(gradient_clipping=clip), torch.float64
+    found = run_distributed(train, 2, tokens, torch.optim.AdamW, settings, True, 2, options, dtype=fp64)
+    wanted = reference(torch.optim.AdamW, tokens, True, clip, fp64, **options)
+    check(found, wanted, exactly=False, tolerance=tolerance)
 
 
 def tuples(stages: int) -> dict[str, Any]:
