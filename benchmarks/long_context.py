@@ -5,18 +5,20 @@
     python benchmarks/long_context.py --cpu                     # the same with small shapes and no GPU: a check
 
 Engines take turns as in ``benchmarks/training.py``, whose models, data and timing these are. All of them checkpoint
-every block. What stands behind a plus is added to it:
+every block, but those of the part budget. What stands behind a plus is added to it:
 
     ds_hf+offload       ds_hf.offload_activations       ds_hf+hf-offload  transformers' enable(offload=True)
     ds_hf+tiles         ds_hf.tiled_mlp: 4              ds_hf+trl         TRL's OffloadActivations
     ds_hf+loss          ds_hf.chunked_loss              ds_hf+sp          sequences over all processes;
                                                         ds_hf+whole       as long, each on one process
+    ds_hf+compile       ds_hf.compile: "blocks"     ds_hf+budget=0.8  ds_hf.activation_memory_budget
     deepspeed+alst      its TiledMLP and TiledFusedLogitsLoss
     deepspeed+alst+offload                              with its CheckpointHiddenStatesOffload
 
 Parts:
 
     peak      1.35 B, 4 x 2048: peak and step of ds_hf, with the loss, with tiles too; FSDP2; DeepSpeed
+    budget    1.35 B, 4 x 2048: eager, checkpointed, compiled, and compiled under budgets of activations
     offload   1.35 B, 1 x 8192, and 2.7 B, 1 x 16384: a step with each way of offloading activations
     longest   8 B on one GPU, ``--budget`` GB of it: the longest of ``--lengths`` that trains, and what was short.
               States in host memory in bf16 (64 GB of it), the activations on top.
@@ -49,8 +51,13 @@ OWN: dict[str, dict[str, Any]] = {
     "offload": {"offload_activations": True},
     "tiles": {"tiled_mlp": TILES},
     "loss": {"chunked_loss": True},
+    "compile": {"compile": "blocks"},
+    **{f"budget={share}": {"compile": "blocks", "activation_memory_budget": share} for share in (0.8, 0.6, 0.4)},
 }
 PEAK = "ds_hf,ds_hf+loss,ds_hf+tiles+loss,ds_hf+offload+tiles+loss,fsdp2"
+BUDGETS = "ds_hf,ds_hf+checkpointed,ds_hf+compile,ds_hf+compile+loss," + ",".join(
+    f"ds_hf+budget={share}+loss" for share in (0.8, 0.6, 0.4)
+)
 SHARED = "ds_hf+whole,ds_hf+sp,ds_hf+sp+offload+loss"
 # Of one part: model, micro-batch, length, engines.
 ROWS: dict[str, list[tuple[str, int, int, str]]] = {
@@ -62,11 +69,13 @@ ROWS: dict[str, list[tuple[str, int, int, str]]] = {
         ("2b7", 1, 16384, "ds_hf,ds_hf+offload,ds_hf+hf-offload,fsdp2"),
     ],
     "sp": [("1b3", 2, 8192, SHARED)],
+    "budget": [("1b3", 4, 2048, BUDGETS)],
 }
 SMALL: dict[str, list[tuple[str, int, int, str]]] = {
     "peak": [("small", 2, 256, PEAK)],
     "offload": [("small", 4, 1024, "ds_hf,ds_hf+offload,fsdp2")],
     "sp": [("small", 2, 256, SHARED)],
+    "budget": [("small", 2, 256, BUDGETS)],
 }
 LONGEST = "ds_hf,ds_hf+offload+tiles+loss,deepspeed+alst+offload"
 
@@ -82,7 +91,8 @@ def ours(ways: list[str]) -> type[training.Contender]:
 
         def __init__(self, args: argparse.Namespace) -> None:
             self.together = dist.get_world_size() if "whole" in ways else 1
-            super().__init__(argparse.Namespace(**{**vars(args), "seq": args.seq * self.together}))
+            more = {"seq": args.seq * self.together, "checkpointing": args.checkpointing or "checkpointed" in ways}
+            super().__init__(argparse.Namespace(**{**vars(args), **more}))
             model = self.engine.module
             if "hf-offload" in ways:
                 model.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
@@ -213,7 +223,7 @@ def measure(part: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         training.ENGINES.update({name: contender(name) for name in names})
         row = argparse.Namespace(
             model=model, micro_batch=micro_batch, seq=length, stage=args.stage, accumulation=1, clip=1.0,
-            checkpointing=True, compile=False, offload="none", buckets="default", engines=",".join(names),
+            checkpointing=part != "budget", compile=False, offload="none", buckets="default", engines=",".join(names),
             steps=args.steps, warmup=2 if args.cpu else 4, rounds=args.rounds, device=args.device,
         )  # fmt: skip
         records = training.measure(row)
@@ -346,7 +356,7 @@ def say(text: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="", help="of peak,offload,longest,sp; default the first three")
+    parser.add_argument("--parts", default="", help="of peak,budget,offload,longest,sp; default the first three")
     parser.add_argument("--cpu", action="store_true", help="small shapes, without a GPU")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="timed, of each engine; default 10, with --cpu 2")

@@ -107,7 +107,7 @@ memory() { python3 benchmarks/memory_prediction.py --budget 150 --json "$OUT/mem
 long() {
   local script=benchmarks/long_context.py
   if [[ $(nvidia-smi -L | wc -l) -gt 1 ]]; then two $script --parts sp --json "$OUT/long-sp.json"; return; fi
-  python3 $script --parts peak,offload "${WITH[@]}" --json "$OUT/long.json"
+  python3 $script --parts peak,budget,offload "${WITH[@]}" --json "$OUT/long.json"
   python3 $script --parts longest --lengths "${LENGTHS:-32768,65536,131072,262144}" "${WITH[@]}" --json "$OUT/longest.json"
 }
 

@@ -65,6 +65,10 @@ Offload = Annotated[
     ),
 ]
 Tiles = Annotated[bool, typer.Option("--tiles", help="MLPs in tiles and the loss in chunks.")]
+Budget = Annotated[
+    float | None,
+    typer.Option("--activation-budget", min=0, max=1, help="Blocks compiled; of what backward needs they keep this."),
+]
 Longest = Annotated[bool, typer.Option("--longest", help="Say the longest sequence that fits, too.")]
 DeviceMemory = Annotated[
     str | None,
@@ -100,6 +104,7 @@ def memory_command(
     pp: Pipe = None,
     offload_activations: Offload = False,
     tiles: Tiles = False,
+    activation_budget: Budget = None,
     longest: Longest = False,
     inference: Inference = False,
     device_memory: DeviceMemory = None,
@@ -130,6 +135,7 @@ def memory_command(
         offload_activations=offload_activations,
         tensor_parallel=tp,
         tiles=tiles,
+        activation_budget=activation_budget,
         pipeline_stages=pp,
     )
     try:

@@ -47,6 +47,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     _elasticity(config, draft)
     _sparse_attention(config, draft)
     _hybrid_engine(config, draft)
+    _activation_budget(config, draft)
 
 
 def _precision(config: Config, draft: Draft) -> None:
@@ -212,6 +213,18 @@ def _wire(config: Config, draft: Draft) -> None:
     if zero.zeropp_loco_param is not None and not narrow_gradients:
         message = "LoCo makes up for what gradients in few bits lose, and here they travel as they are"
         draft.fault(f"{base}/zeropp_loco_param", message, 'add "zero_quantized_gradients": true, or remove it')
+
+
+def _activation_budget(config: Config, draft: Draft) -> None:
+    own, pointer = config.ds_hf, "/ds_hf/activation_memory_budget"
+    if own.activation_memory_budget is None:
+        return
+    if not own.compile:
+        message = "activation_memory_budget is for the compiler, and no block is compiled"
+        draft.fault(pointer, message, 'add "compile": "blocks" to ds_hf, or remove it')
+    elif config.activation_checkpointing.cpu_checkpointing or own.offload_activations:
+        message = "no effect: checkpointed blocks, whose inputs go to host memory, keep nothing else to choose from"
+        draft.warn(pointer, message, "remove it, or do without gradient checkpointing and this offload")
 
 
 def _gradients(config: Config, draft: Draft) -> None:

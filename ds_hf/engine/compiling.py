@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ds_hf.engine.zero.unit import Unit
 from ds_hf.log import logger
 
-__all__ = ["CompileReport", "ModuleCompiler", "StandIn", "tell_of_compilation"]
+__all__ = ["CompileReport", "ModuleCompiler", "StandIn", "blocks_of", "tell_of_compilation"]
 
 _ENOUGH_CALLS = 2  # optimizer steps after which everything that recurs has been compiled
 
@@ -47,10 +48,12 @@ class ModuleCompiler:
 
     Args:
         hooked: the modules that have hooks; their ``compile()`` leads here.
+        budget: of what backward needs, the fraction of bytes that compiled code may keep; ``None``: as torch is set.
     """
 
-    def __init__(self, hooked: Iterable[nn.Module]) -> None:
+    def __init__(self, hooked: Iterable[nn.Module], budget: float | None = None) -> None:
         self.hooked = list(dict.fromkeys(hooked))
+        self.budget = budget
         self.compiled: dict[nn.Module, StandIn] = {}
         self.steps = 0
         self._before: tuple[int, dict[str, int]] | None = None
@@ -73,6 +76,8 @@ class ModuleCompiler:
                 self.compile(inner, *args, **options)
             return
         if module not in self.compiled:
+            if self.budget is not None:
+                options = _within(self.budget, **options)
             forward = torch.compile(module.forward, *args, **options)
             self.compiled[module] = module.__dict__["forward"] = StandIn(module, "forward", forward)
 
@@ -101,11 +106,22 @@ class ModuleCompiler:
         self.compiled.clear()
 
 
+def blocks_of(units: Iterable[Unit], model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, or else the whole model: what ``engine.compile()`` compiles."""
+    return [m for unit in units if unit.name for m in unit.modules if any(m.children())] or [model]
+
+
 def tell_of_compilation(engine: Any) -> None:
     """After a step: what was compiled, once, in the log of rank 0."""
     report = engine.compiler.on_step()
     if report is not None and engine.mesh.world.rank == 0:
         logger.log(logging.WARNING if report.breaks else logging.INFO, "%s", report)
+        recomputed = any(getattr(module, "gradient_checkpointing", False) for module in engine.compiler.compiled)
+        if engine.compiler.budget is not None and recomputed:
+            logger.warning(
+                "ds_hf.activation_memory_budget has no effect: the blocks are checkpointed, so each keeps its inputs "
+                "alone. Remove one of the two: the budget, or gradient checkpointing"
+            )
         kinds = len({type(module) for module in engine.compiler.compiled})
         caches = getattr(getattr(engine.module, "config", None), "use_cache", False) is True
         if caches and kinds < report.modules <= report.graphs:
@@ -115,6 +131,44 @@ def tell_of_compilation(engine: Any) -> None:
                 report.graphs,
                 report.modules,
             )
+
+
+def _within(budget: float, /, **options: Any) -> dict[str, Any]:
+    """The options of ``torch.compile`` with a backend that keeps to the budget."""
+    mode, patches, dynamic = options.pop("mode", None), options.pop("options", None), options.get("dynamic")
+    backend = _Budgeted(options.get("backend", "inductor"), budget, mode, patches, dynamic)
+    return {**options, "backend": backend}
+
+
+class _Budgeted:
+    """A backend under ``activation_memory_budget``, which torch reads when it divides a graph into its two passes.
+
+    So the process's own setting stays, and a call of what is compiled costs nothing more. Equal ones share graphs.
+    """
+
+    def __init__(self, backend: Any, budget: float, mode: str | None, patches: Any, dynamic: bool | None) -> None:
+        from torch._dynamo import lookup_backend
+
+        self.backend, self.budget = lookup_backend(backend), budget
+        self.options: dict[str, Any] = {}
+        if backend == "inductor":  # takes what a mode stands for, and not its name
+            from torch._inductor import list_mode_options
+
+            chosen = list_mode_options(mode, dynamic) if mode and mode != "default" else {}
+            self.options["config_patches"] = {**chosen, **(patches or {})}
+        else:
+            self.options = {key: value for key, value in (("mode", mode), ("options", patches)) if value}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Budgeted) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._functorch import config
+
+        with config.patch(activation_memory_budget=self.budget):
+            return self.backend(graph, inputs, **self.options)
 
 
 class _Compile:

@@ -23,7 +23,7 @@ from ds_hf.engine.casting import autocast_of, cast_floats, hint_at_buffers
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
-from ds_hf.engine.compiling import ModuleCompiler, tell_of_compilation
+from ds_hf.engine.compiling import ModuleCompiler, blocks_of, tell_of_compilation
 from ds_hf.engine.monitor import MonitorMaster, NoFeed, feed_of
 from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.optim.outcome import remember_schedule
@@ -103,7 +103,8 @@ class CoreEngine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.before_overflow = self._settle  # bound late: the engine steps the optimizer, which asks it
         self.hooks.install(module)
-        self.compiler = ModuleCompiler(m for unit in parts.units for m in unit.modules)
+        budget = self.settings.ds_hf.activation_memory_budget
+        self.compiler = ModuleCompiler((m for unit in parts.units for m in unit.modules), budget)
         self.step_hooks.append(tell_of_compilation)
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -449,8 +450,7 @@ class CoreEngine(nn.Module):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("engine.compile() compiles blocks: it takes no schedule and no compiled autograd")
-        blocks = [m for unit in self.units if unit.name for m in unit.modules if any(m.children())]
-        for block in blocks or [self.module]:
+        for block in blocks_of(self.units, self.module):
             self.compiler.compile(block, backend=backend, **(compile_kwargs or {}), **kwargs)
 
     # -- life -----------------------------------------------------------------------------------------------------

@@ -225,6 +225,8 @@ class Predictor:
             tiled_mlp=own.tiled_mlp,
             chunked_loss=own.chunked_loss,
         )
+        if own.compile and own.tiled_mlp is None and settings.sequence_parallel_size == 1:  # else graphs break inside
+            sharding = dataclasses.replace(sharding, compiled=True, budget=own.activation_memory_budget)
         leaf = settings.zero_optimization.leaf_module
         processes, length = settings.sequence_parallel_size, length or self.workload.seq_len
         tensor = _tensor(settings)

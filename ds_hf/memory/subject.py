@@ -27,8 +27,8 @@ class Request:
     Attributes:
         config: file or preset.
         micro_batch, seq_len, checkpointing, attention: of the workload.
-        sequence_parallel, tensor_parallel, pipeline_stages, offload_activations, tiles: put into the configuration,
-            whatever it says.
+        sequence_parallel, tensor_parallel, pipeline_stages, offload_activations, tiles, activation_budget: put into the
+            configuration, whatever it says.
         load_weights: for scripts, see ``rehearse``.
     """
 
@@ -42,6 +42,7 @@ class Request:
     offload_activations: bool = False
     tensor_parallel: int | None = None
     tiles: bool = False
+    activation_budget: float | None = None
     pipeline_stages: int | None = None
 
     @property
@@ -63,6 +64,9 @@ class Request:
         if self.tiles:
             own = config.get("ds_hf") or {}
             config["ds_hf"] = {**own, "chunked_loss": True, "tiled_mlp": own.get("tiled_mlp") or "auto"}
+        if self.activation_budget is not None:
+            own = config.get("ds_hf") or {}
+            config["ds_hf"] = {**own, "compile": "blocks", "activation_memory_budget": self.activation_budget}
 
 
 @dataclass(frozen=True)

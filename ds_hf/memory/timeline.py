@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.compiling import blocks_of
 from ds_hf.engine.tiling.models import ChunkedLoss, TiledMlps
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.cut import is_cut
@@ -25,6 +26,7 @@ from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_units
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import Replicas, is_tied_over_stages
 from ds_hf.engine.zero.unit import Prefetch, Unit
+from ds_hf.memory.compiled import CompiledBlocks
 from ds_hf.memory.kernels import AsOnCuda
 from ds_hf.memory.offloaded import offload_of
 from ds_hf.memory.tracker import Kind, LiveTensors
@@ -67,6 +69,7 @@ class Sharding:
         joins: small blocks are joined (``planning.join_small``).
         offloads: inputs of checkpointed blocks go to host memory (``engine.activations``).
         tiled_mlp, chunked_loss: as in the configuration (``engine.tiling``).
+        compiled: blocks are compiled, under ``budget`` (``ds_hf.activation_memory_budget``).
     """
 
     parameters: bool
@@ -78,6 +81,8 @@ class Sharding:
     offloads: bool = False
     tiled_mlp: int | Literal["auto"] | None = None
     chunked_loss: bool = False
+    compiled: bool = False
+    budget: float | None = None
 
     @property
     def units(self) -> UnitPolicy:
@@ -225,6 +230,7 @@ def record(
     hooks.install(model)
     offload = offload_of(model, tracker) if sharding.offloads else None
     tiled = _tile(model, sharding)
+    compiled = [CompiledBlocks(blocks_of(units, model), sharding.budget)] if sharding.compiled else []
     timeline.note(Event.START, -1, tracker.live)
     try:
         with tracker:
@@ -241,7 +247,7 @@ def record(
         if offload is not None:
             timeline.activations_on_host = offload.offload.arena.nbytes
     finally:
-        for handle in (*tiled, *([offload] if offload is not None else [])):
+        for handle in (*compiled, *tiled, *([offload] if offload is not None else [])):
             handle.remove()
         hooks.remove()
         for handle in labels:

@@ -252,6 +252,29 @@ def test_explain_tells_of_groups(zero: dict[str, Any], said: str) -> None:
     assert ("groups of" in found) is bool(said)
 
 
+@pytest.mark.parametrize("budget", [-0.1, 1.5, "half"])
+def test_a_budget_of_activations_is_a_fraction(budget: Any) -> None:
+    own = {"compile": "blocks", "activation_memory_budget": budget}
+    with pytest.raises(ConfigError, match="activation_memory_budget"):
+        load_config({"train_batch_size": 1, "ds_hf": own}, world_size=1)
+
+
+def test_a_budget_of_activations_is_for_compiled_blocks() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config({"train_batch_size": 1, "ds_hf": {"activation_memory_budget": 0.8}}, world_size=1)
+    (fault,) = raised.value.faults
+    assert fault.pointer == "/ds_hf/activation_memory_budget"
+    assert fault.fix == 'add "compile": "blocks" to ds_hf, or remove it'
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_budget_beside_activations_in_host_memory(beside: bool) -> None:
+    own = {"compile": "blocks", "activation_memory_budget": 0, "offload_activations": beside}
+    config = load_config({"train_batch_size": 1, "ds_hf": own}, world_size=1)
+    assert config.ds_hf.activation_memory_budget == 0
+    assert ["checkpointed blocks" in fault.message for fault in config.warnings] == [True] * beside
+
+
 def test_a_pattern_that_only_scripts_read_is_told() -> None:
     tree: dict[str, Any] = {"train_batch_size": 1, "sparse_attention": {"mode": "bigbird", "num_random_blocks": 2}}
     assert [(fault.pointer, fault.fix) for fault in load_config(tree).warnings] == [

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hf import initialize
+from tests.helpers.compiled import with_quick_backend
 
 __all__ = ["LiveStorages", "count_states", "train"]
 
@@ -29,6 +30,11 @@ class LiveStorages(TorchDispatchMode):
         self._device = device
         self.peak = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code may run; otherwise torch runs blocks eagerly as long as the mode is entered."""
+        return True
 
     def add(self, tensor: Tensor) -> None:
         """Count the tensor's storage."""
@@ -55,6 +61,8 @@ class LiveStorages(TorchDispatchMode):
 def train(model: nn.Module, config: dict[str, Any], batch: dict[str, Tensor]) -> int:
     """Peak bytes of a step after the first: of two, for a thread of gloo may hold what it was given for a while."""
     engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+    if engine.compiler.compiled:
+        with_quick_backend(engine)
     _step(engine, config, batch)
     peaks = []
     for _ in range(2):

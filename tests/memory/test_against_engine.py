@@ -16,7 +16,7 @@ from ds_hf.memory import Predictor, Workload
 from tests.helpers.distributed import run_distributed
 from tests.memory.measuring import train
 
-BATCH, LENGTH = 4, 48
+BATCH, LENGTH, LONGER = 4, 48, 512
 LLAMA = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -199,6 +199,46 @@ def test_a_model_that_checkpoints_nothing_offloads_nothing() -> None:
     config = configuration(2, "bf16", 1)
     plain, asked = predictor.predict(config), predictor.predict(config | HOST)
     assert asked == plain
+
+
+COMPILED = [  # stage, what ds_hf has
+    *[(2, {"activation_memory_budget": budget}) for budget in (None, 0.6, 0.3)],
+    (3, {"activation_memory_budget": 0.6, "chunked_loss": True}),
+]
+
+
+def measured_compiled() -> list[int]:
+    """Peak bytes of every cell with compiled blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    streams.UNDER_WAY_NBYTES = 0
+    small_chunks()
+    tokens = torch.zeros(BATCH, LONGER, dtype=torch.long)
+    found = []
+    for stage, own in COMPILED:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=4)).train()
+        config = configuration(stage, "bf16", 1) | {"ds_hf": {"compile": "blocks", **own}}
+        found.append(train(model, config, {"input_ids": tokens, "labels": tokens}))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_peaks_with_compiled_blocks() -> None:
+    from transformers import LlamaConfig
+
+    peaks = run_distributed(measured_compiled, 1, timeout=110)[0]
+    small_chunks()
+    found = []
+    for (stage, own), seen in zip(COMPILED, peaks, strict=True):
+        predictor = Predictor(LlamaConfig(**LLAMA, num_hidden_layers=4), Workload(seq_len=LONGER))
+        predictor.streams = False
+        config = configuration(stage, "bf16", 1) | {"ds_hf": {"compile": "blocks", **own}}
+        prediction = predictor.predict(config)
+        found.append((prediction.device_peak - prediction.device["workspaces"]) / seen)
+    assert found == pytest.approx([1.0] * len(COMPILED), abs=0.05)
 
 
 SEQUENCES, LAYERS_OF_TWO = {"sequence_parallel_size": 2}, {"tensor_parallel": {"autotp_size": 2}}

@@ -188,6 +188,7 @@ class DsHfSection:
     compat_schedules: Literal["deepspeed", "strict"] = "deepspeed"
     checkpoint: DsHfCheckpointSection = field(default_factory=DsHfCheckpointSection)
     compile: Literal["blocks"] | Literal[False] = False
+    activation_memory_budget: float | None = None
     pipeline: DsHfPipelineSection = field(default_factory=DsHfPipelineSection)
     hang_timeout: float | None = None
     nonfinite: Literal["warn", "skip", "error"] | None = None
