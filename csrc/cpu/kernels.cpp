@@ -52,7 +52,7 @@ DS_HF_INLINE void store_out(const Chunk &chunk, int64_t i, F x) {
 
 // What a rule reads and writes besides; sums are of squares.
 struct Plain {
-    static constexpr bool grad = true, writes_param = true, writes_moments = true, sums = false;
+    static constexpr bool grad = true, writes_param = true, writes_moments = true, writes_second = true, sums = false;
 };
 
 struct Adam : Plain {
@@ -114,7 +114,7 @@ DS_HF_INLINE F lamb_update(const LambScalars &s, F p, F m, F v) {
 }
 
 struct LambMoments {
-    static constexpr bool grad = true, writes_param = false, writes_moments = true, sums = true;
+    static constexpr bool grad = true, writes_param = false, writes_moments = true, writes_second = true, sums = true;
     static constexpr int moments = 2;
     using Scalars = LambScalars;
     static DS_HF_INLINE void apply(const Scalars &s, F g, F &p, F &m, F &v, F &update) {
@@ -125,11 +125,36 @@ struct LambMoments {
 };
 
 struct LambApply {
-    static constexpr bool grad = false, writes_param = true, writes_moments = false, sums = false;
+    static constexpr bool grad = false, writes_param = true, writes_moments = false, writes_second = false, sums = false;
     static constexpr int moments = 2;
     using Scalars = LambScalars;
     static DS_HF_INLINE void apply(const Scalars &s, F, F &p, F &m, F &v, F &) {
         p = p - s.rate * lamb_update(s, p, m, v);
+    }
+};
+
+// What 1-bit optimizers do around their exchange; the second moment is frozen.
+struct OneBit : Plain {
+    static constexpr bool writes_second = false;
+    static constexpr int moments = 2;
+    using Scalars = OneBitScalars;
+    static DS_HF_INLINE F size(const Scalars &s, const F &v) {
+        const F floored = select(v < s.floor, F{} + s.floor, v); // a nan stays
+        return s.eps_inside ? square_root(floored + s.eps) : square_root(floored) + s.eps;
+    }
+};
+
+struct OneBitValues : OneBit {
+    static DS_HF_INLINE void apply(const Scalars &s, F g, F &p, F &m, F &v, F &) {
+        m = s.beta1 * m + s.rest1 * g;
+        p = m / size(s, v);
+    }
+};
+
+struct OneBitApply : OneBit {
+    static DS_HF_INLINE void apply(const Scalars &s, F mean, F &p, F &m, F &v, F &) {
+        m = mean * size(s, v);
+        p = p * s.shrink - s.rate * mean;
     }
 };
 
@@ -161,7 +186,7 @@ template <class Rule, class Rounding>
 DS_HF_INLINE void store_all(const Chunk &c, int64_t i, const F &p, const F &first, const F &second,
                             const Rounding &of_param, const Rounding &of_first, const Rounding &of_second) {
     if constexpr (Rule::writes_moments && Rule::moments > 0) store(c.first, i, first, of_first);
-    if constexpr (Rule::writes_moments && Rule::moments > 1) store(c.second, i, second, of_second);
+    if constexpr (Rule::writes_second && Rule::moments > 1) store(c.second, i, second, of_second);
     if constexpr (Rule::writes_param) store_out(c, i, store(c.param, i, p, of_param));
 }
 
@@ -272,4 +297,4 @@ void squared_norm(Chunk &chunk) {
 // Constants only: nothing of an instruction set may run before it was chosen.
 extern const ds_hf::Kernels ds_hf::DS_HF_KERNELS(DS_HF_ISA) = {
     DS_HF_NAME(DS_HF_ISA), sweep<Adam>,      sweep<Lion>,  sweep<Adagrad>, sgd, sweep<LambMoments>,
-    sweep<LambApply>,      squared_norm,      &DS_HF_JOIN2(block_kernels_, DS_HF_ISA)};
+    sweep<LambApply>,      squared_norm,      sweep<OneBitValues>, sweep<OneBitApply>, &DS_HF_JOIN2(block_kernels_, DS_HF_ISA)};

@@ -51,6 +51,11 @@ struct LambScalars {
     bool eps_inside;
 };
 
+struct OneBitScalars {
+    float beta1, rest1, eps, shrink, rate, floor;
+    bool eps_inside;
+};
+
 // Those of the block formats: blocks are numbered through all rows of values.
 struct BlockKernels {
     void (*to_blocks)(const ds_hf_blocks &, Range);
@@ -71,6 +76,8 @@ struct Kernels {
     void (*lamb_moments)(const LambScalars &, Chunk &); // sums: squares of the params, of the updates
     void (*lamb_apply)(const LambScalars &, Chunk &);
     void (*squared_norm)(Chunk &); // sums[0]: squares of the grads
+    void (*onebit_values)(const OneBitScalars &, Chunk &);
+    void (*onebit_apply)(const OneBitScalars &, Chunk &);
     const BlockKernels *blocks;
 };
 

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "ds_hf_onebit.h"
 #include "kernels.hpp"
 #include "parallel.hpp"
 
@@ -133,6 +134,11 @@ LambScalars lamb_scalars(const ds_hf_lamb &args, double rate) {
             float(args.eps),   float(args.weight_decay), float(rate),       args.eps_inside_sqrt != 0};
 }
 
+OneBitScalars onebit_scalars(const ds_hf_onebit &args, const float *floor) {
+    return {float(args.beta1), float(1 - args.beta1), float(args.eps), float(1 - args.lr * args.weight_decay),
+            float(args.lr),    *floor,                args.eps_inside_sqrt != 0};
+}
+
 } // namespace
 
 const Kernels &ds_hf::kernels() {
@@ -242,5 +248,21 @@ int32_t ds_hf_cpu_squared_norm(const ds_hf_lists *lists, float *result) {
     double total = 0;
     for (int64_t chunk = 0; chunk < sums.numel; chunk += 2) total += sums.data[chunk];
     *result = float(total);
+    return DS_HF_OK;
+}
+
+int32_t ds_hf_cpu_onebit_abi(void) { return DS_HF_ONEBIT_ABI; }
+
+int32_t ds_hf_cpu_onebit_values(const ds_hf_lists *lists, const ds_hf_onebit *args) {
+    if (const int32_t wrong = check(lists)) return wrong;
+    run<OneBitScalars>(*lists, kernels().onebit_values,
+                       [&](int64_t entry) { return onebit_scalars(*args, lists->steps[entry]); });
+    return DS_HF_OK;
+}
+
+int32_t ds_hf_cpu_onebit_apply(const ds_hf_lists *lists, const ds_hf_onebit *args) {
+    if (const int32_t wrong = check(lists)) return wrong;
+    run<OneBitScalars>(*lists, kernels().onebit_apply,
+                       [&](int64_t entry) { return onebit_scalars(*args, lists->steps[entry]); });
     return DS_HF_OK;
 }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ds_hf_cpu.h"
+#include "ds_hf_onebit.h"
 
 namespace {
 
@@ -125,6 +126,7 @@ const ds_hf_adam adam = {1e-2, 0.9, 0.99, 1e-6, 0.1, 1, 1};
 const ds_hf_lion lion = {1e-2, 0.9, 0.99, 0.1};
 const ds_hf_adagrad adagrad = {1e-2, 0.1, 1e-6, 0.1};
 const ds_hf_sgd momentum = {1e-2, 0.9, 0.1, 0.1, 1, 0}, plain = {1e-2, 0, 0, 0.1, 0, 0};
+const ds_hf_onebit onebit = {1e-2, 0.9, 1e-6, 0.1, 0};
 const ds_hf_lamb lamb = {1e-2, 0.9, 0.99, 1e-6, 0.1, 0.01, 10, 0, 1};
 
 int32_t run(int op, const ds_hf_lists &lists) {
@@ -145,12 +147,15 @@ int32_t run(int op, const ds_hf_lists &lists) {
         less.grads = nullptr;
         less.grad_type = DS_HF_NONE;
         return ds_hf_cpu_lamb_apply(&less, &lamb, norms.data());
+    case 6:
+        if (const int32_t status = ds_hf_cpu_onebit_values(&less, &onebit)) return status;
+        return ds_hf_cpu_onebit_apply(&less, &onebit);
     default: return ds_hf_cpu_squared_norm(&less, &norm);
     }
 }
 
 void test_everything() {
-    for (int op = 0; op < 7; ++op)
+    for (int op = 0; op < 8; ++op)
         for (int32_t param : {DS_HF_F32, DS_HF_BF16})
             for (int32_t grad : {DS_HF_F32, DS_HF_BF16, DS_HF_F16})
                 for (int32_t moment : {DS_HF_F32, DS_HF_BF16})

@@ -21,4 +21,4 @@ def test_bytes_follow_the_formulas(tmp_path: Path) -> None:
     rows = {row["way"]: row for row in map(json.loads, out.read_text().splitlines()) if row["rate"] == 1000}
     for row in rows.values():
         assert row["bytes"] == pytest.approx(row["formula"], rel=0.06, abs=0.01)  # headers
-    assert rows["1-bit Adam, stage 0"]["bytes"] < 0.08 * rows["Adam, stage 0 (all-reduce of bf16)"]["bytes"]
+    assert rows["1-bit Adam, stage 0"]["bytes"] <= 0.075 * rows["Adam, stage 0 (all-reduce of bf16)"]["bytes"]

@@ -56,7 +56,7 @@ _thread = threading.local()  # .threads, see ``use_threads``
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
-class _Lists(ctypes.Structure):
+class Lists(ctypes.Structure):
     _fields_ = (
         ("nbytes", c_int64),
         ("count", c_int64),
@@ -182,7 +182,7 @@ def adam_(
     bias_correction: bool = True,
     seed: int | None = None,
 ) -> None:
-    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, seed)
+    lists = lists_of(params, grads, exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, seed)
     _call("adam", lists, _Adam(float(lr), beta1, beta2, eps, weight_decay, decoupled, bias_correction))
 
 
@@ -199,7 +199,7 @@ def lion_(
     weight_decay: float,
     seed: int | None = None,
 ) -> None:
-    lists = _lists(params, grads, exp_avgs, (), outs, (), scale_and_skip, seed)
+    lists = lists_of(params, grads, exp_avgs, (), outs, (), scale_and_skip, seed)
     _call("lion", lists, _Lion(float(lr), beta1, beta2, weight_decay))
 
 
@@ -217,7 +217,7 @@ def adagrad_(
     weight_decay: float,
     seed: int | None = None,
 ) -> None:
-    lists = _lists(params, grads, sums, (), outs, steps, scale_and_skip, seed)
+    lists = lists_of(params, grads, sums, (), outs, steps, scale_and_skip, seed)
     _call("adagrad", lists, _Adagrad(float(lr), lr_decay, eps, weight_decay))
 
 
@@ -236,7 +236,7 @@ def sgd_(
     first: bool,
     seed: int | None = None,
 ) -> None:
-    lists = _lists(params, grads, momentum_buffers if momentum else (), (), outs, (), scale_and_skip, seed)
+    lists = lists_of(params, grads, momentum_buffers if momentum else (), (), outs, (), scale_and_skip, seed)
     _call("sgd", lists, _Sgd(float(lr), momentum, dampening, weight_decay, nesterov, first))
 
 
@@ -254,7 +254,7 @@ def lamb_moments_(
     weight_decay: float,
 ) -> Tensor:
     norms = torch.zeros(len(params), 2)
-    lists = _lists(params, grads, exp_avgs, exp_avg_sqs, (), (), scale_and_skip, None)
+    lists = lists_of(params, grads, exp_avgs, exp_avg_sqs, (), (), scale_and_skip, None)
     numbers = _Lamb(0, beta1, beta2, eps, weight_decay, 0, 0, eps_inside_sqrt, False)
     _call("lamb_moments", lists, numbers, norms)
     return norms
@@ -279,7 +279,7 @@ def lamb_apply_(
     min_coeff: float,
     max_coeff: float,
 ) -> None:
-    lists = _lists(params, (), exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, None)
+    lists = lists_of(params, (), exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, None)
     coefficients = (min_coeff, max_coeff)
     numbers = _Lamb(float(lr), beta1, beta2, eps, weight_decay, *coefficients, eps_inside_sqrt, bias_correction)
     _call("lamb_apply", lists, numbers, norms.float().contiguous())
@@ -307,13 +307,13 @@ def lamb_(
     coefficients = (min_coeff, max_coeff)
     numbers = _Lamb(float(lr), beta1, beta2, eps, weight_decay, *coefficients, eps_inside_sqrt, bias_correction)
     norms = torch.zeros(len(params), 2)
-    _call("lamb_moments", _lists(params, grads, exp_avgs, exp_avg_sqs, (), (), scale_and_skip, None), numbers, norms)
-    _call("lamb_apply", _lists(params, (), exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, None), numbers, norms)
+    _call("lamb_moments", lists_of(params, grads, exp_avgs, exp_avg_sqs, (), (), scale_and_skip, None), numbers, norms)
+    _call("lamb_apply", lists_of(params, (), exp_avgs, exp_avg_sqs, outs, steps, scale_and_skip, None), numbers, norms)
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     result = torch.zeros(())
-    lists = _lists((), tensors, (), (), (), (), None, None)
+    lists = lists_of((), tensors, (), (), (), (), None, None)
     _check("squared_norm", loaded().ds_hf_cpu_squared_norm(byref(lists), result.data_ptr()))
     return result
 
@@ -323,7 +323,7 @@ def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, ch
     return clip_control([squared_norm(tensors)], scale=scale, max_norm=max_norm, checked=checked)
 
 
-def _call(op: str, lists: _Lists, numbers: ctypes.Structure, norms: Tensor | None = None) -> None:
+def _call(op: str, lists: Lists, numbers: ctypes.Structure, norms: Tensor | None = None) -> None:
     function: Callable[..., int] = getattr(loaded(), f"ds_hf_cpu_{op}")
     more = () if norms is None else (norms.data_ptr(),)
     _check(op, function(byref(lists), byref(numbers), *more))
@@ -333,7 +333,7 @@ def _check(op: str, status: int) -> None:
     assert status == 0, f"{op}: the library refuses its arguments ({status})"
 
 
-def _lists(
+def lists_of(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     firsts: Sequence[Tensor],
@@ -342,11 +342,11 @@ def _lists(
     steps: Sequence[Tensor],
     scale_and_skip: Tensor | None,
     seed: int | None,
-) -> _Lists:
+) -> Lists:
     """The struct of one call. It holds addresses: the caller's tensors must outlive it."""
     entries = params or grads
-    return _Lists(
-        nbytes=ctypes.sizeof(_Lists),
+    return Lists(
+        nbytes=ctypes.sizeof(Lists),
         count=len(entries),
         numels=(c_int64 * len(entries))(*[tensor.numel() for tensor in entries]),
         params=_addresses(params),
@@ -406,10 +406,10 @@ def _library() -> ctypes.CDLL | str:
     library.ds_hf_cpu_set_isa.argtypes = [c_char_p]
     structs = {"adam": _Adam, "lion": _Lion, "adagrad": _Adagrad, "sgd": _Sgd}
     for op, struct in structs.items():
-        getattr(library, f"ds_hf_cpu_{op}").argtypes = [POINTER(_Lists), POINTER(struct)]
+        getattr(library, f"ds_hf_cpu_{op}").argtypes = [POINTER(Lists), POINTER(struct)]
     for op in ("lamb_moments", "lamb_apply"):
-        getattr(library, f"ds_hf_cpu_{op}").argtypes = [POINTER(_Lists), POINTER(_Lamb), c_void_p]
-    library.ds_hf_cpu_squared_norm.argtypes = [POINTER(_Lists), c_void_p]
+        getattr(library, f"ds_hf_cpu_{op}").argtypes = [POINTER(Lists), POINTER(_Lamb), c_void_p]
+    library.ds_hf_cpu_squared_norm.argtypes = [POINTER(Lists), c_void_p]
     return library
 
 

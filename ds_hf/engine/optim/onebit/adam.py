@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ds_hf.engine.optim.base import Piece
-from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradient, write
+from ds_hf.engine.ops import onebit
+from ds_hf.engine.optim.base import Piece, by_group, outs_of
+from ds_hf.engine.optim.onebit.base import OneBitOptimizer, gradient
 
 __all__ = ["OnebitAdam"]
 
@@ -81,14 +81,19 @@ class OnebitAdam(OneBitOptimizer):
             yield from self._frozen(key, rest, scale_and_skip)
 
     def _frozen(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
-        for piece, value in zip(pieces, self._values(pieces), strict=True):
-            momentum = self.state[piece.param]["exp_avg"]
-            momentum.lerp_(gradient(piece, scale_and_skip), 1 - piece.group["betas"][0])
-            torch.div(momentum, self._size(piece.param, piece.group), out=value)
+        self._move_momenta(pieces, self._values(pieces), scale_and_skip)
         updates = yield from self._mean(key, pieces)
-        for piece, update in zip(pieces, updates, strict=True):
-            lr, decay = float(piece.group["lr"]), piece.group["weight_decay"]
-            piece.param.mul_(1 - lr * decay).add_(update, alpha=-lr)
-            if self.exchange.ranks > 1:
-                torch.mul(update, self._size(piece.param, piece.group), out=self.state[piece.param]["exp_avg"])
-        write(pieces)
+        numbered = {id(piece): update for piece, update in zip(pieces, updates, strict=True)}
+        for group, some in by_group(pieces):
+            params, momenta = [piece.param for piece in some], [self.state[piece.param]["exp_avg"] for piece in some]
+            if self.exchange.ranks == 1:  # its momenta are what they are
+                momenta = [momentum.clone() for momentum in momenta]
+            onebit.apply_means_(
+                params,
+                momenta,
+                outs_of(some),
+                [numbered[id(piece)] for piece in some],
+                self._sizes(params, group),
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+            )

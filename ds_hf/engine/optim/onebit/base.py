@@ -25,6 +25,7 @@ from torch.optim.optimizer import ParamsT
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, axis_of
 from ds_hf.engine.ops import library as ops
+from ds_hf.engine.ops import onebit
 from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces, by_group, outs_of
 from ds_hf.engine.optim.onebit.exchange import Exchange
 
@@ -63,7 +64,7 @@ class OneBitOptimizer(TensorwiseOptimizer):
         self._exchanged: dict[Hashable, list[Tensor]] = {}  # parameters by key, in the order of their flat tensor
         self._lives: dict[Tensor, Tensor] = {}  # whether parameters have had gradients
         self._floors: dict[Tensor, tuple[Tensor, int, Tensor]] = {}  # with the second moment that they are of
-        self._ones: dict[torch.device, Tensor] = {}
+        self._numbers: dict[tuple[float, torch.device], Tensor] = {}
         super().__init__(params, defaults, fp32_optimizer_states=True)
 
     # -- for the engine -------------------------------------------------------------------------------------------
@@ -156,15 +157,31 @@ class OneBitOptimizer(TensorwiseOptimizer):
     def _size(self, param: Tensor, group: dict[str, Any]) -> Tensor:
         """The root of the second moment, where errors come in of at least a hundredth of its mean; huge for a parameter
         that never had a gradient, so that nothing of it is sent."""
-        state = self.state[param]
-        second = state["exp_avg_sq"]
-        if self.exchange.ranks > 1 or "worker_error" in state:
-            second = second.clamp(min=self._floor(param))
-        return self._root(second, group)
+        return self._sizes([param], group)[0]
+
+    def _sizes(self, params: Sequence[Tensor], group: dict[str, Any]) -> onebit.Sizes:
+        """``_size`` of parameters of one group."""
+        seconds, floors = [self.state[param]["exp_avg_sq"] for param in params], [self._floor(p) for p in params]
+        return onebit.Sizes(seconds, floors, group["eps"], self.eps_inside_sqrt)
+
+    def _move_momenta(self, pieces: Sequence[Piece], values: Sequence[Tensor], scale_and_skip: Tensor | None) -> None:
+        """Move the first moments by this process's gradients; ``values`` become what is averaged of them."""
+        numbered = {id(piece): value for piece, value in zip(pieces, values, strict=True)}
+        for group, some in by_group(pieces):
+            onebit.to_values_(
+                [numbered[id(piece)] for piece in some],
+                [self.state[piece.param]["exp_avg"] for piece in some],
+                [piece.grad for piece in some],
+                self._sizes([piece.param for piece in some], group),
+                scale_and_skip,
+                beta1=group["betas"][0],
+            )
 
     def _floor(self, param: Tensor) -> Tensor:
         """What elements of its second moment count at least, see ``_size``; worked out again when that has changed."""
         second = self.state[param]["exp_avg_sq"]
+        if self.exchange.ranks == 1 and "worker_error" not in self.state[param]:
+            return self._number(0.0, param.device)
         known = self._floors.get(param)
         if known is not None and known[0] is second and known[1] == second._version:
             return known[2]
@@ -229,7 +246,7 @@ class OneBitOptimizer(TensorwiseOptimizer):
                 [self.state[param]["exp_avg"] for param in params],
                 [self.state[param]["exp_avg_sq"] for param in params],
                 outs_of(some),
-                [self._one(params[0].device)] * len(params),
+                [self._number(1.0, params[0].device)] * len(params),
                 None,
                 lr=float(group["lr"]),
                 beta1=beta1,
@@ -239,10 +256,10 @@ class OneBitOptimizer(TensorwiseOptimizer):
                 bias_correction=False,
             )
 
-    def _one(self, device: torch.device) -> Tensor:
-        if device not in self._ones:
-            self._ones[device] = torch.ones((), dtype=torch.float32, device=device)
-        return self._ones[device]
+    def _number(self, value: float, device: torch.device) -> Tensor:
+        if (value, device) not in self._numbers:
+            self._numbers[value, device] = torch.full((), value, dtype=torch.float32, device=device)
+        return self._numbers[value, device]
 
 
 def gradient(piece: Piece, scale_and_skip: Tensor | None) -> Tensor:

@@ -132,12 +132,8 @@ class OnebitLamb(OneBitOptimizer):
             state["last_factor"] = 1.0
 
     def _frozen(self, key: Hashable, pieces: list[Piece], scale_and_skip: Tensor | None) -> Iterator[None]:
-        before = []
-        for piece, value in zip(pieces, self._values(pieces), strict=True):
-            momentum = self.state[piece.param]["exp_avg"]
-            before.append(momentum.clone())
-            momentum.lerp_(gradient(piece, scale_and_skip), 1 - piece.group["betas"][0])
-            torch.div(momentum, self._size(piece.param, piece.group), out=value)
+        before = [self.state[piece.param]["exp_avg"].clone() for piece in pieces]
+        self._move_momenta(pieces, self._values(pieces), scale_and_skip)
         means = yield from self._mean(key, pieces)
         for piece, mean, last in zip(pieces, means, before, strict=True):
             state, size = self.state[piece.param], self._size(piece.param, piece.group)
