@@ -25,8 +25,10 @@ from ds_hf.config.presets import PRESETS, preset
 from ds_hf.config.schema import schema_text
 from ds_hf.config.triple import WorldSize
 from ds_hf.config.types import Config, OriginKind
+from ds_hf.config.wire_seconds import wire_seconds
 from ds_hf.errors import SHOWN_FAULTS, ConfigError, Fault
 from ds_hf.log import complain
+from ds_hf.measure.links import load_links
 from ds_hf.printable import printable, printable_json
 
 __all__ = ["config_app"]
@@ -100,8 +102,12 @@ def explain_command(
     hidden = len(found) - len(shown)
     if hidden:
         print(f"{hidden} more keys are at their defaults and change nothing; --all shows them.")
-    for note in wire_notes(config):
+    notes = wire_notes(config)
+    for note in notes:
         print(note)
+    if notes:
+        links, reason = load_links()
+        print(printable(wire_seconds(config, links) if links else f"for seconds on your links: {reason}"))
 
 
 @config_app.command("new")

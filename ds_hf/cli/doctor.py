@@ -25,8 +25,10 @@ def doctor_command(
     no_disk: Annotated[bool, typer.Option("--no-disk", help="Do not time a disk.")] = False,
 ) -> None:
     """Tell what is installed, what devices, links, memory and disk there are, who computes what, and what is wrong."""
-    from ds_hf.doctor import examine  # imports torch
+    from ds_hf.doctor import examine, take_part  # imports torch
 
+    if take_part():
+        return
     with _busy():
         report = examine(None if no_disk else disk.resolve())
     if as_json:

@@ -12,6 +12,7 @@ from typing import Any
 from ds_hf.config.plan import StatePlan, StateSpec, plan_states
 from ds_hf.config.schema import Node, Path, dotted, load_schema, pointer_of, walk_for
 from ds_hf.config.types.root import Config, Origin, OriginKind
+from ds_hf.config.wire_seconds import ONE_BIT, ONE_BIT_NBYTES, full_nbytes
 
 __all__ = ["Row", "auto_keys", "rows", "summary", "wire_notes"]
 
@@ -89,7 +90,7 @@ def summary(config: Config) -> str:
 def wire_notes(config: Config) -> list[str]:
     """What settings that send fewer bits save and cost, a line each; none without such settings."""
     plan, notes = plan_states(config), []
-    full = 4 if plan.parameters.dtype is None else 2
+    full = full_nbytes(config)
     scale = 4 / plan.block
     for name, row in _packed(plan):
         if row.bits:
@@ -101,10 +102,10 @@ def wire_notes(config: Config) -> list[str]:
     if plan.loco is not None and plan.gradients.bits:
         notes.append("zeropp_loco_param takes 2 bytes an element of the gradients on each process")
     name = config.optimizer.type if config.optimizer is not None else ""
-    if name.lower() in ("onebitadam", "zerooneadam", "onebitlamb"):
+    if name.lower() in ONE_BIT:
         notes.append(
             f"{name}: after the warm-up a momentum takes 0.13 bytes an element each way, and not the {full} of a "
-            f"gradient ({full / 0.127:.0f} times fewer), and 4 bytes a parameter more for what rounding loses"
+            f"gradient ({full / ONE_BIT_NBYTES:.0f} times fewer), and 4 bytes a parameter more for what rounding loses"
         )
     if notes:
         notes.append("this is for slow links between hosts: on one host with NVLink nothing is gained")

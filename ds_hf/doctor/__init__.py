@@ -1,5 +1,5 @@
 """What ``ds-hf doctor`` tells of a machine and of what is installed on it: ``examine``."""
 
-from ds_hf.doctor.report import Fact, Operator, Report, examine
+from ds_hf.doctor.report import Fact, Operator, Report, examine, take_part
 
-__all__ = ["Fact", "Operator", "Report", "examine"]
+__all__ = ["Fact", "Operator", "Report", "examine", "take_part"]

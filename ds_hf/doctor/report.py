@@ -1,8 +1,8 @@
 """What ``ds-hf doctor`` tells: versions, devices, who serves the name ``deepspeed``, who computes each operator.
 
-Links, memory, disk and known-bad combinations come from ``hardware`` and ``known_bad``. Looks and
-reports; changes nothing (but for a file that it writes, reads and deletes to time the disk), compiles nothing, and
-never fails because something is missing.
+Links, memory, disk and known-bad combinations come from ``hardware``, ``between`` and ``known_bad``. Looks and reports;
+changes nothing but the file that keeps the figures of links (and one that it writes, reads and deletes to time the
+disk), compiles nothing unless it is started as several processes, and never fails because something is missing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import importlib.util
 import os
 import platform
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hf.doctor import hardware
+from ds_hf.doctor import between, hardware
 from ds_hf.doctor.hardware import Gpu
 from ds_hf.doctor.known_bad import Machine, problems, this_machine
 from ds_hf.launcher.handover import real_deepspeed
+from ds_hf.measure.links import Links, links_file, save_links
 
-__all__ = ["Fact", "Operator", "Report", "examine"]
+__all__ = ["Fact", "Operator", "Report", "examine", "take_part"]
 
 _SLOW_LINK = 40e9  # bytes a second: less is PCIe, over which the sums of each layer take longer than the layer
 _PACKAGES = ("ds-hf", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "optuna", "cuda-core")
@@ -68,6 +69,16 @@ def examine(folder: Path | None = None) -> Report:
         facts.append(_disk(folder))
     facts += [Fact("problem", text, fix) for text, fix in problems(machine)]
     return Report(facts, _operators())
+
+
+def take_part() -> bool:
+    """In a launch of several, what all but the first process do: help to time the link. Whether this is one of them."""
+    if between.rank() == 0:
+        return False
+    links, _ = _between()
+    if links is not None and os.environ["LOCAL_RANK"] == "0":  # for explain on this host
+        _keep(links)
+    return True
 
 
 def _versions() -> list[str]:
@@ -155,7 +166,30 @@ def _links(gpus: list[Gpu]) -> list[Fact]:
         slow = speed < _SLOW_LINK
         fix = "keep tensor_parallel.autotp_size at 1: ZeRO sends less" if slow else ""
         facts.append(Fact("neighbours", f"{speed / 1e9:.0f} GB/s from GPU 0 to GPU 1 (tensor parallelism)", fix))
+    links, fact = _between() if between.started_as_several() else (Links(between.device_name()), None)
+    if fact is not None:
+        facts.append(fact)
+    if links is not None and (problem := _keep(replace(links, neighbours=speed or 0.0))):
+        facts.append(problem)
     return facts
+
+
+def _between() -> tuple[Links | None, Fact | None]:
+    try:
+        links = between.measure_between()
+    except (RuntimeError, ValueError) as error:  # torch's own errors are the former
+        reason = str(error).splitlines()[0]
+        return None, Fact("processes", f"do not meet: {reason}", "start the same command on all hosts at once")
+    return links, Fact("processes", f"{links}, {links.latency * 1e3:.2g} ms a collective")
+
+
+def _keep(links: Links) -> Fact | None:
+    """Save ``links``; what is wrong if that cannot be."""
+    try:
+        save_links(links)
+    except OSError as error:
+        return Fact("figures of links", f"not kept: {links_file()}: {error.strerror}", "set XDG_CACHE_HOME")
+    return None
 
 
 def _memory(gpus: list[Gpu]) -> list[Fact]:

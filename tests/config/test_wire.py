@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from ds_hf.config import load_config
 from ds_hf.config.explain import summary, wire_notes
 from ds_hf.config.plan import plan_states
+from ds_hf.config.wire_seconds import wire_seconds
 from ds_hf.errors import ConfigError
+from ds_hf.measure.links import Links
 
 LOCO = {"zeropp_loco_param": {}}
 
@@ -86,4 +89,23 @@ def test_explain_says_what_is_saved_and_what_it_costs() -> None:
     assert "gradients in 4 bits and parameters in 8 bits between processes" in summary(tree)
     one_bit = config(0, {}, optimizer={"type": "OneBitAdam", "params": {"freeze_step": 10}})
     first, _ = wire_notes(load_config(one_bit, world_size=4))
-    assert "31 times fewer" in first
+    assert "32 times fewer" in first
+
+
+def test_seconds_on_links_that_were_measured() -> None:
+    links = Links("a CPU", between=1e9, processes=4, hosts=2, backend="gloo", packed=1e10, day="2026-11-25")
+    zero = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
+    tree = load_config(config(3, zero, bf16={"enabled": True}, gradient_accumulation_steps=2), world_size=4)
+    text = wire_seconds(tree, links)
+    # gradients twice, weights four times, three quarters of each element leave a process
+    saved = 0.75 * (2 * (2 - 4 / 8 - 4 / 256) + 4 * (2 - 8 / 8 - 4 / 256))
+    assert f"waits {saved:.2g} s less for bytes and packs for 0.6 s: {saved - 0.6:.2g} s are gained" in text
+    assert "4 processes on 2 hosts over gloo, 1 GB/s each; 2026-11-25" in text
+    assert "are lost" in wire_seconds(tree, replace(links, between=1e11))
+    one_bit = config(0, {}, optimizer={"type": "OneBitAdam", "params": {"freeze_step": 10}}, bf16={"enabled": True})
+    text = wire_seconds(load_config(one_bit, world_size=4), links)
+    assert f"waits {1.5 * (2 - 1 / 8 - 4 / 4096):.2g} s less" in text
+    neighbours = wire_seconds(tree, Links("a GPU", neighbours=4e11))
+    assert "from GPU to GPU of this host, 400 GB/s" in neighbours
+    assert "ds_hf.cli doctor" in neighbours
+    assert "has measured no link" in wire_seconds(tree, Links("a CPU"))

@@ -88,6 +88,7 @@ def _follow(folder: str, code: str) -> list[float]:
 @pytest.mark.skipif(WORLD < 2, reason="needs two devices")
 def test_the_own_loop_and_the_commands_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # the doctor's
     save_tiny_model(tmp_path / "tiny")
     lines = [line for line in commands(README) if line.startswith(HERE) and "for_deepspeed" not in line]
     after = [line for line in lines if line.startswith("ds-hf checkpoint")]
