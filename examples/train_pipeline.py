@@ -31,6 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--save_steps", type=int, default=40)
     parser.add_argument("--micro_batch", type=int, default=2, help="samples; 16 make a step")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--local_rank", type=int, help="given by the deepspeed command; not needed")
     return parser.parse_args()
 
 

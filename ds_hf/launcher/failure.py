@@ -61,6 +61,8 @@ def describe(failures: Sequence[Failure]) -> str:
     printed = f"what the process printed is {first.log or 'above'}"
     if not first.text:
         body = f"no traceback was recorded; {printed}"
+        if first.code == -signal.SIGKILL:
+            body += "\nSIGKILL often comes from the kernel, when host memory has run out: `dmesg` tells"
     else:
         body = first.text.rstrip() + (f"\n{printed}" if first.log else "")
     others = sorted((f for f in failures if f.rank != first.rank), key=lambda failure: failure.rank)

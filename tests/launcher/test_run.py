@@ -345,6 +345,11 @@ def test_failures_that_follow_are_a_line() -> None:
     assert text.count("Traceback") == 1
 
 
+def test_a_killed_process_may_have_had_no_memory() -> None:
+    assert describe([Failure(0, 0, "a", -9, 1.0)]).endswith("when host memory has run out: `dmesg` tells")
+    assert "dmesg" not in describe([Failure(0, 0, "a", -15, 1.0)])
+
+
 def test_a_failure_names_the_log_that_has_the_output(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemExit(3)")
     code, output = finish(tmp_path, "--num_gpus", "1", "--enable_each_rank_log", "logs", "fails.py")

@@ -22,6 +22,11 @@ HINT = (
     "of batches; layers that run or not depending on the data of a rank (deepspeed.utils.set_z3_leaf_modules)."
 )
 
+GONE = (
+    "What a rank that does not answer printed last tells more. One that was killed (SIGKILL) often was so by the "
+    "kernel, when host memory ran out; one that is stopped goes on after SIGCONT, too late for this run."
+)
+
 Answer = Mapping[str, Any]
 _Waits = dict[int, "list[tuple[_AxisReport, list[int]]]"]  # by rank: in which axes, and for whom
 
@@ -45,7 +50,8 @@ def describe(reason: str, answers: Mapping[int, Answer], ranks: Sequence[int]) -
     axes = _axes(answers)
     used = [axis for axis in axes if any(place["count"] for place in axis.places.values())]
     lines += _one_axis((used or axes)[0], bool(silent)) if len(used) <= 1 else _several(used, answers, silent)
-    return "\n".join([*lines, "", HINT])
+    apart = any(first_difference(axis.places) is not None for axis in axes)
+    return "\n".join([*lines, "", GONE if silent and not apart else HINT])
 
 
 @dataclass(frozen=True)
@@ -94,15 +100,17 @@ def _one_axis(axis: _AxisReport, some_are_silent: bool) -> list[str]:
     index = first_difference(answers)
     if index is None:
         last = max(answer["count"] for answer in answers.values()) - 1
-        lines.append(
-            f"{'These' if some_are_silent else 'All'} ranks issued the same {last + 1:,} collectives, the last one:"
+        whose = (
+            f"Rank {next(iter(answers))}" if len(answers) == 1 else "These ranks" if some_are_silent else "All ranks"
         )
+        what = f"{'' if len(answers) == 1 else 'the same '}{last + 1:,} collectives"
+        lines.append(f"{whose} issued {what}, the last one:")
     else:
         lines += [f"First difference: collective {index + 1:,}.", *_before(answers, index)]
     place = last if index is None else index
     groups: dict[str, list[int]] = defaultdict(list)
     for rank, answer in sorted(answers.items()):
-        groups[_at(answer) + _doing(answer, place)].append(rank)
+        groups[_at(answer, _doing(answer, place), index is None)].append(rank)
     for doing, ranks in list(groups.items())[:SHOWN]:
         lines += ["", f"{ranks_text(ranks)}: {doing}", *_stack(ranks[0], answers[ranks[0]])]
     if len(groups) > SHOWN:
@@ -132,8 +140,11 @@ def _entry(answer: Answer, index: int) -> str | None:
     return entry_text(answer["entries"][place]) if 0 <= place < len(answer["entries"]) else None
 
 
-def _at(answer: Answer) -> str:
-    return f"{answer['at']}: " if answer.get("at") and "ended" not in answer else ""
+def _at(answer: Answer, doing: str, past: bool = False) -> str:
+    """``doing``, with where in the batch of a pipeline the rank is, which may be long after it."""
+    if not answer.get("at") or "ended" in answer:
+        return doing
+    return f"{doing}; now in {answer['at']}" if past else f"{answer['at']}: {doing}"
 
 
 def _doing(answer: Answer, index: int) -> str:
@@ -178,7 +189,7 @@ def _several(axes: Sequence[_AxisReport], answers: Mapping[int, Answer], silent:
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank in sorted(answers, key=lambda rank: (rank not in named, rank)):
         doing, more = _state_of(rank, answers[rank], parted, waits[rank], late[rank])
-        groups[_at(answers[rank]) + doing, more].append(rank)
+        groups[_at(answers[rank], doing), more].append(rank)
     for (doing, more), ranks in list(groups.items())[:SHOWN]:
         whom = _for_whom(ranks, waits) if more else ""
         lines += ["", f"{ranks_text(ranks)}: {doing}{whom}{more}", *_stack(ranks[0], answers[ranks[0]])]

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from ds_hf.engine.comm.log import CollectiveLog
-from ds_hf.engine.comm.report import describe, first_difference
+from ds_hf.engine.comm.report import describe, first_difference, ranks_text
 from ds_hf.errors import DivergenceError
 from ds_hf.printable import printable
 
@@ -56,6 +56,7 @@ _NOISE = (
     "/torch/utils/_contextlib.py",
     "/torch/autograd/",
     "/torch/distributed/",
+    "/contextlib.py",
     "/ds_hf/engine/comm/",
     "/ds_hf/engine/zero/",
 )
@@ -290,7 +291,7 @@ class Watch:
         now = time.monotonic()
         axes = {log.key: {**log.latest(), "idle": now - self._since.get(log.key, (0, now))[1]} for log in self.logs}
         last = min(self.logs, key=lambda log: axes[log.key]["idle"])
-        at = next((log.at for log in self.logs if log.at), "")
+        at = next((_at(log, self.rank) for log in self.logs if log.at), "")
         return {"axes": axes, "idle": axes[last.key]["idle"], "stack": _stack(last.thread), "at": at}
 
     def _farewell(self, ended: str) -> dict[str, Any]:
@@ -374,6 +375,12 @@ def _exit() -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(1)
+
+
+def _at(log: CollectiveLog, rank: int) -> str:
+    """What this process is doing, and for whom it waits where that is a single one."""
+    peers = [] if log.compared else log.others(rank)
+    return f"{log.at}, waiting for {ranks_text(peers)}" if peers else log.at
 
 
 def _stack(thread: int) -> str:

@@ -105,7 +105,10 @@ def divide_layers(layers: Sequence[Any], stages: int, method: str, *, chunks: in
     parts, name = stages * chunks, method.lower()
     if len(layers) < parts:
         held = f"{stages} stages" if chunks == 1 else f"{stages} stages x {chunks} chunks"
-        raise ConfigError(f"{len(layers)} layers cannot be divided over {held}: use fewer, or smaller layers", _WHERE)
+        count = f"{len(layers)} layer{'' if len(layers) == 1 else 's'}"
+        raise ConfigError(
+            f"{count} cannot be divided over {held}: use fewer, or make two layers of a large one", _WHERE
+        )
     costs = layer_costs(layers, sample if name == "memory" else None)
     if name == "uniform":
         bounds = partition_uniform(len(layers), parts)

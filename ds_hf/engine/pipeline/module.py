@@ -27,7 +27,7 @@ from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec, tied_keys
 from ds_hf.engine.pipeline.topology import PipeDataParallelTopology, ProcessTopology
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
-from ds_hf.log import logger
+from ds_hf.log import say
 
 __all__ = ["StageModule", "recompute"]
 
@@ -123,7 +123,7 @@ class StageModule(nn.Module):
         self._bounds = self._division.bounds(self.stage_id)
         self._local_start, self._local_stop = self._bounds[0][0], self._bounds[-1][1]
         if self.global_rank == 0:
-            logger.info("%s", self._division.table(self._layer_specs))
+            say(self._division.table(self._layer_specs))
 
     # -- building -------------------------------------------------------------------------------------------------
 

@@ -75,5 +75,17 @@ def test_one_axis_is_told_without_its_name() -> None:
     assert "axis" not in text
 
 
+def test_a_stage_whose_neighbour_is_gone() -> None:
+    """What it issued last is long past, and the reasons for collectives that differ are none here."""
+    at = {"at": "stage 0 of 2, backward of micro-batch 2, waiting for rank 1"}
+    text = describe("the reason", {0: {**answer(0, 0, 0, 2), **at}}, range(2))
+    assert "Rank 0 issued 2 collectives, the last one:" in text
+    assert "(1 x float32); now in stage 0 of 2, backward of micro-batch 2, waiting for rank 1\n  rank 0 is at" in text
+    assert "killed (SIGKILL)" in text
+    assert "Usual reasons" not in text
+    apart = describe("the reason", {rank: answer(rank, 0, 0, 1 + (rank == 0)) for rank in (0, 1)}, range(3))
+    assert "Usual reasons" in apart  # two that answer have gone different ways
+
+
 def test_ranks_in_words() -> None:
     assert [ranks_text(ranks) for ranks in ([3], [0, 1, 2, 5], [1, 3])] == ["rank 3", "ranks 0-2, 5", "ranks 1, 3"]

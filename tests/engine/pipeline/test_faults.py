@@ -161,7 +161,7 @@ def test_what_cannot_work_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         assert "from_transformers" in found["no module"]
         assert "pipeline-parallel size is given as 4 (pipeline.stages) and 2" in found["other stages"]
         assert "inside a pipeline are not supported" in found["sequence"]
-        assert "1 layers cannot be divided over 2 stages" in found["few layers"]
+        assert "1 layer cannot be divided over 2 stages" in found["few layers"]
         assert "shape [8, 16] in one and [9, 16] in the other" in found["shapes"]
         assert "its data-parallel group is [0, 1], and that of the topology [0]" in found["mpu"]
         assert "num_stages (3) must divide distributed world size (2)" in found["stages"]
