@@ -11,6 +11,7 @@ import copyreg
 import os
 import pickle
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ __all__ = [
 
 
 _RANKED = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states")
+_ADMITTING = threading.Lock()  # torch's list of admitted classes is the process's; leaving restores what entering saw
 READ_WHOLE = 2**30  # bytes of a file up to which its own checksums are compared, which reads it
 
 
@@ -124,7 +126,7 @@ def load_any(path: Path, *, sums: bool = True) -> Any:
                 f"{path} holds objects of {', '.join(sorted(foreign))}, which are not admitted: nothing in a "
                 "checkpoint may run code. Save it again with client_state of numbers, text, tensors, lists and dicts"
             )
-        with torch.serialization.safe_globals(admitted):
+        with _ADMITTING, torch.serialization.safe_globals(admitted):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except CheckpointError:
         raise
