@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["COLOURS", "Axis", "Band", "Bar", "Mark", "Series", "bars", "xy"]
+__all__ = ["COLOURS", "LETTER", "Axis", "Band", "Bar", "Mark", "Series", "bars", "xy"]
 
 COLOURS = ("#2f6db5", "#c2571a", "#1a7f37", "#8250df", "#b03060", "#00798c", "#9a6700", "#57606a")
 WIDTH = 860

@@ -17,10 +17,11 @@ __all__ = ["code", "facts", "notice", "page", "section", "side_by_side", "table"
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2933; --dim: #5b6773; --paper: #fff; --soft: #f2f4f7; --line: #d8dee4;
-  --good: #1a7f37; --good-soft: #e6f4ea; --warn: #9a6700; --warn-soft: #fff6d6; --old: #fdeaea; --new: #e6f4ea; }
+  --good: #1a7f37; --good-soft: #e6f4ea; --warn: #9a6700; --warn-soft: #fff6d6; --old: #fdeaea; --new: #e6f4ea;
+  --shade: #0003; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --dim: #9aa7b4; --paper: #14191f; --soft: #1f262e;
   --line: #36404a; --good: #56d364; --good-soft: #17301f; --warn: #e3b341; --warn-soft: #332a10; --old: #3d1f21;
-  --new: #17301f; } .chart { filter: brightness(1.15); } }
+  --new: #17301f; --shade: #000a; } .chart, .chip { filter: brightness(1.15); } }
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem;
   color: var(--ink); background: var(--paper); }
@@ -28,7 +29,11 @@ h1 { font-size: 1.15rem; font-weight: 600; color: var(--dim); margin: 0; overflo
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; } h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
 .headline { font-size: 1.7rem; line-height: 1.25; font-weight: 650; margin: .3rem 0 .4rem; overflow-wrap: anywhere; }
 .dim { color: var(--dim); } .good { color: var(--good); } .warn { color: var(--warn); }
-.wide { overflow-x: auto; }
+/* A shade at the edge behind which there is more: paper that moves along covers it at the ends. */
+.wide { overflow-x: auto; background: linear-gradient(to right, var(--paper) 40%, transparent) 0 0 / 3rem 100% local,
+  linear-gradient(to left, var(--paper) 40%, transparent) 100% 0 / 3rem 100% local,
+  linear-gradient(to right, var(--shade), transparent) 0 0 / .8rem 100% scroll,
+  linear-gradient(to left, var(--shade), transparent) 100% 0 / .8rem 100% scroll; background-repeat: no-repeat; }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .3rem .6rem; vertical-align: top;
   border-bottom: 1px solid var(--line); } th { font-weight: 600; color: var(--dim); }
 td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; } th.n { text-align: right; }
@@ -48,8 +53,8 @@ button { position: absolute; top: .4rem; right: .4rem; font: inherit; font-size:
 .beside { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 1rem; }
 .beside .chart { min-width: 0; }
 .chart .grid { stroke: var(--line); fill: none; }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 0; font: .85rem/1.45 ui-monospace, monospace;
-  background: var(--soft); border-radius: 5px; overflow-x: auto; }
+.pair { display: grid; grid-template-columns: repeat(2, minmax(17rem, 1fr)); gap: 0;
+  font: .85rem/1.45 ui-monospace, monospace; background: var(--soft); border-radius: 5px; overflow-x: auto; }
 .pair > div { padding: 0 .7rem; white-space: pre-wrap; overflow-wrap: anywhere; min-height: 1.45em; }
 .pair > div.head { font: 600 .87rem system-ui, sans-serif; color: var(--dim); padding: .4rem .7rem; }
 .pair .old { background: var(--old); } .pair .new { background: var(--new); }

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import complain
@@ -89,11 +90,18 @@ def _record(console: Console, record: Any, words: list[str], folder: Path, **opt
     try:
         if console.is_terminal:
             with console.status("starting the script") as status:
-                record(words, folder, show=lambda line: status.update(printable(line)), **options)
+                record(words, folder, show=lambda line: status.update(_fitting(printable(line), console)), **options)
         else:
             record(words, folder, show=lambda line: console.print(printable(line), soft_wrap=True), **options)
     except KeyboardInterrupt:
         complain("interrupted; the report is of the steps until then")
+
+
+def _fitting(line: str, console: Console) -> Text:
+    """``line`` cut to the width that is left beside the spinner: a second line would leave traces."""
+    text = Text(line)
+    text.truncate(max(console.width - 3, 1), overflow="ellipsis")
+    return text
 
 
 def _as_json(verdict: Any) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def line_of(rank: Rank, step: StepRecord) -> str:
     largest = sorted(kinds.items(), key=lambda item: -item[1])[:4]
     words = ", ".join(f"{NAMES[kind]} {seconds / step.seconds:.0%}" for kind, seconds in largest if step.seconds)
     rate = f", {step.tokens / step.seconds:,.0f} tokens/s a rank" if step.tokens and step.seconds else ""
-    return f"step {step.number}: {milliseconds(step.seconds)} ({words}){rate}"
+    return f"step {step.number}: {milliseconds(step.seconds)}{rate} ({words})"
 
 
 def _ranks(folder: Path) -> list[Rank]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from html import escape
 
-from ds_hf.autotune.charts import COLOURS, Axis, Bar, Mark, Series, bars, xy
+from ds_hf.autotune.charts import COLOURS, LETTER, Axis, Bar, Mark, Series, bars, xy
 from ds_hf.profile.analysis import Analysis
 from ds_hf.profile.load import Rank, StepRecord
 from ds_hf.profile.verdict import NAMES, milliseconds
@@ -21,12 +22,13 @@ COLOUR = {
 MOST_RANKS = 32  # of a timeline
 MOST_PLACES = 48  # of a heat map
 LEFT, TOP, RIGHT, WIDTH = 74, 12, 18, 860
+LEAN = 50  # degrees by which the places of a heat map lean
 
 
 def legend(kinds: Sequence[str]) -> str:
     """Which colour is which, as HTML."""
     chips = (
-        f'<span style="white-space:nowrap"><svg width="12" height="12" style="vertical-align:-1px">'
+        f'<span style="white-space:nowrap"><svg class="chip" width="12" height="12" style="vertical-align:-1px">'
         f'<rect width="12" height="12" rx="2" fill="{COLOUR[kind]}"/></svg> {escape(NAMES[kind])}</span>'
         for kind in kinds
     )
@@ -121,20 +123,21 @@ def heat_map(analysis: Analysis) -> str:
     places = sorted(above, key=lambda place: -max(above[place]))[:MOST_PLACES]
     places = [place for place in above if place in set(places)]
     top = max([max(above[place]) for place in places] or [0.0]) or 1e-9
-    width = (WIDTH - LEFT - RIGHT) / max(len(places), 1)
+    left = _left_of(places)
+    width = (WIDTH - left - RIGHT) / max(len(places), 1)
     height = 24 if len(ranks) <= 32 else 10
-    label_room = 7 * max((len(place) for place in places), default=0) * 0.78 + 24
+    label_room = LETTER * max(map(len, places), default=0) * math.sin(math.radians(LEAN)) + 24
     bottom = TOP + height * len(ranks)
     parts = []
     for row, rank in enumerate(ranks):
         y = TOP + row * height
         if height > 20 or row % 4 == 0:
             parts.append(
-                f'<text x="{LEFT - 8}" y="{y + height / 2 + 4:.0f}" text-anchor="end">rank {rank.number}</text>'
+                f'<text x="{left - 8:.0f}" y="{y + height / 2 + 4:.0f}" text-anchor="end">rank {rank.number}</text>'
             )
         for column, place in enumerate(places):
             seconds = above[place][row]
-            x, shade = LEFT + column * width, min(1.0, seconds / top)
+            x, shade = left + column * width, min(1.0, seconds / top)
             note = f"rank {rank.number}, {place}: {milliseconds(analysis.places[place][row])}, "
             note += f"{milliseconds(seconds)} above the others" if seconds > 0 else "not above the others"
             parts.append(
@@ -149,11 +152,21 @@ def heat_map(analysis: Analysis) -> str:
     every = max(1, -(-14 // max(int(width), 1)))
     for column, place in enumerate(places):
         if column % every == 0:
-            x = LEFT + column * width + width / 2
+            x = left + column * width + width / 2
             parts.append(f'<text x="{x:.0f}" y="{bottom + 12}" text-anchor="end" '
-                         f'transform="rotate(-50 {x:.0f} {bottom + 12})">{escape(place)}</text>')  # fmt: skip
+                         f'transform="rotate({-LEAN} {x:.0f} {bottom + 12})">{escape(place)}</text>')  # fmt: skip
     svg_height = bottom + label_room
     return f'<svg class="chart" viewBox="0 0 {WIDTH} {svg_height:.0f}" role="img">{"".join(parts)}</svg>'
+
+
+def _left_of(places: Sequence[str]) -> float:
+    """Where the first column begins, so that no place leans over the edge of the plot."""
+    lean, left = math.cos(math.radians(LEAN)), float(LEFT)
+    for _ in range(3):  # columns become narrower as it moves to the right
+        width = (WIDTH - left - RIGHT) / max(len(places), 1)
+        reach = [LETTER * len(place) * lean - (column + 0.5) * width for column, place in enumerate(places)]
+        left = max([float(LEFT), *reach])
+    return left
 
 
 def _above(times: Sequence[float]) -> list[float]:

@@ -48,6 +48,8 @@ NAMES = {
     "compute": "forward and backward",
 }
 
+NOTHING_LEFT = "nothing in the file shortens that"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -125,7 +127,7 @@ def judge(analysis: Analysis) -> Verdict:
     judge_ = _Judge(analysis)
     found = sorted(judge_.findings(), key=lambda finding: (finding.kind == "compute", -finding.seconds))
     if len(found) == 1 and found[0].kind == "compute" and not found[0].advice:
-        found = [replace(found[0], advice="nothing else is left")]
+        found = [replace(found[0], advice=NOTHING_LEFT)]
     changes = judge_.together(found)
     config = with_changes(judge_.tree, changes) if changes else None
     return Verdict(analysis, _summary(analysis), tuple(found), config, changes)
@@ -445,9 +447,7 @@ class _Judge:
             cheaper = 1 / (1 - a.share(kind) * 0.25)
             advice = f"without gradient checkpointing, if memory allows, {cheaper:.2f} x by prediction"
             return Finding(kind, a.share(kind), a.kinds[kind], text, advice)
-        return self._finding(
-            kind, text, changes, gain, "blocks are compiled", "" if changes else "nothing else is left"
-        )
+        return self._finding(kind, text, changes, gain, "blocks are compiled", "" if changes else NOTHING_LEFT)
 
     def _other(self, kind: str) -> Finding:
         text, _ = self._exposed(kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,10 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from ds_hf.autotune.charts import LETTER
 from ds_hf.errors import DsHfError
 from ds_hf.profile.analysis import analyse
-from ds_hf.profile.figures import segments, typical_step
+from ds_hf.profile.cli import _fitting
+from ds_hf.profile.figures import heat_map, segments, typical_step
 from ds_hf.profile.load import read_run
 from ds_hf.profile.report import report_html, write_report
 from ds_hf.profile.verdict import judge
@@ -138,6 +142,20 @@ def test_a_line_that_was_cut_off_and_a_rank_that_is_missing_are_told(folder: Pat
     page = report_html(judge(analyse(run)))
     assert "There is nothing of rank 1." in page
     assert "The run had not ended" in page
+
+
+def test_leaning_names_stay_inside_the_plot(folder: Path) -> None:
+    drawn = heat_map(analyse(read_run(folder)))
+    names = re.findall(r'transform="rotate\(-50 (\d+) \d+\)">([^<]+)<', drawn)
+    assert len(names) > 4
+    assert all(float(x) - LETTER * len(name) * math.cos(math.radians(50)) > -1 for x, name in names)
+
+
+def test_a_line_fits_beside_the_spinner() -> None:
+    console = Console(width=40)
+    assert str(_fitting("step 5: 224 ms", console)) == "step 5: 224 ms"
+    cut = str(_fitting("step 5: 224 ms, 1,145 tokens/s a rank (forward and backward 63%)", console))
+    assert cut == "step 5: 224 ms, 1,145 tokens/s a ran…"
 
 
 def test_a_folder_without_a_report_says_how_to_make_one(tmp_path: Path) -> None:
