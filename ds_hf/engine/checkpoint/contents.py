@@ -354,6 +354,8 @@ def _rank_state(engine: Checkpointable, irregular: list[dict[str, Any]]) -> dict
     state["optimizer_state_dict"] = {"zero_stage": stage, "partition_count": engine.axis.world_size}
     if engine.optimizer is not None:  # with counters of each rank's own, such as those of stochastic rounding
         state["param_groups"] = [_options(group) for group in engine.optimizer.param_groups]
+        if feedback := engine.optimizer.feedback:
+            state["feedback"] = [blocks.kept_errors() for blocks, _ in feedback]
     return state
 
 

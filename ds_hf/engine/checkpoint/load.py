@@ -33,7 +33,14 @@ from ds_hf.engine.checkpoint.interface import (
     world_of,
 )
 from ds_hf.engine.checkpoint.position import restore_data_position
-from ds_hf.engine.checkpoint.restore import check_options, check_pieces, check_rule, restore_groups, restore_states
+from ds_hf.engine.checkpoint.restore import (
+    check_options,
+    check_pieces,
+    check_rule,
+    restore_feedback,
+    restore_groups,
+    restore_states,
+)
 from ds_hf.engine.checkpoint.resume import (
     RankStates,
     check_common,
@@ -130,6 +137,8 @@ def load_checkpoint(
             _read_rest(engine, source, fit, ranks, wanted)
         if identity_of(folder) != identity:
             raise CheckpointError(f"{folder} was replaced or removed by another run while it was read: load again")
+    if wanted.optimizer:
+        restore_feedback(engine, ranks.own, folder)
     if custom_load_fn is None:
         restored = Restored(wanted.optimizer, wanted.scheduler, wanted.counters)
         check_restored(engine, holders, manifest, fit, restored)

@@ -6,13 +6,15 @@ One buffer's moment is in memory at a time beside the optimizer's own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.fit import Fit
-from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers
+from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, world_of
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, newest, pieces, segments_of
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedParameter, TensorFiles
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
@@ -20,7 +22,7 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["check_options", "check_pieces", "check_rule", "restore_groups", "restore_states"]
+__all__ = ["check_options", "check_pieces", "check_rule", "restore_feedback", "restore_groups", "restore_states"]
 
 # Rules whose implementations have the same states; those of others are compared by the name of the class alone.
 _RULES = (
@@ -255,3 +257,45 @@ def restore_groups(optimizer: ShardedOptimizer, saved: list[dict[str, Any]]) -> 
                 live.fill_(float(value))
             else:
                 group[key] = value.item() if isinstance(value, Tensor) and isinstance(live, float) else value
+
+
+def restore_feedback(engine: Checkpointable, own: dict[str, Any] | None, folder: Path) -> None:
+    """What rounding of gradients has lost (LoCo), where as many processes saved it; else it begins with nothing, and
+    that is told once. Collective.
+
+    Args:
+        own: what this rank keeps for itself, ``None`` where the checkpoint has no such.
+    """
+    assert engine.optimizer is not None
+    feedback = engine.optimizer.feedback
+    if not feedback:
+        return
+    world = world_of(engine)
+    kept = None if own is None else own.get("feedback")
+    shards = [buffer.layout.shard_numel for _, buffer in feedback]
+    found = collect(world, _errors_in(kept, shards))
+    if found[0] is None or any(other != found[0] for other in found):
+        if world.rank == 0:
+            logger.warning(
+                "%s was saved by other processes or without zeropp_loco_param: what rounding of gradients has lost "
+                "begins with nothing",
+                folder,
+            )
+        return
+    for (blocks, buffer), each in zip(feedback, kept or (), strict=True):
+        blocks.take_errors(each, buffer.device)
+
+
+def _errors_in(kept: Any, shards: Sequence[int]) -> list[bool] | None:
+    """Which of the sums had errors; ``None`` if these are not errors of such shards."""
+    if not isinstance(kept, list) or len(kept) != len(shards):
+        return None
+    for each, numel in zip(kept, shards, strict=True):
+        if not isinstance(each, dict) or type(each.get("sums")) is not int:
+            return None
+        errors = each.get("errors")
+        if errors is not None and not (
+            isinstance(errors, Tensor) and errors.dtype is torch.bfloat16 and errors.shape == (numel,)
+        ):
+            return None
+    return [each["errors"] is not None for each in kept]

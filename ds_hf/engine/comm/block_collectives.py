@@ -7,6 +7,7 @@ shapes of ``collectives``: ``full`` is ``[world_size * n]``, ``shard`` is ``[n]`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,47 @@ class BlockSums:
         received = torch.empty_like(sent)
         collectives.all_to_all(received, sent, axis, what)
         return received
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether what rounding loses is kept."""
+        return self._feedback is not None
+
+    def share_errors(self) -> None:
+        """Let all ranks owe the same, the mean of what they owe, so that a rank's shard of it is enough to keep.
+        Collective."""
+        if 0 not in self._errors:
+            return
+        total = self._errors[0].float()
+        if self._near is not None:
+            inner, outer = self._near
+            # What the second hop has lost is of sums that belong to this rank's place among neighbours.
+            total.view(outer.world_size, inner.world_size, -1)[:, inner.rank] += self._errors[1]
+            self._errors[1].zero_()
+        collectives.all_reduce_sum(total, self._axis, "what rounding of gradients has lost").div_(len(total))
+        self._errors[0].copy_(total)
+
+    def kept_errors(self) -> dict[str, Any]:
+        """After ``share_errors``: sums since the errors were forgotten, and this rank's shard of them, ``[n]`` bf16, or
+        ``None`` before the first sum."""
+        errors = self._errors.get(0)
+        return {"sums": self._sums, "errors": None if errors is None else errors[self._axis.rank].cpu()}
+
+    def take_errors(self, kept: dict[str, Any], device: torch.device) -> None:
+        """Go on from ``kept_errors`` of all ranks. Collective."""
+        self.forget_errors()
+        self._sums = kept["sums"]
+        shard = kept["errors"]
+        if shard is not None:
+            ranks, n = self._axis.world_size, shard.numel()
+            self._errors[0] = torch.empty(ranks, n, dtype=torch.bfloat16, device=device)
+            what = "what rounding of gradients has lost"
+            collectives.all_gather(self._errors[0].view(-1), shard.to(device), self._axis, what)
+
+    def forget_errors(self) -> None:
+        """They are of gradients of other weights."""
+        self._errors.clear()
+        self._sums = 0
 
     @property
     def nbytes(self) -> int:

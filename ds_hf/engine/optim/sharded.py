@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_hf.engine.comm.block_collectives import BlockSums
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
 from ds_hf.engine.optim.buffer_states import BufferStates
@@ -205,11 +206,20 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self._apply.forget_failure()
         if isinstance(self.optimizer, TensorwiseOptimizer):
             self.optimizer.forget()
+        for blocks, _ in self.feedback:
+            blocks.forget_errors()
 
     def bring_together(self) -> None:
         """Before a checkpoint: let all processes have the same of what is replicated. Collective."""
         if isinstance(self.optimizer, TensorwiseOptimizer) and self.optimizer.synchronise():
             self._apply.write_weights(dict.fromkeys(self.masters))
+        for blocks, _ in self.feedback:
+            blocks.share_errors()
+
+    @property
+    def feedback(self) -> list[tuple[BlockSums, FlatBuffer]]:
+        """Sums of gradients that keep what rounding loses, in the order of the buffers."""
+        return [(g.feedback, g.buffer) for g in self.segments if g.feedback is not None]
 
     def _require_all(self, what: str) -> None:
         if self.store.splits:

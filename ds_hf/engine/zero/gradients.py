@@ -187,6 +187,7 @@ class GradientBuffer:
         self.dtype = _dtype_of(buffer, policy)
         self.alone = buffer.replicas.axis.world_size == 1  # nothing is summed over processes
         self._sum = _Sum(buffer, policy, self.comm_stream, sums, blocks, reduces)
+        self.feedback = blocks if blocks is not None and blocks.has_feedback else None  # of sums in blocks
         self.hook: Hook | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
         self._partial: Tensor | None = None  # the stream's memory
