@@ -6,8 +6,9 @@
 
 *step*: all processes share each layer. Engines take turns as in ``training.py``, with the same model, samples and bf16;
 ds_hf and DeepSpeed keep fp32 masters (ZeRO stage 1), transformers has bf16 parameters and torch's fused AdamW, which is
-less work. *half* is ds_hf without tensor parallelism and half the micro-batch on each process: its step divided by that
-of ds_hf is the scaling efficiency.
+less work. *gathered* is ds_hf with the logits of all words on every process, *chunked* with ``ds_hf.chunked_loss``.
+*half* is ds_hf without tensor parallelism and half the micro-batch on each process: its step divided by that of ds_hf
+is the scaling efficiency.
 
 *host*: microseconds of the processor for forward and backward of one cut linear layer beyond those of a whole one, a
 column and a row layer in turn, in one process: collectives do nothing (torch's "fake" backend), so what is left is
@@ -22,14 +23,15 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import training
 from torch import Tensor, nn
 
-ENGINES = ("ds_hf", "deepspeed", "transformers", "half")
+ENGINES = ("ds_hf", "gathered", "chunked", "deepspeed", "transformers", "half")
+training.MODELS["words"] = (256, 688, 4, 8, 8, 32000)  # for CPUs: most of its time is the head's and the loss's
 
 
 def shared(args: argparse.Namespace) -> dict[str, Any]:
@@ -45,8 +47,30 @@ class DsHf(training.DsHf):
         import ds_hf
 
         model = training.make_model(args, torch.float32)
-        config = {**shared(args), "optimizer": {"type": "AdamW", "params": training.adam_parameters()}}
+        config = {
+            **shared(args),
+            "optimizer": {"type": "AdamW", "params": training.adam_parameters()},
+            "ds_hf": self.own,
+        }
         self.engine, *_ = ds_hf.initialize(model=model, config=config)
+
+
+class Gathered(DsHf):
+    """The same with whole logits on every process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        from ds_hf.engine.tiling.models import PartialLoss
+
+        for handle in self.engine.hooks.handles:
+            if isinstance(handle, PartialLoss):
+                handle.remove()
+
+
+class Chunked(DsHf):
+    """The same with the loss in chunks."""
+
+    own: ClassVar[dict[str, Any]] = {"chunked_loss": True}
 
 
 class DeepSpeed(training.Contender):
@@ -129,7 +153,14 @@ class Half(training.DsHf):
 
 
 def run_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
-    kinds = {"ds_hf": DsHf, "deepspeed": DeepSpeed, "transformers": Transformers, "half": Half}
+    kinds = {
+        "ds_hf": DsHf,
+        "gathered": Gathered,
+        "chunked": Chunked,
+        "deepspeed": DeepSpeed,
+        "transformers": Transformers,
+        "half": Half,
+    }
     training.ENGINES.update({name: kinds[name] for name in args.engines.split(",")})
     training.tokens = tokens
     records = training.measure(args)
@@ -206,7 +237,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=300)
     own, rest = parser.parse_known_args()
     sys.argv[1:] = rest
-    training.ENGINES.update(dict.fromkeys(("transformers", "half"), training.DsHf))
+    training.ENGINES.update(dict.fromkeys(("gathered", "chunked", "transformers", "half"), training.DsHf))
     args = training.parse()
     args.passes = own.passes
     if own.part == "host":

@@ -101,7 +101,8 @@ def install_chunked_causal_lm_loss(
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    found = getattr(model, "loss_function", None)
+    given = getattr(model, "loss_function", None)
+    found = getattr(given, "__wrapped__", given)  # an engine may compute it another way
     if found is not ForCausalLMLoss:
         raise ValueError(
             "install_chunked_causal_lm_loss only replaces the stock Hugging Face ForCausalLMLoss, but this model's "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.compiling import blocks_of
-from ds_hf.engine.tiling.models import ChunkedLoss, TiledMlps
+from ds_hf.engine.tiling.models import ChunkedLoss, PartialLoss, TiledMlps
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
@@ -257,13 +257,12 @@ def record(
     return timeline
 
 
-def _tile(model: nn.Module, sharding: Sharding) -> list[TiledMlps | ChunkedLoss]:
+def _tile(model: nn.Module, sharding: Sharding) -> list[TiledMlps | ChunkedLoss | PartialLoss]:
     """Tiles, as ``engine.tiling`` attaches them."""
-    found: list[TiledMlps | ChunkedLoss] = []
+    found: list[TiledMlps | ChunkedLoss | PartialLoss] = []
     if sharding.tiled_mlp is not None:
         found.append(TiledMlps(model, sharding.tiled_mlp))
-    if sharding.chunked_loss:
-        found.append(ChunkedLoss(model))
+    found.append(ChunkedLoss(model) if sharding.chunked_loss else PartialLoss(model))
     return found
 
 

@@ -36,7 +36,18 @@ from torch.nn import functional as F
 from ds_hf.engine.tensor.functions import Place, copy_to, gather_last, reduce_from, split_last
 from ds_hf.errors import DsHfError
 
-__all__ = ["FUSED", "STYLES", "AlibiPart", "CutModule", "Style", "is_transposed", "place_of", "swap_class"]
+__all__ = [
+    "FUSED",
+    "STYLES",
+    "AlibiPart",
+    "ColwiseGathered",
+    "CutModule",
+    "Style",
+    "is_transposed",
+    "part_of_outputs",
+    "place_of",
+    "swap_class",
+]
 
 
 class CutModule(nn.Module):
@@ -65,12 +76,25 @@ class ColwiseFused(Colwise):
 
 
 class ColwiseGathered(Colwise):
-    """Computes its part of the outputs, and gathers all."""
+    """Computes its part of the outputs, and gathers all, unless it is called by ``part_of_outputs``."""
 
     gather_output = True
+    _ds_in_part = False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return gather_last(super().forward(x, *args, **kwargs), self._ds_place)
+        part = super().forward(x, *args, **kwargs)
+        return part if self._ds_in_part else gather_last(part, self._ds_place)
+
+
+def part_of_outputs(module: ColwiseGathered, x: Tensor) -> Tensor:
+    """What ``module(x)`` would gather: this process's outputs ``[..., n / processes]``."""
+    module.__dict__["_ds_in_part"] = True
+    try:
+        part: Tensor = module(x)
+    finally:
+        del module.__dict__["_ds_in_part"]
+    module._ds_place.copied[0] = None
+    return part
 
 
 class Rowwise(CutModule):

@@ -1,8 +1,11 @@
 """Logits that are computed when they are looked at: a loss may then do without most of them.
 
-``DeferredLogits`` is what a head gives while its model computes its training loss. It has the shape, dtype and device
-of the logits. The one loss that knows it takes hidden states and head apart; any other operator gets the logits
-themselves, so a model that scales or caps them before its loss is right and only saves less.
+They are what a head gives while its model computes its training loss, and have the shape, dtype and device of the
+logits. The one loss that knows them takes them apart; any other operator gets the logits themselves, so a model that
+scales or caps them before its loss is right and only saves less.
+
+``DeferredLogits`` are hidden states and a head. ``PartialLogits`` are those of the words that are here, of a head whose
+vocabulary is cut over the tensor axis; looking at them gathers the others, so all processes of the axis have to.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["DeferredHead", "DeferredLogits", "product_dtype"]
+from ds_hf.engine.tensor.functions import gather_last
+from ds_hf.engine.tensor.styles import ColwiseGathered, part_of_outputs
+
+__all__ = ["DeferredHead", "DeferredLogits", "PartialHead", "PartialLogits", "product_dtype"]
 
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
@@ -31,33 +37,21 @@ def product_dtype(device: torch.device, given: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(kind)
 
 
-class DeferredLogits(Tensor):
-    """``head(hidden)``, not computed yet.
-
-    Attributes:
-        hidden: ``[..., hidden]``. head: the linear layer. made: the logits, once they were asked for.
+class _Lazy(Tensor):
+    """Attributes:
+    made: the logits, once they were asked for.
     """
 
-    hidden: Tensor
-    head: nn.Linear
     made: Tensor | None
 
-    @staticmethod
-    def __new__(cls: type[DeferredLogits], hidden: Tensor, head: nn.Linear) -> DeferredLogits:
-        dtype = product_dtype(hidden.device, hidden.dtype)
-        shape = (*hidden.shape[:-1], head.out_features)
-        deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
-        deferred.hidden, deferred.head, deferred.made = hidden, head, None
-        return deferred
+    def _make(self) -> Tensor:
+        raise NotImplementedError
 
     def compute(self) -> Tensor:
         """The logits."""
         if self.made is None:
-            self.made = self.head(self.hidden)
+            self.made = self._make()
         return self.made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DeferredLogits({tuple(self.hidden.shape[:-1])}, {self.head})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,13 +67,62 @@ class DeferredLogits(Tensor):
 
 
 def _computed(value: Any) -> Any:
-    return value.compute() if isinstance(value, DeferredLogits) else value
+    return value.compute() if isinstance(value, _Lazy) else value
+
+
+class DeferredLogits(_Lazy):
+    """``head(hidden)``, not computed yet.
+
+    Attributes:
+        hidden: ``[..., hidden]``. head: the linear layer.
+    """
+
+    hidden: Tensor
+    head: nn.Linear
+
+    @staticmethod
+    def __new__(cls: type[DeferredLogits], hidden: Tensor, head: nn.Linear) -> DeferredLogits:
+        dtype = product_dtype(hidden.device, hidden.dtype)
+        shape = (*hidden.shape[:-1], head.out_features)
+        deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        deferred.hidden, deferred.head, deferred.made = hidden, head, None
+        return deferred
+
+    def _make(self) -> Tensor:
+        return self.head(self.hidden)  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DeferredLogits({tuple(self.hidden.shape[:-1])}, {self.head})"
+
+
+class PartialLogits(_Lazy):
+    """``head(hidden)``, not gathered yet.
+
+    Attributes:
+        part: ``[..., vocabulary / processes]``, of the words that are here. head: the cut layer.
+    """
+
+    part: Tensor
+    head: ColwiseGathered
+
+    @staticmethod
+    def __new__(cls: type[PartialLogits], part: Tensor, head: ColwiseGathered) -> PartialLogits:
+        shape = (*part.shape[:-1], part.shape[-1] * head._ds_place.axis.world_size)
+        partial = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
+        partial.part, partial.head, partial.made = part, head, None
+        return partial
+
+    def _make(self) -> Tensor:
+        return gather_last(self.part, self.head._ds_place)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PartialLogits({tuple(self.part.shape)} of {self.head._ds_place.axis.world_size})"
 
 
 class DeferredHead:
     """Stands for a head while its logits are deferred."""
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: Any) -> None:
         self._head = head
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -87,3 +130,10 @@ class DeferredHead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
+
+
+class PartialHead(DeferredHead):
+    """Stands for a cut head whose outputs are not gathered."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return PartialLogits(part_of_outputs(self._head, hidden), self._head)

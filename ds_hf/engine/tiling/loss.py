@@ -19,8 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ds_hf.engine.sequence.losses import gather_whole
+from ds_hf.engine.tensor.functions import Place, copy_to
+from ds_hf.engine.tensor.styles import place_of
 from ds_hf.engine.tiling.compute import GradientSums, apply, bounds, deliver, leaves_behind
-from ds_hf.engine.tiling.logits import DeferredLogits, product_dtype
+from ds_hf.engine.tiling.logits import DeferredLogits, PartialLogits, product_dtype
 from ds_hf.engine.zero.hooks import untracked_calls
 
 __all__ = ["causal_lm_loss", "linear_cross_entropy", "rows_cross_entropy", "tiled_loss"]
@@ -112,20 +115,64 @@ def times(grad: Tensor | None, factor: Tensor, like: Tensor) -> Tensor | None:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    place: Place | None = None,
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight, bias).float(), labels, reduction="sum")``, ``[]`` in fp32.
 
-    Liger's kernel where it is installed and there is a GPU; else plain torch.
+    Liger's kernel where it is installed, there is a GPU and the vocabulary is whole; else plain torch.
 
     Args:
         hidden: ``[positions, hidden]``. weight: ``[vocabulary, hidden]``. labels: ``[positions]``, int64.
+        place: of a head whose vocabulary is cut; ``weight`` and ``bias`` are its parts.
     """
-    if hidden.is_cuda and (liger := _liger()) is not None:
+    if place is not None:
+        hidden = copy_to(hidden, place, owns_gradient=True)
+        place.copied[0] = None
+    elif hidden.is_cuda and (liger := _liger()) is not None:
         fused: Tensor = liger(hidden, weight, labels, bias=bias, ignore_index=ignore_index, reduction="sum")
         return fused.float()
-    wanted = torch.is_grad_enabled()
-    return apply(_LinearCrossEntropy, hidden, weight, bias, labels, ignore_index, wanted)
+    wanted, words = torch.is_grad_enabled(), _Words(place, len(weight))
+    return apply(_LinearCrossEntropy, hidden, weight, bias, labels, ignore_index, wanted, words)
+
+
+class _Words:
+    """Which words' logits are here: all, or the part of a cut head.
+
+    Args:
+        place: of the head; ``None``: all.
+        count: words that are here.
+    """
+
+    def __init__(self, place: Place | None, count: int) -> None:
+        self.place, self.count = place, count
+        self.first = 0 if place is None else place.axis.rank * count
+
+    def find(self, labels: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each label its place among the words here (0 where it is not here), and whether it is: ``[rows]``."""
+        if self.place is not None:
+            labels = labels - self.first
+            counted = counted & (labels >= 0) & (labels < self.count)
+        return torch.where(counted, labels, 0), counted
+
+    def of_all(self, normaliser: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """log sum exp, and the label's logit (0 where it is not here), of all words instead of those here: ``[rows]``.
+
+        One collective, of which every process makes the same numbers.
+        """
+        if self.place is None:
+            return normaliser, chosen
+        both, axis = torch.stack((normaliser, chosen)).unsqueeze(0), self.place.axis
+        if both.is_meta:
+            parts = both.expand(axis.world_size, -1, -1)
+        else:
+            parts = gather_whole(both, axis, 0, f"normalisers of {self.place.forward}")
+        return torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
 
 
 @functools.cache
@@ -152,10 +199,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         ignore_index: int,
         wanted: bool,
+        words: _Words,
     ) -> Tensor:
         dtype = product_dtype(hidden.device, weight.dtype)
         needs = [wanted and need for need in ctx.needs_input_grad[:3]]
-        chunks = _Chunks(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), needs)
+        chunks = _Chunks(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), needs, words)
         kind = hidden.device.type
         with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             loss = chunks.run(labels.reshape(-1), ignore_index)
@@ -170,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if kept_grad is None else (kept_grad * grad).to(dtype)
             for kept_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*found, None, None, None)
+        return (*found, None, None, None, None)
 
 
 class _Chunks:
@@ -181,8 +229,10 @@ class _Chunks:
         needs: which of them want gradients.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], words: _Words
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.words = hidden, weight, bias, words
         self.of_hidden = torch.empty_like(hidden) if needs[0] else None
         self.of_weight, self.of_bias = GradientSums(1), GradientSums(1)
         self.needs = needs
@@ -199,14 +249,15 @@ class _Chunks:
     def _chunk(self, start: int, end: int, labels: Tensor, ignore_index: int) -> Tensor:
         hidden = self.hidden[start:end]
         logits = F.linear(hidden, self.weight, self.bias).float()
-        counted = (labels != ignore_index).unsqueeze(1)
-        places = torch.where(counted, labels.unsqueeze(1), 0)
-        normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-        loss = ((normaliser - logits.gather(1, places)) * counted).sum()
+        counted = labels != ignore_index
+        places, here = self.words.find(labels, counted)
+        chosen = torch.where(here, logits.gather(1, places.unsqueeze(1)).squeeze(1), 0.0)
+        normaliser, chosen = self.words.of_all(torch.logsumexp(logits, dim=1), chosen)
+        loss = ((normaliser - chosen) * counted).sum()
         if any(self.needs):
-            grad = logits.sub_(normaliser).exp_()  # the softmax
-            grad.scatter_add_(1, places, torch.full_like(normaliser, -1.0))
-            self._backward(start, end, grad.mul_(counted).to(hidden.dtype))
+            grad = logits.sub_(normaliser.unsqueeze(1)).exp_()  # the softmax
+            grad.scatter_add_(1, places.unsqueeze(1), -here.unsqueeze(1).to(grad.dtype))
+            self._backward(start, end, grad.mul_(counted.unsqueeze(1)).to(hidden.dtype))
         return loss
 
     def _backward(self, start: int, end: int, grad: Tensor) -> None:
@@ -225,33 +276,44 @@ class _Chunks:
 # -- cross entropy of logits that are there ---------------------------------------------------------------------------
 
 
-def rows_cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, rows: int | None = None) -> Tensor:
+def rows_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    rows: int | None = None,
+    place: Place | None = None,
+) -> Tensor:
     """``cross_entropy(logits.float(), labels, reduction="none")``, ``[rows]`` in fp32, a few rows at a time: no fp32
-    copy of the logits exists, and their gradient is made in their own dtype.
+    copy of the logits exists, and their gradient is made in their own dtype. Of a cut head in fp64, if the logits are.
 
     Args:
         logits: ``[rows, vocabulary]``. labels: ``[rows]``, int64.
         rows: in one step; default as many as are 512 MiB in fp32.
+        place: of a head whose vocabulary is cut; ``logits`` are those of the words that are here.
     """
     rows = rows or max(_LOGITS_NBYTES // (4 * max(logits.shape[-1], 1)), 1)
-    return apply(_RowsCrossEntropy, logits, labels, ignore_index, rows)
+    return apply(_RowsCrossEntropy, logits, labels, ignore_index, rows, _Words(place, logits.shape[-1]))
 
 
 class _RowsCrossEntropy(torch.autograd.Function):
     """``rows_cross_entropy``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int, rows: int, words: _Words) -> Tensor:
         counted = labels != ignore_index
-        places = torch.where(counted, labels, 0).unsqueeze(1)
-        normaliser = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        places, here = words.find(labels, counted)
+        places = places.unsqueeze(1)
+        dtype = torch.float32 if words.place is None else torch.promote_types(logits.dtype, torch.float32)
+        normaliser = torch.empty(len(logits), dtype=dtype, device=logits.device)
         chosen = torch.empty_like(normaliser)
         for start in range(0, len(logits), rows):
-            part = logits[start : start + rows].float()
+            part = logits[start : start + rows].to(dtype)
             normaliser[start : start + rows] = torch.logsumexp(part, dim=1)
             chosen[start : start + rows] = part.gather(1, places[start : start + rows]).squeeze(1)
+        normaliser, chosen = words.of_all(normaliser, torch.where(here, chosen, 0.0))
         ctx.rows = rows
-        ctx.save_for_backward(logits, places, counted, normaliser)
+        ctx.save_for_backward(logits, places, counted, here, normaliser)
         return torch.where(counted, normaliser - chosen, 0.0)
 
     @staticmethod
@@ -260,15 +322,15 @@ class _RowsCrossEntropy(torch.autograd.Function):
             raise RuntimeError(
                 "The chunked cross entropy has no second derivative; backward with create_graph=True is not supported"
             )
-        logits, places, counted, normaliser = ctx.saved_tensors
-        factor = torch.where(counted, grad.float(), 0.0)
+        logits, places, counted, here, normaliser = ctx.saved_tensors
+        factor, ones = torch.where(counted, grad.to(normaliser.dtype), 0.0), -here.unsqueeze(1).to(normaliser.dtype)
         found = torch.empty_like(logits)
         for start in range(0, len(logits), ctx.rows):
             part = slice(start, start + ctx.rows)
             softmax = (logits[part] - normaliser[part].unsqueeze(1)).exp_()  # in fp32, as its second half is
-            softmax.scatter_add_(1, places[part], torch.full_like(softmax[:, :1], -1.0))
+            softmax.scatter_add_(1, places[part], ones[part])
             found[part] = softmax.mul_(factor[part].unsqueeze(1))
-        return found, None, None, None
+        return found, None, None, None, None
 
 
 # -- as models of transformers call it --------------------------------------------------------------------------------
@@ -284,7 +346,7 @@ def causal_lm_loss(
     rows: int | None = None,
     **unused: Any,
 ) -> Tensor:
-    """transformers' ``ForCausalLMLoss``, of logits or of ``DeferredLogits``.
+    """transformers' ``ForCausalLMLoss``, of logits, of ``DeferredLogits`` or of ``PartialLogits``.
 
     Args:
         labels: as long as ``logits``; a position predicts the label of the next one.
@@ -298,8 +360,16 @@ def causal_lm_loss(
     if isinstance(logits, DeferredLogits) and logits.shape[-1] == vocab_size:
         head, hidden = logits.head, logits.hidden
         total = linear_cross_entropy(
-            hidden.reshape(-1, hidden.shape[-1]), head.weight, targets, head.bias, ignore_index=ignore_index
+            hidden.reshape(-1, hidden.shape[-1]),
+            head.weight,
+            targets,
+            head.bias,
+            ignore_index=ignore_index,
+            place=place_of(head),
         )
+    elif isinstance(logits, PartialLogits) and logits.shape[-1] == vocab_size:
+        part, place = logits.part.reshape(-1, logits.part.shape[-1]), place_of(logits.head)
+        total = rows_cross_entropy(part, targets, ignore_index=ignore_index, rows=rows, place=place).sum()
     else:
         total = rows_cross_entropy(logits.reshape(-1, vocab_size), targets, ignore_index=ignore_index, rows=rows).sum()
     if num_items_in_batch is None:

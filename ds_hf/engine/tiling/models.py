@@ -1,4 +1,5 @@
-"""Tiles and chunked losses for unmodified models (``ds_hf.tiled_mlp``, ``ds_hf.chunked_loss``).
+"""Tiles and chunked losses for unmodified models (``ds_hf.tiled_mlp``, ``ds_hf.chunked_loss``), and losses of heads
+whose vocabulary is cut over the tensor axis.
 
 MLPs are found by what they are: modules inside a list of blocks whose class is called so, that take one tensor and hold
 linear layers and what treats positions apart. Causal language models are those of transformers, by the names that all
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.compiling import StandIn
+from ds_hf.engine.tensor.styles import ColwiseGathered
 from ds_hf.engine.tiling.compute import bounds, compute_tiles
-from ds_hf.engine.tiling.logits import DeferredHead
+from ds_hf.engine.tiling.logits import DeferredHead, PartialHead, PartialLogits
 from ds_hf.engine.tiling.loss import causal_lm_loss
 from ds_hf.engine.zero.hooks import in_backward
 from ds_hf.log import warn_once
 
-__all__ = ["ChunkedLoss", "TiledMlps", "attach", "tiles_of"]
+__all__ = ["ChunkedLoss", "PartialLoss", "TiledMlps", "attach", "tiles_of"]
 
 _CLASS = re.compile(r"(MLP|Mlp|FeedForward|FFN|LayerFF|DenseActDense)$")
 _MIXES = (
@@ -36,12 +38,12 @@ _LEAST_POSITIONS = 8192  # with fewer in a tile, adding up weight gradients take
 
 
 def attach(engine: Any) -> None:
-    """Tile the MLPs, and chunk the loss, of an engine's model, if the configuration says so."""
+    """Tile the MLPs, and chunk the loss, of an engine's model, if the configuration says so. Where its head is cut, the
+    loss is computed without gathering the logits."""
     own = engine.settings.ds_hf
     if own.tiled_mlp is not None:
         engine.hooks.handles.append(TiledMlps(engine.module, own.tiled_mlp))
-    if own.chunked_loss:
-        engine.hooks.handles.append(ChunkedLoss(engine.module))
+    engine.hooks.handles.append(ChunkedLoss(engine.module) if own.chunked_loss else PartialLoss(engine.module))
 
 
 # -- MLPs -----------------------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ class ChunkedLoss:
     """Computes the training loss of the causal language models in ``model`` without all logits, until ``remove``."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.models = [_CausalLM(module) for module in model.modules() if _is_causal_lm(module)]
+        self.models = [_CausalLM(module, _chunked, _Loss) for module in model.modules() if _is_causal_lm(module)]
         if not self.models:
             warn_once(
                 f"chunked_loss has no effect: {type(model).__name__} is not a causal language model of transformers "
@@ -154,18 +156,55 @@ class ChunkedLoss:
         self.models.clear()
 
 
-class _CausalLM:
-    """One model; its head is deferred while it computes a training loss."""
+class PartialLoss:
+    """Computes the training loss of the causal language models in ``model`` whose head is cut over the tensor axis from
+    the logits that each process has, until ``remove``. Nothing changes for others.
 
-    def __init__(self, module: nn.Module) -> None:
+    ``outputs.logits`` of a training step is gathered when something looks at it, which all processes of the axis have
+    to do; in evaluation, and without labels, it is gathered as ever.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.models: list[_CausalLM] = []
+        if any(isinstance(module, ColwiseGathered) for module in model.modules()):
+            cut = [m for m in model.modules() if _is_causal_lm(m) and isinstance(_head(m), ColwiseGathered)]
+            self.models = [_CausalLM(module, PartialHead, _PartialLoss) for module in cut]
+
+    def remove(self) -> None:
+        """Give the models their own loss and head back."""
+        for model in self.models:
+            model.remove()
+        self.models.clear()
+
+
+def _chunked(head: nn.Module) -> DeferredHead | None:
+    """What takes the place of ``head`` while its loss is chunked; ``None``: nothing."""
+    plain = type(head) is nn.Linear or (isinstance(head, ColwiseGathered) and isinstance(head, nn.Linear))
+    return DeferredHead(head) if plain else None
+
+
+def _head(module: nn.Module) -> Any:
+    return module.get_output_embeddings()  # type: ignore[operator]
+
+
+class _CausalLM:
+    """One model; its head is deferred while it computes a training loss.
+
+    Args:
+        deferred: what stands for the head then, if anything does.
+        loss: takes the place of the model's own, which it is given.
+    """
+
+    def __init__(self, module: nn.Module, deferred: Callable[[Any], Any], loss: Callable[[Any], Any]) -> None:
         self.module = module
-        self.head: Any = module.get_output_embeddings()  # type: ignore[operator]
+        self.head: Any = _head(module)
+        self.deferred = deferred
         self.name = next((name for name, child in module.named_children() if child is self.head), "")
         self.had, usual = module.__dict__.get("_loss_function"), module.loss_function
-        self.loss = module.__dict__["_loss_function"] = _Loss(usual)  # type: ignore[arg-type]
+        self.loss = module.__dict__["_loss_function"] = loss(usual)
         self.place = list(inspect.signature(type(module).forward).parameters).index("labels") - 1
         self.handles: list[Any] = []
-        if type(self.head) is nn.Linear and self.name:
+        if deferred(self.head) is not None and self.name:
             self.handles = [
                 module.register_forward_pre_hook(self._before, with_kwargs=True),
                 module.register_forward_hook(self._after, always_call=True),
@@ -174,7 +213,7 @@ class _CausalLM:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         labels = kwargs.get("labels", args[self.place] if len(args) > self.place else None)
         if labels is not None and module.training and torch.is_grad_enabled() and not in_backward():
-            module.__dict__[self.name] = DeferredHead(self.head)  # found before the module of that name
+            module.__dict__[self.name] = self.deferred(self.head)  # found before the module of that name
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         module.__dict__.pop(self.name, None)
@@ -192,13 +231,24 @@ class _Loss:
     """``causal_lm_loss`` in place of transformers'; a copy of the model has its own again."""
 
     def __init__(self, given: Callable[..., Any]) -> None:
-        self.given = given
+        self.given = self.__wrapped__ = given
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return causal_lm_loss(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return _itself, (self.given,)
+
+
+class _PartialLoss(_Loss):
+    """The same for logits of a cut head. Others get the model's own, and so do those in fp64, which that computes in
+    fp32: it would not be the same to the last digit."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        partial = isinstance(logits, PartialLogits) and logits.dtype is not torch.float64
+        loss: Tensor = (causal_lm_loss if partial else self.given)(*args, **kwargs)
+        return loss
 
 
 def _itself(given: Any) -> Any:
