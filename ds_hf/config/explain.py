@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ds_hf.config.optimizer_traits import ONE_BIT
 from ds_hf.config.plan import StatePlan, StateSpec, plan_states
 from ds_hf.config.schema import Node, Path, dotted, load_schema, pointer_of, walk_for
 from ds_hf.config.types.root import Config, Origin, OriginKind
-from ds_hf.config.wire_seconds import ONE_BIT, ONE_BIT_NBYTES, full_nbytes
+from ds_hf.config.wire_seconds import ONE_BIT_NBYTES, full_nbytes
 
 __all__ = ["Row", "auto_keys", "rows", "summary", "wire_notes"]
 

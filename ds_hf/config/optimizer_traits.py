@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["TRAITS", "Traits", "most_moments", "traits_of"]
+__all__ = ["ONE_BIT", "TRAITS", "Traits", "most_moments", "traits_of"]
 
 
 class Traits(NamedTuple):
@@ -66,6 +66,7 @@ TRAITS = {
     "Adadelta": Traits(elementwise=True),
     "ASGD": Traits(elementwise=True),
 }
+ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")  # as configurations call them, in lower case
 _BY_TYPE = {name.lower(): traits for name, traits in TRAITS.items()}
 _UNKNOWN = Traits()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from ds_hf.config.optimizer_traits import ONE_BIT
 from ds_hf.config.plan import plan_states
 from ds_hf.config.types.root import Config
 from ds_hf.measure.links import Links
 
-__all__ = ["ONE_BIT", "ONE_BIT_NBYTES", "full_nbytes", "wire_seconds"]
+__all__ = ["ONE_BIT_NBYTES", "full_nbytes", "wire_seconds"]
 
-ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 ONE_BIT_NBYTES = 1 / 8 + 4 / 4096  # an element, each way
 _PARAMETERS = 1e9
 _MEASURE = "torchrun --nnodes HOSTS --nproc-per-node N ... -m ds_hf.cli doctor"

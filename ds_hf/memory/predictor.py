@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_hf.config import load_config
 from ds_hf.config.mesh import TOPOLOGY, Claim, mesh_shape, refuse_beside_pipelines
-from ds_hf.config.optimizer_traits import Traits, traits_of
+from ds_hf.config.optimizer_traits import ONE_BIT, Traits, traits_of
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine.casting import set_buffer_dtypes
@@ -169,6 +169,7 @@ class Predictor:
         optimizer = settings.optimizer.type if settings.optimizer is not None else self.workload.optimizer
         params = dict(settings.optimizer.params) if settings.optimizer is not None else {}
         traits = traits_of(optimizer)
+        one_bit = optimizer.lower() in ONE_BIT
         with_momentum = optimizer.lower() == "sgd" and params.get("momentum")
         plan = plan_states(settings)
         tensor, pipe = _tensor(settings), _pipe(settings)
@@ -179,7 +180,7 @@ class Predictor:
             refuse_beside_pipelines(settings, layers)
         return Costs(
             world_size=world_size // pipe,
-            moments=1 if with_momentum else traits.moments,
+            moments=1 if with_momentum else traits.moments - one_bit,
             accumulation_steps=_accumulation(settings, world_size),
             source_itemsize=max((p.element_size() for p in self._model.parameters()), default=4),
             whole_step=not traits.streamed,
@@ -195,6 +196,7 @@ class Predictor:
             device_memory=device_memory,
             tensor=tensor,
             pipe=pipe,
+            one_bit=one_bit,
         )
 
     def _streamed_share(self, settings: Config, traits: Traits) -> float | Literal["auto"]:

@@ -16,6 +16,7 @@ from ds_hf.engine.optim.stream_share import HostUnit, Streaming, auto_share, slo
 from ds_hf.engine.zero.estimate import ITEM_NBYTES
 from ds_hf.engine.zero.layout import FlatLayout
 from ds_hf.engine.zero.planning import BufferSpec
+from ds_hf.memory.feedback import loco_nbytes, one_bit_nbytes
 from ds_hf.memory.prediction import Prediction
 from ds_hf.memory.timeline import Event, Step, Timeline
 from ds_hf.memory.tracker import Kind, rounded
@@ -52,6 +53,7 @@ class Costs:
         tensor: processes that share each layer.
         pipe: stages of a pipeline.
         in_flight: micro-batches whose activations are kept at once.
+        one_bit: the optimizer averages momenta in one bit; what that takes is none of ``moments``.
     """
 
     world_size: int
@@ -70,6 +72,7 @@ class Costs:
     tensor: int = 1
     pipe: int = 1
     in_flight: float = 1.0
+    one_bit: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ def price(timeline: Timeline, plan: StatePlan, costs: Costs, *, micro_batch: int
     peak = _Peak()
     share, streamed = _streamed(timeline, sizes, plan, costs)
     base = _resident(timeline, sizes, costs) | {"states on their way": streamed.slots}
+    base["feedback"] = _feedback(timeline, plan, costs)
     base["activations in flight"] = round((costs.in_flight - 1) * timeline.kept)  # beside those of one micro-batch
     _initialize(timeline, sizes, costs, peak)
     _Run(timeline, sizes, plan, costs, base, peak).play()
@@ -254,6 +258,14 @@ def _resident(timeline: Timeline, sizes: list[_Sizes], costs: Costs) -> dict[str
         "moments": sum(size.moments for size in sizes if size.here),
         "workspaces": CUBLAS,
     }
+
+
+def _feedback(timeline: Timeline, plan: StatePlan, costs: Costs) -> int:
+    """What few bits between processes keep."""
+    trained = [spec for spec in timeline.buffers if spec.trains]
+    if costs.one_bit:
+        return one_bit_nbytes([spec.numel for spec in trained], costs.world_size)
+    return loco_nbytes([FlatLayout(spec.shapes, _shards(spec, plan, costs)) for spec in trained], plan)
 
 
 def _initialize(timeline: Timeline, sizes: list[_Sizes], costs: Costs, peak: _Peak) -> None:

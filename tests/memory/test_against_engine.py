@@ -10,6 +10,7 @@ import torch
 from ds_hf.engine.activations import offload
 from ds_hf.engine.activations.offload import ActivationOffload
 from ds_hf.engine.comm import streams
+from ds_hf.engine.optim.onebit.base import OneBitOptimizer
 from ds_hf.engine.tiling import loss as chunks
 from ds_hf.errors import ConfigError
 from ds_hf.memory import Predictor, Workload
@@ -351,3 +352,49 @@ def test_peaks_with_tiles() -> None:
         predicted = prediction.device_peak - prediction.device["workspaces"]
         seen = max(rank[index] for rank in peaks)
         assert predicted == pytest.approx(seen, rel=0.005), (stage, checkpointing, own)
+
+
+LOCO: dict[str, Any] = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
+ONE_BIT: dict[str, Any] = {"type": "OneBitAdam", "params": {"freeze_step": 1}}
+WIRES: list[dict[str, Any]] = [
+    {"optimizer": ONE_BIT},
+    {"optimizer": {"type": "OneBitLamb", "params": {"freeze_step": 1}}},
+    {"zero_optimization": {"stage": 2, **LOCO}},
+    {"zero_optimization": {"stage": 3, **LOCO}},
+    {"zero_optimization": {"stage": 2, **LOCO}, "ds_hf": {"wire": {"first_hop": 2}}},
+]
+
+
+def measured_feedback() -> list[int]:
+    """Bytes that wires keep on this rank after a few steps."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ds_hf import initialize
+
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    found = []
+    for more in WIRES:
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA, num_hidden_layers=3)).train()
+        engine, *_ = initialize(model=model, config=configuration(0, "bf16", 1) | more)
+        for _ in range(3):
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+        inner = engine.optimizer.optimizer
+        one_bit = inner.exchange.nbytes if isinstance(inner, OneBitOptimizer) else 0
+        found.append(one_bit + sum(blocks.nbytes for blocks, _ in engine.optimizer.feedback))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_wires_keep(world_size: int) -> None:
+    from transformers import LlamaConfig
+
+    predictor = Predictor(LlamaConfig(**LLAMA, num_hidden_layers=3), Workload(seq_len=LENGTH))
+    predictions = [predictor.predict(configuration(0, "bf16", 1) | more, world_size=world_size) for more in WIRES]
+    predicted = [prediction.device.get("feedback", 0) for prediction in predictions]
+    for found in run_distributed(measured_feedback, world_size, timeout=90):
+        assert found == predicted
+    assert all(predicted)
+    alone = [predictor.predict(configuration(0, "bf16", 1) | more, world_size=1) for more in WIRES[:4]]
+    assert not any("feedback" in prediction.device for prediction in alone)

@@ -22,7 +22,7 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.ops.blocks import BlockFormat
 
-__all__ = ["FORM", "Exchange", "Kept"]
+__all__ = ["FORM", "Exchange", "Kept", "kept_nbytes", "scratch_nbytes"]
 
 FORM = BlockFormat(1, 4096)
 _ALIGNED = 64  # elements: parts of processes begin at whole words of packed signs
@@ -146,9 +146,25 @@ class Exchange:
         return memory[:numel]
 
     def _part(self, n: int) -> int:
-        return -(-n // (self.ranks * _ALIGNED)) * _ALIGNED
+        return _part_of(n, self.ranks)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept between steps."""
         return sum(kept.nbytes for kept in self._kept.values()) + sum(each.nbytes for each in self._scratch.values())
+
+
+def kept_nbytes(numel: int, ranks: int) -> int:
+    """What ``Kept`` of means of ``numel`` values takes: errors of the values and of a part, and two messages."""
+    part = _part_of(numel, ranks)
+    return 4 * (ranks + 1) * part + 2 * ranks * FORM.nbytes(part)
+
+
+def scratch_nbytes(numel: int, ranks: int) -> int:
+    """What an ``Exchange`` takes besides, whose largest means are of ``numel`` values."""
+    return 4 * (ranks + 1) * _part_of(numel, ranks)
+
+
+def _part_of(n: int, ranks: int) -> int:
+    """Values of a process's part of ``n``."""
+    return -(-n // (ranks * _ALIGNED)) * _ALIGNED
