@@ -356,7 +356,8 @@ class _Judge:
             a.share(kind),
             seconds,
             text,
-            f"{workers} (dataloader_num_workers, or num_workers of the DataLoader) load beside the computation, "
+            f"{workers} (dataloader_num_workers, or num_workers of the DataLoader) load{'s' if count == 1 else ''} "
+            "beside the computation, "
             f"{a.seconds / (a.seconds - hidden):.2f} x by prediction",
             option=("--dataloader_num_workers", str(count)),
             gain=a.seconds / (a.seconds - hidden),
