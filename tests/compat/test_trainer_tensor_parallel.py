@@ -57,6 +57,31 @@ def test_numbers_are_those_of_the_trainer_alone(data: int, stages: tuple[int, ..
         assert_equal_histories((plain, found))
 
 
+def right_words(prediction: Any) -> dict[str, float]:
+    """Of whole logits the share of words that are right, and how sure the model is."""
+    logits, labels = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
+    sure = logits.softmax(-1).amax(-1).mean()
+    return {"right": float((logits[:, :-1].argmax(-1) == labels[:, 1:]).float().mean()), "sure": float(sure)}
+
+
+def looking(folder: str, tensor: int, smoothing: float) -> list[Any]:
+    """What is logged, and evaluated, by a Trainer that looks at logits in evaluation, and with smoothed labels."""
+    deepspeed = settings(1, tensor) if tensor > 1 else None
+    more = {**ARGUMENTS, "label_smoothing_factor": smoothing}
+    trainer = make_trainer(folder, deepspeed, trainer_arguments={"compute_metrics": right_words}, **more)
+    trainer.train()
+    scores = trainer.evaluate()
+    return [*history(trainer), {key: scores[f"eval_{key}"] for key in ("loss", "right", "sure")}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_metrics_of_logits_and_smoothed_labels(smoothing: float, tmp_path: Path) -> None:
+    plain = run_user_code(looking, str(tmp_path / "alone"), 1, smoothing, world_size=1)[0]
+    for found in run_user_code(looking, str(tmp_path / "shared"), 2, smoothing, world_size=2):
+        assert_equal_histories((plain, {1: found}), tolerance=1e-4)  # norms, after AdamW has magnified rounding
+
+
 def saved_and_resumed(folder: str, stage: int) -> tuple[list[Any], list[Any], Any]:
     """Logged over six steps at once, over three and three, and a prediction of the saved model."""
     more = {**ARGUMENTS, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "seed": 5}

@@ -21,7 +21,8 @@ from tests.compat.common import (
     save_tiny_model,
     write_json,
 )
-from tests.compat.trl_code import fit_everywhere, prepare, run_sft
+from tests.compat.trainer_code import config
+from tests.compat.trl_code import fit, fit_everywhere, prepare, run_sft
 from tests.helpers.distributed import run_torchrun
 
 SLOW = pytest.mark.slow
@@ -61,6 +62,22 @@ def check(
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 def test_sft_trainer(model: Path, tmp_path: Path, lora: bool) -> None:
     check(run_user_code(fit_everywhere, "sft", str(model), str(tmp_path), (2, 3), lora)[0], tmp_path, lora)
+
+
+def shared_layers(model: str, folder: str, tensor: int) -> list[dict[str, float]]:
+    """What is logged with so many processes to a layer, all of which read the same samples."""
+    deepspeed = config(1, tensor_parallel={"autotp_size": tensor}) if tensor > 1 else None
+    return fit("sft", model, f"{folder}/{tensor}", deepspeed, False, {})
+
+
+@SLOW
+@feature("`SFTTrainer` with `tensor_parallel.autotp_size`: it looks at the logits of a training step")
+def test_sft_over_shared_layers(model: Path, tmp_path: Path) -> None:
+    plain = run_user_code(shared_layers, str(model), str(tmp_path), 1, world_size=1)[0]
+    assert len(plain) == 2
+    assert all("entropy" in row for row in plain)
+    for found in run_user_code(shared_layers, str(model), str(tmp_path), 2, world_size=2):
+        assert largest_difference(found, plain) <= 1e-4
 
 
 @pytest.mark.parametrize(
