@@ -54,6 +54,7 @@ def test_a_killed_stage_and_the_demos_loss(tmp_path: Path) -> None:
     assert "step  120" not in log.read_text()
     output = run_torchrun(SCRIPT, f"--output_dir={out}", "--resume", world_size=2, timeout=280)
     losses = {int(step): float(loss) for step, loss in re.findall(r"step +(\d+) +held-out loss +([\d.]+)", output)}
+    assert output.count("7 layers on 2 stages by parameters") == 1
     first, last = sorted(losses)
     assert first in (40, 80)
     assert last == 120

@@ -6,6 +6,8 @@ pipelines, or weights tied over stages, sums have another order: fp64 gradients 
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
@@ -193,7 +195,9 @@ def test_tuples_of_floats_integers_and_booleans_whose_lengths_change() -> None:
 
 
 def more_names() -> dict[str, Any]:
-    module = pipeline(False, 2, activation_checkpoint_interval=1)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        module = pipeline(False, 2, activation_checkpoint_interval=1)
+    assert said.getvalue().startswith("6 layers on 2 stages by uniform\n") == (dist.get_rank() == 0)
     assert module.is_checkpointable_results == [True] * 3
     data = [(ids, ids) for ids in batches(1, 16)[0][:, 0].flatten(0, 1)]
     engine, _, loader, _ = initialize(
