@@ -50,8 +50,16 @@ RUNS: dict[str, Run] = {
     "4-bit gradients, LoCo": wire(2, LOCO),
     "8-bit weights and gradients": wire(3, gradients=8, parameters=8),
     "1-bit Adam": one_bit("OneBitAdam", freeze_step=FREEZE),
-    "0/1 Adam": one_bit("ZeroOneAdam", var_freeze_step=FREEZE, local_step_scaler=60, local_step_clipper=4),
+    "0/1 Adam": one_bit(
+        "ZeroOneAdam", var_freeze_step=FREEZE, var_update_scaler=FREEZE, local_step_scaler=60, local_step_clipper=4
+    ),
+    "0/1 Adam, var_update_scaler 16": one_bit(
+        "ZeroOneAdam", var_freeze_step=FREEZE, local_step_scaler=60, local_step_clipper=4
+    ),
     "LAMB": one_bit("Lamb", **LAMB),
+    # What the 1-bit rules are in their warm-up, as in their papers and in DeepSpeed.
+    "Adam, no bias correction": one_bit("Adam", bias_correction=False),
+    "LAMB, no bias correction": one_bit("Lamb", bias_correction=False, **LAMB),
     "1-bit LAMB": one_bit("OneBitLamb", freeze_step=FREEZE, **LAMB),
     "torch DDP": {"hook": None},
     "torch DDP, bf16 hook": {"hook": "bf16"},
