@@ -198,8 +198,8 @@ class _PackedLink(Link):
         for place, tensor in zip(_places(description, whole), _listed(value), strict=True):
             place.copy_(tensor.detach())
         flag = whole[:8].view(torch.int64).fill_(0 if again else len(description))
-        messages = [flag, torch.tensor(description), whole[_ALIGNED:]]
-        self._under_way.append(self._sends([whole] if again else messages))
+        messages = [whole] if again else [flag, torch.tensor(description), whole[_ALIGNED:]]
+        self._under_way.append(self._sends(messages))
         self._described = description
 
     def expect(self) -> None:
