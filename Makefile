@@ -14,6 +14,8 @@ STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_buil
 LIBRARY := ds_hf/engine/ops/_lib/BUILD.txt
 
 export OMP_NUM_THREADS := 1
+# Tests start a thousand processes: where the machine forbids bytecode, each would compile the whole package anew.
+export PYTHONDONTWRITEBYTECODE :=
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export HF_DATASETS_OFFLINE := 1

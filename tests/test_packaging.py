@@ -324,6 +324,7 @@ def test_to_the_real_deepspeed_and_back_in_an_editable_install(
     assert environment.probe()["origin"] == str(compat / "deepspeed" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_uninstalling_the_name_never_deletes_sources(environment: Environment, install: Install) -> None:
     compat = install("editable")
     before = sorted(compat.rglob("*.py"))

@@ -51,6 +51,7 @@ def test_json() -> None:
     assert offloaded["prediction"]["host"]["parts"]["moments"] > 0
 
 
+@pytest.mark.slow
 def test_its_own_configuration_is_the_row_that_is_listed(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}

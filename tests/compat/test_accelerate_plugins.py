@@ -61,6 +61,7 @@ def select() -> dict[str, Any]:
     return {"seen": seen}
 
 
+@pytest.mark.slow
 @pytest.mark.feature("accelerate", "several plugins: select_deepspeed_plugin()", pain="P8")
 def test_the_selected_plugin_is_the_one_that_counts() -> None:
     seen = run_user_code(select)[0]["seen"]

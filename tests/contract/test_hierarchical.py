@@ -202,6 +202,7 @@ def each_way() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+@pytest.mark.slow
 def test_ways_of_updating_and_summing() -> None:
     """With split masters, ties are rounded another way than torch does, in second shards too; copies do not drift."""
     ranks = run_distributed(each_way, WORLD)

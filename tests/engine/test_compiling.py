@@ -102,7 +102,12 @@ def same_numbers(how: Callable[[Engine], None], modules: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "modules"), [(by_engine, 3), (by_blocks, 3), pytest.param(by_model, 4, marks=pytest.mark.slow)]
+    ("how", "modules"),
+    [
+        pytest.param(by_engine, 3, marks=pytest.mark.slow),
+        (by_blocks, 3),
+        pytest.param(by_model, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_numbers_and_graphs(how: Callable[[Engine], None], modules: int) -> None:
     run_distributed(same_numbers, 2, how, modules, timeout=100)

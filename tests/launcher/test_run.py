@@ -170,6 +170,7 @@ def pair(folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> list[s
     return [begin(folder, *common, "--node_rank", str(n), str(SCRIPT), *arguments, name=f"log{n}") for n in range(2)]
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_host_ends_the_other(tmp_path: Path) -> None:
     hosts = pair(tmp_path, "fail")
     try:

@@ -172,6 +172,7 @@ def measured_offloaded() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_peaks_with_activations_in_host_memory() -> None:
     """Here the host's memory is the device's, and both are counted."""

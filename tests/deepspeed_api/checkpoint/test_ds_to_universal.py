@@ -52,6 +52,7 @@ def test_options_are_deepspeeds() -> None:
     assert found["num_merge_workers"] == 3
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     folder = write_slices(tmp_path / "in" / "global_step3", whole_values(), split, stage=2, data=2, info=INFO)
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder)]

@@ -327,7 +327,7 @@ def test_nothing_in_the_files_is_believed(tmp_path: Path, stage: int) -> None:
     for path in sorted(folder.glob("*.pt")):
         content, whole = path.read_bytes(), load_pickled(path)
         places = [place for place in _places(whole) if "ds_config" not in place and "param_groups" not in place]
-        for number, place in list(enumerate(places))[:: 3 if "model" in path.name else 1]:
+        for number, place in list(enumerate(places))[:: 7 if "model" in path.name else 2]:
             junk = (None, -1, 10**30, "x", [], {}, [[]], torch.ones(2, 2), torch.zeros(1).expand(10**9))[number % 9]
             changed = load_pickled(path)
             _replace(changed, place, junk)

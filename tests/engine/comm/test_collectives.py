@@ -125,6 +125,6 @@ def everything(folder: str) -> None:
     assert sent.tolist() == [axis.world_size - 1.0] * 3
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_way_gives_the_same(tmp_path: Path, world: int) -> None:
     run_distributed(everything, world, str(tmp_path), timeout=60)

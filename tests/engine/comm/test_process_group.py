@@ -173,6 +173,7 @@ def test_worker_threads_end_before_the_interpreter(ending: str, alive: str) -> N
     assert (done.returncode == 0) == (not ending)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are listed where there is /proc")
 def test_threads_of_gloo_end_before_python_does(tmp_path: Path) -> None:
     """One that frees a tensor when the interpreter is gone aborts the process, one run in hundreds."""

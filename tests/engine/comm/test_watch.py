@@ -104,7 +104,9 @@ def does_not_come(how: str) -> None:
     step(engine, 0)
 
 
-@pytest.mark.parametrize("how", ["stopped, rank 1", "lock held, rank 1", "stopped, rank 0"])
+@pytest.mark.parametrize(
+    "how", ["stopped, rank 1", pytest.param("lock held, rank 1", marks=pytest.mark.slow), "stopped, rank 0"]
+)
 def test_a_rank_that_cannot_run_python(how: str) -> None:
     """It has said that it is not idle, and can say nothing since; rank 0 also keeps the store."""
     with pytest.raises(DistributedFailure) as failure:
@@ -143,7 +145,8 @@ def test_processes_that_were_stopped_together_go_on() -> None:
     [
         ("return", "rank 1: ended before it"),
         ("evaluate", "rank 1: all-gather of the weights of 0"),
-        ("raise", "ValueError: the data of rank 1 are bad"),  # its own traceback; no hang of the other
+        # its own traceback; no hang of the other
+        pytest.param("raise", "ValueError: the data of rank 1 are bad", marks=pytest.mark.slow),
     ],
 )
 def test_scripts(how: str, expected: str) -> None:
@@ -153,6 +156,7 @@ def test_scripts(how: str, expected: str) -> None:
     assert expected in str(failure.value)
 
 
+@pytest.mark.slow
 def test_a_rank_may_end_before_the_others() -> None:
     """Equally far, after a rest: nobody has diverged."""
     assert "DivergenceError" not in run_torchrun(SCRIPT, "early", world_size=2, timeout=60)

@@ -121,6 +121,7 @@ def test_after_a_fault_nothing_goes_on(tmp_path: Path, fault: str) -> None:
     pool.close()
 
 
+@pytest.mark.slow
 def test_folders_go_with_their_owner(tmp_path: Path) -> None:
     folder = SwapFolder(tmp_path)
     assert folder.path.is_dir()

@@ -371,7 +371,7 @@ def test_a_library_that_is_missing_broken_or_stale_is_a_reason(tmp_path: Path, m
 
 def test_the_struct_is_the_header() -> None:
     """The library compares its own sizeof with ours; it says so instead of reading wrong fields."""
-    lists = cpu._lists([torch.ones(1)], [torch.ones(1)], (), (), (), (), None, None)
+    lists = cpu.lists_of([torch.ones(1)], [torch.ones(1)], (), (), (), (), None, None)
     assert cpu.loaded().ds_hf_cpu_sgd(ctypes.byref(lists), ctypes.byref(cpu._Sgd())) == 0
     lists.nbytes += 8
     assert cpu.loaded().ds_hf_cpu_sgd(ctypes.byref(lists), ctypes.byref(cpu._Sgd())) == 1

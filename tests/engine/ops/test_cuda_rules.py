@@ -199,8 +199,7 @@ def test_control(ops: Any, machine: Emulator) -> None:
     ("ranks", "dtype"),
     [
         (2, BF16),
-        (5, F32),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, F32), (2, F16), (5, BF16), (5, F16))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, F32), (2, F16), (5, F32), (5, BF16), (5, F16))),
     ],
 )
 def test_sum(ops: Any, dtype: torch.dtype, ranks: int) -> None:
