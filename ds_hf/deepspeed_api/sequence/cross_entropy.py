@@ -7,14 +7,22 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hf.deepspeed_api import groups
 from ds_hf.engine.comm.collectives import all_reduce_max, all_reduce_sum
 from ds_hf.engine.comm.mesh import Axis, axis_of
 from ds_hf.engine.sequence.losses import gather, gather_whole
+from ds_hf.log import warn_once
 
-__all__ = ["vocab_parallel_cross_entropy", "vocab_sequence_parallel_cross_entropy"]
+__all__ = [
+    "VocabParallelCausalLMLoss",
+    "VocabParallelCrossEntropyLoss",
+    "configure_vocab_parallel_loss",
+    "validate_vocab_parallel_loss",
+    "vocab_parallel_cross_entropy",
+    "vocab_sequence_parallel_cross_entropy",
+]
 
 Group = dist.ProcessGroup | None
 Reduction = Literal["none", "sum", "mean"]
@@ -86,9 +94,14 @@ def vocab_parallel_cross_entropy(
     """Cross entropy in fp32 where the processes of ``tp_group`` hold parts of the vocabulary, and those of ``sp_group``
     parts of the tokens.
 
+    A "mean" or "sum" over ``sp_group`` has the gradient of this process's tokens alone, as DeepSpeed's, which fits
+    gradients that are summed over the sequence; for an engine that averages them it is as many times larger.
+
     Args:
         vocab_parallel_logits: ``[tokens, ..., vocabulary / tp]``; target: ``[tokens, ...]``, indices of the whole one.
         vocab_start_index, vocab_end_index: the part that is here; default equal parts in the order of the ranks.
+        global_vocab_size: the whole vocabulary, where the bounds are known to fit: they are compared otherwise, with a
+            collective.
         reduction: "mean" over the tokens of all processes whose target is not ``ignore_index``.
         gather_sequence_loss: losses of all processes along dimension 0, with the true adjoint.
         backend: "liger" is computed as "torch".
@@ -106,9 +119,13 @@ def vocab_parallel_cross_entropy(
         raise ValueError("gather_sequence_loss is only supported with reduction='none', and with an sp_group")
     if (vocab_start_index is None) != (vocab_end_index is None):
         raise ValueError("vocab_start_index and vocab_end_index must be provided together")
-    tensor = None if tp_group is None or dist.get_world_size(tp_group) == 1 else axis_of(tp_group, "tensor")
-    start, whole = _part(vocab_parallel_logits, tensor, vocab_start_index, vocab_end_index)
-    whole = whole if global_vocab_size is None else global_vocab_size
+    tensor = _tensor_axis(tp_group)
+    if global_vocab_size is None:
+        start, whole = _part(vocab_parallel_logits, tensor, vocab_start_index, vocab_end_index)
+    elif vocab_start_index is None:
+        raise ValueError("global_vocab_size requires explicit vocab_start_index and vocab_end_index")
+    else:
+        start, whole = vocab_start_index, global_vocab_size
     if bool(((target != ignore_index) & ((target < 0) | (target >= whole))).any()):
         raise ValueError(f"Target is out of range for vocabulary size {whole}")
     loss: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target.long(), tensor, start, ignore_index)  # type: ignore[no-untyped-call]
@@ -118,8 +135,201 @@ def vocab_parallel_cross_entropy(
     if sp_group is not None:
         axis = axis_of(sp_group, "sequence")
         everywhere = all_reduce_sum(torch.stack((total.detach(), tokens)), axis, "loss and number of tokens")
-        total, tokens = total + (everywhere[0] - total.detach()), everywhere[1]
+        mine = total * axis.world_size if groups.averages_sequence() else total
+        total, tokens = mine + (everywhere[0] - mine.detach()), everywhere[1]
     return total if reduction == "sum" else total / tokens.clamp(min=1)
+
+
+class VocabParallelCrossEntropyLoss(nn.Module):
+    """``vocab_parallel_cross_entropy`` as a module, with its arguments but logits and targets."""
+
+    def __init__(
+        self,
+        tp_group: Group = None,
+        sp_group: Group = None,
+        vocab_start_index: int | None = None,
+        vocab_end_index: int | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        gather_sequence_loss: bool = False,
+        backend: Literal["torch", "liger"] = "torch",
+    ) -> None:
+        super().__init__()
+        self.tp_group, self.sp_group = tp_group, sp_group
+        self.vocab_start_index, self.vocab_end_index = vocab_start_index, vocab_end_index
+        self.ignore_index, self.reduction = ignore_index, reduction
+        self.gather_sequence_loss, self.backend = gather_sequence_loss, backend
+
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
+        """The loss of ``[tokens, ..., vocabulary / tp]`` for ``[tokens, ...]``."""
+        return vocab_parallel_cross_entropy(
+            vocab_parallel_logits,
+            target,
+            self.tp_group,
+            self.sp_group,
+            self.vocab_start_index,
+            self.vocab_end_index,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            gather_sequence_loss=self.gather_sequence_loss,
+            backend=self.backend,
+        )
+
+
+class VocabParallelCausalLMLoss:
+    """The ``loss_function`` of a causal language model of transformers whose head gives a part of the vocabulary.
+
+    The bounds of the parts are compared over ``tp_group`` in the first call; an object is for one head.
+
+    Args:
+        sp_group: the processes that share sequences, where nothing else joins their losses. Under the Trainer and
+            accelerate's loops it stays ``None``.
+        others: see ``vocab_parallel_cross_entropy``.
+    """
+
+    def __init__(
+        self,
+        tp_group: Group = None,
+        sp_group: Group = None,
+        vocab_start_index: int | None = None,
+        vocab_end_index: int | None = None,
+        ignore_index: int = -100,
+        backend: Literal["torch", "liger"] = "torch",
+    ) -> None:
+        self.tp_group, self.sp_group = tp_group, sp_group
+        self.vocab_start_index, self.vocab_end_index = vocab_start_index, vocab_end_index
+        self.ignore_index, self.backend = ignore_index, backend
+        self._known: tuple[Any, int] | None = None  # what the bounds were compared for, and the whole vocabulary
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The loss, ``[]`` in fp32: the mean over tokens, or their sum by ``num_items_in_batch``.
+
+        Args:
+            logits: ``[..., tokens, vocabulary / tp]``; labels: ``[..., tokens]``, of the tokens themselves;
+            shift_labels: of the next tokens, where they are shifted already.
+            vocab_size: what the caller takes the whole vocabulary for; the head's own counts.
+
+        Raises:
+            ValueError: neither kind of labels, or see ``vocab_parallel_cross_entropy``.
+            RuntimeError: bounds or size of the part are others than in the first call.
+        """
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("labels or shift_labels must be provided")
+            logits, shift_labels = logits[..., :-1, :], labels[..., 1:]
+        whole = self._whole(logits)
+        if vocab_size is not None and vocab_size != whole:
+            warn_once(f"the head has a vocabulary of {whole}, and the model says {vocab_size}: the head's counts")
+        loss = vocab_parallel_cross_entropy(
+            logits,
+            shift_labels,
+            self.tp_group,
+            self.sp_group,
+            self.vocab_start_index,
+            self.vocab_end_index,
+            whole,
+            self.ignore_index,
+            "mean" if num_items_in_batch is None else "sum",
+            backend=self.backend,
+        )
+        if num_items_in_batch is None:
+            return loss
+        return loss / torch.as_tensor(num_items_in_batch, device=loss.device, dtype=loss.dtype).clamp(min=1)
+
+    def _whole(self, logits: Tensor) -> int:
+        here = logits.shape[-1]
+        if self._known is None:
+            start, whole = _part(logits, _tensor_axis(self.tp_group), self.vocab_start_index, self.vocab_end_index)
+            self.vocab_start_index, self.vocab_end_index = start, start + here
+            self._known = (self._bounds(here), whole)
+        elif self._known[0] != self._bounds(here):
+            raise RuntimeError(
+                "the part of the vocabulary is another than in the first call of this VocabParallelCausalLMLoss: make "
+                "one for each head"
+            )
+        return self._known[1]
+
+    def _bounds(self, here: int) -> tuple[Any, ...]:
+        return self.tp_group, here, self.vocab_start_index, self.vocab_end_index
+
+
+def configure_vocab_parallel_loss(
+    model: nn.Module,
+    vocab_parallel_head: Any,
+    sp_group: Group = None,
+    ignore_index: int = -100,
+    backend: Literal["torch", "liger"] = "torch",
+) -> nn.Module:
+    """Have a causal language model of transformers compute its loss from a part of the logits; its own is kept as
+    ``_deepspeed_original_loss_function``.
+
+    Args:
+        vocab_parallel_head: with ``mp_group``, ``vocab_start_index`` and ``vocab_end_index``.
+        others: see ``VocabParallelCausalLMLoss``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: its ``loss_function`` cannot be replaced.
+    """
+    head = vocab_parallel_head
+    loss = VocabParallelCausalLMLoss(
+        head.mp_group, sp_group, head.vocab_start_index, head.vocab_end_index, ignore_index, backend
+    )
+    before = _replace_loss(model, loss)
+    if not hasattr(model, "_deepspeed_original_loss_function"):
+        model._deepspeed_original_loss_function = before
+    return model
+
+
+def validate_vocab_parallel_loss(model: nn.Module) -> None:
+    """Whether the loss of ``model`` can be replaced; it stays as it is.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    model.loss_function = _replace_loss(model, VocabParallelCausalLMLoss())
+
+
+def _replace_loss(model: nn.Module, loss: Any) -> Any:
+    """The loss that was there.
+
+    Raises:
+        ValueError: it is still there, or there is none.
+    """
+    if not hasattr(model, "loss_function"):
+        raise ValueError(
+            f"{type(model).__name__} has no loss_function that could be replaced: gather the logits of all parts "
+            "(gather_output=True) and compute the loss from them"
+        )
+    before = model.loss_function
+    submodule = model._modules.pop("loss_function", None)  # else only modules could take its place
+    try:
+        model.loss_function = loss
+        if model.loss_function is loss:
+            return before
+        model.loss_function = before
+    except (AttributeError, TypeError):
+        pass
+    if submodule is not None:
+        model._modules["loss_function"] = submodule
+    raise ValueError(
+        f"the loss_function of {type(model).__name__} cannot be replaced: gather the logits of all parts "
+        "(gather_output=True) and compute the loss from them"
+    )
+
+
+def _tensor_axis(group: Group) -> Axis | None:
+    return None if group is None or dist.get_world_size(group) == 1 else axis_of(group, "tensor")
 
 
 def _part(logits: Tensor, tensor: Axis | None, start: int | None, end: int | None) -> tuple[int, int]:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy, vocab_sequence_parallel_cross_entropy
+from deepspeed.sequence import VocabParallelCrossEntropyLoss, configure_vocab_parallel_loss
+from deepspeed.sequence.cross_entropy import (
+    VocabParallelCausalLMLoss,
+    validate_vocab_parallel_loss,
+    vocab_parallel_cross_entropy,
+    vocab_sequence_parallel_cross_entropy,
+)
 from deepspeed.sequence.layer import DistributedAttention, _SeqAllToAll
-from torch import Tensor
+from deepspeed.utils import groups
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.helpers.distributed import run_distributed
@@ -119,3 +127,84 @@ def test_cross_entropy_of_divided_tokens_and_vocabulary() -> None:
     for rank in run_distributed(losses_each, 2):
         for found in rank:
             assert max(abs(value) for value in found.values()) < 1e-12, found
+
+
+def losses_as_objects() -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    logits = whole(2, 5, 6 * n)
+    labels = torch.randint(0, 6 * n, (2, 5), generator=torch.Generator().manual_seed(1))
+    labels[0, 1] = -100
+    reference = logits.clone().requires_grad_()
+    expected = cross_entropy(reference[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    expected.backward()
+    assert reference.grad is not None
+    mine = part(logits, 2).requires_grad_()
+
+    model = nn.Module()
+    model.loss_function = stock = nn.CrossEntropyLoss()  # a submodule, which a plain object cannot replace
+    validate_vocab_parallel_loss(model)
+    assert model.loss_function is stock
+    head = SimpleNamespace(mp_group=dist.group.WORLD, vocab_start_index=6 * rank, vocab_end_index=6 * rank + 6)
+    assert configure_vocab_parallel_loss(model, head) is model
+    assert model._deepspeed_original_loss_function is stock
+    loss = model.loss_function
+    assert isinstance(loss, VocabParallelCausalLMLoss)
+    found = loss(mine, labels, vocab_size=6 * n)
+    found.backward()
+    assert mine.grad is not None
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert float((mine.grad - part(reference.grad, 2)).abs().max()) < 1e-12
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    assert torch.allclose(loss(mine, shift_labels=shifted), found, atol=1e-12)
+    assert torch.allclose(loss(mine, labels, num_items_in_batch=4), expected * 7 / 4, atol=1e-12)
+    with pytest.raises(ValueError, match="labels or shift_labels"):
+        loss(mine)
+    with pytest.raises(RuntimeError, match="another than in the first call"):
+        loss(mine[..., :3], labels)
+    module = VocabParallelCrossEntropyLoss(dist.group.WORLD, reduction="none")
+    wanted = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
+    assert torch.allclose(module(mine, labels), wanted, atol=1e-12)
+    with pytest.raises(ValueError, match="global_vocab_size requires"):
+        vocab_parallel_cross_entropy(mine, labels, dist.group.WORLD, global_vocab_size=6 * n)
+
+
+def test_losses_of_a_divided_vocabulary_as_objects() -> None:
+    run_distributed(losses_as_objects, 2)
+
+
+def test_a_loss_that_cannot_be_replaced() -> None:
+    class Fixed(nn.Module):
+        loss_function = property(lambda self: None)
+
+    for model in (nn.Linear(1, 1), Fixed()):
+        with pytest.raises(ValueError, match="loss_function"):
+            validate_vocab_parallel_loss(model)
+
+
+def gradient_of_a_mean(gradients: str) -> float:
+    import deepspeed
+
+    n = dist.get_world_size()
+    given, target = whole(1, 4 * n, 6), torch.randint(0, 10, (4 * n,), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    model = nn.Linear(6, 10, dtype=torch.float64)
+    cross_entropy(model(given[0]), target).backward()
+    assert model.weight.grad is not None
+    wanted, model.weight.grad, model.bias.grad = model.weight.grad, None, None
+    config = {"train_micro_batch_size_per_gpu": 1, "ds_hf": {"sequence_gradients": gradients}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mesh_param=(1, n))
+    before = model.weight.detach().clone()
+    logits = engine(part(given, 1))[0]
+    group = groups._get_sequence_parallel_group()
+    engine.backward(vocab_parallel_cross_entropy(logits, part(target, 0), sp_group=group))
+    engine.step()
+    return float((before - model.weight.detach() - wanted).abs().max())
+
+
+def gradients_of_means() -> list[float]:
+    return [gradient_of_a_mean("mean"), gradient_of_a_mean("sum")]
+
+
+def test_the_mean_over_divided_tokens_has_the_true_gradient_in_an_engine() -> None:
+    assert max(max(found) for found in run_distributed(gradients_of_means, 2)) < 1e-12

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from .._missing import missing
 from . import cross_entropy, layer
-from .cross_entropy import vocab_parallel_cross_entropy
+from .cross_entropy import (
+    VocabParallelCausalLMLoss,
+    VocabParallelCrossEntropyLoss,
+    configure_vocab_parallel_loss,
+    vocab_parallel_cross_entropy,
+)
 
-__all__ = ["cross_entropy", "layer", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "VocabParallelCausalLMLoss",
+    "VocabParallelCrossEntropyLoss",
+    "configure_vocab_parallel_loss",
+    "cross_entropy",
+    "layer",
+    "vocab_parallel_cross_entropy",
+]
 __getattr__ = missing(__name__)
