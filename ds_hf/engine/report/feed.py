@@ -20,13 +20,17 @@ NAMES = {
     "update": "update_ms",
     "offload": "offload_wait_ms",
     "loader": "loader_wait_ms",
+    "checkpoint": "checkpoint_ms",
+    "evaluation": "evaluation_ms",
+    "collective": "other_collectives_ms",
     "script": "outside_ms",
+    "report": "report_ms",
 }
 
 
 def figures_of(step: Step, keys: Sequence[Key], header: Mapping[str, Any]) -> dict[str, float]:
-    """Milliseconds of each kind that the step has, of the step, and where tokens are known this rank's
-    ``tokens_per_second`` and ``mfu``."""
+    """Milliseconds of each kind that the step has, which add up to those of the step, and where tokens are known this
+    rank's ``tokens_per_second`` and ``mfu``."""
     kinds: dict[str, float] = {}
     told = 0.0
     for number, seconds in self_times(step.spans):
