@@ -1,8 +1,8 @@
 """Which models of transformers have their sequences divided, and over which processes.
 
-A model is *bound* to a ``Division``: each of its modules then finds it when transformers calls attention, and its
-configuration when transformers makes a mask. Other models of the process, which share transformers' functions, are not
-touched. A division outlives no model.
+A model is *bound* to a ``Division``: each of its modules then finds it when transformers calls attention, and whatever
+makes a mask inside its forward. Other models of the process, which share transformers' functions and perhaps the very
+configuration, are not touched. A division outlives no model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.sequence.losses import gather_whole
 
-__all__ = ["Division", "bind", "division_of", "division_of_config", "release"]
+__all__ = ["Division", "bind", "division_of", "forward_begins", "forward_ends", "forward_of", "release"]
 
 _modules: WeakKeyDictionary[nn.Module, Division] = WeakKeyDictionary()
-_configs: dict[int, weakref.ref[Division]] = {}  # configurations compare by value and cannot be keys
+_forwards: list[Division] = []  # of bound models that are computing, the innermost last
 
 
 @dataclass(eq=False)
@@ -85,7 +85,6 @@ def bind(model: nn.Module, division: Division) -> None:
         config = getattr(module, "config", None)
         if config is not None and not any(config is known for known in division.configs):
             division.configs.append(config)
-            _configs[id(config)] = weakref.ref(division)
 
 
 def release(model: nn.Module) -> None:
@@ -93,9 +92,6 @@ def release(model: nn.Module) -> None:
     for division in {_modules[module] for module in model.modules() if module in _modules}:
         for hook in division.hooks:
             hook.remove()
-        for config in division.configs:
-            if division_of_config(config) is division:
-                del _configs[id(config)]
     for module in model.modules():
         _modules.pop(module, None)
 
@@ -105,8 +101,19 @@ def division_of(module: nn.Module) -> Division | None:
     return _modules.get(module)
 
 
-def division_of_config(config: Any) -> Division | None:
-    """Of the model whose configuration this very object is."""
-    reference = _configs.get(id(config))
-    division = None if reference is None else reference()
+def forward_begins(module: nn.Module, args: Any) -> None:
+    """A hook before the forward of a model of transformers that is bound, or is inside one."""
+    if (division := division_of(module)) is not None:
+        _forwards.append(division)
+
+
+def forward_ends(module: nn.Module, args: Any, output: Any) -> None:
+    """The hook after it, also where it raised."""
+    if _forwards and _forwards[-1] is division_of(module):
+        _forwards.pop()
+
+
+def forward_of(config: Any) -> Division | None:
+    """Of the bound model that is computing, if this very object is its configuration or that of a model inside."""
+    division = _forwards[-1] if _forwards else None
     return division if division is not None and any(config is known for known in division.configs) else None

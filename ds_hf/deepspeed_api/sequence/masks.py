@@ -1,11 +1,10 @@
 """Masks of whole sequences.
 
 transformers' models make their masks with functions of ``transformers.masking_utils``, from ``attention_mask``,
-``position_ids`` (packed documents) and the layer's kind (sliding windows, chunks). For a bound model these functions
-are
-given what they would be given without sequence parallelism: the whole of both, gathered once a forward, and the
-number of tokens of the whole. So the mask is that of the undivided model, whatever the model and the core. DeepSpeed
-drops masks instead, and documents then attend to each other.
+``position_ids`` (packed documents) and the layer's kind (sliding windows, chunks). In the forward of a bound model these
+functions are given what they would be given without sequence parallelism: the whole of both, gathered once a forward,
+and the number of tokens of the whole. So the mask is that of the undivided model, whatever the model and the core.
+DeepSpeed drops masks instead, and documents then attend to each other.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.deepspeed_api.sequence.division import Division, division_of_config
+from ds_hf.deepspeed_api.sequence.division import Division, forward_of
 from ds_hf.log import warn_once
 
 __all__ = ["use_whole_masks"]
@@ -53,7 +52,7 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs).arguments
-        division = division_of_config(given.get("config"))
+        division = forward_of(given.get("config"))
         if division is None or not division.active:
             return original(*args, **kwargs)
         extra = given.pop("kwargs", {})

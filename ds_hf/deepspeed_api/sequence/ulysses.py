@@ -21,7 +21,14 @@ from ds_hf.deepspeed_api.sequence.checks import (
     looks_packed,
     tell_of_positions,
 )
-from ds_hf.deepspeed_api.sequence.division import Division, bind, division_of, keep
+from ds_hf.deepspeed_api.sequence.division import (
+    Division,
+    bind,
+    division_of,
+    forward_begins,
+    forward_ends,
+    keep,
+)
 from ds_hf.deepspeed_api.sequence.layer import DistributedAttention
 from ds_hf.deepspeed_api.sequence.masks import use_whole_masks
 from ds_hf.engine.comm.mesh import Axis, axis_of
@@ -224,6 +231,7 @@ def _made(wrapped: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> An
 
 def divide(model: nn.Module, division: Division) -> None:
     """Have the model of transformers compute as ``division`` says, from its next forward on."""
+    from transformers import PreTrainedModel
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 
     masks = ALL_MASK_ATTENTION_FUNCTIONS
@@ -231,10 +239,12 @@ def divide(model: nn.Module, division: Division) -> None:
     replace_core(division.core)
     use_whole_masks(model)
     bind(model, division)
-    division.hooks = [
-        model.register_forward_pre_hook(_before, with_kwargs=True),
-        model.register_forward_hook(_after),
-    ]
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):  # any of them may be called, and make masks
+            division.hooks.append(module.register_forward_pre_hook(forward_begins))
+            division.hooks.append(module.register_forward_hook(forward_ends, always_call=True))
+    division.hooks.append(model.register_forward_pre_hook(_before, with_kwargs=True))
+    division.hooks.append(model.register_forward_hook(_after))
 
 
 def divide_for_engine(model: nn.Module, axis: Axis) -> None:

@@ -80,12 +80,16 @@ def difference(name: str) -> float:
     kind, more, batch = CASES[name]
     net = model(kind, **more)
     whole = net(**batch).logits
+    undivided: Any = type(net)
+    undivided = undivided(net.config)  # of the very same configuration
+    undivided.load_state_dict(net.state_dict())
     axis = axis_of(None, "sequence")
     divide(net, Division("sdpa", axis))
     length = TOKENS // axis.world_size
     part = slice(axis.rank * length, (axis.rank + 1) * length)
     logits = net(**{key: value[:, part] for key, value in batch.items()}).logits
     gathered = gather_whole(logits, axis, 1, "logits")
+    assert torch.equal(undivided(**batch).logits, whole)
     shown = batch.get("attention_mask", torch.ones(BATCH, TOKENS)) > 0  # what padding attends to is nobody's
     release(net)
     again = net(**batch).logits
