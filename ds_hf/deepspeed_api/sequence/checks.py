@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ from ds_hf.deepspeed_api.sequence.division import Division
 from ds_hf.engine.sequence.heads import plan_heads
 from ds_hf.log import warn_once
 
-__all__ = ["PACKED", "batch_faults", "check_called", "check_model", "looks_packed", "tell_of_positions"]
+__all__ = ["PACKED", "batch_faults", "check_called", "check_model", "counts_mask", "looks_packed", "tell_of_positions"]
 
 _EAGER = ("eager", "paged|eager")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -46,6 +47,11 @@ def check_model(model: Any, config: Any, core: str, processes: int) -> None:
         )
     if getattr(text, "alibi", False):
         raise ValueError(f"{name} adds ALiBi to attention, made from a part of the sequence: it cannot be divided")
+    if isinstance(model, nn.Module) and _counts_tokens(model):
+        raise ValueError(
+            f"{name} counts its position_ids from the tokens that are no padding, beginning at another number than 0: "
+            "each part of a sequence would begin anew. Take a model with position_ids from 0 on, or sp_size=1"
+        )
     heads = getattr(text, "num_attention_heads", None)
     if isinstance(heads, int):
         kv_heads = getattr(text, "num_key_value_heads", None)
@@ -57,6 +63,22 @@ def check_model(model: Any, config: Any, core: str, processes: int) -> None:
             f"no layer of {name} takes its attention from transformers (ALL_ATTENTION_FUNCTIONS): sequence parallelism "
             "would not reach it. Wrap its attention in deepspeed.sequence.layer.DistributedAttention"
         )
+
+
+def _counts_tokens(model: nn.Module) -> bool:
+    """As RoBERTa's embeddings do."""
+    name = "create_position_ids_from_input_ids"
+    return any(
+        hasattr(sys.modules.get(type(module).__module__), name) or hasattr(module, name) for module in model.modules()
+    )
+
+
+def counts_mask(model: nn.Module) -> bool:
+    """``model`` numbers the tokens that ``attention_mask`` shows, where it gets no ``position_ids``: OPT, BioGPT."""
+    return any(
+        isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
+        for module in model.modules()
+    )
 
 
 def check_called(division: Division, model: nn.Module) -> None:
@@ -87,17 +109,22 @@ def looks_packed(batch: dict[str, Any]) -> str:
     return ""
 
 
-def batch_faults(batch: dict[str, Any], positions: Tensor, tokens: int, division: Division) -> str:
+def batch_faults(batch: dict[str, Any], positions: Tensor, mask: Tensor | None, tokens: int, division: Division) -> str:
     """What is wrong about a forward with this part of the sequence, "" where nothing is.
 
     Args:
-        positions: of all processes, ``[..., tokens of all]``.
+        positions: of all processes, ``[..., tokens of all]``; mask: of all, ``[batch, tokens of all]``.
     """
     n = division.axis.world_size
     if division.seq_length is not None and tokens * n != division.seq_length:
         return (
             f"this batch has {tokens * n} tokens in a sequence, and seq_length is {division.seq_length}: give "
             "seq_length_is_variable=True"
+        )
+    if division.counts_mask and mask is not None and bool(((mask > 0) & (positions >= mask.cumsum(-1))).any()):
+        return (
+            "position_ids count the padding on the left, which this model does not: give position_ids that begin at 0 "
+            "with the first token, as (attention_mask.cumsum(-1) - 1).clamp(min=0)"
         )
     if batch.get("labels") is None or batch.get("shift_labels") is not None:
         return ""

@@ -32,6 +32,7 @@ class Division:
         axis: the processes that share a sequence.
         disable_in_eval: in evaluation every process has whole sequences.
         by_positions: the core finds packed documents by ``position_ids``, as flash attention does.
+        counts_mask: the model would number the tokens that ``attention_mask`` shows.
         seq_length: of all sequences, ``None`` where it varies.
         model: the model; configs: its configuration and those inside; names: of its modules, by identity.
         calls: attention layers that were called in this forward; ``checked``: a forward has been looked at.
@@ -43,6 +44,7 @@ class Division:
     disable_in_eval: bool = False
     seq_length: int | None = None
     by_positions: bool = False
+    counts_mask: bool = False
     model: weakref.ref[nn.Module] | None = None
     configs: list[Any] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)

@@ -1,10 +1,10 @@
 """Masks of whole sequences.
 
 transformers' models make their masks with functions of ``transformers.masking_utils``, from ``attention_mask``,
-``position_ids`` (packed documents) and the layer's kind (sliding windows, chunks). In the forward of a bound model these
-functions are given what they would be given without sequence parallelism: the whole of both, gathered once a forward,
-and the number of tokens of the whole. So the mask is that of the undivided model, whatever the model and the core.
-DeepSpeed drops masks instead, and documents then attend to each other.
+``position_ids`` (packed documents) and the layer's kind (sliding windows, chunks). In the forward of a bound model
+these functions are given what they would be given without sequence parallelism: the whole of both, gathered once a
+forward, and the number of tokens of the whole. So the mask is that of the undivided model, whatever the model and the
+core. DeepSpeed drops masks instead, and documents then attend to each other.
 """
 
 from __future__ import annotations

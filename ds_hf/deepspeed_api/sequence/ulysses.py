@@ -18,6 +18,7 @@ from ds_hf.deepspeed_api.sequence.checks import (
     batch_faults,
     check_called,
     check_model,
+    counts_mask,
     looks_packed,
     tell_of_positions,
 )
@@ -236,6 +237,7 @@ def divide(model: nn.Module, division: Division) -> None:
 
     masks = ALL_MASK_ATTENTION_FUNCTIONS
     division.by_positions = division.core not in masks or masks[division.core] is flash_attention_mask
+    division.counts_mask = counts_mask(model)
     replace_core(division.core)
     use_whole_masks(model)
     bind(model, division)
@@ -295,7 +297,7 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         keep(mask, wholes[1].to(mask.dtype))
     if not division.checked:
         tell_of_positions(wholes[0], division.axis.world_size)
-    if fault := batch_faults(kwargs, wholes[0], length, division):
+    if fault := batch_faults(kwargs, wholes[0], wholes[1] if len(gathered) > 1 else None, length, division):
         raise ValueError(fault)
     return args, kwargs
 

@@ -146,17 +146,27 @@ def faults() -> list[str]:
         with pytest.raises(ValueError) as caught:
             net(**case)
         said.append(str(caught.value))
+    opt = model("OPT", ffn_dim=48, word_embed_proj_dim=32)  # numbers the tokens that are shown
+    divide(opt, Division("sdpa", axis))
+    part = slice(axis.rank * half, (axis.rank + 1) * half)
+    shown = padded(left=True)["attention_mask"]
+    counted = (shown.cumsum(-1) - 1).clamp(min=0)[:, part]
+    opt(input_ids=ids, attention_mask=shown[:, part], position_ids=counted)
+    with pytest.raises(ValueError) as caught:
+        opt(input_ids=ids, attention_mask=shown[:, part])
+    said.append(str(caught.value))
     dist.barrier()
     return said
 
 
 def test_forwards_that_cannot_be_divided() -> None:
-    for length, labels, mask, lengths, documents in run_distributed(faults, 2):
+    for length, labels, mask, lengths, documents, positions in run_distributed(faults, 2):
         assert "10 tokens in a sequence, and seq_length is 24" in length
         assert "labels without shift_labels" in labels
         assert "attention_mask has shape [2, 1, 12, 12], and this process has 12 of 24 tokens" in mask
         assert "packed documents (cu_seq_lens_q) without position_ids" in lengths
         assert "packed documents (attention_mask) without position_ids" in documents
+        assert "give position_ids that begin at 0 with the first token" in positions
 
 
 def flash(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:

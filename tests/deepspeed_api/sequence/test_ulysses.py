@@ -13,7 +13,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF,
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hf import initialize
@@ -117,7 +117,10 @@ class Wrapper:
 
 def refusals() -> dict[str, str]:
     eager = Wrapper(model(attn_implementation="eager").config)
+    small: Any = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    roberta = RobertaModel(RobertaConfig(vocab_size=8, attn_implementation="sdpa", **small))
     cases: dict[str, dict[str, Any]] = {
+        "positions": {"model_name_or_path": roberta},
         "mismatch": {"model_name_or_path": Wrapper(model().config), "core_attn_implementation": "flash_attention_2"},
         "eager": {"model_name_or_path": eager, "core_attn_implementation": "eager"},
         "heads": {"model_name_or_path": model(num_attention_heads=1, num_key_value_heads=1)},
@@ -142,6 +145,7 @@ def test_what_is_refused_before_training() -> None:
         assert "Attention head count 1 is not divisible by SP size 2" in said["heads"]
         assert "seq_length=7 isn't divisible by sp-size=2" in said["length"]
         assert "give seq_length, or seq_length_is_variable=True" in said["no length"]
+        assert "RobertaModel counts its position_ids from the tokens" in said["positions"]
         assert "sequences are divided over 2 processes here, and are asked to be over 3" in said["size"]
 
 
