@@ -127,13 +127,17 @@ def compute_tiles(
         whole: tensors that every tile gets; their gradients are summed.
         weights: those that ``fn`` reads, as far as known: autograd then knows them as inputs. The gradients of others
             are put into their ``.grad`` in backward.
-        join: the dim of the output along which tiles are joined, as long as the input's; ``None``: stacked.
+        join: the dim of the output along which tiles are joined, as long as the input's; ``None``: stacked, as outputs
+            without dims always are.
+
+    Raises:
+        ValueError: an output is not as long along ``join`` as its tile.
     """
     weights = [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
     tensors = [*split, *whole]
     if len(cuts) == 1:
         output = fn(list(split), list(whole))
-        return output if join is not None else output.unsqueeze(0)
+        return output if join is not None and output.dim() else output.unsqueeze(0)
     if not torch.is_grad_enabled():
         with untracked_calls():
             return _run(fn, tensors, len(split), cuts, dim, join)
@@ -206,6 +210,13 @@ def _run(
     output: Tensor | None = None
     for index, (start, end) in enumerate(cuts):
         tile = fn([_tile(tensor, dim, start, end) for tensor in tensors[:split]], whole)
+        if tile.dim() == 0:
+            join = None
+        if join is not None and not (join < tile.dim() and tile.shape[join] == end - start):
+            raise ValueError(
+                f"a tile of {end - start} positions gave an output of shape {tuple(tile.shape)}, which cannot be "
+                f"joined along dim {join}: that has to be its positions"
+            )
         if output is None:
             shape = list(tile.shape)
             if join is None:
@@ -252,7 +263,8 @@ class _Backward:
             if others is None:
                 others = leaves_behind(output, [*own, *shared])
                 sums.sums += [None] * len(others)
-            of_tile = grad[index] if self.join is None else grad.narrow(self.join, cut[0], cut[1] - cut[0])
+            stacked = self.join is None or output.dim() == 0
+            of_tile = grad[index] if stacked else grad.narrow(self.join, cut[0], cut[1] - cut[0])
             grads = torch.autograd.grad(output, [*own, *shared, *others], of_tile, allow_unused=True)
             del output, tiles
             self._put(cut, grads[: len(own)])

@@ -168,6 +168,22 @@ def test_sequence_tiled_compute(reduction: str | None) -> None:
         SequenceTiledCompute.apply(fn, LENGTH, 2, ["x"], [], "x", None, 1, "median", x)
 
 
+def test_outputs_without_dims_are_stacked_and_others_have_to_fit() -> None:
+    net, x = mlp(), torch.randn(2, 12, WIDTH, requires_grad=True)
+
+    def tiled(fn: Any, dim: int) -> Tensor:
+        return sequence_tiled_compute(fn, 12, 3, {"x": x}, {}, "x", list(net.parameters()), dim)
+
+    def square(x: Tensor) -> Tensor:
+        return net(x).square().mean()
+
+    (found,) = torch.autograd.grad(tiled(square, 1), x)  # DeepSpeed's default for the dim
+    (wanted,) = torch.autograd.grad(square(x), x)
+    close([found], [wanted])
+    with pytest.raises(ValueError, match=r"a tile of 4 positions gave an output of shape \(2, 4, \d+\).*along dim 2"):
+        tiled(net, 2)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_tiled_fused_logits_loss(reduction: str, masked: bool) -> None:
