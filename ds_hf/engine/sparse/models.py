@@ -8,6 +8,7 @@ layout is one more condition. Its rows and columns are positions in the sequence
 
 from __future__ import annotations
 
+import copy
 import sys
 import zlib
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ def prepare_attention(settings: Config, model: nn.Module, **divided: tuple[int, 
     if asked is False:
         return
     inner = _transformers_model(model)
+    _own_configurations(model)
     text = inner.config.get_text_config()
     _check_model(inner, text, everything=asked == "all")
     try:
@@ -94,6 +96,17 @@ def _transformers_model(model: nn.Module) -> Any:
         f"{KEY} needs a model of transformers, and this is a {type(model).__name__}: call SparseSelfAttention of "
         "deepspeed.ops.sparse_attention in its attention layers, and remove the key"
     )
+
+
+def _own_configurations(model: nn.Module) -> None:
+    """Give the model's modules copies of their configurations: the attention's name is written there, and another model
+    may have been made of the same object."""
+    kind = sys.modules["transformers.configuration_utils"].PretrainedConfig
+    copies: dict[int, Any] = {}  # so that one that is inside another stays so
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, kind):
+                vars(module)[name] = copy.deepcopy(value, copies)
 
 
 def _check_model(model: Any, text: Any, *, everything: bool) -> None:

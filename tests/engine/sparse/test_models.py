@@ -199,6 +199,17 @@ def test_the_default_pattern_and_two_models_at_once() -> None:
     assert largest(other(ids).logits, plain) <= 1e-6
 
 
+def test_a_model_of_the_same_configuration_stays_dense() -> None:
+    dense = llama(attn_implementation="sdpa")
+    model = type(dense)(dense.config)
+    ids = torch.randint(1, 64, (2, 24))
+    before = dense(ids).logits
+    sparse(model)
+    assert torch.equal(dense(ids).logits, before)
+    assert model.config is model.model.config is model.model.layers[0].self_attn.config
+    assert model.config._attn_implementation != dense.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize(
     ("make", "asked", "words"),
     [
