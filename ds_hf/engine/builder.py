@@ -214,11 +214,22 @@ def _load(
         if mpu is not None and mpu is not grid:
             check_same_groups(mpu, grid.dp_group, grid.slice_group)
         if divides:
+            _refuse_vocabulary_of_stages(settings)
             mesh.leave_layers_to_engine()
         return settings, plan, mesh, divides
     mesh = Mesh(shape) if mpu is None else Mesh.given(mpu, shape, divided=not divides)
     mesh.sums_sequence = settings.ds_hf.sequence_gradients == "sum"
     return settings, plan, mesh, divides
+
+
+def _refuse_vocabulary_of_stages(settings: Config) -> None:
+    """On all stages: only one of them would find the layer."""
+    if settings.tensor_parallel.vocab_parallel_lm_head:
+        raise ConfigError(
+            "it looks for the output layer of a whole model, and a process of a pipeline has one stage: give rules for "
+            "the embedding and the output layer in tensor_parallel.partition_config",
+            "/tensor_parallel/vocab_parallel_lm_head",
+        )
 
 
 def _processes_here() -> int | None:

@@ -226,6 +226,7 @@ class Predictor:
             offloads=settings.activation_checkpointing.cpu_checkpointing or own.offload_activations,
             tiled_mlp=own.tiled_mlp,
             chunked_loss=own.chunked_loss,
+            gathers_logits=settings.tensor_parallel.vocab_parallel_lm_head is False,
         )
         if own.compile and own.tiled_mlp is None and settings.sequence_parallel_size == 1:  # else graphs break inside
             sharding = dataclasses.replace(sharding, compiled=True, budget=own.activation_memory_budget)

@@ -69,6 +69,7 @@ class Sharding:
         joins: small blocks are joined (``planning.join_small``).
         offloads: inputs of checkpointed blocks go to host memory (``engine.activations``).
         tiled_mlp, chunked_loss: as in the configuration (``engine.tiling``).
+        gathers_logits: of a head that is cut (``vocab_parallel_lm_head: false``).
         compiled: blocks are compiled, under ``budget`` (``ds_hf.activation_memory_budget``).
     """
 
@@ -81,6 +82,7 @@ class Sharding:
     offloads: bool = False
     tiled_mlp: int | Literal["auto"] | None = None
     chunked_loss: bool = False
+    gathers_logits: bool = False
     compiled: bool = False
     budget: float | None = None
 
@@ -262,7 +264,10 @@ def _tile(model: nn.Module, sharding: Sharding) -> list[TiledMlps | ChunkedLoss 
     found: list[TiledMlps | ChunkedLoss | PartialLoss] = []
     if sharding.tiled_mlp is not None:
         found.append(TiledMlps(model, sharding.tiled_mlp))
-    found.append(ChunkedLoss(model) if sharding.chunked_loss else PartialLoss(model))
+    if sharding.chunked_loss:
+        found.append(ChunkedLoss(model))
+    elif not sharding.gathers_logits:
+        found.append(PartialLoss(model))
     return found
 
 

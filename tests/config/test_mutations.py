@@ -202,7 +202,6 @@ MUTATIONS: list[tuple[Any, ...]] = [
     (Z + "/zenflow", {"topk_ratio": 0.1}, "ZenFlow"),
     (Z + "/zeropp_loco_param", {"err_beta": 0.5}, "zero_quantized_gradients"),
     ("/tensor_parallel", {"autotp_size": 4}, "does not divide the 2", "/tensor_parallel/autotp_size"),
-    ("/tensor_parallel", {"vocab_parallel_lm_head": True}, "all logits", "/tensor_parallel/vocab_parallel_lm_head"),
     ("/sequence_parallel_size", 3, "does not divide the 2"),
     ("/expert_parallel", {"enabled": True}, "leaf_module"),
     ("/pipeline", {"stages": 2}, "pipeline", "/pipeline/stages"),

@@ -402,7 +402,6 @@ def refusals() -> dict[str, str]:
         "pattern": refused("fused", section={"partition_config": {"layer_specs": [{"patterns": ["("]}]}}),
         "unmatched": refused("fused", section={"partition_config": {"layer_specs": [{"patterns": ["nothing"]}]}}),
         "strict": refused("fused", section={"partition_config": {**PARTITION, "strict_mode": True}}),
-        "loss": refused("llama", tensor=2, section={"vocab_parallel_lm_head": True}),
         "sizes": refused("llama", tensor=3),
     }
 
@@ -429,7 +428,6 @@ def test_bad_input_is_refused_by_name() -> None:
         assert "is not a regular expression" in found["pattern"]
         assert "no layer of Fused matches a rule" in found["unmatched"]
         assert found["strict"] == ""  # every linear layer has a rule
-        assert "all logits" in found["loss"]
         assert "tensor-parallel 3 (tensor_parallel.autotp_size) does not divide the 4 processes" in found["sizes"]
 
 

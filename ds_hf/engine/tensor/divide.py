@@ -51,9 +51,9 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
     warn_across_hosts(axis)
     if not _is_divided(model, axis):
         divisions = plan_division(model, section, axis.world_size)
-        copied: list[Any] = [None]
+        copied, tied = list[Any]([None]), set[int]()
         for division in divisions:
-            _apply(division, model, mesh, axis, copied, optimizer)
+            _apply(division, model, mesh, axis, copied, tied, optimizer)
         _localise(model, divisions, axis)
     share_random_states(axis)
 
@@ -66,9 +66,9 @@ def divide_without_values(model: nn.Module, size: int, section: TensorParallelSe
     """
     axis = Axis(None, 0, size)
     divisions = plan_division(model, section, size)
-    copied: list[Any] = [None]
+    copied, tied = list[Any]([None]), set[int]()
     for division in divisions:
-        _apply(division, model, None, axis, copied, None)
+        _apply(division, model, None, axis, copied, tied, None)
     _localise(model, divisions, axis)
 
 
@@ -98,7 +98,13 @@ def _ranks(axis: Axis) -> list[int]:
 
 
 def _apply(
-    division: Division, model: nn.Module, mesh: Mesh | None, axis: Axis, copied: list[Any], optimizer: Any
+    division: Division,
+    model: nn.Module,
+    mesh: Mesh | None,
+    axis: Axis,
+    copied: list[Any],
+    tied: set[int],
+    optimizer: Any,
 ) -> None:
     module = division.module
     for key in division.sums:
@@ -108,7 +114,8 @@ def _apply(
     for key in division.parts:
         param = module._parameters[key]
         assert param is not None
-        if not param.is_meta or division.style.cuts:
+        if id(param) not in tied and (not param.is_meta or division.style.cuts):
+            tied.add(id(param))  # another module may have it, too
             _cut(param, division, key, mesh, axis, optimizer)
     if division.style.module is None:
         return

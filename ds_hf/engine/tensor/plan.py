@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_hf.config.types.parallel import TensorParallelSection
+from ds_hf.config.types.parallel import TensorParallelSection, TPPartitionSection
 from ds_hf.engine.tensor.rules import POINTER, Rule, Rules, find_rules, sizes_of_shape, suggestion
 from ds_hf.engine.tensor.styles import FUSED, STYLES, Style, is_transposed
 from ds_hf.engine.zero.buffer import logical_shape
@@ -76,7 +76,9 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
         )
     divisions = [] if faults else [*_divisions(model, rules, size, faults)]
     if not faults:
-        divisions = _without_fused_heads(model, _without_tied(model, divisions))
+        by_vocabulary = [*_by_vocabulary(model, section, size, faults)] if section.vocab_parallel_lm_head else []
+        divisions = [each for each in divisions if all(each.module is not other.module for other in by_vocabulary)]
+        divisions = by_vocabulary + _without_fused_heads(model, _without_tied(model, divisions))
         faults += _odd_heads(model, divisions, size)
     if faults:
         raise ConfigError(faults, "tensor parallelism")
@@ -276,6 +278,64 @@ def _of_parameters(
         yield division
 
 
+def _by_vocabulary(
+    model: nn.Module, section: TensorParallelSection, size: int, faults: list[Fault]
+) -> Iterator[Division]:
+    """The output layer, and the embeddings that share its weight: both are cut by their rows, so each process has the
+    same part of the tensor for both (``vocab_parallel_lm_head``)."""
+    pointer = f"{POINTER}/vocab_parallel_lm_head"
+    names = {id(module): name for name, module in model.named_modules()}
+    heads = [module for module in _output_layers(model, section) if id(module) in names]
+    if not heads:
+        faults.append(
+            Fault(
+                pointer,
+                f"{type(model).__name__} has no output layer that ds_hf knows: no get_output_embeddings(), and no "
+                "linear layer with a name of lm_head_patterns",
+                "remove it",
+            )
+        )
+    for head in dict.fromkeys(heads):
+        name, weight = names[id(head)], head._parameters.get("weight")
+        if not isinstance(head, nn.Linear) or weight is None:
+            message = f"{name or 'the output layer'} is a {type(head).__name__}, and only linear layers are cut by it"
+            faults.append(Fault(pointer, message, "remove it"))
+            continue
+        where = next(
+            (found for module in model.modules() if _output_of(module) is head and (found := _replaced_by(module))), ""
+        )
+        if where:
+            message = (
+                f"the model's forward is now {where}, which may multiply by the weight of {name} without calling it"
+            )
+            faults.append(Fault(pointer, message, "remove it, or do without the fused loss"))
+            continue
+        rules = {name: Rule("colwise_gather_output", "vocab_parallel_lm_head")}
+        for other, module in model.named_modules():
+            if module is not head and any(param is weight for param in module._parameters.values()):
+                rules[other] = Rule("embedding_rowwise", "vocab_parallel_lm_head")
+                if not isinstance(module, nn.Embedding):
+                    message = f"{name} shares its weight with {other}, a {type(module).__name__}"
+                    faults.append(Fault(pointer, message, "remove it: the layers then stay whole"))
+        yield from _divisions(model, Rules("vocab_parallel_lm_head", modules=rules), size, faults)
+
+
+def _output_layers(model: nn.Module, section: TensorParallelSection) -> Iterator[nn.Module]:
+    patterns = (section.partition_config or TPPartitionSection()).lm_head_patterns
+    for name, module in model.named_modules():
+        head = _output_of(module)
+        if head is not None:
+            yield head
+        elif name.rpartition(".")[2] in patterns and isinstance(module, nn.Linear):
+            yield module
+
+
+def _output_of(module: nn.Module) -> nn.Module | None:
+    found: Any = getattr(module, "get_output_embeddings", None)
+    head = found() if callable(found) else None
+    return head if isinstance(head, nn.Module) else None
+
+
 # -- what stays whole, and checks ----------------------------------------------------------------------------------
 
 
@@ -298,8 +358,12 @@ def _without_tied(model: nn.Module, divisions: list[Division]) -> list[Division]
             kept.append(division)
     if tied:
         names = " and ".join(tied[0])
+        heads = {id(head) for module in model.modules() if (head := _output_of(module)) is not None}
+        of_head = any(id(division.module) in heads for division in divisions if division not in kept)
+        choice = '; "vocab_parallel_lm_head": true divides both by the vocabulary' if of_head else ""
         warn_once(
-            f"{names} are one tensor: it stays whole on every tensor-parallel process, as do the modules that use it"
+            f"{names} are one tensor: it stays whole on every tensor-parallel process, as do the modules that use "
+            f"it{choice}"
         )
     return kept
 
@@ -309,9 +373,8 @@ def _without_fused_heads(model: nn.Module, divisions: list[Division]) -> list[Di
     by the head's weight without calling the head, and would take a part of the vocabulary for all of it."""
     fused: dict[int, str] = {}
     for module in model.modules():
-        of_head: Any = getattr(module, "get_output_embeddings", None)
-        head = of_head() if callable(of_head) else None
-        if isinstance(head, nn.Module) and (where := _replaced_by(module)):
+        head = _output_of(module)
+        if head is not None and (where := _replaced_by(module)):
             fused[id(head)] = where
     kept = [division for division in divisions if not (division.parts and id(division.module) in fused)]
     for division in divisions:

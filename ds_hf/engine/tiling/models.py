@@ -39,11 +39,14 @@ _LEAST_POSITIONS = 8192  # with fewer in a tile, adding up weight gradients take
 
 def attach(engine: Any) -> None:
     """Tile the MLPs, and chunk the loss, of an engine's model, if the configuration says so. Where its head is cut, the
-    loss is computed without gathering the logits."""
+    loss is computed without gathering the logits, unless ``vocab_parallel_lm_head`` is false."""
     own = engine.settings.ds_hf
     if own.tiled_mlp is not None:
         engine.hooks.handles.append(TiledMlps(engine.module, own.tiled_mlp))
-    engine.hooks.handles.append(ChunkedLoss(engine.module) if own.chunked_loss else PartialLoss(engine.module))
+    if own.chunked_loss:
+        engine.hooks.handles.append(ChunkedLoss(engine.module))
+    elif engine.settings.tensor_parallel.vocab_parallel_lm_head is not False:
+        engine.hooks.handles.append(PartialLoss(engine.module))
 
 
 # -- MLPs -----------------------------------------------------------------------------------------------------------
