@@ -80,7 +80,8 @@ def _check_auto(draft: Draft) -> None:
                     else "give a value"
                 )
                 draft.fault(pointer, '"auto" is not filled in here by the Trainer or accelerate', what)
-        elif not draft.allow_auto:
+        elif not draft.allow_auto and fills["source"] != "the model":
+            # Sizes that follow from the model keep their defaults, as in DeepSpeed: TRL's reference models come so.
             message = '"auto" was not filled in: the Trainer and accelerate do that, a plain initialize() does not'
             by_accelerate = fills["source"] == "accelerate"
             who = "accelerate" if by_accelerate else f"the Trainer (it takes {fills['source']})"

@@ -39,7 +39,7 @@ What ds_hf does with a key:
 - **refused**: it would change the training and is not implemented; switching it on is an error.
 
 "auto" is allowed on the keys marked *auto*: the Trainer and accelerate fill them in. Anywhere else it is an error, and
-so is an "auto" that reaches a plain `initialize()`.
+so is one that reaches a plain `initialize()`, but for the sizes that follow from the model, which keep their defaults.
 """
 
 _STATUS = {"implemented": "yes", "no-effect": "no effect", "unsupported": "refused"}

@@ -310,7 +310,7 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter is sharded (stage 3)."""
+    """Whether it is a parameter of stage 3, sharded or small and kept whole."""
     return hasattr(parameter, "ds_id")
 
 

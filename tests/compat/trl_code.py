@@ -31,6 +31,7 @@ from trl.scripts import sft
 from tests.compat.trainer_code import PLAIN_ARGUMENTS, config, start_afresh
 
 WORDS = 100
+MODEL_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 NUMBERS = ("loss", "grad_norm", "learning_rate", "reward", "rewards/margins", "kl", "entropy", "objective/scores")
 
 
@@ -124,7 +125,9 @@ def fit_everywhere(
     """What was logged without DeepSpeed, under ``None``, and at each stage; each run saves in a folder of its own."""
     logged: dict[int | None, list[dict[str, float]]] = {}
     for stage in (None, *stages):
-        deepspeed = None if stage is None else config(stage)
+        # "auto" as in Hugging Face's documentation: a reference model is made before the Trainer fills these in.
+        sizes = dict.fromkeys(MODEL_SIZES, "auto") if stage == 3 else {}
+        deepspeed = None if stage is None else config(stage, zero=sizes)
         logged[stage] = fit(kind, model, f"{folder}/{stage}", deepspeed, lora, more or {})
         gc.collect()  # the arguments of a run keep transformers building models under zero.Init
     return logged

@@ -304,9 +304,18 @@ def test_auto_is_kept_where_the_trainer_fills_it() -> None:
     assert config.zero_optimization.reduce_bucket_size == 500_000_000
     assert config.provenance["/bf16/enabled"].kind is OriginKind.AUTO
     assert config.warnings == ()
-    assert len(refused(tree)) == 7
+    assert len(refused(tree)) == 6
     overlap = {"zero_optimization": {"overlap_comm": "auto"}}
     assert "/zero_optimization/overlap_comm" in refused(overlap, allow_auto=True)
+
+
+def test_auto_of_sizes_that_follow_from_the_model_needs_nobody_to_fill_it() -> None:
+    """TRL gives ``initialize`` the reference model with the file of the policy, before the Trainer fills these in."""
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    config = load({"zero_optimization": {"stage": 3, **dict.fromkeys(sizes, "auto")}})
+    plain = load({"zero_optimization": {"stage": 3}})
+    assert config.zero_optimization == plain.zero_optimization
+    assert not any(config.is_given(f"/zero_optimization/{size}") for size in sizes)
 
 
 def test_auto_that_accelerate_fills() -> None:

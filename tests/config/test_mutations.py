@@ -171,7 +171,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/bf16/enabled", "auto", "auto"),
     (Z + "/stage", "auto", "auto"),
     (Z + "/overlap_comm", "auto", "auto"),
-    (Z + "/reduce_bucket_size", "auto", "auto"),
+    (OFFO + "/buffer_count", "auto", "auto"),
     (OFFO + "/device", "auto", "auto"),
     (OFFO + "/pin_memory", "auto", "auto"),
     (PARAMS + "/lr", "auto", "auto"),

@@ -31,7 +31,7 @@ from ds_hf.engine.comm.peers import Peers, Region
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Slot
-from ds_hf.engine.zero.param_names import mark_sharded, unmark
+from ds_hf.engine.zero.param_names import mark, unmark
 from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.storage import DeviceShardStorage, ShardStorage
 from ds_hf.engine.zero.weight_sync import can_be_pending, mark_arrived, mark_pending
@@ -555,11 +555,13 @@ def _mark(param: nn.Parameter, buffer: FlatBuffer, slot: Slot) -> None:
     if former is not None and former.buffer is not buffer:
         former.buffer.give_up(param)
     param._ds_home = ParamHome(buffer, slot)  # type: ignore[attr-defined]
-    if buffer.sharded:
+    if buffer.sharded or buffer.kept_whole:
         if not hasattr(param, "ds_id"):
             param.ds_id = FlatBuffer._next_id  # type: ignore[attr-defined]
             FlatBuffer._next_id += 1
-        mark_sharded(param, buffer, slot)
+        if buffer.kept_whole:
+            param.ds_status = ParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        mark(param, buffer, slot)
     else:
         unmark(param)
 

@@ -3,7 +3,8 @@
 They are attributes of the parameter, since transformers, accelerate and PEFT look for them there. ``ds_tensor`` is a
 view of what this rank keeps of the parameter: writing to it, in place, changes the parameter. Of parameters in files it
 has the shape and no values, as everything at rest there. After ``initialize`` the ranks' parts of a parameter are not
-of equal length, and may be empty: a whole block is cut, not each of its parameters.
+of equal length, and may be empty: a whole block is cut, not each of its parameters. A small parameter that stays whole
+(``ds_persist``) has the names too, for scripts ask every parameter of a stage-3 model; its ``ds_tensor`` is all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ds_hf.engine.zero.layout import Slot
 if TYPE_CHECKING:
     from ds_hf.engine.zero.buffer import FlatBuffer
 
-__all__ = ["mark_sharded", "unmark"]
+__all__ = ["mark", "unmark"]
 
 
 class _Method:
@@ -128,12 +129,13 @@ _ATTRIBUTES = (
 )  # fmt: skip
 
 
-def mark_sharded(param: Any, buffer: FlatBuffer, slot: Slot) -> None:
-    """Give ``param``, whose values lie in ``buffer``, the names."""
+def mark(param: Any, buffer: FlatBuffer, slot: Slot) -> None:
+    """Give ``param``, whose values lie in ``buffer``, the names. The buffer says what its ``ds_status`` is."""
     param.ds_shape = slot.shape
     param.ds_numel = slot.numel
     param.ds_active_sub_modules = set()
-    param.ds_persist = param.is_external_param = False
+    param.ds_persist = not buffer.sharded
+    param.is_external_param = False
     param.ds_tensor = _part(buffer, slot)
     for name in _METHODS:
         setattr(param, name, _Method(name, param))
@@ -148,6 +150,8 @@ def unmark(param: Tensor) -> None:
 
 def _part(buffer: FlatBuffer, slot: Slot) -> Tensor:
     """This rank's part, flat; with its padding where the parameter is alone in the buffer."""
+    if not buffer.sharded:
+        return slot.of(buffer.full).view(-1).as_subclass(_Part)
     layout, shard = buffer.layout, buffer.shard.detach()
     if not buffer.stays:  # another memory each time that it is read, see ``offload.blocks``
         nothing = float("nan") if shard.is_floating_point() else 0

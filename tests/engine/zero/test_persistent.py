@@ -62,7 +62,14 @@ def small_ones_stay() -> None:
         whole = readable(engine)
         assert set(whole) == {name for name, value in weights.items() if value.numel() < 100}
         assert whole
+        for name, param in engine.module.named_parameters():  # TRL and others ask every parameter of a stage-3 model
+            assert (param.ds_persist, param.ds_status.name == "AVAILABLE") == (name in whole,) * 2
+            assert (param.ds_shape, param.ds_active_sub_modules) == (weights[name].shape, set())
+            param.all_gather()
+            assert param.shape == param.ds_shape
+            param.partition()
         for name, value in whole.items():
+            assert torch.equal(engine.module.get_parameter(name).ds_tensor, value.flatten())
             assert torch.equal(value, full_weights(engine.module)[name]), "the values after the step, on every rank"
         engine.destroy()
     engine, losses = trained(100, in_all=40)
