@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from ds_hf.config import Config, load_config
+from ds_hf.config.written import AsWritten
 
 __all__ = ["AUTO", "PROVISIONAL", "checked_config", "plain_config"]
 
@@ -25,7 +26,8 @@ def checked_config(source: Any) -> Config:
 
 
 def plain_config(source: Any) -> dict[str, Any]:
-    """``source``, checked, as a dict of its own: comments gone, presets spelt out, old names replaced."""
+    """``source``, checked, as a dict of its own: comments gone, presets spelt out, old names replaced; what was written
+    goes with it."""
     tree = copy.deepcopy(checked_config(source).resolved)
     tensor = tree.get("tensor_parallel")
     if isinstance(tensor, dict) and tensor.get("autotp_size") == 0:  # off, by which Trainer.get_tp_size() divides
@@ -33,4 +35,4 @@ def plain_config(source: Any) -> dict[str, Any]:
     group = tensor.get("tp") if isinstance(tensor, dict) else None
     if isinstance(group, dict) and group.get("tp_size", 1) > 1:  # transformers and accelerate look at the other alone
         tree["tensor_parallel"].setdefault("autotp_size", group["tp_size"])
-    return tree
+    return AsWritten.of(tree, PROVISIONAL if source == AUTO else source)

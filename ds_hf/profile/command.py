@@ -23,15 +23,15 @@ from ds_hf.config import load_config
 from ds_hf.engine.report.files import rank_path, require_writable
 from ds_hf.errors import DsHfError
 from ds_hf.measure.saving import PROFILE_ENV
-from ds_hf.profile.load import Rank, StepRecord, read_run
+from ds_hf.profile.load import SOURCE, Rank, StepRecord, read_run
 from ds_hf.profile.report import CONFIG
-from ds_hf.profile.verdict import NAMES, Verdict, milliseconds, with_changes
+from ds_hf.profile.verdict import NAMES, Verdict, changed_file, milliseconds
 
 __all__ = ["Profiled", "apply_to", "line_of", "record"]
 
 POLL_S = 0.2
 GRACE_S = 10.0
-LOG, SOURCE = "log.txt", "profiled.json"
+LOG = "log.txt"
 TAIL = 25  # lines of the script's output that an error shows
 
 
@@ -68,9 +68,11 @@ def record(
     folder = require_writable(folder)
     for old in folder.glob("rank_*.jsonl"):
         old.unlink()
-    (folder / SOURCE).write_text(json.dumps({"config": str(Path(command.config).absolute())}), "utf-8")
+    written = _written(command.config)
+    source = {"config": str(Path(command.config).absolute()), "written": written}
+    (folder / SOURCE).write_text(json.dumps(source), "utf-8")
     config = folder / "ds_config.json"
-    config.write_text(json.dumps(_recording(command.config, folder), indent=2) + "\n", "utf-8")
+    config.write_text(json.dumps(_recording(written, folder), indent=2) + "\n", "utf-8")
     environment = {**os.environ, **({PROFILE_ENV: str(steps)} if steps is not None else {})}
     started = launch_words(launcher, processes, command.words(config))
     with (folder / LOG).open("wb") as log:
@@ -89,8 +91,12 @@ def record(
     return Profiled(command, code)
 
 
-def _recording(source: str, folder: Path) -> dict[str, Any]:
-    tree = copy.deepcopy(load_config(source, allow_auto=True).resolved) if not Path(source).is_file() else _read(source)
+def _written(source: str) -> dict[str, Any]:
+    return load_config(source, allow_auto=True).resolved if not Path(source).is_file() else _read(source)
+
+
+def _recording(written: dict[str, Any], folder: Path) -> dict[str, Any]:
+    tree = copy.deepcopy(written)
     section = tree.setdefault("ds_hf", {})
     section["report"], section["report_steps"] = str(folder), "all"
     return tree
@@ -186,7 +192,8 @@ def apply_to(folder: Path, verdict: Verdict) -> Path:
         raise DsHfError(f"the run had no file of its own: the changed configuration is {folder / CONFIG}")
     shutil.copy2(target, target.with_name(f"{target.name}.before"))
     new = target.with_name(f".{target.name}.new")
-    new.write_text(json.dumps(with_changes(_read(str(target)), verdict.changes), indent=2) + "\n", "utf-8")
+    changed = changed_file(_read(str(target)), verdict.analysis.run.header["config"], verdict.changes)
+    new.write_text(json.dumps(changed, indent=2) + "\n", "utf-8")
     new.replace(target)
     return target
 

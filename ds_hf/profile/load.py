@@ -11,7 +11,9 @@ from typing import Any
 from ds_hf.engine.report.spans import Key, Span, self_times
 from ds_hf.errors import DsHfError
 
-__all__ = ["Rank", "Run", "StepRecord", "read_run"]
+__all__ = ["SOURCE", "Rank", "Run", "StepRecord", "read_run"]
+
+SOURCE = "profiled.json"  # of ds-hf profile: the user's own file, without the report
 
 
 @dataclass
@@ -84,6 +86,14 @@ class Run:
     def header(self) -> dict[str, Any]:
         """Of the first rank."""
         return self.first.header
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The configuration as the user wrote it."""
+        known = self.folder / SOURCE
+        profiled = json.loads(known.read_text("utf-8")) if known.is_file() else {}
+        found: dict[str, Any] = profiled.get("written") or self.header.get("written") or self.header["config"]
+        return found
 
     @property
     def world_size(self) -> int:

@@ -11,7 +11,7 @@ from ds_hf.profile import figures
 from ds_hf.profile.analysis import Analysis, analyse
 from ds_hf.profile.load import read_run
 from ds_hf.profile.trace import write_trace
-from ds_hf.profile.verdict import NAMES, Verdict, judge, milliseconds, with_changes
+from ds_hf.profile.verdict import NAMES, Verdict, judge, milliseconds
 
 __all__ = ["CONFIG", "PAGE", "TRACE", "WORDS", "closing_words", "report_html", "write_report"]
 
@@ -135,10 +135,12 @@ def _findings(verdict: Verdict) -> str:
 def _changes(verdict: Verdict) -> str:
     if verdict.config is None:
         return ""
-    own = {key: value for key, value in verdict.analysis.run.header["config"].items() if key != "autotuning"}
-    own = with_changes(own, {})  # what had this report made is in neither
     text = f"Written as {CONFIG}. What it brings is a prediction; ds-hf autotune measures."
-    return section("The file with these changes", side_by_side(own, verdict.config, ("yours", "suggested")), text=text)
+    return section(
+        "The file with these changes",
+        side_by_side(verdict.analysis.run.written, verdict.config, ("yours", "suggested")),
+        text=text,
+    )
 
 
 def _memory(a: Analysis) -> list[str]:

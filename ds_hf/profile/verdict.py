@@ -20,7 +20,7 @@ from ds_hf.engine.report.spans import NEXT_BATCH
 from ds_hf.errors import ConfigError
 from ds_hf.profile.analysis import Analysis, Late
 
-__all__ = ["Finding", "Verdict", "judge", "milliseconds", "with_changes"]
+__all__ = ["Finding", "Verdict", "changed_file", "judge", "milliseconds"]
 
 LEAST = 0.03  # of a step: what takes less is not told
 LEAST_GAIN = 1.03
@@ -129,13 +129,28 @@ def judge(analysis: Analysis) -> Verdict:
     if len(found) == 1 and found[0].kind == "compute" and not found[0].advice:
         found = [replace(found[0], advice=NOTHING_LEFT)]
     changes = judge_.together(found)
-    config = with_changes(judge_.tree, changes) if changes else None
+    config = changed_file(analysis.run.written, judge_.tree, changes) if changes else None
     return Verdict(analysis, _summary(analysis), tuple(found), config, changes)
 
 
-def with_changes(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A file with changes, and without what had the report made."""
-    result = config_of(tree, dict(changes))
+def changed_file(written: Mapping[str, Any], tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's file with changes, all else as it was written.
+
+    Args:
+        tree: as ds_hf read it, which is changed where what was written does not go with the changes (a key under an
+            older name).
+    """
+    result = config_of(written, dict(changes))
+    if "autotuning" in written:
+        result["autotuning"] = written["autotuning"]
+    try:
+        examine(result, world=None, allow_auto=True)
+    except ConfigError:
+        return _without_report(config_of(tree, dict(changes)))
+    return result
+
+
+def _without_report(result: dict[str, Any]) -> dict[str, Any]:
     section = result.get("ds_hf")
     if isinstance(section, dict):
         section.pop("report", None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_hf.engine.report.feed import NAMES
+from ds_hf.profile.load import read_run
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config, make_trainer
 
@@ -17,7 +19,9 @@ from tests.compat.trainer_code import config, make_trainer
 def fit(folder: Path) -> tuple[list[dict[str, Any]], str]:
     section = {"report": str(folder / "report"), "report_steps": "all"}
     csv = {"enabled": True, "output_path": str(folder), "job_name": "run"}
-    trainer = make_trainer(folder / "out", config(2, ds_hf=section, csv_monitor=csv), max_steps=6, logging_steps=2)
+    own = folder / "own.json"
+    own.write_text(json.dumps(config(2, ds_hf=section, csv_monitor=csv)))
+    trainer = make_trainer(folder / "out", str(own), max_steps=6, logging_steps=2)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         trainer.train()
     return [row for row in trainer.state.log_history if "loss" in row], printed.getvalue()
@@ -36,3 +40,7 @@ def test_logs_and_the_closing_paragraph(tmp_path: Path) -> None:
     assert f"report: {tmp_path / 'report' / 'report.html'}" in printed
     written = (tmp_path / "run" / "Train_Step_step_ms.csv").read_text().splitlines()
     assert len(written) == 7
+    run = read_run(tmp_path / "report")
+    assert run.written == json.loads((tmp_path / "own.json").read_text()), "with each auto"
+    assert run.header["config"]["train_micro_batch_size_per_gpu"] == 2
+    assert run.header["source"] == str(tmp_path / "own.json")

@@ -65,16 +65,20 @@ def start_afresh() -> None:
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
-def arguments(folder: str | Path, deepspeed: Mapping[str, Any] | None = None, **more: Any) -> TrainingArguments:
+def _own(deepspeed: Mapping[str, Any] | str) -> dict[str, Any] | str:
+    return deepspeed if isinstance(deepspeed, str) else dict(deepspeed)
+
+
+def arguments(folder: str | Path, deepspeed: Mapping[str, Any] | str | None = None, **more: Any) -> TrainingArguments:
     """TrainingArguments for a run in ``folder``."""
     start_afresh()
-    place: dict[str, Any] = PLAIN_ARGUMENTS if deepspeed is None else {"deepspeed": dict(deepspeed)}
+    place: dict[str, Any] = PLAIN_ARGUMENTS if deepspeed is None else {"deepspeed": _own(deepspeed)}
     return TrainingArguments(output_dir=str(folder), **{**ARGUMENTS, **place, **more})
 
 
 def make_trainer(
     folder: str | Path,
-    deepspeed: Mapping[str, Any] | None = None,
+    deepspeed: Mapping[str, Any] | str | None = None,
     *,
     samples: int = 60,
     trainer_class: type[Trainer] = Trainer,
@@ -98,7 +102,7 @@ def history(trainer: Trainer) -> list[dict[str, float]]:
     return steps({"history": trainer.state.log_history})
 
 
-def fit(folder: str | Path, deepspeed: Mapping[str, Any] | None = None, **more: Any) -> list[dict[str, float]]:
+def fit(folder: str | Path, deepspeed: Mapping[str, Any] | str | None = None, **more: Any) -> list[dict[str, float]]:
     """Train and return what was logged."""
     trainer = make_trainer(folder, deepspeed, **more)
     trainer.train()

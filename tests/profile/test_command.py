@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ds_hf.cli.root import app
+from ds_hf.config.source import read_source
 from tests.engine.report.common import make_engine, train
 from tests.helpers.distributed import run_distributed
 from tests.profile.test_verdict import slow_link
@@ -105,4 +106,7 @@ def test_a_script_is_recorded_and_saves_nothing(tmp_path: Path, monkeypatch: pyt
     assert "step 6: " in errors
     assert not (tmp_path / "saved").exists()
     assert config.read_text() == FILE
-    assert json.loads((folder / "profiled.json").read_text()) == {"config": str(config)}
+    assert json.loads((folder / "profiled.json").read_text()) == {
+        "config": str(config),
+        "written": read_source(config).tree,
+    }

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from ds_hf.config import load_config
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.offload import aio
 from ds_hf.profile.analysis import Analysis, analyse
 from ds_hf.profile.load import read_run
-from ds_hf.profile.verdict import Finding, Verdict, judge
+from ds_hf.profile.verdict import Finding, Verdict, changed_file, judge
 from tests.engine.report.common import make_engine, train
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM
@@ -168,3 +169,25 @@ def test_slow_gathers_are_exposed_and_a_lower_stage_is_predicted_to_help(tmp_pat
     assert verdict.config is not None
     assert verdict.config["zero_optimization"]["stage"] < 3
     assert f"{found.gain:.2f} x by prediction" in str(found)
+
+
+def test_a_changed_file_is_the_users_own_but_for_what_changes() -> None:
+    own = {
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 3, "cpu_offload": True, "stage3_prefetch_bucket_size": "auto"},
+        "fp16": {"enabled": "auto"},
+        "ds_hf": {"report": "run"},
+        "autotuning": {"enabled": False},
+    }
+    read = load_config(own, allow_auto=True).resolved
+    assert read["zero_optimization"] != own["zero_optimization"]
+    zero = {**own["zero_optimization"], "stage": 1}
+    assert changed_file(own, read, {"zero_optimization.stage": 1}) == {**own, "zero_optimization": zero}
+
+
+def test_a_key_under_an_older_name_does_not_contradict_the_new_one() -> None:
+    own = {"train_batch_size": 2, "zero_optimization": {"stage": 2, "cpu_offload": True}, "ds_hf": {"report": "run"}}
+    read = load_config(own, allow_auto=True).resolved
+    changed = changed_file(own, read, {"zero_optimization.offload_optimizer.device": "cpu"})
+    assert changed["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert "ds_hf" not in changed

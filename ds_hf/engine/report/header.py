@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_hf.config.written import as_written
 from ds_hf.engine.model_flops import ModelFlops, matrix_rate
 from ds_hf.engine.probes.trial.survey import facts
 from ds_hf.log import logger
@@ -34,6 +35,7 @@ def header_of(engine: CoreEngine) -> dict[str, Any]:
     flops = ModelFlops.of(engine.module)
     dtype = engine.compute_dtype or _widest(engine)
     total = None
+    written, file = as_written(engine.config, engine.settings.source)
     if engine.device.type == "cuda":
         total = torch.cuda.get_device_properties(engine.device).total_memory
     return {
@@ -60,7 +62,8 @@ def header_of(engine: CoreEngine) -> dict[str, Any]:
         },
         "facts": facts(engine, total),
         "config": _plain(engine.config),
-        "source": engine.settings.source,
+        "written": _plain(written),
+        "source": file or engine.settings.source,
     }
 
 
