@@ -328,7 +328,7 @@ class _RowsCrossEntropy(torch.autograd.Function):
         for start in range(0, len(logits), ctx.rows):
             part = slice(start, start + ctx.rows)
             softmax = (logits[part] - normaliser[part].unsqueeze(1)).exp_()  # in fp32, as its second half is
-            softmax.scatter_add_(1, places[part], ones[part])
+            softmax.scatter_add_(1, places[part], ones[part].to(softmax.dtype))  # fp64 where the logits are
             found[part] = softmax.mul_(factor[part].unsqueeze(1))
         return found, None, None, None, None
 
