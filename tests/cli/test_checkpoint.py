@@ -8,7 +8,6 @@ import pty
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ds_hf.engine.checkpoint.formats import open_source
 from ds_hf.engine.checkpoint.source import Source
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter
 from tests.engine.checkpoint.workload import Model, config, engine_of, train
+from tests.helpers.archives import unpack
 
 run = CliRunner().invoke
 ARCHIVE = Path(__file__).parents[1] / "engine/checkpoint/data/deepspeed.tar.xz"
@@ -40,8 +40,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("deepspeed")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(root, filter="data")
+    unpack(ARCHIVE, root)
     return root / "stage3-fp16-world2"
 
 

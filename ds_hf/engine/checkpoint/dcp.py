@@ -15,6 +15,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +176,21 @@ _ADMITTED = {
 
 class _Unpickler(FrugalUnpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         admitted = (module, name) in _ADMITTED or (
             module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)
         )
         if not admitted:
             raise pickle.UnpicklingError(f"it holds {module}.{name}, which is not allowed")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """What Python 3.11.0 to 3.11.3 pickle members of enums as: ``getattr(kind, name)``."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError("it holds builtins.getattr of something else than an enum, which is not allowed")
+    return kind[name]
 
 
 class _Reader(FileSystemReader):

@@ -97,6 +97,17 @@ _NAMES: dict[Any, str] = {
 }
 
 
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+
+
+def _member(kind: Any, name: Any) -> ZeroStage:
+    """What Python 3.11.0 to 3.11.3 pickle a stage as: ``getattr(ZeroStageEnum, "weights")``."""
+    if kind is not ZeroStage or name not in _STAGES:
+        raise pickle.UnpicklingError("it takes an attribute of something, which is not admitted")
+    return ZeroStage(_STAGES[name])
+
+
 def load_pickled(path: Path) -> dict[str, Any]:
     """The dict in one file, its tensors mapped and not read.
 
@@ -115,12 +126,12 @@ def load_any(path: Path, *, sums: bool = True) -> Any:
     Args:
         sums: compare the archive's own checksums, which reads all of a file that is not too large for that.
     """
-    admitted: list[Any] = list(_NAMES.items())
+    admitted: list[Any] = [*_NAMES.items(), *((_member, name) for name in _GETATTR)]
     try:
         archive = check_pickled(path, sums=sums and path.stat().st_size < READ_WHOLE)
         if archive.folder != path.stem and _RANKED.fullmatch(archive.folder):
             raise CheckpointError(f"{path} was written as {archive.folder}.pt: give the ranks' files their names back")
-        foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - set(_NAMES.values())
+        foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - {*_NAMES.values(), *_GETATTR}
         if foreign:
             raise CheckpointError(
                 f"{path} holds objects of {', '.join(sorted(foreign))}, which are not admitted: nothing in a "

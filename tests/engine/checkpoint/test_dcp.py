@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,38 @@ def test_weights_alone_are_read(tmp_path: Path) -> None:
     assert set(found) == set(model.state_dict())
     assert found["second.weight"].dtype is torch.bfloat16
     assert torch.equal(found["second.weight"].read(), model.second.weight.detach())
+
+
+class _OldPickler(pickle.Pickler):
+    """Writes members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_an_older_python_is_read(tmp_path: Path) -> None:
+    model = TinyModel()
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    metadata, stream = pickle.loads((tmp_path / ".metadata").read_bytes()), io.BytesIO()
+    _OldPickler(stream).dump(metadata)
+    assert b"getattr" in stream.getvalue()
+    (tmp_path / ".metadata").write_bytes(stream.getvalue())
+    found = {weight.name: weight.read() for weight in open_source(tmp_path).weights()}
+    assert torch.equal(found["second.weight"], model.second.weight.detach())
+
+
+def test_no_attribute_of_anything_else_is_taken(tmp_path: Path) -> None:
+    dcp.save(TinyModel().state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.planner_data = _Attribute()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read.*getattr of something else than an enum"):
+        read_dcp(tmp_path)
+
+
+class _Attribute:
+    def __reduce__(self) -> Any:
+        return (getattr, (torch.Size, "__init__"))
 
 
 def test_dtype_and_progress(saved: Any, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ the sums of all states then and the losses of the three steps after.
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from ds_hf.engine.checkpoint.verify import verify
 from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
 from tests.engine.checkpoint.workload import config, engine_of, states, train
+from tests.helpers.archives import unpack
 from tests.helpers.distributed import run_distributed
 
 FIXTURE = Path(__file__).parent / "data" / "format1.tar.xz"
@@ -25,8 +25,7 @@ FIXTURE = Path(__file__).parent / "data" / "format1.tar.xz"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("format1")
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(place, filter="data")
+    unpack(FIXTURE, place)
     return place
 
 

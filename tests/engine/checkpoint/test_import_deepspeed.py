@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.engine.checkpoint.deepspeed_workload import (
     groups,
     train,
 )
+from tests.helpers.archives import unpack
 from tests.helpers.distributed import run_distributed
 
 ARCHIVE = Path(__file__).parent / "data/deepspeed.tar.xz"
@@ -42,8 +42,7 @@ NUMEL = 11 * 6 + 7 * 6 + 7 + 6 * 7 + 6 + 2 * 6  # of what trains
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("deepspeed")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(root, filter="data")
+    unpack(ARCHIVE, root)
     return root
 
 
