@@ -79,6 +79,7 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
         by_vocabulary = [*_by_vocabulary(model, section, size, faults)] if section.vocab_parallel_lm_head else []
         divisions = [each for each in divisions if all(each.module is not other.module for other in by_vocabulary)]
         divisions = by_vocabulary + _without_fused_heads(model, _without_tied(model, divisions))
+        divisions += _learned_activations(model, divisions)
         faults += _odd_heads(model, divisions, size)
     if faults:
         raise ConfigError(faults, "tensor parallelism")
@@ -394,6 +395,24 @@ def _replaced_by(module: nn.Module) -> str:
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     written = str(getattr(vars(owner)["forward"], "__module__", ""))
     return "" if written.partition(".")[0] == owner.__module__.partition(".")[0] else f"that of {written}"
+
+
+def _learned_activations(model: nn.Module, divisions: Sequence[Division]) -> list[Division]:
+    """Activations with parameters of their own (xIELU of Apertus, PReLU) beside a layer that is cut by its outputs.
+    They see a part of what it gives, so each process has a part of their gradient; transformers' plans skip them."""
+    modules, known = dict(model.named_modules()), {id(division.module) for division in divisions}
+    found: dict[int, Division] = {}
+    for division in divisions:
+        if division.style.cuts != "out" or _gathered(division):
+            continue
+        above = division.name.removesuffix(".base_layer").rpartition(".")[0]
+        for key, child in modules[above].named_children():
+            own = [name for name, param in child._parameters.items() if param is not None]
+            learned = isinstance(child, nn.PReLU) or type(child).__module__ == "transformers.activations"
+            if own and learned and id(child) not in known:
+                name = f"{above}.{key}" if above else key
+                found[id(child)] = Division(name, child, Style(), sums=own)
+    return [*found.values()]
 
 
 def _odd_heads(model: nn.Module, divisions: Sequence[Division], size: int) -> Iterator[Fault]:

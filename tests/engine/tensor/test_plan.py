@@ -51,6 +51,18 @@ def test_a_tied_head_stays_whole() -> None:
     assert "lm_head" not in planned(llama(tie_word_embeddings=True))
 
 
+def test_a_learned_activation_beside_cut_layers_has_a_part_of_its_gradient() -> None:
+    """The plan of Apertus does not name it, and the mean of its parts would be too small by the size of the axis."""
+    apertus = pytest.importorskip("transformers.models.apertus")
+    sizes = {key: getattr(llama().config, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    config = apertus.ApertusConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    assert planned(apertus.ApertusForCausalLM(config))["model.layers.0.mlp.act_fn"].sums == ["alpha_p", "alpha_n"]
+    model = llama()
+    model.model.layers[0].mlp.act_fn = nn.PReLU()
+    model.model.layers[0].input_layernorm = nn.PReLU()  # not beside a layer that is cut: whole, as its gradient is
+    assert [name for name, division in planned(model).items() if division.sums] == ["model.layers.0.mlp.act_fn"]
+
+
 @pytest.mark.parametrize("way", ["instance", "class"])
 def test_a_head_stays_whole_where_a_fused_loss_reads_its_weight(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
