@@ -116,6 +116,8 @@ tensor() {
   two $script --part step --model 1b3 --micro-batch 8 --seq 2048 --engines $all "${WITH[@]}" --json "$OUT/tensor-1b3.json"
   two $script --part step --model 6b7 --micro-batch 2 --seq 2048 --checkpointing --engines $all "${WITH[@]}" \
     --json "$OUT/tensor-6b7.json"
+  two $script --part step --tied --model 1b3 --micro-batch 8 --seq 2048 --engines ds_hf,divided,deepspeed "${WITH[@]}" \
+    --json "$OUT/tensor-tied.json"
 }
 
 profile() {

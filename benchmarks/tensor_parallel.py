@@ -7,8 +7,9 @@
 *step*: all processes share each layer. Engines take turns as in ``training.py``, with the same model, samples and bf16;
 ds_hf and DeepSpeed keep fp32 masters (ZeRO stage 1), transformers has bf16 parameters and torch's fused AdamW, which is
 less work. *gathered* is ds_hf with the logits of all words on every process, *chunked* with ``ds_hf.chunked_loss``.
-*half* is ds_hf without tensor parallelism and half the micro-batch on each process: its step divided by that of ds_hf
-is the scaling efficiency.
+With ``--tied`` the output layer has the embedding's weight: ds_hf leaves both whole, and *divided* is ds_hf with
+``vocab_parallel_lm_head``. *half* is ds_hf without tensor parallelism and half the micro-batch on each process: its
+step divided by that of ds_hf is the scaling efficiency.
 
 *host*: microseconds of the processor for forward and backward of one cut linear layer beyond those of a whole one, a
 column and a row layer in turn, in one process: collectives do nothing (torch's "fake" backend), so what is left is
@@ -30,7 +31,7 @@ import torch.distributed as dist
 import training
 from torch import Tensor, nn
 
-ENGINES = ("ds_hf", "gathered", "chunked", "deepspeed", "transformers", "half")
+ENGINES = ("ds_hf", "gathered", "chunked", "divided", "deepspeed", "transformers", "half")
 training.MODELS["words"] = (256, 688, 4, 8, 8, 32000)  # for CPUs: most of its time is the head's and the loss's
 
 
@@ -39,8 +40,21 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
     return {**training.engine_config(args), "tensor_parallel": {"autotp_size": dist.get_world_size()}}
 
 
+def make_tied(args: argparse.Namespace, dtype: torch.dtype) -> nn.Module:
+    """``training.make_model`` with one weight for both ends."""
+    model: Any = make_untied(args, dtype)
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model  # type: ignore[no-any-return]
+
+
+make_untied = training.make_model
+
+
 class DsHf(training.DsHf):
     """This project's engine, all processes on each layer."""
+
+    section: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, args: argparse.Namespace) -> None:
         training.Contender.__init__(self, args)
@@ -52,6 +66,7 @@ class DsHf(training.DsHf):
             "optimizer": {"type": "AdamW", "params": training.adam_parameters()},
             "ds_hf": self.own,
         }
+        config["tensor_parallel"] |= self.section
         self.engine, *_ = ds_hf.initialize(model=model, config=config)
 
 
@@ -71,6 +86,12 @@ class Chunked(DsHf):
     """The same with the loss in chunks."""
 
     own: ClassVar[dict[str, Any]] = {"chunked_loss": True}
+
+
+class Divided(DsHf):
+    """The same with both ends divided by the vocabulary, tied or not."""
+
+    section: ClassVar[dict[str, Any]] = {"vocab_parallel_lm_head": True}
 
 
 class DeepSpeed(training.Contender):
@@ -157,12 +178,15 @@ def run_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
         "ds_hf": DsHf,
         "gathered": Gathered,
         "chunked": Chunked,
+        "divided": Divided,
         "deepspeed": DeepSpeed,
         "transformers": Transformers,
         "half": Half,
     }
     training.ENGINES.update({name: kinds[name] for name in args.engines.split(",")})
     training.tokens = tokens
+    if args.tied:
+        training.make_model = make_tied
     records = training.measure(args)
     steps = {row["name"]: row["step_ms"] for row in records if "step_ms" in row}
     for row in records:
@@ -235,11 +259,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--part", choices=("step", "host"), default="step")
     parser.add_argument("--passes", type=int, default=300)
+    parser.add_argument("--tied", action="store_true")
     own, rest = parser.parse_known_args()
     sys.argv[1:] = rest
-    training.ENGINES.update(dict.fromkeys(("gathered", "chunked", "transformers", "half"), training.DsHf))
+    training.ENGINES.update(dict.fromkeys(("gathered", "chunked", "divided", "transformers", "half"), training.DsHf))
     args = training.parse()
-    args.passes = own.passes
+    args.passes, args.tied = own.passes, own.tied
     if own.part == "host":
         args.rounds = max(args.rounds, 9)
         records = run_host(args)
