@@ -67,7 +67,8 @@ def save_checkpoint(
     if engine.optimizer is not None:
         engine.optimizer.bring_together()
     axis = world_of(engine)
-    tag, writer = _agree(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    wanted = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    tag, writer, first_dir = _agree(engine, save_dir, wanted)
     root, target = Path(save_dir), Path(save_dir) / tag
     staged = hidden_beside(target, "saving", writer)
     in_background = engine.settings.ds_hf.checkpoint.async_
@@ -84,6 +85,7 @@ def save_checkpoint(
                 _make_room(root, target, staged, nbytes)
             if in_background:
                 engine.checkpoint_writer.take(part)
+        staged = _where_it_is(staged, hidden_beside(Path(first_dir) / tag, "saving", writer))
 
         def finish(reports: list[RankReport]) -> None:
             commit(staged, target, description, reports)
@@ -102,10 +104,10 @@ def save_checkpoint(
     return True
 
 
-def _agree(engine: Checkpointable, save_dir: str | Path, tag: str) -> tuple[str, str]:
-    """Rank 0's tag, compared as ``checkpoint.tag_validation`` says and fit to be one, and name of the writer."""
+def _agree(engine: Checkpointable, save_dir: str | Path, tag: str) -> tuple[str, str, str]:
+    """Rank 0's tag, compared as ``checkpoint.tag_validation`` says and fit to be one, its writer and its folder."""
     mode = str(engine.settings.checkpoint.tag_validation).lower()
-    answers = collect(world_of(engine), (tag, this_writer(), _place_fault(save_dir)))
+    answers = collect(world_of(engine), (tag, this_writer(), _place_fault(save_dir), str(save_dir)))
     tags = [answer[0] for answer in answers]
     for fault in [answer[2] for answer in answers]:
         if fault:
@@ -116,7 +118,18 @@ def _agree(engine: Checkpointable, save_dir: str | Path, tag: str) -> tuple[str,
             raise CheckpointError(message + ' (checkpoint.tag_validation is "Fail")')
         if world_of(engine).rank == 0:
             logger.warning("%s; %r of rank 0 is used", message, tags[0])
-    return checked_tag(tags[0]), answers[0][1]
+    return checked_tag(tags[0]), answers[0][1], answers[0][3]
+
+
+def _where_it_is(own: Path, first: Path) -> Path:
+    """The folder that rank 0 has made: under this rank's name of it, or else under rank 0's.
+
+    Scripts put the time into ``save_dir`` on each rank for itself, and the ranks do not start in the same second.
+    """
+    if own == first or own.is_dir() or not first.is_dir():
+        return own
+    logger.warning("this rank saves in %s, as rank 0 does, and not in %s", first.parent, own.parent)
+    return first
 
 
 def _place_fault(save_dir: Any) -> str:

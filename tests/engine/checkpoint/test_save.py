@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ds_hf.engine.checkpoint import commit, contents
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
@@ -353,6 +354,28 @@ def _different_tags(folder: Path, mode: str) -> tuple[str, list[str]]:
         return "saved", [text for text in records if "tags" in text]
     except CheckpointError as error:
         return str(error), []
+
+
+def _different_folders(folder: Path) -> tuple[list[str], str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_hf").addHandler(handler)
+    engine = build(config(1))
+    engine.save_checkpoint(folder / f"run.12.00.0{engine.axis.rank}", tag="step")
+    dist.barrier()
+    found, _ = engine.load_checkpoint(folder / "run.12.00.00")
+    return [text for text in records if "as rank 0 does" in text], str(found)
+
+
+def test_ranks_that_name_the_folder_differently_save_in_that_of_the_first(tmp_path: Path) -> None:
+    """DeepSpeedExamples' HelloDeepSpeed has the second in the name, and each rank takes its own."""
+    (first, place), (second, _) = run_distributed(_different_folders, 2, tmp_path)
+    assert place == str(tmp_path / "run.12.00.00" / "step")
+    assert not first
+    assert len(second) == 1
+    assert "run.12.00.01" in second[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.12.00.00"]
 
 
 @pytest.mark.parametrize("mode", ["Warn", "Ignore", "Fail"])
