@@ -161,7 +161,7 @@ def _rename(draft: Draft) -> None:
     for key, whose in schema["x-elsewhere"].items():
         if key in draft.tree:
             fix = "serve with vLLM, or with transformers' generate_batch; init_inference generates in this process"
-            draft.fault(f"/{key}", f"{key} {whose}, DeepSpeed's server, which ds_hf does not have", fix)
+            draft.fault(f"/{key}", f"{key} {whose}, which ds_hf does not have", fix)
             draft.tree.pop(key)
 
 

@@ -180,13 +180,15 @@ class Decoder:
         if step is None:
             while len(self._steps) >= self.keep:
                 self._steps.popitem(last=False)
+            filled_only = not self._captures(first.device)
             step = DecodingStep(
                 self._call(model, compiled),
                 state.names,
-                static_cache(state.cache, length, filled_only=not self._captures(first.device)),
+                static_cache(state.cache, length, filled_only=filled_only),
                 choice,
                 batch=first.shape[0],
                 length=length,
+                filled_only=filled_only,
                 positions=state.position is not None,
                 constants=state.constants,
                 device=first.device,

@@ -60,6 +60,8 @@ class DecodingStep:
         choice: how tokens are chosen.
         batch: rows ``B``.
         length: positions of the cache.
+        filled_only: the cache gives out the positions that are filled, so the model is shown the mask of those; for
+            steps that are not captured.
         positions: whether ``forward`` takes ``position_ids``.
         constants: other arguments of ``forward``; their tensors are copied, and filled anew for each prompt.
         device: of everything here.
@@ -74,11 +76,13 @@ class DecodingStep:
         *,
         batch: int,
         length: int,
+        filled_only: bool,
         positions: bool,
         constants: Mapping[str, Any],
         device: torch.device,
     ) -> None:
         self.forward, self.names, self.cache, self.choice = forward, names, cache, choice
+        self.filled_only = filled_only
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -122,7 +126,8 @@ class DecodingStep:
     def _step(self) -> None:
         tokens, mask = self.names
         self.mask.index_fill_(1, self.place, 1)
-        inputs = {**self.constants, tokens: self.token, mask: self.mask, "past_key_values": self.cache}
+        shown = self.mask[:, : int(self.place) + 1] if self.filled_only else self.mask
+        inputs = {**self.constants, tokens: self.token, mask: shown, "past_key_values": self.cache}
         if self.positions is not None:
             inputs["position_ids"] = self.positions
         logits = self.forward(**inputs, use_cache=True, return_dict=True).logits

@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "T5Config",
         {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
     ),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "mamba": ("MambaForCausalLM", "MambaConfig", {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2}),
 }
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -11,7 +11,6 @@ import torch
 
 from ds_hf.inference import decode
 from ds_hf.inference.decode import Decoder, cache_length
-from ds_hf.inference.static import static_cache
 from ds_hf.inference.step import DecodingStep
 from ds_hf.log import forget_said
 from tests.helpers.generating import GREEDY, left_padded, small_model
@@ -45,19 +44,22 @@ SLOW = pytest.mark.slow
         pytest.param("gpt2", True, marks=SLOW),
         pytest.param("t5", False, marks=SLOW),
         ("t5", True),
+        ("bloom", False),
+        pytest.param("bloom", True, marks=SLOW),
     ],
 )
 def test_tokens_are_those_of_transformers(name: str, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a cache of which attention sees what is filled, and one that it sees whole, as captured steps do."""
     if full:
-        monkeypatch.setattr(decode, "static_cache", lambda *args, **_: static_cache(*args, filled_only=False))
+        monkeypatch.setattr(Decoder, "_captures", lambda *_: True)
+        monkeypatch.setattr(Decoder, "_captured", lambda *_: None)
     model, inputs = small_model(name), left_padded()
     decoder = Decoder(model)
     tokens = both(model, decoder, inputs, **GREEDY)
     assert max(len(set(row.tolist())) for row in tokens[:, -24:]) > 5
     assert (decoder.last.way, decoder.last.steps, decoder.last.cache_length) == ("static", 23, 64)
     ended = both(model, decoder, inputs, **{**GREEDY, "eos_token_id": ENDS})
-    assert ended.shape[1] < tokens.shape[1] or name == "t5"
+    assert ended.shape[1] < tokens.shape[1] or name in ("t5", "bloom")
     both(model, decoder, inputs, **{**GREEDY, "do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20})
     both(model, decoder, left_padded(2, 40), **{**GREEDY, "max_new_tokens": 1})
     both(model, decoder, inputs, **{**GREEDY, "max_new_tokens": 3, "num_return_sequences": 2, "do_sample": True})
