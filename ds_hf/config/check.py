@@ -171,7 +171,8 @@ def _wrong_value(error: ValidationError) -> tuple[str, str]:
 
 def _wrong_choice(value: Any, node: Node) -> tuple[str, str]:
     choices = [show(choice) for choice in node["enum"]]
-    near = difflib.get_close_matches(str(value)[:100], [str(choice) for choice in node["enum"]], n=1, cutoff=0.6)
+    words = [choice for choice in node["enum"] if isinstance(choice, str)]  # 16 is not like 1
+    near = difflib.get_close_matches(str(value)[:100], words, n=1, cutoff=0.6)
     hint = f'did you mean "{near[0]}"? ' if near else ""
     return f"{show(value)} is not a choice here", f"{hint}choose {', '.join(choices[:-1])} or {choices[-1]}"
 

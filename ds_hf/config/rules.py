@@ -15,6 +15,7 @@ import inspect
 from typing import Any
 
 from ds_hf.config.draft import Draft
+from ds_hf.config.optimizer_traits import ONE_BIT
 from ds_hf.config.schema import Node, escape, load_schema, nearest
 from ds_hf.config.sparsity import (
     direction_error,
@@ -203,7 +204,10 @@ def _wire(config: Config, draft: Draft) -> None:
         draft.fault(weights, message, 'set "stage": 3, or remove it')
     if narrow_gradients and zero.stage == 0 and not stage_is_open:
         message = "gradients are not divided at stage 0, and the sum in few bits gives each process its part"
-        draft.fault(gradients, message, 'set "stage": 1, or take "OneBitAdam" as the optimizer, which is for stage 0')
+        fix = 'set "stage": 1, or take "OneBitAdam" as the optimizer, which is for stage 0'
+        if config.optimizer is not None and config.optimizer.type.lower() in ONE_BIT:
+            fix = f"remove it: {config.optimizer.type} sends momenta in one bit as it is"
+        draft.fault(gradients, message, fix)
     if narrow_gradients and config.gradient_allreduce_op == "sum":
         message = '"sum" does not work with gradients in few bits, which are averaged where they are unpacked'
         draft.fault("/gradient_allreduce_op", message, 'use "mean" and scale the learning rate')
@@ -351,7 +355,7 @@ def _one_bit(config: Config, draft: Draft) -> None:
     """What 1-bit optimizers send is not divided."""
     assert config.optimizer is not None
     name, stage = config.optimizer.type, config.zero_optimization.stage
-    if name.lower() not in ("onebitadam", "zerooneadam", "onebitlamb"):
+    if name.lower() not in ONE_BIT:
         return
     if stage > 0 and draft.get(("zero_optimization", "stage")) != "auto":
         message = (

@@ -56,7 +56,7 @@ from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import replicas_of
 from ds_hf.engine.zero.second_shard import SecondShard
 from ds_hf.engine.zero.unit import Prefetch, Unit
-from ds_hf.errors import ConfigError
+from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
 __all__ = ["EngineParts", "make_parts"]
@@ -221,17 +221,17 @@ def _near(plan: StatePlan, mesh: Mesh) -> tuple[Axis, Axis] | None:
         size = here if here and replicas % here == 0 and not mesh.is_given else 1
     if replicas % int(size):
         sizes = ", ".join(str(each) for each in range(1, replicas + 1) if replicas % each == 0)
-        raise ConfigError(
+        message = (
             f"gradients are to be summed over groups of {size} processes first, which does not divide the {replicas} "
-            f"that hold the same parameters: give one of {sizes}",
-            "/ds_hf/wire/first_hop",
+            "that hold the same parameters"
         )
+        raise ConfigError([Fault("/ds_hf/wire/first_hop", message, f"give one of {sizes}")])
     if size in (1, replicas):
         return None
     try:
         return mesh.neighbours(int(size))
     except ValueError as error:
-        raise ConfigError(f"{error}: give 1", "/ds_hf/wire/first_hop") from None
+        raise ConfigError([Fault("/ds_hf/wire/first_hop", str(error), "give 1")]) from None
 
 
 @dataclass
@@ -432,20 +432,22 @@ def _connect(inner: OneBitOptimizer, settings: Config, plan: StatePlan, mesh: Me
     """
     name, shape = type(inner).__name__, mesh.shape
     if plan.shards_optimizer:
-        raise ConfigError(
+        message = (
             f"{name} is for ZeRO stage 0: where states are divided, weights travel after each step too, and a bit a "
-            'momentum saves less than half. Set "stage": 0, or keep the stage with AdamW and "ds_hf": {"wire": '
-            '{"gradients": 8}}',
-            "/zero_optimization/stage",
+            "momentum saves less than half"
         )
+        fix = 'set "stage": 0, or keep the stage with AdamW and "ds_hf": {"wire": {"gradients": 8}}'
+        raise ConfigError([Fault("/zero_optimization/stage", message, fix)])
     if shape.tensor > 1 or shape.pipe > 1:
-        raise ConfigError(
+        message = (
             f"{name} averages momenta over processes that hold the same parameters, and here model-parallel processes "
-            'hold parts: use AdamW with "stage": 1 and "ds_hf": {"wire": {"gradients": 8}}',
-            "/optimizer/type",
+            "hold parts"
         )
+        fix = 'use AdamW with "stage": 1 and "ds_hf": {"wire": {"gradients": 8}}'
+        raise ConfigError([Fault("/optimizer/type", message, fix)])
     if settings.gradient_allreduce_op == "sum":
-        raise ConfigError(f'{name} averages: use "mean" and scale the learning rate', "/gradient_allreduce_op")
+        message, fix = f"{name} averages momenta", 'use "mean" and scale the learning rate'
+        raise ConfigError([Fault("/gradient_allreduce_op", message, fix)])
     inner.connect(mesh.replicas)
     return lambda: inner.reduces
 

@@ -59,6 +59,12 @@ def test_feedback_and_hops() -> None:
         (config(2, {"zero_quantized_weights": True}), "/zero_optimization/zero_quantized_weights", ("stage 2", "3")),
         (config(0, {"zero_quantized_gradients": True}), "/zero_optimization/zero_quantized_gradients", ("OneBitAdam",)),
         (config(0, {}, {"gradients": 8}), "/ds_hf/wire/gradients", ("stage 0",)),
+        (
+            config(0, {}, {"gradients": 8}, optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}}),
+            "/ds_hf/wire/gradients",
+            ("remove it", "OneBitAdam sends"),
+        ),
+        (config(2, {}, {"gradients": 1}), "/ds_hf/wire/gradients", ("fix: choose 16, 8, 4",)),
         (config(1, {}, {"parameters": 8}), "/ds_hf/wire/parameters", ("stage 1",)),
         (config(3, LOCO), "/zero_optimization/zeropp_loco_param", ("zero_quantized_gradients",)),
         (

@@ -129,6 +129,14 @@ def test_wrong_arguments(optimizer_type: Any) -> None:
         optimizer_type([param], betas=(1.0, 0.9))
 
 
+@pytest.mark.parametrize(
+    ("given", "word"), [({"coeff_beta": 2.0}, "coeff_beta"), ({"factor_min": 5.0, "factor_max": 0.1}, "factor_min")]
+)
+def test_wrong_arguments_of_lamb(given: dict[str, float], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        OnebitLamb([nn.Parameter(torch.ones(3))], **given)
+
+
 # -- several processes ---------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,10 @@ class OnebitLamb(OneBitOptimizer):
     ) -> None:
         if not 0.0 < min_coeff <= max_coeff:
             raise ValueError(f"0 < min_coeff <= max_coeff must hold, got {min_coeff} and {max_coeff}")
+        if not 0.0 <= coeff_beta <= 1.0:
+            raise ValueError(f"coeff_beta must be in [0, 1], got {coeff_beta}")
+        if not 0.0 < factor_min <= factor_max:
+            raise ValueError(f"0 < factor_min <= factor_max must hold, got {factor_min} and {factor_max}")
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
