@@ -162,7 +162,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
         assert "eager attn_implementation isn't supported by Ulysses" in eager
         assert "does not support layers of type linear_attention" in linear
         assert "Attention head count 1 is not divisible by SP size 2" in heads
-        assert "sp_size can be 1, and 1 at most" in heads
+        assert "sp_size has to be one of 1" in heads
 
 
 def losses(sequence: int, tree: dict[str, Any], *, checkpointing: bool = False) -> list[float]:

@@ -39,7 +39,7 @@ def plan_heads(query_heads: int, kv_heads: int, processes: int) -> HeadPlan:
         sizes = [size for size in range(1, query_heads + 1) if query_heads % size == 0]
         raise ValueError(
             f"Attention head count {query_heads} is not divisible by SP size {processes}: each process computes "
-            f"equally many heads, so sp_size can be {', '.join(map(str, sizes))}, and {query_heads} at most"
+            f"equally many heads, so sp_size has to be one of {', '.join(map(str, sizes))}"
         )
     groups = query_heads // kv_heads
     repeats = next(times for times in range(1, groups + 1) if groups % times == 0 and kv_heads * times % processes == 0)
