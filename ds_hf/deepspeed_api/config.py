@@ -165,14 +165,17 @@ class DeepSpeedZeroConfig:
     """The section ``zero_optimization`` alone, checked; settings go by their names of the JSON, with and without
     ``stage3_``.
 
+    Args:
+        strict: "auto" is refused; otherwise it counts as absent.
+
     Raises:
         ConfigError: a setting is wrong; it is a ``ValueError``.
     """
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, strict: bool = False, **values: Any) -> None:
         given = {key: value for key, value in values.items() if value is not None}
         whole = {"train_batch_size": 1, "zero_optimization": {"stage": 3, **given}}  # a stage that may have anything
-        settings = load_config(whole, allow_auto=True, check_batch=False)
+        settings = load_config(whole, allow_auto=not strict, check_batch=False)
         section = replace(settings.zero_optimization, stage=given.get("stage", 0))
         self.settings = replace(settings, zero_optimization=section)
 
@@ -205,14 +208,14 @@ class DeepSpeedZeroConfig:
 
 
 class DeepSpeedFP16Config(FP16Section):
-    """The section ``fp16`` alone, checked.
+    """The section ``fp16`` alone, checked; ``strict`` refuses "auto", which otherwise counts as absent.
 
     Raises:
         ConfigError: a setting is wrong; it is a ``ValueError``.
     """
 
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**asdict(_checked("fp16", values).fp16))
+    def __init__(self, strict: bool = False, **values: Any) -> None:
+        super().__init__(**asdict(_checked("fp16", values, strict).fp16))
 
     def initial_dynamic_scale(self) -> float:
         """The scale that dynamic scaling starts with."""
@@ -230,14 +233,14 @@ class DeepSpeedFP16Config(FP16Section):
 
 
 class DeepSpeedBF16Config(BF16Section):
-    """The section ``bf16`` alone, checked.
+    """The section ``bf16`` alone, checked; ``strict`` refuses "auto", which otherwise counts as absent.
 
     Raises:
         ConfigError: a setting is wrong; it is a ``ValueError``.
     """
 
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**asdict(_checked("bf16", values).bf16))
+    def __init__(self, strict: bool = False, **values: Any) -> None:
+        super().__init__(**asdict(_checked("bf16", values, strict).bf16))
 
 
 def get_float16_config(param_dict: dict[str, Any]) -> DeepSpeedFP16Config:
@@ -251,9 +254,9 @@ def get_bfloat16_config(param_dict: dict[str, Any]) -> DeepSpeedBF16Config:
     return DeepSpeedBF16Config(**(param_dict.get("bfloat16", {}) if section is None else section))
 
 
-def _checked(name: str, values: dict[str, Any]) -> Config:
+def _checked(name: str, values: dict[str, Any], strict: bool) -> Config:
     whole = {"zero_optimization": {"stage": 2}, name: values}  # a stage that may have anything
-    return load_config(whole, allow_auto=True, check_batch=False)
+    return load_config(whole, allow_auto=not strict, check_batch=False)
 
 
 def _fields(settings: Any) -> str:

@@ -109,6 +109,9 @@ def test_precision_sections() -> None:
         with pytest.raises(ValueError, match="fp16"):
             DeepSpeedFP16Config(**wrong)
     assert DeepSpeedFP16Config(enabled=True, loss_scale=8, loss_scale_window=-1).loss_scale_window == -1
+    assert DeepSpeedFP16Config(strict=False, enabled="auto") == DeepSpeedFP16Config()
+    with pytest.raises(ValueError, match="auto"):
+        DeepSpeedFP16Config(True, enabled="auto")
     assert get_float16_config({}).enabled is False
     assert get_bfloat16_config({"bf16": {"enabled": True}}).enabled is True
     assert get_bfloat16_config({"bfloat16": {"enabled": True}}).check_grad_overflow is True
