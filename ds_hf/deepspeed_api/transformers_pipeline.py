@@ -32,7 +32,8 @@ class TransformersPipeline(PipelineModule):
     """The stage of a model of transformers. Layers: the embedding, each block, the norm, the head.
 
     Inputs of the first stage are ``input_ids``, or ``(input_ids, attention_mask)``, or these and ``position_ids``, each
-    ``[batch, length]``; items of the data may be dictionaries with such keys and ``labels``.
+    ``[batch, length]``; items of the data may be dictionaries with such keys and ``labels``, and inputs
+    such dictionaries.
 
     Attributes:
         config: the model's.
@@ -180,7 +181,9 @@ class TransformersPipeline(PipelineModule):
         return loss
 
     def pair_of(self, item: Any) -> Any:
-        """Inputs and labels of an item of the data, which may be a dictionary with the names of transformers."""
+        """Inputs and labels of an item of the data; it or its inputs may be a dictionary with names of transformers."""
+        if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Mapping):
+            item = {**item[0], "labels": item[1]}
         if not isinstance(item, Mapping):
             return item
         inputs = [item[name] for name in ("input_ids", "attention_mask", "position_ids") if item.get(name) is not None]

@@ -68,7 +68,9 @@ def train(kind: str, tied: bool, stages: int, folder: str, how: str, **options: 
         "zero_optimization": {"stage": 1},
     }
     engine, *_ = initialize(model=module, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), config=settings)
-    losses = [float(engine.train_batch(iter(items))) for items in data()]
+    first, *later = data()
+    paired = [({key: item[key] for key in ("attention_mask", "input_ids")}, item["labels"]) for item in first]
+    losses = [float(engine.train_batch(iter(items))) for items in (paired, *later)]
     found = {name: param.detach().clone() for name, param in module.named_parameters()}
     numel = sum(param.numel() for param in module.parameters())
     engine.export_pretrained(f"{folder}-out")

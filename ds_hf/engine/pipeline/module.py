@@ -106,6 +106,7 @@ class StageModule(nn.Module):
         self._grid = PipelineParallelGrid(topology=self._topo)
         self.global_rank, self.stage_id = self._grid.global_rank, self._grid.stage_id
         self._layer_specs = list(layers)
+        _refuse_others(self._layer_specs)
         self._num_layers = len(self._layer_specs)
         self._tied_layers = tied_keys(self._layer_specs)
         self.tied_modules = nn.ModuleDict()
@@ -146,8 +147,6 @@ class StageModule(nn.Module):
 
     def _built(self, index: int, layer: Any) -> Any:
         """What ``forward`` calls for a layer; a module is added to this one, if it is not yet there."""
-        if isinstance(layer, StageModule):
-            raise ConfigError(f"layer {index} is a PipelineModule itself: give its layers", _WHERE)
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
@@ -162,10 +161,6 @@ class StageModule(nn.Module):
                 self.add_module(name, module)
             self.fwd_map[name] = len(self.forward_funcs)
             return module
-        if not callable(layer):
-            raise ConfigError(
-                f"layer {index} is a {type(layer).__name__}: give a LayerSpec, a module or a function", _WHERE
-            )
         return layer
 
     def repartition(self, chunks: int) -> bool:
@@ -386,6 +381,16 @@ def _hand_over(module: nn.Module, axis: Axis, source: int, target: int) -> None:
             received = torch.empty_like(value)
             dist.recv(received, axis.global_rank(source), group=axis.group)
             value.data.copy_(received)
+
+
+def _refuse_others(layers: Sequence[Any]) -> None:
+    """Before any is built, so that the stages that do not have the layer stop as well."""
+    for index, layer in enumerate(layers):
+        if isinstance(layer, StageModule):
+            raise ConfigError(f"layer {index} is a PipelineModule itself: give its layers", _WHERE)
+        if not isinstance(layer, LayerSpec) and not callable(layer):
+            kind = type(layer).__name__
+            raise ConfigError(f"layer {index} is of type {kind}: give a LayerSpec, a module or a function", _WHERE)
 
 
 def _topology(num_stages: int | None) -> ProcessTopology:

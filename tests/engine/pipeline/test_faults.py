@@ -112,6 +112,8 @@ def on_two_stages() -> dict[str, str]:
             lambda: initialize(model=pipeline(), config={**CONFIG, "sequence_parallel_size": 2}), ConfigError
         ),
         "few layers": refused(lambda: pipeline_of([LayerSpec(nn.Linear, 2, 2)]), ConfigError),
+        "no layer": refused(lambda: pipeline_of([nn.Linear(2, 2), 3]), ConfigError),
+        "a pipeline": refused(lambda: pipeline_of([nn.Linear(2, 2), pipeline(False)]), ConfigError),
         "shapes": refused(
             lambda: pipeline_of([TiedLayerSpec("e", Embedding, 8), TiedLayerSpec("e", Embedding, 9)]), ConfigError
         ),
@@ -162,6 +164,8 @@ def test_what_cannot_work_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         assert "pipeline-parallel size is given as 4 (pipeline.stages) and 2" in found["other stages"]
         assert "inside a pipeline are not supported" in found["sequence"]
         assert "1 layer cannot be divided over 2 stages" in found["few layers"]
+        assert "layer 1 is of type int" in found["no layer"]  # on the stage that does not have it, too
+        assert "layer 1 is a PipelineModule itself" in found["a pipeline"]
         assert "shape [8, 16] in one and [9, 16] in the other" in found["shapes"]
         assert "its data-parallel group is [0, 1], and that of the topology [0]" in found["mpu"]
         assert "num_stages (3) must divide distributed world size (2)" in found["stages"]
