@@ -218,5 +218,23 @@ class SettingsNames(CoreEngine):
     def flops_profiler_enabled(self) -> bool:
         return self.settings.flops_profiler.enabled
 
+    def flops_profiler_recompute_fwd_factor(self) -> float:
+        return self.settings.flops_profiler.recompute_fwd_factor
+
+    def flops_profiler_profile_step(self) -> int:
+        return self.settings.flops_profiler.profile_step
+
+    def flops_profiler_module_depth(self) -> int:
+        return self.settings.flops_profiler.module_depth
+
+    def flops_profiler_top_modules(self) -> int:
+        return self.settings.flops_profiler.top_modules
+
+    def flops_profiler_detailed(self) -> bool:
+        return self.settings.flops_profiler.detailed
+
+    def flops_profiler_output_file(self) -> str | None:
+        return self.settings.flops_profiler.output_file
+
     def elasticity_enabled(self) -> bool:
         return self.settings.elasticity.enabled

@@ -28,7 +28,23 @@ from ds_hf.engine.monitor import MonitorMaster
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.log import logger, say
 
-__all__ = ["Breakdown", "NoBreakdown", "SynchronizedWallClockTimer", "WallClockTimer", "breakdown_of"]
+__all__ = [
+    "BACKWARD_GLOBAL_TIMER",
+    "BACKWARD_INNER_GLOBAL_TIMER",
+    "BACKWARD_INNER_MICRO_TIMER",
+    "BACKWARD_MICRO_TIMER",
+    "BACKWARD_REDUCE_GLOBAL_TIMER",
+    "BACKWARD_REDUCE_MICRO_TIMER",
+    "FORWARD_GLOBAL_TIMER",
+    "FORWARD_MICRO_TIMER",
+    "STEP_GLOBAL_TIMER",
+    "STEP_MICRO_TIMER",
+    "Breakdown",
+    "NoBreakdown",
+    "SynchronizedWallClockTimer",
+    "WallClockTimer",
+    "breakdown_of",
+]
 
 
 # -- timers, as DeepSpeed's ``utils.timer`` has them -------------------------------------------------------------------
@@ -157,14 +173,20 @@ class SynchronizedWallClockTimer:
 
 # -- the phases of an engine -------------------------------------------------------------------------------------------
 
-_TIMERS = {
-    "forward": "fwd",
-    "backward": "bwd",
-    "backward_inner": "bwd_inner",  # until the gradients are there
-    "backward_allreduce": "bwd_allreduce",  # from then on: reductions that did not run beside it
-    "step": "step",
-}
 _MICRO = "_microstep"  # behind a timer's name: of one micro-batch; without it of a whole step
+# Timers by DeepSpeed's names of them.
+FORWARD_GLOBAL_TIMER, FORWARD_MICRO_TIMER = "fwd", "fwd" + _MICRO
+BACKWARD_GLOBAL_TIMER, BACKWARD_MICRO_TIMER = "bwd", "bwd" + _MICRO
+BACKWARD_INNER_GLOBAL_TIMER, BACKWARD_INNER_MICRO_TIMER = "bwd_inner", "bwd_inner" + _MICRO
+BACKWARD_REDUCE_GLOBAL_TIMER, BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce", "bwd_allreduce" + _MICRO
+STEP_GLOBAL_TIMER, STEP_MICRO_TIMER = "step", "step" + _MICRO
+_TIMERS = {
+    "forward": FORWARD_GLOBAL_TIMER,
+    "backward": BACKWARD_GLOBAL_TIMER,
+    "backward_inner": BACKWARD_INNER_GLOBAL_TIMER,  # until the gradients are there
+    "backward_allreduce": BACKWARD_REDUCE_GLOBAL_TIMER,  # from then on: reductions that did not run beside it
+    "step": STEP_GLOBAL_TIMER,
+}
 
 
 class Phased(Protocol):

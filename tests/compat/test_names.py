@@ -154,7 +154,10 @@ deepspeed.utils.nvtx: instrument_w_nvtx
 deepspeed.utils.init_on_device: OnDevice
 deepspeed.utils: safe_update_full_grad_vectorized set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix
 deepspeed.utils.torch: required_torch_version
-deepspeed.utils.timer: SynchronizedWallClockTimer ThroughputTimer
+deepspeed.utils.timer: SynchronizedWallClockTimer ThroughputTimer FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER
+deepspeed.utils.timer: BACKWARD_MICRO_TIMER BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER
+deepspeed.utils.timer: BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER BACKWARD_REDUCE_GLOBAL_TIMER
+deepspeed.utils.timer: STEP_MICRO_TIMER STEP_GLOBAL_TIMER
 deepspeed.utils.zero_to_fp32: load_state_dict_from_zero_checkpoint get_fp32_state_dict_from_zero_checkpoint
 """
 ROWS = [(line.split(":")[0], name) for line in NAMES.strip().splitlines() for name in line.split(":")[1].split()]

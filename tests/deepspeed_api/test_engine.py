@@ -117,6 +117,7 @@ def _settings_and_loader() -> dict[str, object]:
         "communication_data_type": "fp32",
         "prescale_gradients": True,
         "checkpoint": {"tag_validation": "Fail"},
+        "flops_profiler": {"profile_step": 4, "top_modules": 2, "recompute_fwd_factor": 0.5},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 1234, "offload_optimizer": {"device": "cpu"}},
     }
     engine, *_ = initialize(model=TinyLM(), config=config)
@@ -136,6 +137,14 @@ def _settings_and_loader() -> dict[str, object]:
             engine.zero_has_nvme_offload(),
         ),
         "tags": (engine.checkpoint_tag_validation_enabled(), engine.checkpoint_tag_validation_fail()),
+        "flops": (
+            engine.flops_profiler_profile_step(),
+            engine.flops_profiler_module_depth(),
+            engine.flops_profiler_top_modules(),
+            engine.flops_profiler_detailed(),
+            engine.flops_profiler_output_file(),
+            engine.flops_profiler_recompute_fwd_factor(),
+        ),
         "scaled": (engine.postscale_gradients(), engine.gradient_predivide_factor()),
         "groups": (engine.mp_world_size, engine.seq_dp_world_size, torch.distributed.get_world_size(engine.dp_group)),
         "rest": [p.numel() for unit in engine.units if unit.sharded for p in unit.params if p.dim() > 1 and p.numel()],
@@ -153,6 +162,7 @@ def test_settings_by_their_old_names() -> None:
             "bucket": 1234,
             "offload": ("cpu", None, True, False),
             "tags": (True, True),
+            "flops": (4, -1, 2, True, None, 0.5),
             "scaled": (False, 1.0),
             "groups": (1, 2, 2),
             "rest": [],
