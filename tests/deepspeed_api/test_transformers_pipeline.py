@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from ds_hf import initialize
 from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.engine.pipeline.topology import PipeModelDataParallelTopology
+from ds_hf.engine.tensor.gathered import GatherReplacedLayerParams
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 
@@ -23,6 +26,7 @@ def model_of(kind: str, tied: bool) -> Any:
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "vocab_size": 64, "tie_word_embeddings": tied, "head_dim": 8}
+    sizes |= {"num_key_value_heads": 2} if kind == "Qwen2" else {}  # which two tensor-parallel processes divide
     config = getattr(transformers, f"{kind}Config")(**sizes)
     torch.manual_seed(3)
     return transformers.AutoModelForCausalLM.from_config(config).train()
@@ -112,6 +116,34 @@ def test_a_model_trains_as_the_whole(
     for name, param in exported.named_parameters():
         assert torch.allclose(param, wanted["weights"][name], atol=1e-5), name
         assert torch.equal(param, saved[name]), name
+
+
+def in_three_dimensions(kind: str, tied: bool) -> dict[str, Any]:
+    module = PipelineModule.from_transformers(model_of(kind, tied), topology=PipeModelDataParallelTopology(2, 2, 1))
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    engine, *_ = initialize(model=module, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), config=settings)
+    losses = [float(engine.train_batch(iter(items))) for items in data()]
+    with GatherReplacedLayerParams([*module.parameters()]):
+        weights = {name: param.detach().clone() for name, param in module.named_parameters()}
+    return {"losses": losses, "weights": weights}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_are_divided_by_the_plan_of_the_model(tied: bool) -> None:
+    """The plan names the embedding and the head, which one stage each has; tied ones stay whole on both."""
+    sized = functools.partial(in_three_dimensions, "Qwen2", tied)
+    wanted = whole("Qwen2", tied)
+    for one in run_distributed(sized, 4, timeout=150):
+        assert one["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        for name, value in one["weights"].items():
+            assert float((value - wanted["weights"][name]).norm() / wanted["weights"][name].norm()) < 1e-5, name
 
 
 def refusals() -> list[str]:

@@ -21,6 +21,8 @@ _WHERE = "PipelineModule.from_transformers(...)"
 class Skip(nn.Module):
     """Stands for what another stage has: passes hidden states on."""
 
+    _ds_elsewhere = True  # so the rules of tensor parallelism that name it are for that stage
+
     def __init__(self, like: nn.Module | None = None) -> None:
         super().__init__()
         kind = getattr(like, "attention_type", None)  # some models choose the mask by it

@@ -17,6 +17,7 @@ from ds_hf.engine.tensor.styles import FUSED, STYLES, Style, is_transposed
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import Cut, cut_of
 from ds_hf.engine.zero.packed import is_packed
+from ds_hf.engine.zero.replicas import is_tied_over_stages
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
@@ -91,7 +92,11 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
 
 def _divisions(model: nn.Module, rules: Rules, size: int, faults: list[Fault]) -> Iterator[Division]:
     modules = dict(model.named_modules())
-    named = {name: [*_layers(name, modules[name], rule, faults)] for name, rule in rules.modules.items()}
+    named = {
+        name: [*_layers(name, modules[name], rule, faults)]
+        for name, rule in rules.modules.items()
+        if not _is_elsewhere(modules[name])
+    }
     for found in named.values():
         for name, module, rule in found:
             style = STYLES[rule.style]
@@ -348,11 +353,13 @@ def _without_tied(model: nn.Module, divisions: list[Division]) -> list[Division]
             if param is not None:
                 holders[id(param)].append(f"{name}.{key}" if name else key)
     kept, tied = [], []
+    has_holes = any(_is_elsewhere(module) for module in model.modules())
     for division in divisions:
         shared = [
-            holders[id(param)]
+            holders[id(param)] if len(holders[id(param)]) > 1 else [*holders[id(param)], "a layer of another stage"]
             for key in division.parts
-            if (param := division.module._parameters[key]) is not None and len(holders[id(param)]) > 1
+            if (param := division.module._parameters[key]) is not None
+            and (len(holders[id(param)]) > 1 or (has_holes and is_tied_over_stages(param)))
         ]
         tied += shared
         if not shared:
@@ -367,6 +374,11 @@ def _without_tied(model: nn.Module, divisions: list[Division]) -> list[Division]
             f"it{choice}"
         )
     return kept
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether it stands for a layer that another stage of the pipeline has."""
+    return bool(getattr(module, "_ds_elsewhere", False))
 
 
 def _without_fused_heads(model: nn.Module, divisions: list[Division]) -> list[Division]:

@@ -10,7 +10,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hf.config.types.parallel import TensorParallelSection
+from ds_hf.engine.pipeline.holes import Skip
 from ds_hf.engine.tensor.plan import Division, plan_division
+from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
 
 SECTION = TensorParallelSection(autotp_size=2)
@@ -61,6 +63,19 @@ def test_a_learned_activation_beside_cut_layers_has_a_part_of_its_gradient() -> 
     model.model.layers[0].mlp.act_fn = nn.PReLU()
     model.model.layers[0].input_layernorm = nn.PReLU()  # not beside a layer that is cut: whole, as its gradient is
     assert [name for name, division in planned(model).items() if division.sums] == ["model.layers.0.mlp.act_fn"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_of_a_pipeline_is_cut_where_it_has_the_layer(tied: bool) -> None:
+    first, last = llama(tie_word_embeddings=tied), llama(tie_word_embeddings=tied)
+    first.lm_head = Skip()
+    if tied:
+        tie_over_stages(first.model.embed_tokens.weight, "the tied embedding", [0, 1])
+    else:
+        last.model.embed_tokens = Skip()
+    embeds, ends = ("model.embed_tokens" in planned(llama()) and not tied), not tied
+    assert ("model.embed_tokens" in planned(first), "lm_head" in planned(first)) == (embeds, False)
+    assert ("model.embed_tokens" in planned(last), "lm_head" in planned(last)) == (False, ends)
 
 
 @pytest.mark.parametrize("way", ["instance", "class"])
