@@ -3,6 +3,7 @@ are long beside everything else that a busy machine may do."""
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,9 @@ def test_a_slow_disk_is_named_and_host_memory_offered(tmp_path: Path) -> None:
     assert "by the disk (" in found.text
     assert "MiB in" in found.text
     assert found.changes == {"zero_optimization.offload_optimizer.device": "cpu"}
-    assert verdict.config is not None
-    assert verdict.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    assert "ds_hf" not in verdict.config or "report" not in verdict.config["ds_hf"]
+    written = copy.deepcopy(analysis.run.written)
+    written["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
+    assert verdict.config == written
     assert analysis.files["write"][0] >= 0.02
     assert analysis.files["write"][1] > 0
 
