@@ -47,6 +47,8 @@ __all__ = [
     "params_to_string",
 ]
 
+_HAS_BIASES = 11  # argument of mkldnn_rnn_layer after its input; without them zeros stand for biases
+
 
 class FlopsProfiler:
     """Counts between ``start_profile`` and ``stop_profile``.
@@ -205,6 +207,14 @@ def _formulas(add_macs: Callable[[int], None]) -> dict[Any, Callable[..., int]]:
     def elements(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         return int(out_val.numel())
 
+    def recurrent(x: Tensor, *weights: Any, out_val: Any = None, **kwargs: Any) -> int:
+        """Each matrix is multiplied with every position of the sequences, each bias added there."""
+        places = x.numel() // x.shape[-1]
+        macs: int = places * sum(weight.numel() for weight in weights if weight.dim() > 1)
+        add_macs(macs)
+        biases: int = places * sum(weight.numel() for weight in weights if weight.dim() == 1)
+        return 2 * macs + biases
+
     biases: dict[Any, Callable[..., bool]] = {
         aten.addmm: lambda *_: True,
         aten.baddbmm: lambda *_: True,
@@ -214,6 +224,9 @@ def _formulas(add_macs: Callable[[int], None]) -> dict[Any, Callable[..., int]]:
     found |= {op: _raw(elements) for op in (aten.add, aten.sub, aten.mul, aten.div)}
     found[aten.mv] = product(lambda matrix, vector, **_: 2 * matrix.numel())
     found[aten.dot] = product(lambda one, other, **_: 2 * one.numel())
+    # recurrent layers that one operator computes: one layer and direction of a CPU's, all of a GPU's
+    found[aten.mkldnn_rnn_layer] = _raw(lambda x, *args, **_: recurrent(x, *args[: 4 if args[_HAS_BIASES] else 2]))
+    found[aten._cudnn_rnn] = _raw(lambda x, weights, *_, **__: recurrent(x, *weights))
     # the CPU's attention: torch's table has the GPU's alone
     found[aten._scaled_dot_product_flash_attention_for_cpu] = product(
         lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]

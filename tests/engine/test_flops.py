@@ -72,6 +72,15 @@ def test_layers_with_and_without_bias() -> None:
     assert profile(layer, (2, 4, 8, 8)) == (2 * turned + 2 * 8 * 16 * 16, turned)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_recurrent_layer_that_one_operator_computes(bias: bool) -> None:
+    layer = nn.LSTM(6, 3, num_layers=2, bidirectional=True, bias=bias)
+    macs = 2 * 5 * 4 * sum(param.numel() // 2 for param in layer.parameters() if param.dim() > 1)
+    flops, found = profile(layer, (5, 4, 6))
+    assert found == macs
+    assert flops >= 2 * macs + bias * 5 * 4 * 2 * 2 * 2 * 12
+
+
 @pytest.mark.parametrize("operator", [torch.mul, torch.add, torch.sub, torch.div])
 def test_single_elements_are_counted_after_broadcasting(operator: Callable[..., Any]) -> None:
     assert profile(operator, (4, 1, 7), (1, 5, 7)) == (140, 0)
