@@ -92,6 +92,11 @@ class ConfigError(DsHfError, ValueError):
         more = [f"  ... and {count - SHOWN_FAULTS} more"] if count > SHOWN_FAULTS else []
         super().__init__("\n".join([head, *lines, *more]))
 
+    def __reduce__(
+        self,
+    ) -> tuple[type[ConfigError], tuple[tuple[Fault, ...], str]]:  # else the text is taken for a fault
+        return type(self), (self.faults, self.source)
+
 
 class CheckpointError(DsHfError):
     """A checkpoint is missing, incomplete, damaged or does not fit the model."""

@@ -8,6 +8,7 @@ import enum
 import json
 import logging
 import math
+import pickle
 from collections import OrderedDict
 from pathlib import Path
 from types import MappingProxyType
@@ -407,3 +408,12 @@ def test_optimizer_states_go_to_files_at_every_stage_that_divides_them() -> None
     }
     without = refused({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}})
     assert set(without) == {"/zero_optimization/offload_optimizer/nvme_path"}
+
+
+def test_an_error_that_another_process_raised_says_the_same() -> None:
+    with pytest.raises(ConfigError) as failure:
+        load({"gradient_clippin": 1.0, "zero_optimization": {"stage": 7}})
+    again = pickle.loads(pickle.dumps(failure.value))
+    assert str(again) == str(failure.value)
+    assert (again.faults, again.source) == (failure.value.faults, failure.value.source)
+    assert len(again.faults) == 2

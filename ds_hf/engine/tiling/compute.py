@@ -24,7 +24,16 @@ from torch.autograd.function import once_differentiable
 
 from ds_hf.engine.zero.hooks import untracked_calls
 
-__all__ = ["GradientSums", "Surroundings", "apply", "bounds", "compute_tiles", "deliver", "leaves_behind"]
+__all__ = [
+    "GradientSums",
+    "Surroundings",
+    "apply",
+    "bounds",
+    "compute_tiles",
+    "computed_tiles",
+    "deliver",
+    "leaves_behind",
+]
 
 _Fn = Callable[[list[Tensor], list[Tensor]], Tensor]
 
@@ -33,6 +42,13 @@ def bounds(length: int, tiles: int) -> list[tuple[int, int]]:
     """Start and end of each tile, as ``torch.chunk`` has them: the last may be shorter, none is empty."""
     step = max(-(-length // max(tiles, 1)), 1)
     return [(start, min(start + step, length)) for start in range(0, length, step)] or [(0, 0)]
+
+
+def computed_tiles(cuts: Sequence[tuple[int, int]], like: Tensor) -> list[tuple[int, tuple[int, int]]]:
+    """The tiles to compute, with their numbers: all. Where there are no values (meta), tiles only show what memory they
+    take, and thousands of equal ones show it no better than the first three, after which sums are as they stay."""
+    numbered = list(enumerate(cuts))
+    return [*numbered[:3], *numbered[3:][-1:]] if like.is_meta else numbered
 
 
 class Surroundings:
@@ -208,7 +224,7 @@ def _run(
     """The output of all tiles, which is written tile by tile."""
     whole = list(tensors[split:])
     output: Tensor | None = None
-    for index, (start, end) in enumerate(cuts):
+    for index, (start, end) in computed_tiles(cuts, tensors[0]):
         tile = fn([_tile(tensor, dim, start, end) for tensor in tensors[:split]], whole)
         if tile.dim() == 0:
             join = None
@@ -254,7 +270,7 @@ class _Backward:
         shared = [*(tensor for tensor in self.whole if tensor.requires_grad), *self.weights]
         others: list[Tensor] | None = None
         sums = GradientSums(len(shared))
-        for index, cut in enumerate(self.cuts):
+        for index, cut in computed_tiles(self.cuts, grad):
             tiles, output = self._again(*cut)
             own = [tile for tile in tiles if tile.requires_grad]
             if not output.requires_grad:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ds_hf.engine.sequence.losses import gather_whole
 from ds_hf.engine.tensor.functions import Place, copy_to
 from ds_hf.engine.tensor.styles import place_of
-from ds_hf.engine.tiling.compute import GradientSums, apply, bounds, deliver, leaves_behind
+from ds_hf.engine.tiling.compute import GradientSums, apply, bounds, computed_tiles, deliver, leaves_behind
 from ds_hf.engine.tiling.logits import DeferredLogits, PartialLogits, product_dtype
 from ds_hf.engine.zero.hooks import untracked_calls
 
@@ -241,7 +241,7 @@ class _Chunks:
         """The loss, summed in fp32."""
         rows = max(_LOGITS_NBYTES // (4 * len(self.weight)), _LEAST_ROWS)
         loss = torch.zeros((), dtype=torch.float32, device=self.hidden.device)
-        for start, end in bounds(len(self.hidden), -(-len(self.hidden) // rows)):
+        for _, (start, end) in computed_tiles(bounds(len(self.hidden), -(-len(self.hidden) // rows)), self.hidden):
             if end > start:
                 loss += self._chunk(start, end, labels[start:end], ignore_index)
         return loss

@@ -18,7 +18,7 @@ from ds_hf.deepspeed_api.tiled_compute import (
     TiledMLP,
     sequence_tiled_compute,
 )
-from ds_hf.engine.tiling.compute import bounds
+from ds_hf.engine.tiling.compute import bounds, compute_tiles, computed_tiles
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.helpers.distributed import run_distributed
 from tests.helpers.live_bytes import LiveBytes
@@ -324,3 +324,27 @@ def test_under_zero_with_two_processes(stage: int) -> None:
             assert ours == pytest.approx(logged, rel=2e-6), way
             for a, b in zip(our_weights, weights, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-6)
+
+
+def test_without_values_a_few_tiles_stand_for_all() -> None:
+    cuts = bounds(100, 50)
+    assert len(computed_tiles(cuts, torch.empty(1))) == 50
+    assert computed_tiles(cuts, torch.empty(1, device="meta")) == [
+        (0, (0, 2)),
+        (1, (2, 4)),
+        (2, (4, 6)),
+        (49, (98, 100)),
+    ]
+    layer, calls = nn.Linear(8, 8, device="meta"), list[int]()
+
+    def counting(parts: list[Tensor], _: list[Tensor]) -> Tensor:
+        calls.append(parts[0].shape[0])
+        return layer(parts[0])  # type: ignore[no-any-return]
+
+    x = torch.empty(100, 8, device="meta", requires_grad=True)
+    output = compute_tiles(counting, [x], [], [*layer.parameters()], cuts=cuts, dim=0, join=0)
+    output.sum().backward()
+    assert output.shape == (100, 8)
+    assert x.grad is not None
+    assert x.grad.shape == (100, 8)
+    assert calls == [2] * 8  # forward, and again in backward
