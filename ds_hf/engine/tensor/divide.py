@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,12 +51,30 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
     axis = mesh.axis("tensor")
     warn_across_hosts(axis)
     if not _is_divided(model, axis):
-        divisions = plan_division(model, section, axis.world_size)
+        divisions = _planned(model, section, mesh, axis)
         copied, tied = list[Any]([None]), set[int]()
         for division in divisions:
             _apply(division, model, mesh, axis, copied, tied, optimizer)
         _localise(model, divisions, axis)
     share_random_states(axis)
+
+
+def _planned(model: nn.Module, section: TensorParallelSection, mesh: Mesh, axis: Axis) -> list[Division]:
+    """The divisions. Stages of a pipeline have other layers each: the faults of one stop all, which would wait for it
+    in the next collective."""
+    if mesh.shape.pipe == 1:
+        return plan_division(model, section, axis.world_size)
+    divisions, own = list[Division](), None
+    try:
+        divisions = plan_division(model, section, axis.world_size)
+    except ConfigError as error:
+        own = error
+    found: list[ConfigError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    first = own or next((fault for fault in found if fault is not None), None)
+    if first is not None:
+        raise first
+    return divisions
 
 
 def divide_without_values(model: nn.Module, size: int, section: TensorParallelSection) -> None:

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_hf import initialize
+from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec
+from ds_hf.engine.pipeline.topology import PipeModelDataParallelTopology
 from ds_hf.errors import ConfigError, LossError, PipelineError
 from ds_hf.measure.protocol import TRIAL_ENV
 from tests.engine.pipeline.models import VOCAB, Embedding, batches, cross_entropy, pairs, pipeline
@@ -222,3 +224,17 @@ def test_the_end_of_the_data_is_seen_by_all_stages() -> None:
 def test_specs_are_described() -> None:
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
     assert cross_entropy(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)) > 1
+
+
+def odd_on_the_last_stage() -> str:
+    layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 7)]
+    module = PipelineModule(layers, topology=PipeModelDataParallelTopology(2, 2, 1), loss_fn=nn.functional.mse_loss)
+    rules = {"use_default_specs": False, "layer_specs": [{"patterns": [".*weight"], "partition_type": "column"}]}
+    settings = {**CONFIG, "tensor_parallel": {"autotp_size": 2, "partition_config": rules}}
+    return refused(lambda: initialize(model=module, config=settings), ConfigError)
+
+
+@pytest.mark.slow
+def test_a_layer_of_one_stage_that_does_not_divide_stops_all() -> None:
+    for text in run_distributed(odd_on_the_last_stage, 4, timeout=40):
+        assert "are 7, which 2 does not divide" in text
