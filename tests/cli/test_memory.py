@@ -122,6 +122,7 @@ def test_groups_of_processes(tmp_path: Path) -> None:
     assert parameters["4"] == pytest.approx(1.5 * parameters["2"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_long_sequences() -> None:
     asked = (
         "--sp",

@@ -108,7 +108,9 @@ def distil(dummy: bool) -> dict[str, Any]:
 
 
 @pytest.mark.feature("accelerate", "teacher at stage 3 (inference) and student at stage 2 in one process", pain="P8")
-@pytest.mark.parametrize("dummy", [False, True], ids=["torch-AdamW", "DummyOptim"])
+@pytest.mark.parametrize(
+    "dummy", [pytest.param(False, marks=pytest.mark.slow), True], ids=["torch-AdamW", "DummyOptim"]
+)
 def test_a_student_learns_from_a_sharded_teacher(dummy: bool) -> None:
     found = run_user_code(distil, dummy)[0]
     student, teacher = Regressor(seed=0).to(DEVICE), Regressor(seed=1).to(DEVICE)

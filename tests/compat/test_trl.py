@@ -121,7 +121,7 @@ def large_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("kind", "lora", "stages", "more"),
     [
-        pytest.param("sft", False, [3], {}, id="sft"),
+        pytest.param("sft", False, [3], {}, id="sft", marks=SLOW),
         pytest.param("sft", True, [3], {"gradient_checkpointing": False}, id="sft-lora", marks=SLOW),
         pytest.param("dpo", False, [2, 3], {}, id="dpo", marks=SLOW),
         pytest.param("dpo", True, [3], {}, id="dpo-lora", marks=SLOW),

@@ -53,7 +53,7 @@ def test_arguments_are_checked_whatever_is_imported_first(imports: str) -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "from transformers import TrainingArguments; import torch, deepspeed",
+        pytest.param("from transformers import TrainingArguments; import torch, deepspeed", marks=pytest.mark.slow),
         pytest.param("import deepspeed, torch; from transformers import TrainingArguments", marks=pytest.mark.slow),
     ],
 )

@@ -328,7 +328,8 @@ if sys.argv[2] == "raise":
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [("end", 0), pytest.param("raise", 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("raise", 3)])
 def test_the_interpreter_does_not_end_before_the_files_are_whole(tmp_path: Path, ending: str, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), ending], capture_output=True)
     assert done.returncode == code, done.stderr.decode()

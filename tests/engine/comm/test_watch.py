@@ -144,7 +144,7 @@ def test_processes_that_were_stopped_together_go_on() -> None:
     ("how", "expected"),
     [
         ("return", "rank 1: ended before it"),
-        ("evaluate", "rank 1: all-gather of the weights of 0"),
+        pytest.param("evaluate", "rank 1: all-gather of the weights of 0", marks=pytest.mark.slow),
         # its own traceback; no hang of the other
         pytest.param("raise", "ValueError: the data of rank 1 are bad", marks=pytest.mark.slow),
     ],

@@ -104,7 +104,7 @@ def shards(bits: int, folder: str) -> list[Any]:
     return [logits.tolist(), tokens.shape[1], sum(kept.values())]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_zero_inference(world: int, tmp_path: Any) -> None:
     found = run_distributed(shards, world, 4, str(tmp_path), timeout=120)
     model = small_model("llama", dtype=torch.bfloat16)

@@ -107,7 +107,8 @@ def all_parities() -> None:
             assert parity(stage, 1, None, left_out) < 2e-5, (stage, left_out)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_training_equals_torch(world: int) -> None:
     run_distributed(all_parities, world, timeout=200)
 
