@@ -68,7 +68,7 @@ def steps(engine: Any, accumulation: int = 1, first: int = 0, count: int = STEPS
     losses, norms = [], []
     for step in batches(accumulation, WORLD)[first : first + count]:
         for micro in step:
-            loss = engine(micro[dist.get_rank()])
+            loss = engine(micro[dist.get_rank()].to(engine.device))
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))

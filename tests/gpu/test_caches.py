@@ -23,11 +23,15 @@ def prompts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("options", WAYS, ids=["plain", "static", "host"])
 @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
 def test_a_cache_in_host_memory(cache: str, options: dict[str, Any]) -> None:
-    """Keys and values come back as they were: the tokens are those of a cache that stays."""
+    """Keys and values come back as they were: the tokens are those of a cache that stays.
+
+    Not compiled by transformers, whose step ends torch 2.11 with a segmentation fault where the cache lies in host memory.
+    """
     plain = small_model("llama").cuda()
     expected = plain.generate(**prompts(), **GREEDY)
     engine = init_inference(small_model("llama"), dtype="fp32", **options)
-    assert torch.equal(engine.generate(**prompts(), **GREEDY, cache_implementation=cache), expected)
+    settings = {**GREEDY, "cache_implementation": cache, "disable_compile": True}
+    assert torch.equal(engine.generate(**prompts(), **settings), expected)
     engine.destroy()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hf import initialize
-from tests.contract import test_onebit, test_sequence_parity, test_tensor_parallel, test_wire
+from tests.contract import test_hierarchical, test_onebit, test_sequence_parity, test_tensor_parallel, test_wire
 from tests.contract.test_parity import CLIP
 from tests.engine.pipeline import test_training as pipelines
 from tests.engine.pipeline.models import batches, pairs, pipeline
@@ -150,3 +150,16 @@ def test_one_bit_optimizers(name: str, more: dict[str, Any]) -> None:
     if name != "ZeroOneAdam":  # which may be between two meetings
         (_, (_, _, first)), (_, (_, _, second)) = found
         assert all(torch.equal(second[key], value) for key, value in first.items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_whole_on_each_gpu(stage: int) -> None:
+    """MiCS with one GPU to a shard: sums go over both, copies do not drift."""
+    ranks = on_two(test_hierarchical.train_each, [(stage, 2, {}), (stage, 2, {"mics_shard_size": 1})])
+    for plain, found in ranks:
+        assert found["inner"] == 1
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert found["norms"] == pytest.approx(plain["norms"], rel=1e-5)
+        assert test_hierarchical.distance(found["weights"], plain["weights"]) < 1e-5
+        for name, value in ranks[0][1]["weights"].items():
+            assert torch.equal(found["weights"][name].cpu(), value.cpu())
