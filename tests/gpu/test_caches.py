@@ -25,7 +25,7 @@ def prompts() -> dict[str, torch.Tensor]:
 def test_a_cache_in_host_memory(cache: str, options: dict[str, Any]) -> None:
     """Keys and values come back as they were: the tokens are those of a cache that stays.
 
-    Not compiled by transformers, whose step ends torch 2.11 with a segmentation fault where the cache lies in host memory.
+    Not compiled: what transformers compiles for such a static cache ends torch 2.11 with a segmentation fault.
     """
     plain = small_model("llama").cuda()
     expected = plain.generate(**prompts(), **GREEDY)
