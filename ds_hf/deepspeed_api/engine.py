@@ -291,7 +291,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
 
     def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
         """Load whole weights, the same on every rank, into the model and the masters behind it. Collective."""
-        buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        buffers = self.hooks.used_buffers
         with unshard(buffers):
             self.module.load_state_dict(state_dict, strict=strict)
             for buffer in buffers:

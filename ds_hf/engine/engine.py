@@ -481,7 +481,7 @@ class CoreEngine(nn.Module):
         self.reducer.free()
         for unit in self.units:
             for buffer in unit.buffers:
-                buffer.states = None
+                buffer.states = None if buffer.states is self.optimizer else buffer.states
                 if not buffer.sharded:
                     buffer.gather()  # what is on its way arrives
         if self.optimizer is not None:
@@ -498,12 +498,14 @@ class CoreEngine(nn.Module):
         for unit in self.units:
             unit.release()
 
-    def _require_alive(self) -> None:
+    def _require_alive(self, *, to_train: bool = True) -> None:
         if self._destroyed:
             raise DsHfError("this engine was destroyed; call initialize() again")
+        if (succession := self.hooks.succession) is not None and (to_train or not succession.wholly):
+            raise DsHfError(str(succession))
 
     def _require_weights(self) -> None:
-        self._require_alive()
+        self._require_alive(to_train=False)
         if "lp_params" in self.parking.names:
             raise DsHfError(_PARKED)
 

@@ -55,6 +55,7 @@ from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, own_dtype, plan_u
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import replicas_of
 from ds_hf.engine.zero.second_shard import SecondShard
+from ds_hf.engine.zero.sharing import plan_sharing
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
@@ -106,7 +107,10 @@ def make_parts(
     device = compute_device()
     group_of = _prepare(settings, plan, mesh, model, inner, device)
     policy = _unit_policy(settings, plan)
-    planned = plan_units(model, _managed(model, plan), policy, group_of, partial(replicas_of, mesh=mesh))
+    managed, names = _managed(model, plan), _parameter_names(model)
+    sharing = plan_sharing(managed, group_of, names)
+    homes = partial(replicas_of, mesh=mesh)
+    planned = plan_units(model, managed, policy, group_of, homes, sharing.elsewhere)
     split = _splits_masters(settings, plan, device, inner)
     offload = build_offload(settings, plan, mesh, device, _managed(model, plan), inner, splits_masters=split)
     states = _States(settings, plan, device, offload, split, _links(settings, plan, mesh, device, planned))
@@ -132,7 +136,6 @@ def make_parts(
         world=mesh.stage,
         accumulation=accumulation,
     )
-    names = _parameter_names(model)
     optimizer = None
     if inner is not None:
         optimizer = _make_optimizer(settings, plan, mesh, inner, states, reducer, names, optimizer_type)
@@ -141,7 +144,8 @@ def make_parts(
             buffer.count_users()
     zero = settings.zero_optimization
     prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
-    hooks = UnitHooks(units, reducer, prefetch, needs_scale=plan.scales_loss)
+    shards = plan.shards_parameters
+    hooks = UnitHooks(units, reducer, prefetch, needs_scale=plan.scales_loss, sharing=sharing, shards=shards)
     return EngineParts(plan, mesh, device, policy.dtype, units, accumulation, reducer, hooks, optimizer, names)
 
 

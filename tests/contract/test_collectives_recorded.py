@@ -5,7 +5,8 @@
     python -m tests.contract.test_collectives_recorded
 
 Per configuration it holds the collectives of two processes in order, losses, gradient norms and a digest of the
-weights. The model's numbers are few bits long, so sums are exact in every order and the record holds on every machine.
+weights. The model's numbers are few bits long, so sums are exact in every order and the record holds on every machine;
+of norms, whose squares are longer, but for the last bit or two.
 """
 
 from __future__ import annotations
@@ -195,8 +196,9 @@ def test_every_cell_has_a_record() -> None:
 def test_numbers_and_collectives_are_those_of_before_the_mesh(name: str) -> None:
     mine, others = (rank[name] for rank in found())
     assert mine["collectives"] == others["collectives"] == recorded()[name]["collectives"]
-    for key in ("norms", "weights"):
-        assert mine[key] == others[key] == recorded()[name][key], key
+    assert mine["weights"] == others["weights"] == recorded()[name]["weights"]
+    # squares have twice the bits, and torch adds them up in another order on another kind of processor
+    assert mine["norms"] == others["norms"] == pytest.approx(recorded()[name]["norms"], rel=4e-7)
     assert [mine["losses"], others["losses"]] == recorded()[name]["losses"]
 
 

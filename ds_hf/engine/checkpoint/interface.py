@@ -17,7 +17,7 @@ from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import packed_parts
 from ds_hf.engine.zero.unit import Unit
@@ -115,9 +115,12 @@ def adapter_names(module: nn.Module) -> frozenset[str]:
 def loose_parameters(engine: Checkpointable) -> dict[str, Tensor]:
     """Parameters that live in no unit: quantized ones - the plain tensors behind them - and those added later.
 
-    Whole on every rank.
+    Whole on every rank. Also some that another engine has too, whose buffers stay gathered (``zero.sharing``).
     """
     placed = {id(param) for buffer in flat_buffers(engine) for param in buffer.owners}
+    for param in engine.module.parameters():
+        if id(param) not in placed and (home := home_of(param)) is not None:
+            home.buffer.gather()  # after a step of the other engine it may be on its way
     return {
         parameter_name(engine, part, f"{name}.{path}" if path else name): part
         for name, param in engine.module.named_parameters()

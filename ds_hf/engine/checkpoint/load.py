@@ -55,7 +55,7 @@ from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.vocabulary import padded
 from ds_hf.engine.checkpoint.zero_to_fp32 import LATEST, MANIFEST, Manifest, TensorFiles, find_folder, folder_of
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.zero.buffer import FlatBuffer, unshard
+from ds_hf.engine.zero.buffer import FlatBuffer, home_of, unshard
 from ds_hf.engine.zero.weight_sync import sync_weights
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
@@ -262,9 +262,13 @@ def _read_by_all(engine: Checkpointable, buffer: FlatBuffer) -> bool:
 @torch.no_grad()
 def _read_rest_of_weights(engine: Checkpointable, fit: Fit, files: TensorFiles) -> None:
     """What is in no flat buffer."""
-    for name, param in loose_parameters(engine).items():
+    loose = loose_parameters(engine)
+    for name, param in loose.items():
         if name in fit.parameters:
             param.copy_(files.value(fit.parameters[name], cut=cut_in(param)))
+    for buffer in dict.fromkeys(home.buffer for param in loose.values() if (home := home_of(param)) is not None):
+        buffer.gather()
+        buffer.write_back()  # of another engine that has some of these parameters too
     for name, value in module_buffers(engine.module)[0].items():
         if name in fit.buffers:
             value.copy_(files.buffer(fit.buffers[name]))
@@ -290,6 +294,8 @@ def _publish_buffer(engine: Checkpointable, buffer: FlatBuffer) -> None:
         engine.optimizer.masters_changed(buffer)
     else:
         sync_weights([buffer], whole=False)
+    if buffer.states is not None and buffer.states is not engine.optimizer:
+        buffer.states.values_changed(buffer)  # another engine trains it
 
 
 def _load_custom(engine: Checkpointable, manifest: Manifest, files: TensorFiles, load: Callable[..., Any]) -> None:

@@ -234,6 +234,7 @@ class FlatBuffer:
         self._arrived: torch.cuda.Event | None = None  # of gathers of this buffer alone, recorded for each of them
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
         self._gone: set[int] = set()  # parameters that another buffer took over
+        self.users: dict[Any, None] = {}  # the hooks of the engines whose models use it, in the order of all ranks
 
     def _stored_shapes(self) -> list[torch.Size]:
         return [logical_shape(p) for p in self.params]
@@ -432,6 +433,11 @@ class FlatBuffer:
             if not gone or id(param) not in gone:
                 param.ds_status = status  # type: ignore[attr-defined]
 
+    @property
+    def keeps_all(self) -> bool:
+        """No other buffer took any of its parameters over."""
+        return not self._gone
+
     def give_up(self, param: Tensor) -> None:
         """Another buffer took ``param`` over (a second ``initialize``): this one does not touch it any more."""
         self._gone.add(id(param))
@@ -479,7 +485,7 @@ class FlatBuffer:
         if list(map(Tensor.data_ptr, self.params)) == list(map(Tensor.data_ptr, self.views)):
             return
         for param, view in zip(self.params, self.views, strict=True):
-            if param.data_ptr() != view.data_ptr():
+            if param.data_ptr() != view.data_ptr() and id(param) not in self._gone:
                 raise DsHfError(
                     f"a parameter of shape {tuple(view.shape)} no longer lives where the engine keeps it: the model "
                     "was cast or moved, or param.data replaced, after initialize(). Do that before it, or write in "
@@ -503,7 +509,7 @@ class FlatBuffer:
         """
         assert self.state is BufferState.GATHERED
         for param, view in zip(self.params, self.views, strict=True):
-            if param.data.data_ptr() != view.data_ptr():
+            if param.data.data_ptr() != view.data_ptr() and id(param) not in self._gone:
                 view.copy_(param.data)
                 param.data = view
         if source_rank is not None:

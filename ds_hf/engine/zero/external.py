@@ -44,8 +44,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     if id(parameter) in external:
         return
     external[id(parameter)] = parameter
-    attach = module.__dict__.get("_ds_attach_external")  # set by the hooks of a live engine
-    if attach is not None:
+    for attach in module.__dict__.get("_ds_attach_external", ()):  # set by the hooks of live engines
         attach(module, parameter)
 
 
@@ -75,19 +74,24 @@ class _Watched(dict[str, nn.Parameter | None]):
 
     Args:
         given: what the module had; it may have a way of its own to read (``dtensor``).
+
+    Attributes:
+        told: the units of the engines that use the module, each with what it is to call.
     """
 
-    __slots__ = ("given", "on_read", "read", "unit")
+    __slots__ = ("given", "read", "told")
 
-    def __init__(self, given: dict[str, nn.Parameter | None], unit: Unit, on_read: Callable[[Unit, Any], None]) -> None:
+    def __init__(self, given: dict[str, nn.Parameter | None]) -> None:
         super().__init__(given)
-        self.given, self.unit, self.on_read = given, unit, on_read
+        self.given = given
+        self.told: dict[Unit, Callable[[Unit, Any], None]] = {}
         self.read: Callable[[str, Any], Any] | None = getattr(given, "read", None)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if not self.unit.depth:
-            self.on_read(self.unit, param)
+        for unit, on_read in self.told.items():
+            if not unit.depth:
+                on_read(unit, param)
         return param if self.read is None else self.read(name, param)
 
     def restored(self) -> dict[str, nn.Parameter | None]:
@@ -112,14 +116,20 @@ def watch(unit: Unit, on_read: Callable[[Unit, Tensor | None], None]) -> bool:
     if not unit.name or not unit.sharded or any(True for _ in module.children()):
         return False
     eagerly: Callable[[Callable[..., None]], Any] = torch.compiler.disable
-    module.__dict__["_parameters"] = _Watched(module._parameters, unit, eagerly(on_read))
+    if not isinstance(module._parameters, _Watched):
+        module.__dict__["_parameters"] = _Watched(module._parameters)
+    module._parameters.told[unit] = eagerly(on_read)  # type: ignore[attr-defined]
     return True
 
 
-def unwatch(module: nn.Module) -> None:
-    """Give the module an ordinary ``_parameters`` again, unless it was replaced by something else."""
+def unwatch(unit: Unit) -> None:
+    """Undo ``watch``. With the last unit the module gets an ordinary ``_parameters`` again, unless it was replaced by
+    something else."""
+    module = unit.module
     if isinstance(watched := module._parameters, _Watched):
-        module.__dict__["_parameters"] = watched.restored()
+        watched.told.pop(unit, None)
+        if not watched.told:
+            module.__dict__["_parameters"] = watched.restored()
 
 
 # -- names under which other libraries look ----------------------------------------------------------------------------

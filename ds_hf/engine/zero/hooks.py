@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.external import ExternalParameters, external_parameters, unwatch, watch
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.errors import DsHfError
 
@@ -63,6 +64,11 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
         slots = getattr(type(value), "__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             yield from tensors_in(getattr(value, slot, None), depth + 1)
+
+
+# Of the engines that share modules, those whose model is being called or whose backward runs. Such modules have the
+# hooks of each of them, which act in calls and backwards of their own engine, or of none.
+_running: dict[UnitHooks, None] = {}
 
 
 class _Untracked:
@@ -107,24 +113,34 @@ class UnitHooks:
         reducer: told of uses and gradients; its ``flush`` runs at the end of each backward.
         prefetch: told of the units that forward and backward reach.
         needs_scale: gradients carry a loss scale.
+        sharing: what is to be done about engines that have some of the parameters too.
+        shards: the parameters are shards between uses.
     """
 
     def __init__(
-        self, units: list[Unit], reducer: Reducer, prefetch: Prefetch | None = None, *, needs_scale: bool = False
+        self,
+        units: list[Unit],
+        reducer: Reducer,
+        prefetch: Prefetch | None = None,
+        *,
+        needs_scale: bool = False,
+        sharing: Sharing | None = None,
+        shards: bool = False,
     ) -> None:
         self.units = units
         self.reducer = reducer
         self.prefetch = prefetch or Prefetch(enabled=False)
         reducer.on_order = self.prefetch.follow
         self.handles: list[Removable] = []  # of ours, and of what others put on the model for as long as these stay
-        self._external_modules: list[nn.Module] = []
+        self._scopes: list[Removable] = []
+        self._external_modules: dict[nn.Module, _Hook] = {}
         self._calls: dict[Unit, _Call] = {}
         self._first: dict[Unit, _Call] = {}  # of the first of joined blocks, in the present forward
         self._begun: set[_Call] = set()  # calls that the present backward has reached
         self._open = False  # the model is called
         self._guests: list[Unit] = []  # of the open call
         self._last: _Call | None = None  # the last call of a unit that ended in it
-        self._watched: list[nn.Module] = []
+        self._watched: list[Unit] = []
         self._between: Unit | None = None  # gathered for its next block, which is called as a rule
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
         self._flush_queued = False
@@ -132,39 +148,97 @@ class UnitHooks:
         self.needs_scale = needs_scale
         self.scaled = False  # Engine.scale applied it to the coming backward, which is not driven
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
+        self.sharing = sharing or Sharing()
+        self.shards = shards
+        self.shares = bool(self.sharing.others)  # some of its modules have hooks of other engines
+        self.succession: Succession | None = None  # another engine trains its parameters since
+        self._held: list[FlatBuffer] = []  # see ``link``
 
     def install(self, model: nn.Module) -> None:
-        """Register everything. Call once.
+        """Register everything. Call once."""
+        for former, succession in self.sharing.ended.items():
+            former.end(succession)
+        model.__dict__["ds_external_parameters"] = ExternalParameters(model)
+        for module in model.modules():
+            attach = self._external_modules[module] = _Hook(self._attach_external)
+            module.__dict__.setdefault("_ds_attach_external", []).append(attach)
+        if self.shares:
+            self.relink()
+        else:
+            self._scope_units()
+        for unit, gradients in self.reducer.by_unit.items():
+            for gradient in gradients:
+                for index, param in enumerate(gradient.buffer.params):
+                    hook = _GradientHook(self, unit, gradient, index)
+                    self.handles.append(_on_accumulated(param, hook))
+        trained = self.trains
+        for unit in self.units:
+            for param in unit.params if unit.sharded else ():
+                if param.requires_grad and id(param) not in trained:
+                    self.handles.append(_on_accumulated(param, _drop_gradient))
+        for buffer in self.used_buffers:
+            buffer.users[self] = None
+        for other in self.sharing.others:
+            other.relink()
+        self.sharing = Sharing()  # the others are not ours to keep
 
-        An engine that was made for the model, or for a part of it, before has its hooks taken away: the weights are
-        this one's now (TRL computes reference probabilities with an engine of its own before it trains).
-        """
-        for leave in {module.__dict__["_ds_leave"] for module in model.modules() if "_ds_leave" in module.__dict__}:
-            leave()
+    @property
+    def uses(self) -> set[int]:
+        """Ids of the parameters of the model."""
+        return {*self.unit_of, *map(id, self.units[0].whole)}
+
+    @property
+    def trains(self) -> set[int]:
+        """Ids of those that the engine updates."""
+        return {id(p) for buffers in self.reducer.by_unit.values() for b in buffers for p in b.buffer.params}
+
+    def end(self, succession: Succession) -> None:
+        """Another engine trains the parameters from now on."""
+        self.remove()
+        self.succession = succession
+
+    def relink(self) -> None:
+        """Other engines have some of the parameters too, or took some over: use them where they lie. Collective."""
+        self.shares = True
+        self._leave_units()
+        held = link(self.units, shards=self.shards)
+        for buffer in held:
+            if buffer not in self._held:
+                buffer.gather_exactly()
+                buffer.hold.count += 1
+        self._let_go([buffer for buffer in self._held if buffer not in held])
+        self._held = held
+        for buffer in self.used_buffers:
+            buffer.users[self] = None
+        self._scope_units()
+
+    @property
+    def used_buffers(self) -> list[FlatBuffer]:
+        """The buffers in which parameters of the model lie."""
+        return list(dict.fromkeys([*self._held, *(buffer for unit in self.units for buffer in unit.buffers)]))
+
+    def _let_go(self, held: Sequence[FlatBuffer]) -> None:
+        for buffer in held:
+            buffer.hold.count -= 1
+            if not buffer.hold.count:
+                buffer.release(spare_users=True)
+
+    def _scope_units(self) -> None:
         for unit in self.units:
             for module in unit.modules:
                 self._scope(module, unit)
-        leave = _Hook(self.remove)
-        model.__dict__["ds_external_parameters"] = ExternalParameters(model)
-        for module in model.modules():
-            module.__dict__["_ds_leave"] = leave
-            module.__dict__["_ds_attach_external"] = _Hook(self._attach_external)
-            self._external_modules.append(module)
+        for module in self._external_modules:
             for param in external_parameters(module):
                 self._attach_external(module, param)
-        self._watched += [unit.module for unit in self.units if watch(unit, self._on_read)]
-        for unit, buffers in self.reducer.by_unit.items():
-            for buffer in buffers:
-                for index, param in enumerate(buffer.buffer.params):
-                    hook = _GradientHook(self, unit, buffer, index)
-                    self.handles.append(_on_accumulated(param, hook))
-        managed = {id(p) for bs in self.reducer.by_unit.values() for b in bs for p in b.buffer.params}
-        for unit in self.units:
-            for param in unit.params if unit.sharded else ():
-                if (
-                    param.requires_grad and id(param) not in managed
-                ):  # no optimizer has it: its gradient belongs nowhere
-                    self.handles.append(_on_accumulated(param, _drop_gradient))
+        self._watched += [unit for unit in self.units if watch(unit, self._on_read)]
+
+    def _leave_units(self) -> None:
+        for handle in self._scopes:
+            handle.remove()
+        self._scopes.clear()
+        for unit in self._watched:
+            unwatch(unit)
+        self._watched.clear()
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -173,14 +247,20 @@ class UnitHooks:
             handle.remove()
         self.handles.clear()
         self._let_root_go()
-        for module in self._watched:
-            unwatch(module)
-        self._watched.clear()
-        for module in self._external_modules:
-            module.__dict__.pop("_ds_leave", None)
-            module.__dict__.pop("_ds_attach_external", None)
-            module.__dict__.pop("ds_external_parameters", None)
+        self._leave_units()
+        for module, attach in self._external_modules.items():
+            attached = module.__dict__.get("_ds_attach_external", [])
+            if attach in attached:
+                attached.remove(attach)
+            if not attached:
+                module.__dict__.pop("_ds_attach_external", None)
+                module.__dict__.pop("ds_external_parameters", None)
         self._external_modules.clear()
+        for buffer in self.used_buffers:
+            buffer.users.pop(self, None)
+        self._let_go(self._held)
+        self._held = []
+        _running.pop(self, None)
 
     def keep_root(self) -> None:
         """Gather the root until the model is called next. Collective.
@@ -202,6 +282,10 @@ class UnitHooks:
         """A whole backward by the engine; what an exception leaves of it is dropped."""
         self.reducer.take_back()
         self.driven = self.reducer.driven = True
+        self._note()
+        others = [user.reducer for user in self._trainers()] if self.shares else []
+        for reducer in others:  # the loss has been divided by the accumulation steps
+            reducer.driven = True
         try:
             yield
             self.flush()
@@ -210,6 +294,34 @@ class UnitHooks:
             raise
         finally:
             self.driven = self.reducer.driven = False
+            for reducer in others:
+                reducer.driven = False
+            self._note()
+
+    def _trainers(self) -> list[UnitHooks]:
+        """The other engines that train parameters which this one uses."""
+        users = dict.fromkeys(user for buffer in self.used_buffers if not buffer.frozen for user in buffer.users)
+        return [user for user in users if user is not self and not self.uses.isdisjoint(user.trains)]
+
+    def _note(self) -> None:
+        """Whether the engine's model is being called, or its backward runs, may have changed."""
+        if self.shares and (self._open or self.driven or self._flush_queued):
+            _running[self] = None
+        elif _running:
+            _running.pop(self, None)
+
+    def _is_others(self, module: nn.Module) -> bool:
+        """``module`` is called by another engine, whose hooks do what is to be done."""
+        return bool(self.shares and _running and self not in _running and module is not self.units[0].module)
+
+    def _release(self, unit: Unit) -> None:
+        """Give memory back, but not that of which another engine is in the middle."""
+        if not (self.shares and len(_running) > 1):
+            unit.release()
+            return
+        for buffer in unit.buffers:
+            if len(buffer.users) == 1:
+                buffer.release()
 
     def reset(self) -> None:
         """Forget calls, and a backward, that ended in an exception."""
@@ -218,6 +330,7 @@ class UnitHooks:
         for unit in self.units:
             unit.depth = 0
         self._open, self._last = False, None
+        self._note()
         self._guests.clear()
         self._between = None
         self.prefetch.drop()
@@ -231,17 +344,18 @@ class UnitHooks:
         self._begun.clear()
         self._first.clear()
         self._flush_queued = False
+        self._note()
         self.reducer.abandon()
 
     def _scope(self, module: nn.Module, unit: Unit) -> None:
         if unit.name and not unit.sharded:  # there is nothing to release, and nothing to gather in backward
             reached = _Hook(partial(self._pre_replicated, unit))
-            self.handles.append(module.register_forward_pre_hook(reached, prepend=True))
+            self._scopes.append(module.register_forward_pre_hook(reached, prepend=True))
             return
         pre = _Hook(partial(self._pre_forward, unit))
         post = _Hook(partial(self._post_forward, unit))
-        self.handles.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
-        self.handles.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
+        self._scopes.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
+        self._scopes.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
 
     def _attach_external(self, module: nn.Module, param: nn.Parameter) -> None:
         unit = self.unit_of.get(id(param))
@@ -251,6 +365,8 @@ class UnitHooks:
     # -- forward ------------------------------------------------------------------------------------------------
 
     def _pre_replicated(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if self._is_others(module):
+            return
         unit.gather()
         if torch.is_grad_enabled() and not in_backward():
             if self.reducer.shown and not self.units[0].depth:  # called by itself: nothing announces its backward
@@ -258,6 +374,8 @@ class UnitHooks:
             self.reducer.record_use(unit)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._is_others(module):
+            return None
         if _untracked.depth:
             if unit.start_gather():
                 _untracked.gathered.setdefault(unit)
@@ -268,6 +386,7 @@ class UnitHooks:
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not unit.name and module is unit.module:
             self._open = True
+            self._note()
             self._let_root_go()
         unit.gather()
         recomputing = in_backward()
@@ -295,7 +414,7 @@ class UnitHooks:
         return watched
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not _untracked.depth:
+        if not _untracked.depth and not self._is_others(module):
             self._leave(unit, module, output)
 
     def _leave(self, unit: Unit, module: nn.Module, output: Any) -> None:
@@ -323,7 +442,7 @@ class UnitHooks:
             self._between = unit
             return
         self._between = None if self._between is unit else self._between
-        unit.release()
+        self._release(unit)
         if unit.name == "":
             if self._between is not None:
                 self._pass(unit)
@@ -361,6 +480,7 @@ class UnitHooks:
         guests, self._guests = self._guests, []
         for guest in guests:
             self._leave(guest, guest.module, output)
+        self._note()
 
     # -- backward -----------------------------------------------------------------------------------------------
 
@@ -383,6 +503,7 @@ class UnitHooks:
         """Have backward end with a flush also when user code calls ``loss.backward()`` itself."""
         if not self.driven and not self._flush_queued:
             self._flush_queued = True
+            self._note()
             torch.autograd.Variable._execution_engine.queue_callback(self._flush_callback)
 
     def _flush_callback(self) -> None:
@@ -396,6 +517,7 @@ class UnitHooks:
                 )
             self.scaled = False
             self.flush()
+        self._note()
 
     def flush(self) -> None:
         """End of backward."""
@@ -413,7 +535,7 @@ class UnitHooks:
     def release_if_over(self, unit: Unit) -> None:
         """Release a unit whose backward needs its weights no more; of the root only the end of backward can tell."""
         if unit.name and unit.sharded and not unit.open_calls and self.reducer.is_complete(unit):
-            unit.release()
+            self._release(unit)
 
 
 class _Hook:
@@ -525,7 +647,9 @@ def _is_input(tensor: Tensor, call: _Call | None) -> bool:
 
 
 def _drop_gradient(param: Tensor) -> None:
-    param.grad = None
+    """The gradient of a parameter that no optimizer has belongs nowhere."""
+    if not is_trained(param):
+        param.grad = None
 
 
 def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:

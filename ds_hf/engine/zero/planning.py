@@ -10,7 +10,7 @@ some ranks do not join never ends. A pure function of the module tree: every ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,7 @@ def plan_units(
     policy: UnitPolicy,
     group_of: Mapping[int, int],
     replicas_of: Callable[[nn.Parameter], Replicas],
+    elsewhere: Collection[int] = (),
 ) -> dict[Unit, list[BufferSpec]]:
     """The units of ``model``, the root first, and the flat buffers that each is to have, in the order of the engine.
 
@@ -123,13 +124,14 @@ def plan_units(
         params: those that lie in flat buffers, ``None`` for all floating-point ones.
         group_of: id of each trained parameter -> its group of the optimizer.
         replicas_of: the replicas of a parameter.
+        elsewhere: ids of parameters that stay in buffers that there are.
     """
     units = make_units(model, params)
     if policy.joins:
         units = join_small(units, policy.dtype, policy.max_live)
     if policy.sharded:
-        units = keep_small_whole(units, policy.whole_below, policy.whole_in_all)
-    return {unit: _buffers_of(unit, policy, group_of, replicas_of) for unit in units}
+        units = keep_small_whole(units, policy.whole_below, policy.whole_in_all, elsewhere)
+    return {unit: _buffers_of(unit, policy, group_of, replicas_of, elsewhere) for unit in units}
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -250,8 +252,9 @@ def _runs(units: list[Unit]) -> list[list[Unit]]:
     return runs
 
 
-def keep_small_whole(units: list[Unit], below: int, in_all: int) -> list[Unit]:
-    """Move parameters of fewer than ``below`` elements to the root's ``whole``, at most ``in_all`` elements together.
+def keep_small_whole(units: list[Unit], below: int, in_all: int, but: Collection[int] = ()) -> list[Unit]:
+    """Move parameters of fewer than ``below`` elements, other than ``but``, to the root's ``whole``, at most ``in_all``
+    elements together.
 
     DeepSpeed: ``stage3_param_persistence_threshold``, ``stage3_model_persistence_threshold``. All of them are one
     buffer of the root: one more reduction a backward and one more gather a step, however many there are.
@@ -261,7 +264,7 @@ def keep_small_whole(units: list[Unit], below: int, in_all: int) -> list[Unit]:
         kept: list[nn.Parameter] = []
         for param in unit.params:
             numel = logical_shape(param).numel()
-            small = numel < below and numel <= room and param.is_floating_point()
+            small = numel < below and numel <= room and param.is_floating_point() and id(param) not in but
             room -= numel if small else 0
             (units[0].whole if small else kept).append(param)
         unit.params = kept
@@ -273,12 +276,15 @@ def _buffers_of(
     policy: UnitPolicy,
     group_of: Mapping[int, int],
     replicas_of: Callable[[nn.Parameter], Replicas],
+    elsewhere: Collection[int],
 ) -> list[BufferSpec]:
     """One for each (replicas, dtype or packed, dtype of reductions if trained), first those that are sharded."""
     specs = []
     for params, sharded in ((unit.params, policy.sharded), (unit.whole, False)):
         found: dict[tuple[Replicas, Any, torch.dtype | None], list[nn.Parameter]] = {}
         for param in params:
+            if id(param) in elsewhere:
+                continue
             own = policy.dtype or own_dtype(param)
             trains = group_of.get(id(param), FROZEN) != FROZEN
             reduced = comm_dtype(param, policy.sent or own) if trains else None

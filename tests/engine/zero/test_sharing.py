@@ -1,0 +1,220 @@
+"""Two engines whose models share modules, against plain torch on one process with two optimizers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_hf
+from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.errors import DsHfError
+from tests.helpers.distributed import run_distributed
+
+WIDTH = 16
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Embedding(8, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.activation = nn.Tanh()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.entry(tokens)
+        for block in self.blocks:
+            hidden = hidden + self.activation(block(hidden))
+        return hidden
+
+
+class Headed(nn.Module):
+    """An encoder and a head; something of its own that no other model has, frozen, beside them."""
+
+    def __init__(self, encoder: Encoder, activation: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.activation = encoder, activation
+        self.own = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens: Tensor, goal: Tensor) -> Tensor:
+        hidden = self.activation(self.own(self.encoder(tokens)))
+        return (self.head(hidden).squeeze(-1) - goal).pow(2).mean()
+
+
+def models(kind: str) -> tuple[Headed, Headed]:
+    torch.manual_seed(0)
+    encoder, activation = Encoder(), nn.Tanh()
+    first = Headed(encoder, activation)
+    if kind == "activation":
+        return first, Headed(copy.deepcopy(encoder), activation)
+    if kind == "frozen":
+        encoder.requires_grad_(False)
+    return first, Headed(encoder, activation)
+
+
+def trained(model: Headed, kind: str, which: int) -> list[nn.Parameter]:
+    """Where the encoder is common and trains, one of the two has it in its optimizer."""
+    if kind == ("by-first", "by-second")[1 - which]:
+        return list(model.head.parameters())
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def batches(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 8, (4, 3), generator=generator), torch.randn(4, 3, generator=generator)
+
+
+STEPS = 3
+
+
+def in_plain_torch(kind: str, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
+    pair = models(kind)
+    chosen = [trained(model, kind, which) for which, model in enumerate(pair)]
+    optimizers = [torch.optim.SGD(params, lr=0.1, momentum=0.9) for params in chosen]
+    losses, number = [], 0
+    for _ in range(STEPS):
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            for _ in range(accumulation):
+                loss = model(*batches(number))
+                (loss / accumulation).backward()
+                losses.append(loss.item())
+                number += 1
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, weights(pair)
+
+
+def weights(pair: tuple[Headed, Headed]) -> dict[str, Tensor]:
+    with GatheredParameters([param for model in pair for param in model.parameters()]):
+        return {
+            f"{which}.{name}": param.detach().clone()
+            for which, model in enumerate(pair)
+            for name, param in model.named_parameters()
+        }
+
+
+def two_engines(kind: str, stages: tuple[int, int], driven: bool, accumulation: int, folder: str) -> None:
+    expected, expected_weights = in_plain_torch(kind, accumulation)
+    pair = models(kind)
+    engines = []
+    for which, (model, stage) in enumerate(zip(pair, stages, strict=True)):
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20 * (which + 1)},
+        }
+        params = trained(model, kind, which)
+        engines.append(ds_hf.initialize(model=model, model_parameters=params, config=settings)[0])
+    losses, number = [], 0
+    mine = slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
+    for _ in range(STEPS):
+        for engine in engines:
+            for _ in range(accumulation):
+                tokens, goal = batches(number)
+                loss = engine(tokens[mine], goal[mine])
+                if driven:
+                    engine.backward(loss)
+                else:
+                    loss.backward()
+                engine.step()
+                mean = loss.detach().clone()
+                dist.all_reduce(mean)
+                losses.append(mean.item() / 2)
+                number += 1
+    assert losses == pytest.approx(expected, rel=1e-5), (losses, expected)
+    for name, value in weights(pair).items():
+        torch.testing.assert_close(value, expected_weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    for which, engine in enumerate(engines):  # whole checkpoints, of both
+        engine.save_checkpoint(f"{folder}/{which}")
+    with torch.no_grad(), GatheredParameters([p for m in pair for p in m.parameters()], modifier_rank=0):
+        for model in pair:
+            for param in model.parameters():
+                param.zero_()
+    for which, engine in enumerate(engines):
+        engine.load_checkpoint(f"{folder}/{which}")
+    for name, value in weights(pair).items():
+        torch.testing.assert_close(value, expected_weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    engines[0].destroy()  # the other one goes on
+    tokens, goal = batches(99)
+    before = engines[1](tokens[mine], goal[mine])
+    engines[1].backward(before)
+    engines[1].destroy()
+
+
+KINDS = ("activation", "frozen", "by-first", "by-second")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "driven", "accumulation"),
+    [
+        ("activation", (0, 2), False, 2),
+        ("activation", (3, 1), True, 1),
+        ("frozen", (3, 3), True, 2),
+        ("frozen", (0, 3), False, 1),
+        ("frozen", (3, 1), False, 2),
+        ("by-first", (3, 2), True, 2),
+        ("by-second", (3, 3), False, 1),
+    ],
+)
+def test_both_train_as_in_plain_torch(
+    kind: str, stages: tuple[int, int], driven: bool, accumulation: int, tmp_path: Path
+) -> None:
+    run_distributed(two_engines, 2, kind, stages, driven, accumulation, str(tmp_path))
+
+
+def every_pair(kind: str, driven: bool, accumulation: int, folder: str) -> None:
+    for first in range(4):
+        for second in range(4):
+            place = f"{folder}/{first}{second}"
+            try:
+                two_engines(kind, (first, second), driven, accumulation, place)
+            except Exception as error:
+                raise AssertionError(f"{kind}, stages {first} and {second}, {driven=}, {accumulation=}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("driven", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pair_of_stages(kind: str, driven: bool, accumulation: int, tmp_path: Path) -> None:
+    run_distributed(every_pair, 2, kind, driven, accumulation, str(tmp_path))
+
+
+def half_taken(use: Callable[[Any], Any]) -> None:
+    pair = models("both")
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+    }
+    first, *_ = ds_hf.initialize(model=pair[0], config=settings)
+    second, *_ = ds_hf.initialize(model=pair[1], config=settings)
+    with pytest.raises(DsHfError, match=r"encoder\.entry\.weight and 8 more.*this one has ended"):
+        use(first)
+    second.backward(second(*batches(0)))
+    second.step()
+    first.destroy()
+    second.backward(second(*batches(0)))
+    second.step()
+
+
+def call(engine: Any) -> None:
+    engine(*batches(0))
+
+
+def save(engine: Any) -> None:
+    engine.save_checkpoint("never")
+
+
+@pytest.mark.parametrize("use", [call, save])
+def test_an_engine_whose_parameters_another_one_trains_says_so(use: Callable[[Any], Any]) -> None:
+    run_distributed(half_taken, 1, use)
