@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.external import ExternalParameters, external_parameters, unwatch, watch
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.reduction import Reducer, divided_loss
 from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.errors import DsHfError
@@ -281,27 +281,18 @@ class UnitHooks:
     def driving(self) -> Iterator[None]:
         """A whole backward by the engine; what an exception leaves of it is dropped."""
         self.reducer.take_back()
-        self.driven = self.reducer.driven = True
+        self.driven = True
         self._note()
-        others = [user.reducer for user in self._trainers()] if self.shares else []
-        for reducer in others:  # the loss has been divided by the accumulation steps
-            reducer.driven = True
         try:
-            yield
-            self.flush()
+            with divided_loss():
+                yield
+                self.flush()
         except BaseException:
             self.abandon()
             raise
         finally:
-            self.driven = self.reducer.driven = False
-            for reducer in others:
-                reducer.driven = False
+            self.driven = False
             self._note()
-
-    def _trainers(self) -> list[UnitHooks]:
-        """The other engines that train parameters which this one uses."""
-        users = dict.fromkeys(user for buffer in self.used_buffers if not buffer.frozen for user in buffer.users)
-        return [user for user in users if user is not self and not self.uses.isdisjoint(user.trains)]
 
     def _note(self) -> None:
         """Whether the engine's model is being called, or its backward runs, may have changed."""

@@ -27,7 +27,19 @@ from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "divided_loss"]
+
+_divided: list[bool] = []  # the loss of the backward that runs, which may reach parameters of several engines
+
+
+@contextmanager
+def divided_loss() -> Iterator[None]:
+    """An engine runs backward inside, and has divided its loss by the accumulation steps."""
+    _divided.append(True)
+    try:
+        yield
+    finally:
+        _divided.pop()
 
 
 @dataclass(eq=False)
@@ -78,7 +90,6 @@ class Reducer:
         self.at_the_end = at_the_end
         self.world = world
         self.accumulation = accumulation or Accumulation(1)
-        self.driven = False  # the engine runs the backward, and has divided the loss by the accumulation steps
         self.suspended = False  # inside no_sync() or coalesce_grad_reduction()
         self.held = False  # backwards inside those left gradients that nothing has reduced yet
         self.backwards = 0  # how many ended since all gradients were cleared
@@ -133,7 +144,7 @@ class Reducer:
     @property
     def factor(self) -> float:
         """What gradients of the present backward are multiplied by."""
-        return 1.0 if self.driven else 1 / self.accumulation.steps
+        return 1.0 if _divided else 1 / self.accumulation.steps
 
     @property
     def has_new(self) -> bool:

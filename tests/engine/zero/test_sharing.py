@@ -218,3 +218,67 @@ def save(engine: Any) -> None:
 @pytest.mark.parametrize("use", [call, save])
 def test_an_engine_whose_parameters_another_one_trains_says_so(use: Callable[[Any], Any]) -> None:
     run_distributed(half_taken, 1, use)
+
+
+def loss_of_rivals(generator: nn.Module, judge: nn.Module, noise: Tensor, real: Tensor, which: int) -> Tensor:
+    """The generator's loss, through the judge, or the judge's."""
+    if which:
+        return (judge(generator(noise)) - 1).pow(2).mean()
+    return (judge(real) - 1).pow(2).mean() + judge(generator(noise).detach()).pow(2).mean()
+
+
+def rivals() -> list[nn.Module]:
+    """A generator and its judge."""
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), nn.Linear(WIDTH, out))
+        for out in (WIDTH, 1)
+    ]
+
+
+def one_reaches_through_the_other(stages: tuple[int, int], driven: bool, accumulation: int, clears: bool) -> None:
+    """Backward of the generator's loss leaves gradients with the discriminator, which adds them up or drops them."""
+    pair = rivals()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in pair]
+    ours, engines = rivals(), []
+    for model, stage in zip(ours, stages, strict=True):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        engines.append(ds_hf.initialize(model=model, config=config)[0])
+    for step in range(3):
+        if clears:
+            optimizers[1].zero_grad()
+            engines[1].optimizer.zero_grad()
+        for which in (0, 1):
+            for micro in range(accumulation):
+                seed = step * 100 + which * 10 + micro
+                batch = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(seed))
+                (loss_of_rivals(*pair, *batch, which) / accumulation).backward()
+                mine = batch[:, dist.get_rank() * 2 : dist.get_rank() * 2 + 2]
+                loss = loss_of_rivals(*engines, *mine, which)
+                if driven:
+                    engines[1 - which].backward(loss)
+                else:
+                    loss.backward()
+                engines[1 - which].step()
+            optimizers[1 - which].step()
+            optimizers[1 - which].zero_grad()
+    with GatheredParameters([p for model in ours for p in model.parameters()]):
+        for model, plain in zip(ours, pair, strict=True):
+            for value, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(value.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("stages", "driven", "accumulation", "clears"),
+    [((1, 0), True, 2, False), ((3, 3), False, 2, True), ((2, 3), True, 1, False)],
+)
+def test_backward_of_one_model_through_another(
+    stages: tuple[int, int], driven: bool, accumulation: int, clears: bool
+) -> None:
+    run_distributed(one_reaches_through_the_other, 2, stages, driven, accumulation, clears)
