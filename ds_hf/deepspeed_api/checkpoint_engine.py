@@ -11,12 +11,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 
+from ds_hf.engine.checkpoint.archive import Refused
 from ds_hf.engine.checkpoint.files import check_loadable
+from ds_hf.engine.checkpoint.pickled import check_archive
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
+from ds_hf.regular_files import open_regular
 
 __all__ = ["CheckpointCommitInfo", "CheckpointEngine", "TorchCheckpointEngine"]
 
@@ -106,13 +110,16 @@ class TorchCheckpointEngine(CheckpointEngine):
     def load(self, path: str, map_location: Any = None) -> Any:
         """What a file holds, by ``torch.load(weights_only=True)``."""
         try:
+            with open_regular(path) as file:
+                if file.read(4) == b"PK\3\4":  # not the format that torch wrote before 1.6, which has no checksums
+                    check_archive(file, os.fstat(file.fileno()).st_size, sums=True)
             return torch.load(path, map_location=map_location, weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{path}: cannot be read without running code of the file ({str(error).splitlines()[0]}). If you trust "
                 "whoever wrote it, torch.load(path, weights_only=False) reads it"
             ) from error
-        except (EOFError, RuntimeError) as error:
+        except (EOFError, RuntimeError, Refused, BadZipFile) as error:
             raise CheckpointError(f"{path}: damaged, or not a file of torch.save ({error})") from error
 
     def commit(self, info: CheckpointCommitInfo) -> bool:

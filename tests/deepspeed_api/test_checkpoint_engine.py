@@ -74,3 +74,15 @@ def test_an_engine_of_ones_own() -> None:
     assert (engine.name, engine.load("x"), engine.is_decoupled()) == ("Memory", {"a": 1}, False)
     with pytest.raises(TypeError, match="abstract"):
         CheckpointEngine()  # type: ignore[abstract]
+
+
+def test_damaged_values_are_found(tmp_path: Path) -> None:
+    engine, path = TorchCheckpointEngine(), tmp_path / "state.pt"
+    engine.save({"a": torch.arange(64.0)}, str(path))
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.arange(64.0).numpy().tobytes()) + 100] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"state.pt: damaged.*record"):
+        engine.load(str(path))
+    torch.save({"a": 1}, path, _use_new_zipfile_serialization=False)  # as before torch 1.6, without checksums
+    assert engine.load(str(path)) == {"a": 1}

@@ -2,8 +2,9 @@
 
 Files are written into ``.TAG.saving-HOST-PID-ID`` beside the target. The target appears by one rename; a former one of
 the same tag is renamed to ``.TAG.old-HOST-PID-ID`` before and removed after, so at every moment one of the two is
-whole, and ``recover`` finds it. What else lay in its folder, a user's notes or a checkpoint of a tag below, moves to
-the new one. ``latest`` is written last. Only rank 0 calls what is here.
+whole, and ``recover`` finds it. Their writer holds these folders (``Hold``): one that is not held is left over, also
+where the number of its process is another's today. What else lay in a replaced folder, a user's notes or a checkpoint
+of a tag below, moves to the new one. ``latest`` is written last. Only rank 0 calls what is here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
-import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,26 @@ from ds_hf.engine.checkpoint import zero_to_fp32
 from ds_hf.engine.checkpoint.files import replace_text, sync_folder, write_text
 from ds_hf.engine.checkpoint.manifest import RankReport, complete
 from ds_hf.engine.checkpoint.tags import is_checkpoint_file
+from ds_hf.engine.checkpoint.zero_to_fp32 import Hold, boot_of, this_writer, untouched
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["announce", "check_space", "commit", "hidden_beside", "make_folder", "remove_leftovers"]
+__all__ = [
+    "announce",
+    "check_space",
+    "commit",
+    "hidden_beside",
+    "make_folder",
+    "publish_over",
+    "remove_leftovers",
+    "staging",
+]
 
 SCRIPT = "zero_to_fp32.py"
-LEFT_ALONE_S = 600.0  # a folder of another machine's process is abandoned if it was not written to for so long
-_HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|old)-(?:(?P<host>\w+)-(?P<pid>\d+)-)?(?P<id>\w+)")
+_HIDDEN = re.compile(
+    r"\.(?P<tag>.+)\.(?P<kind>saving|old)-(?:(?P<host>\w+)-(?P<pid>\d+)-)?"
+    r"(?:(?P<boot>[0-9a-f]{16})_)?(?P<id>\w+)"
+)
 _STAGED_TEXT = re.compile(rf"\.(latest|{re.escape(SCRIPT)})\.(?P<pid>\d+)\.new")
 
 
@@ -40,21 +51,31 @@ def hidden_beside(target: Path, kind: str, writer: str | None = None) -> Path:
     return target.with_name(f".{target.name}.{kind}-{writer or this_writer()}")
 
 
-def this_writer() -> str:
-    """Host, process and a number of its own."""
-    return f"{_host()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-
-
-def _host() -> str:
-    return re.sub(r"\W", "_", socket.gethostname()) or "unknown"
-
-
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, so that their names survive a crash of the machine."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
         sync_folder(path.parent)
+
+
+@contextmanager
+def staging(target: Path, nbytes: int) -> Iterator[Path]:
+    """A new folder beside ``target``, which its caller renames when it is whole; what killed writers left goes first.
+
+    Raises:
+        CheckpointError: ``nbytes`` do not fit there.
+    """
+    remove_leftovers(target.parent, target)
+    check_space(target.parent, nbytes)
+    make_folder(target.parent)
+    staged = hidden_beside(target, "saving")
+    hold = Hold(staged, made=True)
+    try:
+        yield staged
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        hold.close()
 
 
 def check_space(folder: Path, nbytes: int) -> None:
@@ -89,10 +110,16 @@ def commit(staged: Path, target: Path, description: dict[str, Any], reports: Seq
     write_text(staged / SCRIPT, _script(), 0o755)
     write_text(staged / zero_to_fp32.MANIFEST, zero_to_fp32.sealed(manifest))
     sync_folder(staged)
+    publish_over(staged, target)
+
+
+def publish_over(staged: Path, target: Path) -> None:
+    """Give a folder that is whole its name, in place of what had it; a reader between finds that: ``recover``."""
     former = hidden_beside(target, "old")
     replaced = os.path.lexists(target)
+    hold = Hold(target) if target.is_dir() else None  # before another process may find it under its hidden name
     if replaced:
-        os.rename(target, former)  # a reader that comes now finds it: zero_to_fp32.recover
+        os.rename(target, former)
     try:
         os.rename(staged, target)
     except OSError:
@@ -102,6 +129,8 @@ def commit(staged: Path, target: Path, description: dict[str, Any], reports: Seq
     sync_folder(target.parent)
     if replaced:
         _replace(former, target)
+    if hold is not None:
+        hold.close()
 
 
 def _replace(former: Path, target: Path) -> None:
@@ -129,9 +158,10 @@ def _script() -> str:
 
 def remove_leftovers(save_dir: Path, target: Path) -> None:
     """Remove what killed processes have left; a whole checkpoint among it that is the only one gets its name back."""
+    Hold.remove_unnamed(target.parent)
     for path in [*target.parent.glob(".*.saving-*"), *target.parent.glob(".*.old-*")]:
         match = _HIDDEN.fullmatch(path.name)
-        if match is None or not _is_dead(path, match["host"], match["pid"], match["tag"] == target.name):
+        if match is None or not _is_dead(path, match, match["tag"] == target.name):
             continue
         home = path.with_name(match["tag"])
         if match["kind"] == "saving":
@@ -143,25 +173,34 @@ def remove_leftovers(save_dir: Path, target: Path) -> None:
             os.rename(path, home)
     for path in save_dir.glob(".*.new"):
         text = _STAGED_TEXT.fullmatch(path.name)
-        if text is not None and not psutil.pid_exists(int(text["pid"])):
+        if text is not None and not _runs(int(text["pid"]), path):
             _remove(path)
 
 
-def _is_dead(path: Path, host: str | None, pid: str | None, same_tag: bool) -> bool:
+def _is_dead(path: Path, writer: re.Match[str], same_tag: bool) -> bool:
     """Whether ``path`` is not being written to any more, as far as can be told."""
-    if host is None or pid is None:  # a name of an earlier version
-        return same_tag or _untouched(path)
-    if host == _host():
-        return not psutil.pid_exists(int(pid))
-    return _untouched(path)
-
-
-def _untouched(path: Path) -> bool:
-    try:
-        newest = max(file.stat().st_mtime for file in (path, *path.glob("*")))
-    except OSError:  # it goes away just now
+    lives = Hold.lives(path)
+    if lives:
         return False
-    return time.time() - newest > LEFT_ALONE_S
+    host, pid, boot, here = writer["host"], writer["pid"], writer["boot"], boot_of()
+    if host is None or pid is None:  # a name of an earlier version
+        return same_tag or untouched(path)
+    if boot is not None and boot[:8] == here[:8] and lives is False:
+        return True
+    if (boot == here) if boot is not None else (host == this_writer().partition("-")[0]):
+        return not _runs(int(pid), path)
+    return untouched(path)  # another machine, process namespace or start, whose processes and locks are not seen here
+
+
+def _runs(pid: int, path: Path) -> bool:
+    """Whether the process with that number may be the one that made ``path``: neither younger nor dead."""
+    try:
+        process = psutil.Process(pid)
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= path.stat().st_mtime + 1)
+    except (psutil.NoSuchProcess, OSError):
+        return False
+    except psutil.Error:
+        return True
 
 
 def _remove(path: Path) -> None:

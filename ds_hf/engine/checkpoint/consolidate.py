@@ -5,8 +5,6 @@ Invariant: tied tensors stay tied - one tensor under several names - and peak me
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,9 @@ from ds_hf.engine.checkpoint.zero_to_fp32 import (
     folder_of,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
+    publish_weights,
     to_torch_tensor,
+    weights_aside,
 )
 from ds_hf.engine.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import buffers_of, unshard
@@ -162,15 +162,14 @@ def save_16bit_model(
     state = consolidated_state_dict(engine, exclude_frozen_parameters)
     with together(world, f"writing {path}"):
         if state is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             _write_whole(path, state)
     return True
 
 
 def _write_whole(path: Path, state: dict[str, Tensor]) -> None:
     """Write a state dict so that the file is whole or not there."""
-    staged = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
-    try:
+    with weights_aside(path.parent) as aside:
+        staged = aside / path.name
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file
 
@@ -182,9 +181,7 @@ def _write_whole(path: Path, state: dict[str, Tensor]) -> None:
             save_file({name: state[name].contiguous() for name in first.values()}, staged, metadata)
         else:
             torch.save(state, staged)
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
+        publish_weights(aside, path.parent, [path.name], sole=False)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

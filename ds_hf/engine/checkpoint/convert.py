@@ -7,8 +7,8 @@ name or not at all, and ``latest`` names it last.
 from __future__ import annotations
 
 import os
-import shutil
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hf.engine.checkpoint import zero_to_fp32
 from ds_hf.engine.checkpoint.checksum import checksum_of_file
-from ds_hf.engine.checkpoint.commit import announce, check_space, hidden_beside, make_folder
+from ds_hf.engine.checkpoint.commit import announce, staging
 from ds_hf.engine.checkpoint.files import (
     check_loadable,
     model_states_name,
@@ -63,8 +63,7 @@ def write_own(source: Source, save_dir: str | Path, tag: str | None = None, repo
     """
     source.check()
     root, target = place(source, save_dir, tag)
-    staged = stage(target, state_bytes(source))
-    try:
+    with stage(target, state_bytes(source)) as staged:
         common = {key: value for key, value in source.common.items() if key not in _identity(source)}
         check_loadable(common, str(source.folder))
         files = {tensors_name(0): _write_tensors(source, staged, report)}
@@ -79,21 +78,16 @@ def write_own(source: Source, save_dir: str | Path, tag: str | None = None, repo
         manifest["checksums"] = {file: checksum_of_file(staged / file) for file in files}
         write_text(staged / MANIFEST, zero_to_fp32.sealed(manifest))
         publish_folder(staged, target)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
     announce(root, str(target.relative_to(root)), save_latest=True)
     _warn_of_losses(source)
     return target
 
 
-def stage(target: Path, nbytes: int) -> Path:
+def stage(target: Path, nbytes: int) -> AbstractContextManager[Path]:
     """A new hidden folder beside ``target``, which does not exist yet."""
     if target.exists():
         raise CheckpointError(f"{target} exists: give another tag or folder")
-    check_space(target.parent, nbytes)
-    staged = hidden_beside(target, "saving")
-    make_folder(staged)
-    return staged
+    return staging(target, nbytes)
 
 
 def state_bytes(source: Source) -> int:

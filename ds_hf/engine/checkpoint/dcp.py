@@ -12,7 +12,6 @@ import io
 import math
 import os
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable
 from enum import Enum
@@ -79,17 +78,14 @@ def write_dcp(
     """
     source.check()
     target = Path(folder)
-    staged = stage(target, state_bytes(source))
     make: dict[str, Callable[[], Tensor]] = {}
     state = _state(source, dtype, make)
-    try:
+    with stage(target, state_bytes(source)) as staged:
         writer = FileSystemWriter(staged, thread_count=1, sync_files=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there is intended
             save(state, storage_writer=writer, planner=_LazyPlanner(make, report), no_dist=True)
         publish_folder(staged, target)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
 
 
 def _state(source: Source, dtype: torch.dtype | None, make: dict[str, Callable[[], Tensor]]) -> dict[str, Any]:
@@ -245,7 +241,7 @@ class _Folder:
     """A folder, read item by item; each item is looked at before torch loads it.
 
     Args:
-        sums: compare the checksums of the items, which are archives of ``torch.save``, and note here which had some.
+        sums: where it is noted which items, which are archives of ``torch.save``, had checksums to compare.
     """
 
     def __init__(self, folder: Path, *, sums: list[bool] | None) -> None:
@@ -279,7 +275,7 @@ class _Folder:
             try:
                 with open_regular(path) as file:
                     window = Window(file, count_of(info.offset), info.length)
-                    archive = check_archive(io.BufferedReader(window), info.length, sums=self._sums is not None)
+                    archive = check_archive(io.BufferedReader(window), info.length, sums=True)
                     if self._sums is not None:
                         self._sums.append(archive.summed)
             except FileNotFoundError:
@@ -322,7 +318,7 @@ def read_dcp(folder: Path, *, sums: list[bool] | None = None) -> Source:
     """Open a folder: one that ``write_dcp`` wrote, or any with the weights under ``model`` or at the top.
 
     Args:
-        sums: compare the checksum of each item when it is read first, and note here whether it had one.
+        sums: the checksum of each item is compared when it is read first; here is noted whether it had one.
 
     Raises:
         CheckpointError: it is damaged, or holds what is not admitted.

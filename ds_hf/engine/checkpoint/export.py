@@ -28,7 +28,7 @@ from ds_hf.engine.checkpoint.model_files import copy_model_files, find_model_fol
 from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.checkpoint.source import Report, Source
 from ds_hf.engine.checkpoint.stages import find_stages, values_of
-from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
+from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of, publish_weights, weights_aside
 from ds_hf.engine.quantized.layers import is_quantized
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.engine.zero.cut import whole_shape
@@ -103,8 +103,9 @@ def write_single(
         if report is not None:
             report(sum(tensor.numel() for tensor in state.values()), total)
     state.update({alias: state[name] for alias, name in source.manifest.tied.items() if name in state})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
+    with weights_aside(path.parent) as aside:
+        torch.save(state, aside / path.name)
+        publish_weights(aside, path.parent, [path.name], sole=False)
 
 
 def export_engine(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,9 +91,8 @@ def write_deepspeed(
         raise CheckpointError("DeepSpeed's files are written for stage 1, 2 or 3 and at least one rank")
     flats = flats_of(source, target)
     root, folder = place(source, save_dir, tag)
-    staged = stage(folder, state_bytes(source))
     bf16 = any(weight.dtype is torch.bfloat16 for weight in source.weights())
-    try:
+    with stage(folder, state_bytes(source)) as staged:
         for rank in range(target.world_size):
             name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             state = _optimizer_state(source, flats, target, rank)
@@ -108,8 +106,6 @@ def write_deepspeed(
             if report is not None:
                 report(rank + 1, target.world_size)
         publish_folder(staged, folder)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
     replace_text(root / "latest", os.fspath(folder.relative_to(root)))
     return folder
 

@@ -7,8 +7,6 @@ whole; beside them stands how DeepSpeed's tensor-parallel ranks cut them.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.commit import check_space, hidden_beside, make_folder
+from ds_hf.engine.checkpoint.commit import publish_over, staging
 from ds_hf.engine.checkpoint.convert import default_tag, state_bytes
 from ds_hf.engine.checkpoint.deepspeed_pickle import SubparamShape, save_pickled
 from ds_hf.engine.checkpoint.deepspeed_slices import INFO, Rules
@@ -66,16 +64,13 @@ def write_universal(
         CheckpointError: the source has no optimizer states or is damaged, or ``folder`` holds something else.
     """
     target = folder_of(folder, "the output folder").absolute()
-    occupied = target.exists()
-    if occupied and not (target.is_dir() and (is_universal(target) or not any(target.iterdir()))):
+    if target.exists() and not (target.is_dir() and (is_universal(target) or not any(target.iterdir()))):
         raise CheckpointError(f"{target} exists and is not a universal checkpoint: give another folder")
     source.check()
     keys = _Keys(source)
     flats = flats_of(source, Target(2, 1))
-    check_space(target.parent, state_bytes(source))
-    staged = hidden_beside(target, "saving")
-    make_folder(staged / STATES)
-    try:
+    with staging(target, state_bytes(source)) as staged:
+        (staged / STATES).mkdir()
         trained = [saved for flat in flats for saved in flat.parameters]
         _write_states(source, staged / STATES, trained, keys, workers, report)
         keys.check_used(strict)
@@ -94,25 +89,9 @@ def write_universal(
             save_pickled(staged / name, state if keys.info is None else {**state, INFO: keys.info})
         for path in (staged / STATES, staged):
             sync_folder(path)
-        _publish(staged, target, occupied)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        publish_over(staged, target)
     replace_text(target.parent / LATEST, target.name)
     return target
-
-
-def _publish(staged: Path, target: Path, occupied: bool) -> None:
-    former = hidden_beside(target, "old")
-    if occupied:
-        os.rename(target, former)
-    try:
-        os.rename(staged, target)
-    except OSError:
-        if occupied:
-            os.rename(former, target)
-        raise
-    sync_folder(target.parent)
-    shutil.rmtree(former, ignore_errors=True)
 
 
 # -- states ---------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from ds_hf.engine.checkpoint.restore import (
     check_options,
     check_pieces,
     check_rule,
+    check_states,
     restore_feedback,
     restore_groups,
     restore_states,
@@ -189,6 +190,7 @@ def _open(
     fit = check_fit(engine, holders, manifest, strict=wanted.strict and not custom, lenient_names=custom)
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)
+        check_states(engine, source, fit)
         check_pieces(engine, manifest, fit)
         ranks = rank_states(engine, source)
         if ranks.own is not None and "param_groups" in ranks.own and engine.optimizer is not None:

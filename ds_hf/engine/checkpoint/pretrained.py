@@ -1,7 +1,7 @@
 """Sharded safetensors as transformers writes and reads them: cutting into shards, writing tensor by tensor, reading.
 
-Invariant: what was in the folder stays readable until the new files are whole; they are written under hidden names,
-synced and renamed, the index last. Only the tensor given to ``put`` is in memory.
+Invariant: what was in the folder is read until the new files are whole and synced, then these and nothing else, see
+``publish_weights``. Only the tensor given to ``put`` is in memory.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import os
 import re
 import struct
-import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,11 +21,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.files import _DTYPE_CODES, sync_folder
+from ds_hf.engine.checkpoint.files import _DTYPE_CODES
 from ds_hf.engine.checkpoint.interface import dtype_name
 from ds_hf.engine.checkpoint.pickled import reason_of
 from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source, TensorPiece
-from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedFragment, SavedParameter, _nbytes
+from ds_hf.engine.checkpoint.zero_to_fp32 import (
+    Manifest,
+    SavedFragment,
+    SavedParameter,
+    _nbytes,
+    publish_weights,
+    weights_aside,
+)
 from ds_hf.errors import CheckpointError
 from ds_hf.printable import harmless
 from ds_hf.regular_files import check_regular, read_regular
@@ -35,7 +42,7 @@ __all__ = ["ShardedWriter", "Spec", "is_pretrained", "read_pretrained"]
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
 _INDEX_NBYTES = 2**28  # that an index may have
-_WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_ASIDE = re.compile(r"\.weights\.saving-[\w-]+/(?P<name>[^/]+)")  # of a writer that was killed between two names
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,6 @@ class _Shard:
     def __init__(self, folder: Path, name: str, specs: Sequence[Spec], metadata: dict[str, str]) -> None:
         self.name, self.path = name, folder / name
         self.missing = len(specs)
-        self._staged = folder / f".{name}.{uuid.uuid4().hex[:12]}"
         self._file: BinaryIO | None = None
         self._offsets: dict[str, int] = {}
         header: dict[str, Any] = {"__metadata__": metadata}
@@ -77,7 +83,7 @@ class _Shard:
 
     def write(self, name: str, value: Tensor) -> None:
         if self._file is None:
-            self._file = self._staged.open("xb")
+            self._file = self.path.open("xb")
             self._file.write(self._head)
         self._file.seek(len(self._head) + self._offsets[name])
         self._file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -87,21 +93,17 @@ class _Shard:
 
     def sync(self) -> None:
         """Make the file durable and close it; also one that has no tensors."""
-        if self._file is None and not self._staged.exists():
-            self._staged.write_bytes(self._head)
+        if self._file is None and not self.path.exists():
+            self.path.write_bytes(self._head)
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
 
-    def publish(self) -> None:
-        os.replace(self._staged, self.path)
-
-    def discard(self) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
-        self._staged.unlink(missing_ok=True)
 
 
 class ShardedWriter:
@@ -128,15 +130,16 @@ class ShardedWriter:
         self._specs = {spec.name: spec for spec in specs}
         self._total, self._done = sum(spec.nbytes for spec in specs), 0
         parts = list(_cut(specs, _nbytes(None if single else max_shard_size)))
-        folder.mkdir(parents=True, exist_ok=True)
-        metadata = {"format": "pt", **(metadata or {})}
         self._home: dict[str, _Shard] = {}
         self._shards: list[_Shard] = []
-        for number, part in enumerate(parts, 1):
-            name = single or (f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else SINGLE)
-            shard = _Shard(folder, name, part, metadata)
-            self._shards.append(shard)
-            self._home.update({spec.name: shard for spec in part})
+        with ExitStack() as stack:  # what is wrong with a spec leaves nothing there
+            aside = stack.enter_context(weights_aside(folder))
+            for number, part in enumerate(parts, 1):
+                name = single or (f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else SINGLE)
+                shard = _Shard(aside, name, part, {"format": "pt", **(metadata or {})})
+                self._shards.append(shard)
+                self._home.update({spec.name: shard for spec in part})
+            self._aside = stack.pop_all()
 
     def __enter__(self) -> ShardedWriter:
         return self
@@ -147,7 +150,8 @@ class ShardedWriter:
                 self._finish()
         finally:
             for shard in self._shards:
-                shard.discard()
+                shard.close()
+            self._aside.close()
 
     def put(self, name: str, value: Tensor) -> None:
         """Write one tensor; its values take the dtype that was announced."""
@@ -163,28 +167,16 @@ class ShardedWriter:
         assert not missing, f"tensors of {missing} were never written"
         for shard in self._shards:
             shard.sync()
-        sync_folder(self.folder)
-        kept = {shard.name for shard in self._shards}
-        for shard in self._shards:
-            shard.publish()
-        if len(self._shards) > 1:
-            self._write_index()
-            kept.add(INDEX)
-        if self._single is None:  # shards of an earlier export, which readers would prefer or mix up
-            for path in list(self.folder.iterdir()):
-                if _WEIGHTS.fullmatch(path.name) and path.name not in kept:
-                    path.unlink()
-        sync_folder(self.folder)
+        names = [shard.name for shard in self._shards]
+        index = self._index() if len(names) > 1 else None
+        publish_weights(self._shards[0].path.parent, self.folder, names, index, sole=self._single is None)
 
-    def _write_index(self) -> None:
+    def _index(self) -> dict[str, Any]:
         parameters = sum(math.prod(spec.shape) for spec in self._specs.values())
-        content = {
+        return {
             "metadata": {"total_parameters": parameters, "total_size": self._total},
             "weight_map": {name: self._home[name].name for name in sorted(self._home)},
         }
-        staged = self.folder / f".{INDEX}.{uuid.uuid4().hex[:12]}"
-        staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(staged, self.folder / INDEX)
 
 
 def _cut(specs: Sequence[Spec], limit: float) -> Iterator[list[Spec]]:
@@ -252,6 +244,7 @@ def _shard_names(folder: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {reason_of(error)}") from harmless(error)
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        plain = _ASIDE.sub(r"\g<name>", name) if isinstance(name, str) else ""
+        if Path(plain).name != plain or plain in ("", ".", ".."):
             raise CheckpointError(f"{index}: {name!r} is not a plain file name")
     return names

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.fit import Fit
+from ds_hf.engine.checkpoint.import_universal import STATES
 from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, world_of
+from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, newest, pieces, segments_of
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedParameter, TensorFiles
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
@@ -22,7 +25,15 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["check_options", "check_pieces", "check_rule", "restore_feedback", "restore_groups", "restore_states"]
+__all__ = [
+    "check_options",
+    "check_pieces",
+    "check_rule",
+    "check_states",
+    "restore_feedback",
+    "restore_groups",
+    "restore_states",
+]
 
 # Rules whose implementations have the same states; those of others are compared by the name of the class alone.
 _RULES = (
@@ -41,6 +52,12 @@ _RULES = (
     "sgd",
 )
 
+# What these keep of every element from the first step on.
+_ADAM = ["exp_avg", "exp_avg_sq"]
+_ALWAYS = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"), _ADAM),
+    **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), _ADAM[:1]),
+}
 # Written into a group by steps alone: a checkpoint from before the first one has none.
 _COUNTED = ("roundings",)
 # How the update is computed, not what: these fit the device it runs on now.
@@ -199,6 +216,56 @@ def check_rule(optimizer: ShardedOptimizer, manifest: Manifest) -> None:
         )
     if optimizer.axis.rank == 0:
         logger.warning("%s was saved with the optimizer %s, and this one is %s", manifest.folder, saved, live)
+
+
+def check_states(engine: Checkpointable, source: Source, fit: Fit) -> None:
+    """Refuse states of which some are missing: training would go on with zeros in their place.
+
+    What parameters have after a step is known of common rules; of others, that those of one group have the same.
+
+    Raises:
+        CheckpointError: with the parameter, the state and, where each has one, the file.
+    """
+    optimizer, manifest = engine.optimizer, source.manifest
+    assert optimizer is not None
+    rule = type(optimizer.optimizer).__name__
+    always = _ALWAYS.get(rule, [])
+    alike = bool(always) or traits_of(rule).elementwise
+    bound = set() if alike else _bound_names(manifest, rule)
+    saved = {each.name: each for each in fit.parameters.values() if each.trainable and each.numel}
+    for names in manifest.extra.get("groups") or [list(saved)]:
+        members = [saved[name] for name in names if name in saved and _was_stepped(source, saved[name])]
+        wanted = {*always, *(state for each in members if each.shape for state in each.moments)}
+        counted = any("step" in each.scalars for each in members)
+        for each in members:
+            known = {*each.moments, *each.scalars}
+            lacking = sorted(wanted - known) if each.name not in bound else []
+            lacking += ["step"] if counted and "step" not in known else []
+            if lacking:
+                raise CheckpointError(
+                    f"{_place_of(source, each, lacking[0])} is missing: {each.name} was trained, and without its "
+                    f"{lacking[0]} would go on with zeros. The checkpoint is incomplete: copy it again, or load with "
+                    "load_optimizer_states=False"
+                )
+
+
+def _was_stepped(source: Source, saved: SavedParameter) -> bool:
+    """Whether an optimizer has updated it; ours have no states of a parameter that was frozen until now."""
+    step = saved.scalars.get("step")
+    number = step[1] if isinstance(step, list) else step
+    if number is not None:
+        return bool(number)
+    if source.kind is Kind.DS_HF:
+        return bool(saved.moments)
+    counters = source.manifest.extra.get("counters") or {}
+    return bool(counters.get("global_steps", 0) > counters.get("skipped_steps", 0))
+
+
+def _place_of(source: Source, saved: SavedParameter, state: str) -> str:
+    """The file that a state would be in, or what it is called in the folder."""
+    if source.kind is Kind.UNIVERSAL:
+        return f"{source.folder}/{STATES}/{saved.name}/{state}.pt"
+    return f"{source.folder}: {state} of {saved.name}"
 
 
 def check_options(optimizer: ShardedOptimizer, saved: list[dict[str, Any]], where: str) -> None:

@@ -23,7 +23,6 @@ from ds_hf.engine.checkpoint.commit import (
     hidden_beside,
     make_folder,
     remove_leftovers,
-    this_writer,
 )
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict, save_16bit_model
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
@@ -32,7 +31,7 @@ from ds_hf.engine.checkpoint.holders import find_holders
 from ds_hf.engine.checkpoint.interface import Checkpointable, world_of
 from ds_hf.engine.checkpoint.manifest import RankReport, describe
 from ds_hf.engine.checkpoint.tags import checked_tag
-from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of
+from ds_hf.engine.checkpoint.zero_to_fp32 import Hold, folder_of, this_writer
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
 
@@ -70,7 +69,7 @@ def save_checkpoint(
     wanted = f"global_step{engine.global_steps}" if tag is None else str(tag)
     tag, writer, first_dir = _agree(engine, save_dir, wanted)
     root, target = Path(save_dir), Path(save_dir) / tag
-    staged = hidden_beside(target, "saving", writer)
+    staged, hold = hidden_beside(target, "saving", writer), None
     in_background = engine.settings.ds_hf.checkpoint.async_
     holders = find_holders(engine)
     holders.check(engine, f"saving {target}")
@@ -82,7 +81,7 @@ def save_checkpoint(
         nbytes = sum(meeting.brought)
         with together(axis, f"saving {target}"):
             if axis.rank == 0:
-                _make_room(root, target, staged, nbytes)
+                hold = _make_room(root, target, staged, nbytes)
             if in_background:
                 engine.checkpoint_writer.take(part)
         staged = _where_it_is(staged, hidden_beside(Path(first_dir) / tag, "saving", writer))
@@ -90,6 +89,8 @@ def save_checkpoint(
         def finish(reports: list[RankReport]) -> None:
             commit(staged, target, description, reports)
             announce(root, tag, save_latest)
+            if hold is not None:
+                hold.close()
 
         job = Job(part, staged, target, finish, began, SaveTimes(0.0, 0.0, nbytes))
         if in_background:
@@ -148,14 +149,16 @@ def _describe(engine: Checkpointable, tag: str) -> dict[str, Any]:
     return describe(engine, PurePosixPath(tag).name, common_file)
 
 
-def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> None:
+def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> Hold:
     """Rank 0: an empty folder to write to, on a disk with room for all ranks' parts."""
     if target.is_file():
         raise CheckpointPlaceError(f"{target} is a file: give another tag, or move it away")
     remove_leftovers(root, target)
     check_space(target.parent, nbytes + _OVERHEAD)
-    make_folder(staged)
+    make_folder(staged.parent)
+    hold = Hold(staged, made=True)
     logger.info("saving %s: %.3f GB", target, nbytes / 1e9)
+    return hold
 
 
 def _write_now(engine: Checkpointable, job: Job) -> None:

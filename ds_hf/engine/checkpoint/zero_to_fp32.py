@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
+import fcntl
 import glob
 import hashlib
 import itertools
@@ -23,9 +25,13 @@ import json
 import math
 import os
 import re
+import shutil
+import socket
 import stat
 import sys
+import time
 import uuid
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,11 +67,13 @@ __all__ = [
     "SLICED_VERSION",
     "VERSION",
     "Box",
+    "Hold",
     "Manifest",
     "SavedCut",
     "SavedFragment",
     "SavedParameter",
     "TensorFiles",
+    "boot_of",
     "boxes",
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
@@ -74,11 +82,15 @@ __all__ = [
     "folder_of",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
+    "publish_weights",
     "read_manifest",
     "recover",
     "sealed",
     "tag_fault",
+    "this_writer",
     "to_torch_tensor",
+    "untouched",
+    "weights_aside",
 ]
 
 FORMAT = "ds_hf checkpoint"
@@ -93,6 +105,13 @@ _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
     "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
+LEFT_ALONE_S = 600.0  # what another machine's process staged is abandoned if it was not written to for so long
+_ENTRIES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # of whole weights, in the order in which transformers looks for them: it reads the first that is there  # fmt: skip
+_WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_ASIDE = ".weights.saving-"
+_UNNAMED = ".held"
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -802,6 +821,223 @@ def _latest(path: Path) -> Path:
     return folder
 
 
+# -- weights where older ones may lie -------------------------------------------------------------------------------
+
+
+class Hold:
+    """A folder that is being written: as long as this process lives, others see that its writer does.
+
+    Args:
+        made: make the folder. It has its name only once it is held: found unheld, its writer is dead.
+    """
+
+    def __init__(self, folder: Path, *, made: bool = False) -> None:
+        self._descriptor = -1
+        if not made:
+            self._take(folder)
+            return
+        for attempt in itertools.count():
+            place = folder.with_name(f".{uuid.uuid4().hex[:12]}{_UNNAMED}")
+            place.mkdir()
+            try:
+                self._take(place)
+                os.rename(place, folder)
+                return
+            except FileNotFoundError:  # another took it for one that a killed process has left
+                self.close()
+                if attempt == 9:
+                    raise
+
+    def _take(self, place: Path) -> None:
+        self._descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without such locks: others look at the process and times
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    @staticmethod
+    def remove_unnamed(folder: Path) -> None:
+        """Remove what processes have left that were killed before they had named the folder they made."""
+        for path in folder.glob(f".*{_UNNAMED}"):
+            if Hold.lives(path) is not True:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+    @staticmethod
+    def lives(folder: Path) -> bool | None:
+        """Whether a process holds the folder; ``None`` where that cannot be told."""
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Let go."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):  # children that were forked meanwhile have the same lock
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def this_writer() -> str:
+    """Host, process, what was started (machine and process namespace), and a number of its own."""
+    host = re.sub(r"\W", "_", socket.gethostname()) or "unknown"
+    return f"{host}-{os.getpid()}-{boot_of()}_{uuid.uuid4().hex[:12]}"
+
+
+def boot_of() -> str:
+    """Which start of which machine this is, and which process namespace: in one, a process id is one process.
+
+    The first eight digits are the machine's: processes that have them in common see each other's locks.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        space = os.readlink("/proc/self/ns/pid")
+    except (OSError, ValueError):
+        return "0" * 16
+    return "".join(hashlib.sha256(text.encode()).hexdigest()[:8] for text in (boot, space))
+
+
+def untouched(path: Path) -> bool:
+    """Whether nothing was written into a folder for ``LEFT_ALONE_S``."""
+    try:
+        newest = max(file.stat().st_mtime for file in (path, *path.glob("*")))
+    except OSError:  # it goes away just now
+        return False
+    return time.time() - newest > LEFT_ALONE_S
+
+
+@contextmanager
+def weights_aside(folder: Path) -> Iterator[Path]:
+    """A hidden folder inside ``folder`` for weights that ``publish_weights`` gives their names.
+
+    What killed writers have left there is removed, unless readers depend on it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_aside(folder, _read_by_index(folder))
+    aside = folder / f"{_ASIDE}{this_writer()}"
+    hold = Hold(aside, made=True)
+    try:
+        yield aside
+    finally:
+        hold.close()
+        if _read_by_index(folder) != aside.name:  # else it failed between two names: readers find the new ones there
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_aside(folder: Path, but: str = "") -> None:
+    Hold.remove_unnamed(folder)
+    for path in folder.glob(f"{_ASIDE}*"):
+        if path.name == but or not path.is_dir() or path.is_symlink():
+            continue
+        lives = Hold.lives(path)
+        here = path.name.rpartition("-")[2].startswith(boot_of()[:8])
+        if lives is not True and ((here and lives is False) or untouched(path)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_by_index(folder: Path) -> str:
+    """The hidden folder that an index of weights names, of a writer that was killed while it gave them their names."""
+    for name in _ENTRIES:
+        with contextlib.suppress(OSError, ValueError, CheckpointError, AttributeError, TypeError, RecursionError):
+            if name.endswith(".json"):
+                known = json.loads(_read_text(folder / name, 2**28))["weight_map"].values()
+                for file in known:
+                    if file.startswith(_ASIDE):
+                        return str(file.partition("/")[0])
+    return ""
+
+
+def publish_weights(
+    aside: Path, folder: Path, names: Sequence[str], index: Mapping[str, Any] | None = None, *, sole: bool = True
+) -> None:
+    """Give the files ``names`` of ``aside`` their names in ``folder``, and take older weights there away.
+
+    Whenever the process is killed, readers find the former weights or these: names that an older index uses are only
+    replaced while an index names the new files where they lie aside, and what readers look for first goes last.
+
+    Args:
+        index: content of the index of several files, whose name is made from theirs.
+        sole: remove all older weights; else only those that readers would take instead of these, with a warning.
+    """
+    entry = names[0] if index is None else re.sub(r"-\d{5}-of-\d{5}", "", names[0]) + ".index.json"
+    for name in (*names, entry):
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            raise CheckpointError(f"{folder / name} is a folder: move it away, or write somewhere else")
+    for name in names:
+        _sync(aside / name)
+    if index is not None:
+        if any(os.path.lexists(folder / name) for name in names):
+            staged = {tensor: f"{aside.name}/{name}" for tensor, name in index["weight_map"].items()}
+            _put_index(aside, folder / entry, {**index, "weight_map": staged})
+        for name in names:
+            _name(aside, folder / name)
+        _put_index(aside, folder / entry, index)
+    else:
+        os.replace(aside / entry, folder / entry)
+    _sync(folder)
+    _retire(folder, entry, [*names, entry], sole=sole)
+    _remove_aside(folder, aside.name)
+    _sync(folder)
+
+
+def _retire(folder: Path, entry: str, kept: Sequence[str], *, sole: bool) -> None:
+    """Remove older weights: what readers would take first last, then the files that nothing names any more."""
+    first = _ENTRIES[: _ENTRIES.index(entry)] if entry in _ENTRIES else ()
+    gone = [name for name in (_ENTRIES if sole else first) if name not in kept and _is_file(folder / name)]
+    families = {name.partition(".")[0].partition("-")[0] for name in gone if not sole}
+    for name in reversed(gone):
+        if not sole:
+            told = f"{folder / name} is older, and would be read instead of {entry}: it was removed"
+            warnings.warn(told, stacklevel=3)
+        (folder / name).unlink(missing_ok=True)
+    for path in sorted(folder.iterdir()):
+        part = _WEIGHTS.fullmatch(path.name) is not None and path.name not in (*_ENTRIES, *kept) and _is_file(path)
+        if part and (sole or path.name.partition("-")[0] in families):
+            path.unlink(missing_ok=True)
+
+
+def _is_file(path: Path) -> bool:
+    return os.path.lexists(path) and (path.is_symlink() or not path.is_dir())
+
+
+def _put_index(aside: Path, path: Path, content: Mapping[str, Any]) -> None:
+    staged = aside / "index"
+    staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _sync(staged)
+    os.replace(staged, path)
+
+
+def _name(aside: Path, path: Path) -> None:
+    """Name a file that lies aside, and leave it there too where the file system lets a file have two names."""
+    second = aside / "named"
+    try:
+        os.link(aside / path.name, second)
+    except OSError:
+        second = aside / path.name
+    os.replace(second, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 # -- whole fp32 weights ---------------------------------------------------------------------------------------------
 
 
@@ -977,24 +1213,24 @@ def convert_zero_checkpoint_to_state_dict(
     state = _whole_state(checkpoint_dir, tag, exclude_frozen_parameters, True, _dtype(dtype))
     _refuse_links(out, Path(checkpoint_dir))
     if out.suffix in (".bin", ".pt", ".pth", ".safetensors"):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _write_shard(out, list(state), state)
+        with weights_aside(out.parent) as aside:
+            _write_shard(aside / out.name, list(state), state)
+            publish_weights(aside, out.parent, [out.name], sole=False)
         return
-    out.mkdir(parents=True, exist_ok=True)
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
     shards = list(_split(state, _nbytes(max_shard_size)))
-    if len(shards) == 1:
-        _write_shard(out / f"{stem}{suffix}", shards[0], state)
-        return
-    index: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
-        written = _write_shard(out / file, names, state)
-        index.update(dict.fromkeys(written, file))
-    total = sum(_size_of(value) for value in {id(state[name]): state[name] for name in index}.values())
-    content = {"metadata": {"total_size": total}, "weight_map": index}
-    with _replaced(out / f"{stem}{suffix}.index.json") as staged:
-        staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with weights_aside(out) as aside:
+        if len(shards) == 1:
+            _write_shard(aside / f"{stem}{suffix}", shards[0], state)
+            publish_weights(aside, out, [f"{stem}{suffix}"])
+            return
+        index: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
+            index.update(dict.fromkeys(_write_shard(aside / file, names, state), file))
+        total = sum(_size_of(value) for value in {id(state[name]): state[name] for name in index}.values())
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        publish_weights(aside, out, list(dict.fromkeys(index.values())), content)
 
 
 def _refuse_links(out: Path, checkpoint: Path) -> None:
@@ -1003,17 +1239,6 @@ def _refuse_links(out: Path, checkpoint: Path) -> None:
     for path in (out.absolute(), *out.absolute().parents):
         if home in path.parents and path.is_symlink():
             raise CheckpointError(f"{path} is a link out of the checkpoint: write somewhere else")
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
-    """A new file that takes the place of ``path`` when it is whole; a link at ``path`` is not followed."""
-    staged = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}{path.suffix}")
-    try:
-        yield staged
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def _dtype(given: str | torch.dtype) -> torch.dtype:
@@ -1063,16 +1288,14 @@ def _write_shard(path: Path, names: list[str], state: Mapping[str, Any]) -> list
             made[id(state[name])] = state[name].contiguous()
     content = {name: made[id(state[name])] for name in names}
     if path.suffix != ".safetensors":
-        with _replaced(path) as staged:
-            torch.save(content, staged)
+        torch.save(content, path)
         return names
     first: dict[int, str] = {}
     metadata = {"format": "pt"}
     for name, value in content.items():
         if first.setdefault(id(value), name) != name:
             metadata[name] = first[id(value)]  # as safetensors.torch.load_model wants it
-    with _replaced(path) as staged:
-        save_file({name: content[name] for name in first.values()}, staged, metadata)
+    save_file({name: content[name] for name in first.values()}, path, metadata)
     return list(first.values())
 
 

@@ -355,6 +355,11 @@ class StageModule(nn.Module):
             raise IndexError(f"layer {layer_idx} of {self._num_layers}")
         return self._division.stage_of(layer_idx)
 
+    @property
+    def num_layers(self) -> int:
+        """Of all stages together."""
+        return self._num_layers
+
     def topology(self) -> ProcessTopology:
         """Coordinates of all processes."""
         return self._topo

@@ -311,3 +311,15 @@ def test_metadata_that_takes_everything(tmp_path: Path) -> None:
         path.write_bytes(pickle.dumps(metadata))
         with pytest.raises(CheckpointError, match=message):
             open_source(tmp_path / "x")
+
+
+def test_a_damaged_value_is_not_loaded(tmp_path: Path) -> None:
+    """The checksums that torch writes with each item are compared."""
+    dcp.save({"model": {"weight": torch.arange(64.0)}}, checkpoint_id=tmp_path, no_dist=True)
+    file = tmp_path / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.arange(64.0).numpy().tobytes()) + 2] ^= 1
+    file.write_bytes(content)
+    (weight,) = read_dcp(tmp_path).weights()
+    with pytest.raises(CheckpointError, match=r"model.weight cannot be read: its record .* is damaged"):
+        weight.read()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import multiprocessing
@@ -23,11 +24,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_hf.engine.checkpoint import background, commit, contents
+from ds_hf.engine.checkpoint import background, commit, contents, zero_to_fp32
 from ds_hf.engine.checkpoint.checksum import hexadecimal, sum_of_tensor
 from ds_hf.engine.checkpoint.commit import check_space, hidden_beside
+from ds_hf.engine.checkpoint.dcp import write_dcp
+from ds_hf.engine.checkpoint.export_universal import write_universal
+from ds_hf.engine.checkpoint.formats import open_folder
 from ds_hf.engine.checkpoint.holders import find_holders
 from ds_hf.engine.checkpoint.verify import verify
+from ds_hf.engine.checkpoint.zero_to_fp32 import Hold, boot_of, find_folder, this_writer
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
 from tests.helpers.distributed import PRELOAD, RankSpec, _rank_main, free_port, run_distributed
@@ -257,8 +262,8 @@ def _ended_process() -> int:
 
 
 def test_leftovers_go_and_what_others_write_stays(tmp_path: Path) -> None:
-    dead, host = _ended_process(), commit._host()
-    alive, elsewhere = os.getppid(), f"not_{host}"
+    dead, (host, mine, number) = _ended_process(), this_writer().split("-")
+    boot, alive, elsewhere = boot_of(), os.getppid(), f"not_{host}"
     names = {
         f".a.saving-{host}-{dead}-0123456789ab": False,
         f".b.saving-{host}-{alive}-0123456789ab": True,  # another run of this machine
@@ -266,6 +271,13 @@ def test_leftovers_go_and_what_others_write_stays(tmp_path: Path) -> None:
         f".d.saving-{elsewhere}-1-0123456789ab": False,  # another machine, long ago
         ".e.saving-0123456789ab": True,  # of an earlier version: perhaps alive
         ".new.saving-0123456789ab": False,  # of this very tag
+        f".f.saving-{host}-{mine}-{number}": False,  # the number of the process is this one's today: nothing holds it
+        f".g.saving-{host}-{alive}-{number}": False,
+        f".h.saving-{host}-{dead}-{number}": True,  # held: of another process namespace
+        f".i.saving-{host}-{mine}-{'f' * 16}_0123456789ab": True,  # another machine of the same name
+        f".j.saving-{host}-{mine}-{'f' * 16}_0123456789ab": False,
+        f".k.old-{host}-{dead}-{number}": True,
+        f".{'l'}.held": False,
         f".{'latest'}.{dead}.new": False,
         f".{'latest'}.{alive}.new": True,
         ".hidden": True,
@@ -273,16 +285,46 @@ def test_leftovers_go_and_what_others_write_stays(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).mkdir()
     os.utime(tmp_path / f".d.saving-{elsewhere}-1-0123456789ab", (1, 1))
+    os.utime(tmp_path / f".j.saving-{host}-{mine}-{'f' * 16}_0123456789ab", (1, 1))
+    held = [Hold(tmp_path / name) for name in names if name[:3] in (".h.", ".k.")]
     with engine_of(config(2)) as engine:
         engine.save_checkpoint(tmp_path, tag="new")
     assert {name: (tmp_path / name).exists() for name in names} == names
+    assert boot == number[:16]
+    for hold in held:
+        hold.close()
+
+
+def test_locks_that_a_file_system_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the start of the process tells."""
+
+    def refused(*args: Any) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(zero_to_fp32.fcntl, "flock", refused)
+    host, mine, number = this_writer().split("-")
+    living, gone = tmp_path / f".t.saving-{host}-{mine}-{number}", tmp_path / f".u.saving-{host}-{mine}-{number}"
+    for path in (living, gone):
+        path.mkdir()
+    os.utime(gone, (1e9, 1e9))  # before this process began
+    commit.remove_leftovers(tmp_path, tmp_path / "t")
+    assert (living.exists(), gone.exists()) == (True, False)
+
+
+def test_a_conversion_removes_what_a_killed_one_left(tmp_path: Path, original: Path) -> None:
+    left = tmp_path / f".out.saving-{this_writer()}"
+    left.mkdir()
+    for kind in ("universal", "dcp"):
+        write = {"universal": write_universal, "dcp": write_dcp}[kind]
+        write(open_folder(find_folder(original)), tmp_path / kind)
+    assert not left.exists()
 
 
 def test_what_a_killed_overwrite_left_aside_gets_its_name_back(tmp_path: Path) -> None:
     dead = _ended_process()
     with engine_of(config(2)) as engine:
         engine.save_checkpoint(tmp_path, tag="one", client_state={"which": 1})
-        (tmp_path / "one").rename(tmp_path / f".one.old-{commit._host()}-{dead}-0123456789ab")
+        (tmp_path / "one").rename(tmp_path / f".one.old-{this_writer().split('-')[0]}-{dead}-0123456789ab")
         assert engine.load_checkpoint(tmp_path)[1] == {"which": 1}
         engine.save_checkpoint(tmp_path, tag="two", client_state={"which": 2}, save_latest=False)
         assert sorted(path.name for path in tmp_path.glob("*one*")) == ["one"]

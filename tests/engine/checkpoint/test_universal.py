@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -425,6 +426,34 @@ def test_one_file_is_wrong(tmp_path: Path, trained: Any, name: str, content: Any
     torch.save(content, folder / "zero" / "blocks.0.linear.weight" / name)
     with pytest.raises(CheckpointError, match=message):
         read_universal(folder).check()
+
+
+@pytest.mark.parametrize(
+    ("gone", "named", "way"),
+    [
+        ("first/exp_avg.pt", "first/exp_avg.pt", "read"),
+        ("first/exp_avg*.pt", "exp_avg of first", "converted to ours"),
+        ("*/exp_avg_sq.pt", "exp_avg_sq.pt", "read"),
+        ("first/step.pt", "first/step.pt", "read"),
+    ],
+)
+def test_states_are_missing(tmp_path: Path, trained: Any, gone: str, named: str, way: str) -> None:
+    """They would be zeros; weights alone can be had."""
+    folder = write_universal(open_source(trained[0]), tmp_path / "universal")
+    first = sorted(path.name for path in (folder / "zero").iterdir() if (path / "exp_avg.pt").is_file())[0]
+    for path in folder.glob(f"zero/{gone.replace('first', first)}"):
+        path.unlink()
+    if gone == "first/step.pt":  # nor in the common file, as at stages 1 and 2
+        common = folder / "zero/optimizer_state.pt"
+        content = load_pickled(common)
+        content.pop("optimizer_state_dict")
+        save_pickled(common, content)
+    if way != "read":
+        folder = write_own(open_source(folder), tmp_path / "own")
+    with workload.engine_of(workload.config(2, "fp16")) as engine:
+        with pytest.raises(CheckpointError, match=re.escape(named.replace("first", first) + " ")):
+            engine.load_checkpoint(folder)
+        assert engine.load_checkpoint(folder, load_optimizer_states=False)[0] == str(folder)
 
 
 def test_damage_is_found(tmp_path: Path, trained: Any) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from ds_hf.engine.checkpoint.consolidate import (
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
-from ds_hf.engine.checkpoint.zero_to_fp32 import main
+from ds_hf.engine.checkpoint.zero_to_fp32 import main, publish_weights, weights_aside
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
 from tests.helpers.distributed import run_distributed
@@ -220,3 +224,109 @@ def test_script_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         main([str(tmp_path), str(tmp_path / "out"), "--debug"])
+
+
+# -- new weights over older ones, killed anywhere -------------------------------------------------------------------
+
+
+def _write_weights(folder: Path, value: int, shards: int, suffix: str) -> None:
+    stem = "model" if suffix == ".safetensors" else "pytorch_model"
+    with weights_aside(folder) as aside:
+        names = [f"{stem}-{n:05d}-of-{shards:05d}{suffix}" for n in range(1, shards + 1)]
+        names = names if shards > 1 else [f"{stem}{suffix}"]
+        for name in names:
+            (aside / name).write_text(str(value))
+        index = {"weight_map": {f"w{n}": name for n, name in enumerate(names)}} if shards > 1 else None
+        publish_weights(aside, folder, names, index)
+
+
+def _as_transformers_reads(folder: Path) -> set[str]:
+    """The values of all files that are read: the first entry that is there, in its order."""
+    for name in (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    ):
+        if (folder / name).is_file():
+            named = json.loads((folder / name).read_text())["weight_map"].values() if name.endswith("json") else [name]
+            return {(folder / each).read_text() for each in named}
+    return set()
+
+
+def _killed_at(point: int, write: Callable[[], None]) -> bool:
+    """Run it in a process that is killed before a change of its folder; whether it came so far."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def hook(event: str, args: Any) -> None:
+            nonlocal count
+            if event in ("os.rename", "os.remove", "os.link", "os.rmdir", "os.mkdir") or (
+                event == "open" and args[2] & os.O_CREAT
+            ):
+                count += 1
+                if count == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        with contextlib.suppress(BaseException):
+            write()
+            os._exit(0)
+        os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+KINDS = [(1, ".safetensors"), (3, ".safetensors"), (1, ".bin"), (3, ".bin")]
+
+
+PAIRS = [(old, new) for old in KINDS for new in KINDS]
+QUICK = [(KINDS[1], KINDS[1]), (KINDS[0], KINDS[1]), (KINDS[1], KINDS[2])]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in QUICK)]
+)
+def test_a_kill_leaves_the_older_weights_or_the_new(old: Any, new: Any, tmp_path: Path) -> None:
+    """Also after an earlier kill at the worst place, and the next writer leaves nothing but its own."""
+    _write_weights(tmp_path / "old", 1, *old)
+    seen, point = [], 1
+    while True:
+        folder = Path(shutil.copytree(tmp_path / "old", tmp_path / f"killed at {point}"))
+        killed = _killed_at(point, lambda folder=folder: _write_weights(folder, 2, *new))  # type: ignore[misc]
+        seen.append(_as_transformers_reads(folder))
+        _killed_at(point, lambda folder=folder: _write_weights(folder, 3, *new))  # type: ignore[misc]
+        assert _as_transformers_reads(folder) in (seen[-1], {"3"})
+        _write_weights(folder, 4, *new)
+        assert _as_transformers_reads(folder) == {"4"}
+        _write_weights(tmp_path / "wanted", 4, *new)
+        assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "wanted"))
+        if not killed:
+            break
+        point += 1
+    assert seen[0] == {"1"}
+    assert seen[-1] == {"2"}
+    assert seen == sorted(seen, key=str)
+    assert point > 6
+
+
+def test_one_file_by_its_name_wins_over_what_is_read_first(tmp_path: Path) -> None:
+    """And nothing else is removed."""
+    _write_weights(tmp_path, 1, 3, ".safetensors")
+    others = ["model.pt", "pytorch_model.bin.index.json", "config.json"]
+    for name in others:
+        (tmp_path / name).touch()
+    with weights_aside(tmp_path) as aside:
+        (aside / "pytorch_model.bin").write_text("2")
+        with pytest.warns(UserWarning, match=r"model.safetensors.index.json is older"):
+            publish_weights(aside, tmp_path, ["pytorch_model.bin"], sole=False)
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "pytorch_model.bin"])
+
+
+def test_two_writers_leave_each_other_alone(tmp_path: Path) -> None:
+    with weights_aside(tmp_path) as first, weights_aside(tmp_path) as second:
+        assert first.is_dir()
+        assert second.is_dir()
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,4 +163,46 @@ def layers_in_files(folder: str) -> None:
 
 def test_layers_in_files_of_their_own(tmp_path: Path) -> None:
     run_distributed(layers_in_files, 2, str(tmp_path), timeout=20)
-    assert {path.name[:5] for path in tmp_path.iterdir()} == {"layer"}
+    assert {path.name.lstrip(".")[:5] for path in tmp_path.iterdir()} == {"layer"}
+
+
+def layers_of_two_saves(folder: str) -> list[str]:
+    """The second save of one process ends, that of the other is killed before its second file; then both end."""
+    engine, heard = TorchCheckpointEngine(), []
+    two = pipeline(True, 2)
+    if two.stage_id == 0:
+        for name in ("layer_00-model_01-model_states.pt", "layer_77-model_states.pt"):
+            Path(folder, name).touch()
+    dist.barrier()
+    two.save_state_dict(folder, engine)
+    two.load_state_dir(folder, engine)  # perhaps before the other has written all
+    written = 0
+
+    class Killed(TorchCheckpointEngine):
+        def save(self, state_dict: dict[str, Any], path: str) -> None:
+            nonlocal written
+            written += 1
+            if two.stage_id == 1 and written == 2:
+                raise KeyboardInterrupt
+            super().save(state_dict, path)
+
+    dist.barrier()
+    with contextlib.suppress(KeyboardInterrupt):
+        two.save_state_dict(folder, Killed())
+    dist.barrier()
+    try:
+        two.load_state_dir(folder, engine)
+    except CheckpointError as error:
+        heard.append(str(error))
+    dist.barrier()
+    two.save_state_dict(folder, engine)
+    dist.barrier()
+    two.load_state_dir(folder, engine)
+    return heard
+
+
+def test_layers_of_two_saves_are_refused(tmp_path: Path) -> None:
+    for heard in run_distributed(layers_of_two_saves, 2, str(tmp_path), timeout=20):
+        assert len(heard) == 1
+        assert re.search(r"layer_\d\d-model_states.pt and layer_\d\d-model_states.pt are of two saves", heard[0])
+    assert not {"layer_00-model_01-model_states.pt", "layer_77-model_states.pt"} & set(os.listdir(tmp_path))
