@@ -4,8 +4,6 @@
 - Evaluation without training: transformers takes stage 3 alone for it, and throws the optimizer out of the
   configuration for good.
 - The batch size: transformers counts all processes, also those that read the same samples.
-- The loss of divided sequences: transformers gathers it with a function of torch whose backward fails on gloo for every
-  group without process 0.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ def wrap_integration(module: ModuleType) -> None:
     auto.wrap_integration(module)
     wrapt.wrap_function_wrapper(module, "deepspeed_init", _init)
     wrapt.wrap_function_wrapper(module, "HfTrainerDeepSpeedConfig.fill_match", _match)
-    if hasattr(module, "deepspeed_sp_compute_loss"):  # since transformers 5
-        wrapt.wrap_function_wrapper(module, "deepspeed_sp_compute_loss", _sequence_loss)
 
 
 def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,19 +87,3 @@ def _init_inference(init: Callable[[], Any], hf_config: Any) -> Any:
         return init()
     finally:
         del hf_config.is_zero3
-
-
-def _sequence_loss(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The mean over the tokens of the whole sequence, of models of an engine of ours."""
-    from ds_hf.deepspeed_api.engine import Engine
-    from ds_hf.engine.sequence.losses import mean_over_tokens
-
-    given = dict(zip(("accelerator", "model", "inputs", "return_outputs", "pc"), args, strict=False)) | kwargs
-    model, inputs = given["model"], given["inputs"]
-    if not isinstance(model, Engine) or model.mesh.shape.sequence == 1:
-        return wrapped(*args, **kwargs)
-    labels = inputs["shift_labels"]
-    inputs.setdefault("labels", labels)  # without them the model computes no loss
-    outputs = model(**inputs)
-    loss = mean_over_tokens(outputs.loss, (labels != -100).sum(), model.mesh.axis("sequence"))
-    return (loss, outputs) if given["return_outputs"] else loss

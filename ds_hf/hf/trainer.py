@@ -12,6 +12,7 @@
 - a Trainer that is only measured (``ds-hf lr-find``, ``ds-hf autotune``) writes no checkpoints on its way.
 - a report that the engine records (``ds_hf.report``) is in the logs, and ends training with a paragraph.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
+- what becomes of the model's loss: see ``hf.loss``.
 
 Without DeepSpeed every hook only calls what it wraps, and the engine is never imported.
 """
@@ -19,14 +20,13 @@ Without DeepSpeed every hook only calls what it wraps, and the engine is never i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import wrapt
 
+from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
 from ds_hf.hf.restart import go_on_after_restart
 from ds_hf.log import logger
 from ds_hf.measure.saving import being_measured
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from ds_hf.deepspeed_api.engine import Engine
 
 __all__ = ["wrap_trainer", "wrap_trainer_utils"]
-
-Wrapped = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 def wrap_trainer(module: ModuleType) -> None:
@@ -59,6 +55,7 @@ def wrap_trainer(module: ModuleType) -> None:
     for name, hook in hooks.items():
         wrapt.wrap_function_wrapper(module, f"Trainer.{name}", hook)
     wrapt.wrap_function_wrapper(module, "Trainer._finalize_training", _finish_saving)
+    wrap_loss(module)
     if not isinstance(module.get_last_checkpoint, wrapt.FunctionWrapper):  # it was imported before the hook below
         wrap_trainer_utils(module)
 
@@ -68,34 +65,11 @@ def wrap_trainer_utils(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(module, "get_last_checkpoint", _pass_over_unfinished)
 
 
-def _engine(trainer: Any) -> Engine | None:
-    """The engine that trains now."""
-    engine = getattr(trainer, "deepspeed", None)
-    if engine is None:
-        return None
-    from ds_hf.deepspeed_api.engine import Engine
-
-    return engine if isinstance(engine, Engine) else None
-
-
-@contextmanager
-def _with(target: Any, **values: Any) -> Iterator[None]:
-    """Attributes of ``target`` have these values inside."""
-    before = {name: getattr(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)
-
-
 def _lift_refusals(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     """The Trainer refuses two combinations under DeepSpeed, here; nothing else in this method reads the two flags."""
     if trainer.args.deepspeed_plugin is None:
         return wrapped(*args, **kwargs)
-    with _with(trainer.args, auto_find_batch_size=False, save_only_model=False):
+    with with_values(trainer.args, auto_find_batch_size=False, save_only_model=False):
         return wrapped(*args, **kwargs)
 
 
@@ -110,12 +84,13 @@ def _tell_batch_size(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs)
 
 def _forget_destroyed_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     """``train()`` starts with ``free_memory()``: the engine of an earlier ``train()`` is gone, but still kept."""
-    engine = _engine(trainer)
+    engine = engine_of(trainer)
     if engine is not None and engine.destroyed and trainer.model_wrapped is engine:
         trainer.model_wrapped = trainer.model
         trainer.deepspeed = None
     prepared = wrapped(*args, **kwargs)
-    if (engine := _engine(trainer)) is not None and "_ds_report" in vars(engine):
+    prepare_loss(trainer, prepared[1])
+    if (engine := engine_of(trainer)) is not None and "_ds_report" in vars(engine):
         from ds_hf.hf.report import add_report_callback
 
         add_report_callback(trainer)
@@ -123,7 +98,7 @@ def _forget_destroyed_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs:
 
 
 def _fail_together(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    engine = _engine(trainer)
+    engine = engine_of(trainer)
     if engine is None or not trainer.args.auto_find_batch_size:
         return wrapped(*args, **kwargs)
     from accelerate.utils.memory import should_reduce_batch_size
@@ -136,18 +111,18 @@ def _fail_together(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -
 
 def _load_weights_alone(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     """A checkpoint of ``save_only_model`` is loaded as without DeepSpeed, into the shards."""
-    engine = _engine(trainer)
+    engine = engine_of(trainer)
     if engine is None or any(Path(trainer.state.best_model_checkpoint).glob("global_step*")):
         return wrapped(*args, **kwargs)
     from ds_hf.engine.zero.loading import loadable
 
-    with _with(trainer, is_deepspeed_enabled=False), loadable(engine.units):
+    with with_values(trainer, is_deepspeed_enabled=False), loadable(engine.units):
         return wrapped(*args, **kwargs)
 
 
 def _writing_engine(trainer: Any) -> Engine | None:
     """The engine, if it writes the Trainer's checkpoints in the background."""
-    engine = _engine(trainer)
+    engine = engine_of(trainer)
     if engine is None or engine.destroyed or trainer.args.save_only_model:
         return None
     return engine if engine.settings.ds_hf.checkpoint.async_ else None
@@ -161,7 +136,7 @@ def _prune_later(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
     if engine is None:
         return wrapped(*args, **kwargs)
     _prune_when_written(engine, trainer, args[1] if len(args) > 1 else kwargs["trial"])
-    with _with(trainer.args, save_total_limit=None):
+    with with_values(trainer.args, save_total_limit=None):
         return wrapped(*args, **kwargs)
 
 
@@ -235,7 +210,7 @@ def _unfinished(folder: Path) -> str:
 def _log_skipped_steps(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
     """Once a step was skipped, every training log says how many were so far."""
     logs = args[0] if args else kwargs["logs"]
-    engine = _engine(trainer)
+    engine = engine_of(trainer)
     if engine is not None and engine.skipped_steps and "loss" in logs:
         logs.setdefault("skipped_steps", engine.skipped_steps)
     return wrapped(*args, **kwargs)
@@ -254,7 +229,7 @@ def _save_without_engine(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwa
 
     trainer._save = save_whole
     try:
-        with _with(trainer, is_deepspeed_enabled=False):
+        with with_values(trainer, is_deepspeed_enabled=False):
             return wrapped(*args, **kwargs)
     finally:
         del trainer._save

@@ -14,28 +14,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate.utils import ParallelismConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer
 
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.errors import ConfigError
 from tests.compat.common import largest_difference, run_user_code
 from tests.compat.scripts.trainer_script import Sentences
-from tests.compat.trainer_code import config, history, make_trainer
+from tests.compat.trainer_code import config, history, make_trainer, tiny_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo processes")
 SEQUENCE = 2
 
 
-class Equal(Sentences):
-    """As many tokens count in every sequence: the mean of means is the mean. The first part of some has none."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        super().__init__(count, seed)
-        self.masked = [9] * count
-
-
-DATA: dict[str, Any] = {"train_dataset": Equal(64, seed=1), "eval_dataset": Equal(16, seed=2)}
+DATA: dict[str, Any] = {"train_dataset": Sentences(64, seed=1), "eval_dataset": Sentences(16, seed=2)}
 EVALUATING: dict[str, Any] = {
     "eval_strategy": "steps",
     "per_device_eval_batch_size": 2,
@@ -83,8 +77,8 @@ def logged_at(folder: Path, stages: list[int], more: dict[str, Any], **file: Any
     return {stage: logged(folder / str(stage), config(stage, **file), **more) for stage in stages}
 
 
-def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    assert len(found) == len(expected) > 4
+def assert_same(found: list[dict[str, Any]], expected: list[dict[str, Any]], fewest: int = 5) -> None:
+    assert len(found) == len(expected) >= fewest
     assert [sorted(row) for row in found] == [sorted(row) for row in expected]
     for row, wanted in zip(found, expected, strict=True):
         for key, value in wanted.items():
@@ -119,6 +113,84 @@ def test_every_logged_number_of_every_stage_beside_data_parallelism(tmp_path: Pa
         for history_ in found.values():
             assert_same(history_, expected)
 
+
+# -- what compute_loss does beyond the model's own loss ---------------------------------------------------------------
+
+
+class LlamaForCausalLM(transformers.LlamaForCausalLM):  # the Trainer goes by the name
+    """Divides by the tokens of its batch, whatever the Trainer counts."""
+
+    accepts_loss_kwargs = False
+
+
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A ``compute_loss_func`` that shifts labels itself, as users' do."""
+    logits, shifted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, shifted, reduction="sum") / num_items_in_batch
+
+
+EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+def by_each_kind(folder: Path, file: Mapping[str, Any] | None, **more: Any) -> dict[str, list[dict[str, Any]]]:
+    """Steps and an evaluation of each kind of loss."""
+    config_ = tiny_llama().config.to_dict()
+    kinds: dict[str, Any] = {
+        "smoothed": (tiny_llama(), {"label_smoothing_factor": 0.2}, {}),
+        "function": (tiny_llama(), {}, {"compute_loss_func": summed}),
+        "of the batch": (LlamaForCausalLM(tiny_llama().config), {}, {}),
+        "experts": (transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**config_, **EXPERTS})), {}, {}),
+    }
+    if file is not None:
+        more["parallelism_config"] = ParallelismConfig(sp_size=SEQUENCE, sp_backend="deepspeed")
+    found = {}
+    for kind, (model, settings, given) in kinds.items():
+        torch.manual_seed(0)
+        for module in model.modules():
+            getattr(module, "reset_parameters", lambda: None)()
+        given = {**DATA, **given, "model": model}
+        made = make_trainer(folder, file, trainer_arguments=given, **more, **settings)
+        made.train()
+        found[kind] = history(made)
+    return found
+
+
+def kinds_alone(folder: Path, more: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    return by_each_kind(folder, None, **more)
+
+
+def kinds_divided(folder: Path, more: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    return by_each_kind(folder, config(1), **more)
+
+
+@pytest.mark.parametrize("average", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_smoothing_functions_and_accumulation(tmp_path: Path, average: bool) -> None:
+    more = {**EVALUATING, "gradient_accumulation_steps": 3, "max_steps": 2, "average_tokens_across_devices": average}
+    (expected,) = run_user_code(kinds_alone, tmp_path, more, world_size=1)
+    for found in run_user_code(kinds_divided, tmp_path, more):
+        for kind, rows in expected.items():
+            assert_same(found[kind], rows, fewest=3)
+
+
+def refused(folder: Path) -> str:
+    given = {**DATA, "model": transformers.BertForMaskedLM(transformers.BertConfig(**SMALL_BERT))}
+    more = {"parallelism_config": ParallelismConfig(sp_size=SEQUENCE, sp_backend="deepspeed")}
+    made = make_trainer(folder, config(1), trainer_arguments=given, **more)
+    with pytest.raises(ConfigError) as error:
+        made.train()
+    return str(error.value)
+
+
+SMALL_BERT = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def test_labels_of_the_same_token_are_refused(tmp_path: Path) -> None:
+    for told in run_user_code(refused, tmp_path):
+        assert "takes the label at each token" in told
+        assert "compute_loss_func" in told
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 

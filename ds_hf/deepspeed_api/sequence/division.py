@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.sequence.losses import gather_whole
 
-__all__ = ["Division", "bind", "division_of", "forward_begins", "forward_ends", "forward_of", "release"]
+__all__ = ["Division", "bind", "division_of", "forward_begins", "forward_ends", "forward_now", "forward_of", "release"]
 
 _modules: WeakKeyDictionary[nn.Module, Division] = WeakKeyDictionary()
 _forwards: list[Division] = []  # of bound models that are computing, the innermost last
@@ -113,6 +113,11 @@ def forward_ends(module: nn.Module, args: Any, output: Any) -> None:
     """The hook after it, also where it raised."""
     if _forwards and _forwards[-1] is division_of(module):
         _forwards.pop()
+
+
+def forward_now() -> Division | None:
+    """Of the bound model that is computing."""
+    return _forwards[-1] if _forwards else None
 
 
 def forward_of(config: Any) -> Division | None:

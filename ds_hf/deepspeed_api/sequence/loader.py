@@ -32,7 +32,8 @@ class UlyssesSPDataLoaderAdapter:
 
     Batches are mappings with ``input_ids`` (or ``inputs_embeds``), tensors of ``[batch, tokens, ...]`` and whatever
     else, which is handed on whole. ``labels`` become ``shift_labels``: those of the next token, before the sequence is
-    divided. ``position_ids`` are made where there are none, unless documents are packed. Micro-batches are on the CPU.
+    divided; ``labels`` themselves are left in if ``keeps_labels`` is set. ``position_ids`` are made where there are
+    none, unless documents are packed. Micro-batches are on the CPU.
 
     Args:
         dl: the loader of this process.
@@ -43,7 +44,7 @@ class UlyssesSPDataLoaderAdapter:
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         self.dl = dl
         self.sp_rank, self.sp_group, self.sp_world_size = sp_rank, sp_group, sp_world_size
-        self.device = device
+        self.device, self.keeps_labels = device, False
         self.micro_batches: deque[Batch] = deque()
         self.iter: Iterator[Any] | None = None
         self._skip = 0  # micro-batches that the next pass leaves out
@@ -95,7 +96,7 @@ class UlyssesSPDataLoaderAdapter:
         self._last = bool(getattr(self.dl, "end_of_dataloader", False))
         if self._last:
             self.dl.end_of_dataloader = False
-        found = divide_batches(batch, axis_of(self.sp_group, "sequence"), torch.device(self.device))
+        found = divide_batches(batch, axis_of(self.sp_group, "sequence"), torch.device(self.device), self.keeps_labels)
         if found is None:
             self.iter = None
             raise StopIteration
@@ -104,7 +105,7 @@ class UlyssesSPDataLoaderAdapter:
     def skipping(self, micro_batches: int, loader: Any) -> UlyssesSPDataLoaderAdapter:
         """This adapter around ``loader``, which leaves out whole batches, without as many micro-batches of the next."""
         found = UlyssesSPDataLoaderAdapter(loader, self.sp_rank, self.sp_group, self.sp_world_size, self.device)
-        found._skip = micro_batches
+        found._skip, found.keeps_labels = micro_batches, self.keeps_labels
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class _Pass:
             raise
 
 
-def divide_batches(batch: Any, axis: Axis, device: torch.device) -> list[Batch] | None:
+def divide_batches(batch: Any, axis: Axis, device: torch.device, keeps_labels: bool = False) -> list[Batch] | None:
     """This process's part of the batch of every process, in their order; ``None`` where one has ended. Collective.
 
     Raises:
@@ -152,7 +153,7 @@ def divide_batches(batch: Any, axis: Axis, device: torch.device) -> list[Batch] 
     fault, prepared = "", {}
     if batch is not None:
         try:
-            prepared = _prepared(dict(batch), axis.world_size)
+            prepared = _prepared(dict(batch), axis.world_size, keeps_labels)
         except ValueError as error:
             fault = str(error)
     divided = {key: value for key, value in prepared.items() if _is_divided(key, value)}
@@ -203,8 +204,8 @@ def _is_divided(key: str, value: Any) -> bool:
     return (isinstance(value, Tensor) and key not in PACKED) or (key == "seq_idx" and isinstance(value, Tensor))
 
 
-def _prepared(batch: Batch, n: int) -> Batch:
-    """With ``position_ids``, and labels shifted.
+def _prepared(batch: Batch, n: int, keeps_labels: bool) -> Batch:
+    """With ``position_ids``, and labels shifted, beside them or in their place.
 
     Raises:
         ValueError: it cannot be divided into ``n`` parts.
@@ -226,7 +227,7 @@ def _prepared(batch: Batch, n: int) -> Batch:
                 "every document; have the collator give them (DataCollatorWithFlattening does)"
             )
         batch["position_ids"] = torch.arange(length, device=tokens.device).repeat(tokens.shape[0], 1)
-    labels = batch.pop("labels", None)
+    labels = batch.get("labels") if keeps_labels else batch.pop("labels", None)
     if isinstance(labels, Tensor) and batch.get("shift_labels") is None:
         batch["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].contiguous()
     for key, value in batch.items():

@@ -5,6 +5,9 @@ transformers' models make their masks with functions of ``transformers.masking_u
 these functions are given what they would be given without sequence parallelism: the whole of both, gathered once a
 forward, and the number of tokens of the whole. So the mask is that of the undivided model, whatever the model and the
 core. DeepSpeed drops masks instead, and documents then attend to each other.
+
+The balance of experts is a product of two means over all tokens, so it, too, is taken of the whole: from the routers'
+logits of all parts.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.deepspeed_api.sequence.division import Division, forward_of
+from ds_hf.deepspeed_api.sequence.division import Division, forward_now, forward_of
+from ds_hf.engine.sequence.losses import gather
 from ds_hf.log import warn_once
 
 __all__ = ["use_whole_masks"]
@@ -31,6 +35,7 @@ _FUNCTIONS = (
     "create_chunked_causal_mask",
     "create_masks_for_generate",
 )
+_BALANCE = "load_balancing_loss_func"
 _LARGE = 1 << 30  # bytes
 _DONE = "_ds_hf_whole_masks"
 _OWN = ("or_mask_function", "and_mask_function")  # functions of token indices, and of tensors of a part of them
@@ -44,6 +49,9 @@ def use_whole_masks(model: nn.Module) -> None:
             original = getattr(code, function, None)
             if original is not None and not hasattr(original, _DONE):
                 setattr(code, function, _whole(original))
+        balance = getattr(code, _BALANCE, None)
+        if balance is not None and not hasattr(balance, _DONE):
+            setattr(code, _BALANCE, _balance_of_the_whole(balance))
 
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,6 +75,27 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(make, _DONE, True)
     return make
+
+
+def _balance_of_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Its gradient is summed over the processes of a sequence, as that of every loss of the whole."""
+
+    @wraps(original)
+    def compute(gate_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        division = forward_now()
+        if division is None or not division.active or not isinstance(gate_logits, tuple) or not gate_logits:
+            return original(gate_logits, *args, **kwargs)
+        given = inspect.signature(original).bind(gate_logits, *args, **kwargs).arguments
+        mask, layers = given.get("attention_mask"), torch.stack(gate_logits)  # [layers, batch * tokens, experts]
+        if mask is not None:
+            layers = torch.unflatten(layers, 1, tuple(mask.shape))
+            given["attention_mask"] = division.whole(mask, "attention_mask")
+        whole = gather(layers, division.axis, dim=layers.ndim - 2, what="routers' logits")
+        given["gate_logits"] = tuple(whole.reshape(len(layers), -1, layers.shape[-1]))
+        return original(**given)
+
+    setattr(compute, _DONE, True)
+    return compute
 
 
 def _of_the_whole(given: dict[str, Any], division: Division) -> dict[str, Any]:

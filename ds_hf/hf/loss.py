@@ -1,0 +1,297 @@
+"""Hooks on what the Trainer makes of a model's loss: numbers are those of one process, on any mesh.
+
+The Trainer divides the sum of a step's losses by the items (tokens with a label) of the whole step. Two of its roads
+go wrong where an engine trains:
+
+- *Divided sequences*: transformers leaves ``compute_loss`` early, and with it go the items of the step, label smoothing
+  and ``compute_loss_func``. Here all of them take the plain road, over the parts: with the items of the step each part
+  gives a sum, and the mean over the parts of ``sum / (items / parts)`` is the loss; without them each micro-batch is a
+  mean over its tokens. A function of the user's gets the outputs and labels of whole sequences.
+- *Several processes*: the Trainer multiplies the finished loss by their number, so whatever the model added to the sum
+  (the balance of experts) is multiplied as well. Here the items are divided by it instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import wrapt
+from torch import Tensor
+
+from ds_hf.errors import ConfigError
+from ds_hf.log import warn_once
+
+if TYPE_CHECKING:
+    from ds_hf.deepspeed_api.engine import Engine
+    from ds_hf.engine.comm.mesh import Axis
+
+__all__ = ["Args", "Kwargs", "Wrapped", "engine_of", "prepare_loss", "with_values", "wrap_loss"]
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_IGNORED = -100
+_NAMES = ("model", "inputs", "return_outputs", "num_items_in_batch")
+
+
+def wrap_loss(module: ModuleType) -> None:
+    """Part of the hook of ``transformers.trainer``."""
+    hooks = {
+        "__init__": _ask_the_model,
+        "get_batch_samples": _count_step,
+        "_get_num_items_in_batch": _count_batch,
+        "compute_loss": _compute_loss,
+    }
+    for name, hook in hooks.items():
+        if hasattr(module.Trainer, name):
+            wrapt.wrap_function_wrapper(module, f"Trainer.{name}", hook)
+
+
+def engine_of(trainer: Any) -> Engine | None:
+    """The engine that trains now."""
+    engine = getattr(trainer, "deepspeed", None)
+    if engine is None:
+        return None
+    from ds_hf.deepspeed_api.engine import Engine
+
+    return engine if isinstance(engine, Engine) else None
+
+
+@contextmanager
+def with_values(target: Any, **values: Any) -> Iterator[None]:
+    """Attributes of ``target`` have these values inside."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+def _shares_sequences(trainer: Any) -> bool:
+    """Whether transformers divides sequences with DeepSpeed here."""
+    sizes = getattr(trainer.accelerator, "parallelism_config", None)
+    return sizes is not None and getattr(sizes, "sp_size", 1) > 1 and sizes.sp_backend == "deepspeed"
+
+
+def _ask_the_model(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> None:
+    """Whether the model divides by the items of a step, which transformers denies of every model whose sequences are
+    divided."""
+    wrapped(*args, **kwargs)
+    if not _shares_sequences(trainer) or trainer.model_accepts_loss_kwargs:
+        return
+    model = _bare_model(trainer)
+    kinds = (param.kind for param in inspect.signature(model.forward).parameters.values())
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    trainer.model_accepts_loss_kwargs = inspect.Parameter.VAR_KEYWORD in kinds if accepts is None else accepts
+
+
+def _bare_model(trainer: Any) -> Any:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def _shifts_smoothed(trainer: Any) -> bool:
+    """Whether label smoothing takes the labels of the next token, which the Trainer tells by the model's name."""
+    if trainer.label_smoother is None:
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(_bare_model(trainer)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def prepare_loss(trainer: Any, loader: Any) -> None:
+    """Before the first step: what cannot be computed over parts of sequences.
+
+    Args:
+        loader: of the training batches; it keeps the labels for a function of the user's.
+
+    Raises:
+        ConfigError: the loss would be another one.
+    """
+    if _sequence_axis(trainer) is None:
+        return
+    loader.keeps_labels = trainer.compute_loss_func is not None or not _shifts_smoothed(trainer)
+    if trainer.compute_loss_func is not None:
+        warn_once(
+            "compute_loss_func is given the outputs of whole sequences: each process gathers all logits of its "
+            "micro-batch, which divided sequences save otherwise"
+        )
+        return
+    model = _bare_model(trainer)
+    name, kind = type(model).__name__, getattr(model, "loss_type", None)
+    if trainer.label_smoother is not None:
+        return
+    if kind is not None and not getattr(trainer, "_loss_shifts_labels", True):
+        raise ConfigError(
+            f"the loss of {name} ({kind}) takes the label at each token, and labels of divided sequences are those of "
+            "the next token: give the Trainer a compute_loss_func, which gets whole sequences, or take no "
+            "sequence-parallel size",
+            "sequence_parallel_size",
+        )
+    try:
+        text = inspect.getsource(model.forward)
+    except (OSError, TypeError):
+        return
+    if any(word in text for word in ("CrossEntropyLoss", "cross_entropy")) and not any(
+        word in text for word in ("shift_labels", "loss_function")
+    ):
+        raise ConfigError(
+            f"{name}.forward computes its loss itself and takes no shift_labels: it would shift labels inside each "
+            "part of a sequence. Have it call self.loss_function(..., **kwargs), or give the Trainer a "
+            "compute_loss_func, which gets whole sequences",
+            "sequence_parallel_size",
+        )
+
+
+def _sequence_axis(trainer: Any) -> Axis | None:
+    engine = engine_of(trainer)
+    return None if engine is None or engine.mesh.shape.sequence == 1 else engine.mesh.axis("sequence")
+
+
+# -- items ------------------------------------------------------------------------------------------------------------
+
+
+def _count_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The items of all parts of a step's micro-batches. Collective where sequences are divided."""
+    batches, items = wrapped(*args, **kwargs)
+    axis = _sequence_axis(trainer)
+    if axis is None or not batches:
+        return batches, items
+    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+        return batches, None
+    counts = [_labels_of(trainer, batch) for batch in batches]
+    if any(labels is None for labels in counts):
+        return batches, None
+    from ds_hf.engine.comm.collectives import all_reduce_sum
+
+    engine = engine_of(trainer)
+    assert engine is not None
+    own = torch.stack([(labels != _IGNORED).sum() for labels in counts]).sum().to(engine.device)
+    among = engine.axis if trainer.args.average_tokens_across_devices else axis
+    return batches, all_reduce_sum(own, among, "number of items of a step")
+
+
+def _labels_of(trainer: Any, batch: Any) -> Any:
+    """What counts: as the Trainer sees it in a process with whole sequences."""
+    if getattr(trainer, "_loss_shifts_labels", True) or "labels" not in batch:
+        return batch.get("shift_labels")
+    return batch["labels"]
+
+
+def _count_batch(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """In evaluation processes of a sequence have whole sequences of their own: each batch is a mean over its items."""
+    if not _shares_sequences(trainer):
+        return wrapped(*args, **kwargs)
+    if trainer.compute_loss_func is None:
+        return None
+    with with_values(trainer.args, average_tokens_across_devices=False):
+        items = wrapped(*args, **kwargs)
+    if items is None:
+        return None
+    sizes = trainer.accelerator.parallelism_config
+    shared = sizes.sp_size * (sizes.tp_size or 1) * (sizes.cp_size or 1)
+    items = items * shared  # the Trainer divided by them, as if all had the same batch
+    if trainer.args.average_tokens_across_devices:  # then the loss will be multiplied
+        items = items * (trainer.accelerator.num_processes // (sizes.tp_size or 1))
+    return items
+
+
+# -- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def _compute_loss(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    engine = engine_of(trainer)
+    given = dict(zip(_NAMES, args, strict=False)) | kwargs
+    if engine is None:
+        return wrapped(*args, **kwargs)
+    if engine.mesh.shape.sequence > 1 and trainer.model.training:
+        return _loss_of_parts(trainer, engine, **given)
+    items, processes = given.get("num_items_in_batch"), engine.axis.world_size
+    own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    if own or processes == 1 or not (trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs):
+        return wrapped(*args, **kwargs)
+    if items is None or engine.mesh.shape.sequence > 1:
+        return wrapped(*args, **kwargs)
+    given["num_items_in_batch"] = items / processes
+    with with_values(trainer.args, average_tokens_across_devices=False):
+        return wrapped(**given)
+
+
+def _loss_of_parts(
+    trainer: Any,
+    engine: Engine,
+    model: Any,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> Any:
+    """``compute_loss`` over the parts of sequences: the loss of the whole, the same on all of its processes."""
+    axis, inputs = engine.mesh.axis("sequence"), dict(inputs)
+    copies = engine.mesh.shape.data if trainer.args.average_tokens_across_devices else 1  # of what is averaged
+    if trainer.compute_loss_func is not None:
+        loss, outputs = _by_function(trainer, model, inputs, axis, num_items_in_batch)
+        loss = loss * copies if num_items_in_batch is not None else loss
+        return (loss, outputs) if return_outputs else loss
+    labels = inputs.get("shift_labels")
+    if not isinstance(labels, Tensor):
+        raise ValueError(
+            "a batch of divided sequences has no labels, which the loss of each part is weighed by: have the collator "
+            "give labels, or the Trainer a compute_loss_func"
+        )
+    share = None if num_items_in_batch is None else num_items_in_batch / (axis.world_size * copies)
+    if trainer.label_smoother is not None:
+        labels = labels if _shifts_smoothed(trainer) else inputs["labels"]
+        loss, outputs = _smoothed(trainer.label_smoother, model, inputs, labels, share)
+    else:
+        inputs.setdefault("labels", labels)  # without them the model computes no loss
+        if share is not None and trainer.model_accepts_loss_kwargs:
+            inputs["num_items_in_batch"] = share
+        outputs = model(**inputs)
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    from ds_hf.engine.sequence.losses import gather, mean_over_tokens
+
+    counted = (labels != _IGNORED).sum()
+    loss = mean_over_tokens(loss, counted, axis) if share is None else gather(loss.reshape(1), axis).mean()
+    return (loss, outputs) if return_outputs else loss
+
+
+def _smoothed(smoother: Any, model: Any, inputs: dict[str, Any], labels: Tensor, share: Any) -> tuple[Tensor, Any]:
+    """Label smoothing of one part, whose ``labels`` are shifted already if they should be."""
+    outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")})
+    counts = {} if share is None else {"num_items_in_batch": share}
+    return smoother(outputs, labels, **counts), outputs
+
+
+def _by_function(trainer: Any, model: Any, inputs: dict[str, Any], axis: Axis, items: Any) -> tuple[Tensor, Any]:
+    """A function of the user's may look at neighbours: it gets whole sequences."""
+    from ds_hf.engine.sequence.losses import gather, gather_whole
+
+    labels = inputs.pop("labels", None)
+    inputs.pop("shift_labels", None)
+    tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+    outputs = model(**inputs)
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(whole(each) for each in value)
+        if not isinstance(value, Tensor) or value.shape[:2] != tokens.shape[:2]:
+            return value
+        if value.is_floating_point():
+            return gather(value, axis, dim=1, what="outputs")
+        return gather_whole(value, axis, 1, "outputs")
+
+    if isinstance(outputs, dict):
+        outputs = type(outputs)(**{name: whole(value) for name, value in outputs.items()})
+    else:
+        outputs = whole(outputs)
+    labels = gather_whole(labels, axis, 1, "labels") if isinstance(labels, Tensor) else labels
+    return trainer.compute_loss_func(outputs, labels, num_items_in_batch=items), outputs

@@ -1,0 +1,43 @@
+"""What the Trainer makes of a loss on several processes; for divided sequences see ``compat/test_trainer_sequence``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import SequentialSampler
+from transformers import MixtralConfig, MixtralForCausalLM, Trainer
+
+from tests.compat.common import largest_difference, run_user_code
+from tests.compat.scripts.trainer_script import Sentences
+from tests.compat.trainer_code import config, history, make_trainer, tiny_llama
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+def _balanced(folder: Path, processes: int) -> list[dict[str, float]]:
+    """Every process trains the same samples, so another number of them changes nothing."""
+    samples = Sentences(16, seed=1)
+    data = [samples[i] for first in range(0, 16, 2) for _ in range(processes) for i in (first, first + 1)]
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**{**tiny_llama().config.to_dict(), **experts}))
+    given = {"train_dataset": data, "model": model}
+    made = make_trainer(
+        folder, None if processes == 1 else config(2), trainer_class=InOrder, trainer_arguments=given, max_steps=2
+    )
+    made.train()
+    return history(made)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gloo processes")
+def test_the_balance_of_experts_is_not_multiplied_by_the_processes(tmp_path: Path) -> None:
+    (alone,) = run_user_code(_balanced, tmp_path, 1, world_size=1)
+    for found in run_user_code(_balanced, tmp_path, 2):
+        assert len(found) == 2
+        assert largest_difference(found, alone) < 1e-5
