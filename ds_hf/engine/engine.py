@@ -501,8 +501,8 @@ class CoreEngine(nn.Module):
     def _require_alive(self, *, to_train: bool = True) -> None:
         if self._destroyed:
             raise DsHfError("this engine was destroyed; call initialize() again")
-        if (succession := self.hooks.succession) is not None and (to_train or not succession.wholly):
-            raise DsHfError(str(succession))
+        if self.hooks.succession is not None and (to_train or not self.hooks.may_be_called):
+            raise DsHfError(str(self.hooks.succession))
 
     def _require_weights(self) -> None:
         self._require_alive(to_train=False)

@@ -152,12 +152,13 @@ class UnitHooks:
         self.shards = shards
         self.shares = bool(self.sharing.others)  # some of its modules have hooks of other engines
         self.succession: Succession | None = None  # another engine trains its parameters since
+        self._successor: UnitHooks | None = None
         self._held: list[FlatBuffer] = []  # see ``link``
 
     def install(self, model: nn.Module) -> None:
         """Register everything. Call once."""
         for former, succession in self.sharing.ended.items():
-            former.end(succession)
+            former.end(succession, self)
         model.__dict__["ds_external_parameters"] = ExternalParameters(model)
         for module in model.modules():
             attach = self._external_modules[module] = _Hook(self._attach_external)
@@ -192,10 +193,17 @@ class UnitHooks:
         """Ids of those that the engine updates."""
         return {id(p) for buffers in self.reducer.by_unit.values() for b in buffers for p in b.buffer.params}
 
-    def end(self, succession: Succession) -> None:
-        """Another engine trains the parameters from now on."""
+    def end(self, succession: Succession, by: UnitHooks) -> None:
+        """Another engine, ``by``, trains the parameters from now on."""
         self.remove()
-        self.succession = succession
+        self.succession, self._successor = succession, by
+
+    @property
+    def may_be_called(self) -> bool:
+        """The weights are there when the model is called: by these hooks, or those of the engine that came after."""
+        if self.succession is None:
+            return True
+        return self.succession.wholly and self._successor is not None and bool(self._successor.handles or self._successor._scopes)
 
     def relink(self) -> None:
         """Other engines have some of the parameters too, or took some over: use them where they lie. Collective."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -33,8 +33,8 @@ class User(Protocol):
     def trains(self) -> Collection[int]:
         """Ids of those that it updates."""
 
-    def end(self, succession: Succession) -> None:
-        """Another engine trains its parameters from now on."""
+    def end(self, succession: Succession, by: Any) -> None:
+        """Another engine, ``by``, trains its parameters from now on."""
 
     def relink(self) -> None:
         """Some of its parameters lie elsewhere from now on."""

@@ -282,3 +282,65 @@ def test_backward_of_one_model_through_another(
     stages: tuple[int, int], driven: bool, accumulation: int, clears: bool
 ) -> None:
     run_distributed(one_reaches_through_the_other, 2, stages, driven, accumulation, clears)
+
+
+def with_a_reference() -> None:
+    """A policy of adapters on a frozen base, and a reference model that is that base."""
+    from peft import LoraConfig, get_peft_model
+
+    def policy_of(base: nn.Module) -> Any:
+        torch.manual_seed(1)
+        return get_peft_model(base, LoraConfig(r=4, target_modules=r"\d\.0", init_lora_weights=False))
+
+    def outputs(reference: Any, policy: Any, step: int) -> tuple[Tensor, Tensor]:
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad(), policy_model.disable_adapter():
+            expected = reference(batch)
+        return expected, (policy(batch) - 1).pow(2).mean()
+
+    def losses_with(reference: Any, policy: Any, update: Callable[[Tensor], None]) -> list[float]:
+        found = []
+        for step in range(3):
+            expected, loss = outputs(reference, policy, step)
+            update(loss)
+            found += [expected.mean().item(), loss.item()]
+        return found
+
+    def settings(stage: int, **more: Any) -> dict[str, Any]:
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        return {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero, **more}
+
+    base = rivals()[0]
+    policy_model = policy_of(base)
+    sgd = torch.optim.SGD([p for p in policy_model.parameters() if p.requires_grad], lr=0.1)
+
+    def plainly(loss: Tensor) -> None:
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+
+    wanted = losses_with(base, policy_model, plainly)
+    for first, second in ((3, 0), (0, 3), (3, 3), (2, 2)):
+        for order in ("policy first", "reference first", "the same model"):
+            base = rivals()[0]
+            policy_model = policy_of(base)
+            made = policy_model if order == "the same model" else base
+            engines: dict[str, Any] = {}
+            for role in ("reference", "policy") if order == "reference first" else ("policy", "reference"):
+                config = settings(first, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+                model = policy_model if role == "policy" else made
+                config = config if role == "policy" else settings(second)
+                engines[role], *_ = ds_hf.initialize(model=model, config=config)
+
+            def trained(loss: Tensor, engine: Any = engines["policy"]) -> None:
+                engine.backward(loss)
+                engine.step()
+
+            found = losses_with(engines["reference"], engines["policy"], trained)
+            assert found == pytest.approx(wanted, rel=1e-5), (first, second, order)
+            for engine in engines.values():
+                engine.destroy()
+
+
+def test_a_policy_and_its_reference_share_a_base() -> None:
+    run_distributed(with_a_reference, 2)
