@@ -203,7 +203,11 @@ class UnitHooks:
         """The weights are there when the model is called: by these hooks, or those of the engine that came after."""
         if self.succession is None:
             return True
-        return self.succession.wholly and self._successor is not None and bool(self._successor.handles or self._successor._scopes)
+        return (
+            self.succession.wholly
+            and self._successor is not None
+            and bool(self._successor.handles or self._successor._scopes)
+        )
 
     def relink(self) -> None:
         """Other engines have some of the parameters too, or took some over: use them where they lie. Collective."""
