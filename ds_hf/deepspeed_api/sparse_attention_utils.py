@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ds_hf.deepspeed_api.sparse_attention import BertSparseSelfAttention
 from ds_hf.engine.sparse.layouts import SparsityConfig
+from ds_hf.inference.static import given_cache
 from ds_hf.log import logger
 
 __all__ = ["SparseAttentionUtils"]
@@ -23,7 +24,7 @@ class _LayerAttention(BertSparseSelfAttention):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        if kwargs.get("past_key_values") is not None or kwargs.get("encoder_hidden_states") is not None:
+        if given_cache(kwargs)[1] is not None or kwargs.get("encoder_hidden_states") is not None:
             raise ValueError("sparse self-attention takes neither past keys nor another sequence: it is for encoders")
         return super().forward(hidden_states, _of_keys(attention_mask, hidden_states)), None
 

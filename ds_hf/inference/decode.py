@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.comm.process_group import release_before_shutdown
 from ds_hf.engine.zero.packed import packed_parts
-from ds_hf.inference.static import fill, shape_of, static_cache
+from ds_hf.inference.static import CACHE_NAMES, cache_of, fill, given_cache, shape_of, static_cache
 from ds_hf.inference.step import Choice, DecodingStep
 from ds_hf.inference.supported import Unsupported, check_cache, check_choice, check_mode, refusal, stops
 from ds_hf.log import log_once, logger
@@ -130,7 +130,7 @@ class Decoder:
             None if pad is None else pad.to(device),
         )
         check_choice(logits_processor)
-        check_cache(inputs.get("past_key_values"))
+        check_cache(given_cache(inputs)[1])
         new = max(1, limit - input_ids.shape[1])  # one is made whatever the limit, as in transformers
         self._check_room(input_ids.shape[1], new)
         state, logits = _prompt(model, input_ids, inputs)
@@ -245,35 +245,34 @@ class _State:
     filled: int
     mask: Tensor | None
     position: Tensor | None
-    names: tuple[str, str]
+    names: tuple[str, str, str]
     constants: dict[str, Any]
 
 
 def _prompt(model: Any, input_ids: Tensor, inputs: dict[str, Any]) -> tuple[_State, Tensor]:
     """Compute the prompt as transformers does; the state behind it and the last logits ``[B, vocabulary]`` in fp32."""
-    outputs = model(
-        **model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs), return_dict=True
-    )
+    prepared = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **inputs)
+    outputs = model(**prepared, return_dict=True)
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
-    cache, device = outputs.past_key_values, logits.device
+    cache, device = cache_of(outputs), logits.device
     both = model.config.is_encoder_decoder
-    names = ("decoder_input_ids", "decoder_attention_mask") if both else ("input_ids", "attention_mask")
+    tokens, shown = ("decoder_input_ids", "decoder_attention_mask") if both else ("input_ids", "attention_mask")
     position = inputs.get("position_ids")
     if position is not None and (both or position.dim() != 2):
         raise Unsupported("its positions have more than one dimension")
     kept = ("encoder_outputs", "attention_mask", "logits_to_keep") if both else ("logits_to_keep",)
-    ours = {"use_cache", "past_key_values", "position_ids", "inputs_embeds", "attention_mask", "output_attentions"}
-    ours |= {"output_hidden_states", *names, *kept}
+    ours = {"use_cache", "position_ids", "inputs_embeds", "attention_mask", "output_attentions"}
+    ours |= {"output_hidden_states", tokens, shown, *CACHE_NAMES, *kept}
     other = next((name for name, value in inputs.items() if name not in ours and value is not None), None)
     if other is not None:
         raise Unsupported(f"{other} is given")
-    mask = inputs.get(names[1])
+    mask = inputs.get(shown)
     state = _State(
         cache,
         int(cache.get_seq_length()),
         None if mask is None else mask.to(device),
         None if position is None else position[:, -1:].to(device) + 1,
-        names,
+        (tokens, shown, given_cache(prepared)[0]),
         {name: inputs[name] for name in kept if inputs.get(name) is not None},
     )
     return state, logits

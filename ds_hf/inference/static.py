@@ -10,14 +10,19 @@ with a dynamic cache, and its results are the same to the bit.
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hf.inference.step import lengths_of
 
-__all__ = ["caches_of", "fill", "shape_of", "static_cache"]
+__all__ = ["CACHE_NAMES", "cache_argument", "cache_of", "caches_of", "fill", "given_cache", "shape_of", "static_cache"]
+
+# What transformers' models call the cache they take and give back: the first since 5.24, the second before.
+CACHE_NAMES = ("cache", "past_key_values")
 
 
 def static_cache(dynamic: Any, length: int, *, filled_only: bool) -> Any:
@@ -98,6 +103,23 @@ def shape_of(cache: Any) -> tuple[Any, ...]:
 
 def _heads(keys: Tensor) -> tuple[Any, ...]:
     return keys.shape[0], keys.shape[1], keys.shape[3], keys.dtype, keys.device
+
+
+def given_cache(given: Mapping[str, Any]) -> tuple[str, Any]:
+    """The cache among arguments or outputs of a model, after its name there; of none the older name and ``None``."""
+    return next(((name, given[name]) for name in CACHE_NAMES if given.get(name) is not None), (CACHE_NAMES[-1], None))
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What the call of ``model`` names its cache."""
+    takes = inspect.signature(type(model).forward).parameters
+    return next((name for name in CACHE_NAMES if name in takes), CACHE_NAMES[-1])
+
+
+def cache_of(outputs: Any) -> Any:
+    """The cache that a model gives back."""
+    name = next((name for name in CACHE_NAMES if hasattr(outputs, name)), CACHE_NAMES[-1])
+    return getattr(outputs, name)
 
 
 def caches_of(cache: Any) -> list[Any]:

@@ -55,7 +55,7 @@ class DecodingStep:
 
     Args:
         forward: the model's call.
-        names: what ``forward`` calls the tokens, and the mask over the cache ``[B, length]``.
+        names: what ``forward`` calls the tokens, the mask over the cache ``[B, length]``, and the cache.
         cache: a static cache of ``length`` positions.
         choice: how tokens are chosen.
         batch: rows ``B``.
@@ -70,7 +70,7 @@ class DecodingStep:
     def __init__(
         self,
         forward: Callable[..., Any],
-        names: tuple[str, str],
+        names: tuple[str, str, str],
         cache: Any,
         choice: Choice,
         *,
@@ -124,10 +124,10 @@ class DecodingStep:
             self._step()
 
     def _step(self) -> None:
-        tokens, mask = self.names
+        tokens, mask, cache = self.names
         self.mask.index_fill_(1, self.place, 1)
         shown = self.mask[:, : int(self.place) + 1] if self.filled_only else self.mask
-        inputs = {**self.constants, tokens: self.token, mask: shown, "past_key_values": self.cache}
+        inputs = {**self.constants, tokens: self.token, mask: shown, cache: self.cache}
         if self.positions is not None:
             inputs["position_ids"] = self.positions
         logits = self.forward(**inputs, use_cache=True, return_dict=True).logits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.zero.buffer import BufferState, buffers_of
-from ds_hf.inference.static import caches_of
+from ds_hf.inference.static import CACHE_NAMES, caches_of
 
 __all__ = [
     "Unsupported",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = ("streamer", "assistant_model", "prefix_allowed_tokens_fn", "custom_generate", "negative_prompt_ids")
-_CACHES = ("past_key_values", "cache_implementation", "prefill_chunk_size")
+_CACHES = ("cache_implementation", "prefill_chunk_size")
 # Of transformers' processors those that look at nothing but the logits.
 _PROCESSORS = {
     "TemperatureLogitsWarper",
@@ -50,7 +50,7 @@ def refusal(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         return why
     if len(args) > 2:
         return "arguments are given by position"
-    given = next((name for name in (*_ELSEWHERE, *_CACHES) if kwargs.get(name) is not None), None)
+    given = next((name for name in (*_ELSEWHERE, *CACHE_NAMES, *_CACHES) if kwargs.get(name) is not None), None)
     if given is not None:
         return f"{given} is given"
     if kwargs.get("synced_gpus"):
@@ -98,7 +98,7 @@ def check_mode(config: Any) -> None:
         raise Unsupported("return_dict_in_generate asks for what every step computed")
     if config.use_cache is False:
         raise Unsupported("use_cache is false")
-    for name in _CACHES[1:]:
+    for name in _CACHES:
         value = getattr(config, name, None)
         if value is not None:
             raise Unsupported(f"{name} is {value!r}")

@@ -23,6 +23,7 @@ from ds_hf.engine.zero.planning import make_units
 from ds_hf.inference.config import InferenceConfig
 from ds_hf.inference.decode import cache_length
 from ds_hf.inference.layers import section_for
+from ds_hf.inference.static import cache_of
 from ds_hf.memory.models import META
 from ds_hf.memory.prediction import UnpredictableError
 from ds_hf.memory.pricing import CONTEXT
@@ -187,8 +188,8 @@ def cached_bytes(model: Any, size: int) -> tuple[int, int]:
         if config is not None:
             config.pad_token_id = None  # GPT-2 would look for padding among tokens that have no values
         with torch.no_grad():
-            cache = model.eval()(input_ids=one, use_cache=True, **({"decoder_input_ids": one} if both else {}))
-        cache = cache.past_key_values
+            outputs = model.eval()(input_ids=one, use_cache=True, **({"decoder_input_ids": one} if both else {}))
+        cache = cache_of(outputs)
         own = getattr(cache, "self_attention_cache", cache)
         cross = getattr(cache, "cross_attention_cache", None)
         return _of_layers(own, size), 0 if cross is None else _of_layers(cross, size)

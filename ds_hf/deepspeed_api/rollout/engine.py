@@ -18,6 +18,8 @@ from torch import Tensor
 from ds_hf.deepspeed_api.engine_generation import GenerationNames
 from ds_hf.deepspeed_api.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
 from ds_hf.deepspeed_api.rollout.continuous_batching import ContinuousBatchRequest, ContinuousBatchScheduler
+from ds_hf.inference.static import cache_argument, cache_of
+from ds_hf.inference.supported import base_model
 
 __all__ = ["HybridEngineRollout", "HybridEngineRolloutConfig"]
 
@@ -313,9 +315,13 @@ class _Running:
         for layer, (keys, values) in enumerate(cache):
             filled.update(keys, values, layer)
         out = self.module(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=filled, use_cache=True
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{cache_argument(base_model(self.module)): filled},
         )
-        self.cache = [(layer.keys, layer.values) for layer in out.past_key_values.layers]
+        self.cache = [(layer.keys, layer.values) for layer in cache_of(out).layers]
         return out.logits[:, -1].argmax(dim=-1, keepdim=True)  # type: ignore[no-any-return]
 
     def _note(self) -> None:

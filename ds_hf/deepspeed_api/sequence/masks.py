@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence.division import Division, forward_now, forward_of
 from ds_hf.engine.sequence.losses import gather
+from ds_hf.inference.static import CACHE_NAMES, given_cache
 from ds_hf.log import warn_once
 
 __all__ = ["use_whole_masks"]
@@ -56,9 +57,12 @@ def use_whole_masks(model: nn.Module) -> None:
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
+    takes = next((name for name in CACHE_NAMES if name in signature.parameters), None)
 
     @wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
+        if takes is not None:  # code of other releases than transformers' own has another name for it
+            kwargs = {takes if name in CACHE_NAMES else name: value for name, value in kwargs.items()}
         given = signature.bind_partial(*args, **kwargs).arguments
         division = forward_of(given.get("config"))
         if division is None or not division.active:
@@ -114,7 +118,7 @@ def _of_the_whole(given: dict[str, Any], division: Division) -> dict[str, Any]:
         raise ValueError(
             "cross-attention cannot be divided: sequence parallelism is for decoders and for encoders alone"
         )
-    cache = given.get("past_key_values")
+    _, cache = given_cache(given)
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             "sequence parallelism has no cache of earlier tokens: call generate() with disable_in_eval=True and the "

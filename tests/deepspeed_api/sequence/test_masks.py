@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hf.deepspeed_api.sequence import masks
 from ds_hf.deepspeed_api.sequence.division import Division, release
 from ds_hf.deepspeed_api.sequence.ulysses import divide
 from ds_hf.engine.comm.mesh import axis_of
@@ -252,3 +253,17 @@ def flash_gradients(packs: bool) -> float:
 @pytest.mark.parametrize("packs", [False, True])
 def test_gradients_through_flash_attention(packs: bool) -> None:
     assert max(run_distributed(flash_gradients, 2, packs)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_by_the_name_of_another_release_is_seen(name: str) -> None:
+    """Code that comes with a model is of the release that it was written for."""
+    from transformers import DynamicCache, LlamaConfig, masking_utils
+
+    config = LlamaConfig(**SIZES, attn_implementation="sdpa")
+    filled = DynamicCache()
+    filled.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+    make = masks._whole(masking_utils.create_causal_mask)
+    embeds, shown = torch.zeros(1, 1, 32), torch.tensor([[0, 1, 1, 1]])
+    mask = make(config=config, inputs_embeds=embeds, attention_mask=shown, **{name: filled})
+    assert mask.flatten().tolist() == [False, True, True, True]
