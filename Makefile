@@ -4,11 +4,12 @@ SHELL := /bin/bash
 .PHONY: help setup demo test test-slow test-gpu lint docs format clean
 
 PYTHON ?= python3
-VENV   ?= .venv
+# NEWEST=1: what pip chooses today without constraints.txt, in an environment of its own that is made anew each week.
+VENV   ?= $(if $(NEWEST),.venv-newest,.venv)
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input -qq -c constraints.txt
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input -qq $(if $(NEWEST),,-c constraints.txt)
 # Set-up is done again when what it depends on has changed, or another Python is asked for.
-STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; $(PYTHON) -VV; pwd; } 2>&1 | cksum | cut -d' ' -f1)
+STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; $(PYTHON) -VV; pwd; $(if $(NEWEST),date +%G-%V;) } 2>&1 | cksum | cut -d' ' -f1)
 
 # The C++ library in the checkout; without a compiler the file says so and nothing else changes.
 LIBRARY := ds_hf/engine/ops/_lib/BUILD.txt
@@ -26,7 +27,7 @@ DEMO_OUT := demo_output
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP) ## .venv with everything that the other commands need
+setup: $(STAMP) ## .venv with everything that the other commands need; with NEWEST=1 .venv-newest, the newest releases
 
 $(STAMP):
 	@echo "Setting up $(VENV) (once; about a minute, more with a slow network) ..."
@@ -34,7 +35,7 @@ $(STAMP):
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) || { echo "python venv failed; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@# torch first and by itself, exactly pinned: no other package's range may choose another build of it.
-	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) "$(if $(NEWEST),torch,$$(grep '^torch==' constraints.txt))"
 	@$(PIP) -e '.[dev,docs]'
 	@touch $@
 
@@ -46,7 +47,8 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for two minutes, train a small
 	@rm -rf $(DEMO_OUT)
 	@$(BIN)/python examples/demo.py
 
-test: lint docs $(LIBRARY) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
+# Lint and docs hold for one release of their tools, that of constraints.txt.
+test: $(if $(NEWEST),,lint docs) $(LIBRARY) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
 	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule; four on
 	@# two cores, for half of the time a test waits for processes that start
 	@$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"
@@ -77,5 +79,5 @@ format: $(STAMP) ## let ruff fix and format
 	@$(BIN)/ruff format .
 
 clean: ## remove what the other commands made
-	rm -rf $(VENV) $(DEMO_OUT) $(dir $(LIBRARY)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv-newest $(VENV) $(DEMO_OUT) $(dir $(LIBRARY)) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
