@@ -43,6 +43,7 @@ from ds_hf.engine.checkpoint.interface import (
     world_of,
 )
 from ds_hf.engine.checkpoint.manifest import RankReport, buffer_key, counters, flat_key, loose_key
+from ds_hf.engine.checkpoint.plain import encode, restore
 from ds_hf.engine.checkpoint.position import data_position
 from ds_hf.engine.checkpoint.rng import random_states
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, encode_scalar, kinds, pieces, segments_of
@@ -87,9 +88,12 @@ def gather_part(
     irregular: list[dict[str, Any]] = []
     part.entries = live_entries(engine, holders, part.report, irregular, exclude_frozen)
     if rank == 0:
-        part.report.common = digest_of_common(common)
+        part.report.common = digest_of_common(
+            {**common, "lr_scheduler": restore(common["lr_scheduler"], "lr_scheduler")}
+        )
     state = _rank_state(engine, irregular)
     part.report.rng = digests_of(state["rng"])
+    part.report.optimizer = "" if engine.optimizer is None else type(engine.optimizer.optimizer).__name__
     part.report.options = [digests_of(group) for group in state.get("param_groups", ())]
     name = optimizer_states_name(rank, bf16=bool(engine.settings.bf16.enabled))
     part.pickled[name] = pickled(state)
@@ -97,7 +101,7 @@ def gather_part(
     if rank == 0 or sharded:
         name = model_states_name(rank, sharded=sharded)
         # What the caller gave stands beside our own keys too, where readers of DeepSpeed's files (Lightning) look.
-        client = client_state if rank == 0 and client_state else {}
+        client = common["client_state"] if rank == 0 else {}
         part.pickled[name] = pickled({**client, **_identity(engine), **(common if rank == 0 else {})})
     return part
 
@@ -361,17 +365,16 @@ def _rank_state(engine: Checkpointable, irregular: list[dict[str, Any]]) -> dict
 
 def _common_state(engine: Checkpointable, client_state: dict[str, Any] | None) -> dict[str, Any]:
     """What is one for all ranks; rank 0 writes it."""
-    client_state = {} if client_state is None else client_state
-    check_loadable(client_state, "client_state")
     if world_of(engine).rank != 0:
         return {}
+    client_state = {} if client_state is None else encode(client_state, "client_state")
     state: dict[str, Any] = {"client_state": client_state, "lr_scheduler": None, "data": data_position(engine)}
-    state["extra_state"] = {name: child.get_extra_state() for name, child in extra_states(engine.module).items()}
-    check_loadable(state["extra_state"], "the extra state of the model")
+    extra = {name: child.get_extra_state() for name, child in extra_states(engine.module).items()}
+    state["extra_state"] = encode(extra, "the extra state of the model", strict=True)
     if hasattr(engine.lr_scheduler, "state_dict"):
-        state["lr_scheduler"] = engine.lr_scheduler.state_dict()
+        kept = engine.lr_scheduler.state_dict()
+        state["lr_scheduler"] = encode(kept, "the state of the learning-rate scheduler", strict=True)
         state["lr_scheduler_kind"] = type(engine.lr_scheduler).__name__
-        check_loadable(state["lr_scheduler"], "the state of the learning-rate scheduler")
     if engine.optimizer is not None:
         scaler = engine.optimizer.loss_scaler
         state["loss_scaler"] = {"kind": type(scaler).__name__, "state": scaler.state_dict()}

@@ -32,6 +32,7 @@ from ds_hf.engine.checkpoint.interface import (
     names_of,
     world_of,
 )
+from ds_hf.engine.checkpoint.plain import restore
 from ds_hf.engine.checkpoint.position import restore_data_position
 from ds_hf.engine.checkpoint.restore import (
     check_options,
@@ -187,6 +188,8 @@ def _open(
         source.check()
     check_extra(manifest)
     check_common(source)
+    for key in ("client_state", "lr_scheduler", "extra_state"):
+        common[key] = restore(common.get(key), key)
     fit = check_fit(engine, holders, manifest, strict=wanted.strict and not custom, lenient_names=custom)
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)

@@ -52,6 +52,7 @@ class RankReport:
         irregular: ``Piece.where`` of states that lie in the rank's pickled file.
         rng: digests of the rank's random states.
         options: of each parameter group as this rank has it, the digests of its options.
+        optimizer: class of the optimizer that this rank has.
         common: rank 0's digests of what is one for all.
         checksums: of each file.
         sums: for each state of each parameter, the sum of the rank's part, see ``checksum``; ``None`` if it has none.
@@ -66,6 +67,7 @@ class RankReport:
     irregular: list[tuple[Any, ...]] = field(default_factory=list)
     rng: dict[str, str] = field(default_factory=dict)
     options: list[dict[str, str]] = field(default_factory=list)
+    optimizer: str = ""
     common: dict[str, Any] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     sums: dict[str, dict[str, tuple[int, int] | None]] = field(default_factory=dict)
@@ -115,8 +117,10 @@ def complete(description: Json, reports: Sequence[RankReport]) -> Json:
     """The manifest of a checkpoint whose ranks wrote what ``reports`` say; ``description`` is used up.
 
     Raises:
-        CheckpointError: what the ranks wrote of a parameter is not the whole of it, each element once.
+        CheckpointError: what the ranks wrote of a parameter is not the whole of it, each element once; or their
+            optimizers are not alike.
     """
+    _check_alike(reports)
     table: dict[SavedCut, int] = {}
     found: dict[str, Json | None] = dict.fromkeys(description["parameters"])
     for rank, report in enumerate(reports):
@@ -158,6 +162,18 @@ def complete(description: Json, reports: Sequence[RankReport]) -> Json:
     }
 
 
+def _check_alike(reports: Sequence[RankReport]) -> None:
+    """All ranks have one optimizer: what each keeps of its elements would otherwise fit no optimizer."""
+    for what in ("optimizer", "names of options"):
+        told = [r.optimizer if what == "optimizer" else [sorted(group) for group in r.options] for r in reports]
+        rank = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+        if rank is not None:
+            raise CheckpointError(
+                f"rank {rank} has {what} {told[rank]} and rank 0 {told[0]}: nothing could load such a checkpoint. Give "
+                "all ranks the same configuration and optimizer"
+            )
+
+
 def _merge(found: dict[str, Json | None], name: str, entry: Json, rank: int, table: dict[SavedCut, int]) -> None:
     """Add what a rank has written of a parameter."""
     known = found.get(name)
@@ -169,6 +185,13 @@ def _merge(found: dict[str, Json | None], name: str, entry: Json, rank: int, tab
             raise CheckpointError(
                 f"{name} has {key} {entry[key]} on rank {rank} and {known[key]} on another: on all ranks it has to be "
                 "the same whole parameter, of which each may hold a slice"
+            )
+    for kind in ("states", "scalars"):
+        mine, others = (set(each.get(kind) or ()) for each in (entry, known))
+        if known["fragments"] and entry["fragments"] and mine != others:
+            raise CheckpointError(
+                f"the optimizer of rank {rank} keeps {sorted(mine)} for {name}, that of another {sorted(others)}: on "
+                "all ranks it has to be the same optimizer, after as many steps"
             )
     known["states"] = {**entry["states"], **known["states"]}
     if entry.get("scalars"):

@@ -3,6 +3,7 @@
 A kernel is compiled for just the dtypes and flags of a call, which are macros in front of its source. The cache is
 ``$XDG_CACHE_HOME/ds_hf/cubin`` (or ``~/.cache``); a file is named by everything its contents depend on and begins with
 their digest. A cache that cannot be written, or a file that is not what it should be, costs time and is never an error.
+Invariant: what is given to a GPU was compiled here, or written by this user or root where no other user can write.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import hashlib
 import importlib
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ds_hf.log import warn_once
+from ds_hf.regular_files import open_regular
 
 __all__ = ["Macros", "compile_cubin", "cubin", "missing", "program_text"]
 
@@ -68,7 +73,15 @@ def _folder() -> Path:
 def cubin(text: str, arch: str) -> bytes:
     """Machine code of the program ``text`` for ``arch`` (``"sm_90"``), from the cache where it has it."""
     key = hashlib.sha256("\0".join([text, arch, STANDARD, compiler_version()]).encode()).hexdigest()
-    path = cache_folder() / f"{key}.cubin"
+    folder = cache_folder()
+    fault = _fault_of(folder)
+    if fault:
+        warn_once(
+            f"compiled kernels are not kept: {fault}, so others could change them. Take that right away "
+            "(chmod go-w), or set XDG_CACHE_HOME to a folder of your own"
+        )
+        return compile_cubin(text, arch)
+    path = folder / f"{key}.cubin"
     code = _read(path)
     if code is None:
         code = compile_cubin(text, arch)
@@ -108,9 +121,34 @@ def compiler_version() -> str:
     return ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
 
 
+def _fault_of(folder: Path) -> str:
+    """Which folder on the way to the cache another user can write into; empty where there is none.
+
+    In a sticky one, such as /tmp, others can make files and not replace those of this user. A folder that is not there
+    yet will be made by this user.
+    """
+    place = Path(os.path.realpath(folder))
+    for path in (place, *place.parents):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{path} cannot be looked at ({error.strerror})"
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to another user"
+        if status.st_mode & 0o022 and (path == place or not status.st_mode & stat.S_ISVTX):
+            return f"{path} can be written by other users"
+    return ""
+
+
 def _read(path: Path) -> bytes | None:
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+                return None  # left by others when they still could: it is replaced
+            content = file.read()
     except OSError:
         return None
     digest, code = content[:_DIGEST], content[_DIGEST:]
@@ -120,7 +158,8 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, code: bytes) -> None:
     """Written beside and renamed: ranks on one machine compile the same kernels at the same time."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed([each for each in (path.parent, *path.parent.parents) if not each.exists()]):
+            folder.mkdir(mode=0o700, exist_ok=True)  # whatever the umask
         handle, name = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:

@@ -5,6 +5,7 @@ No GPU is needed: NVRTC where it is installed, else nvcc.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -169,6 +170,48 @@ def _nothing_remembered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_nothing_remembered")
+@pytest.mark.parametrize("place", ["file", "cubin", "ds_hf", "root", "above"])
+def test_what_others_could_have_written_is_not_taken(
+    compilations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    root = tmp_path / "above" / "root"
+    root.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root))
+    cuda_build.cubin("text", "sm_90")
+    cuda_build.cubin("text", "sm_90")
+    assert len(compilations) == 1
+    (file,) = cuda_build.cache_folder().iterdir()
+    before = file.read_bytes()
+    assert file.stat().st_mode & 0o077 == 0
+    shared = {"file": file, "cubin": file.parent, "ds_hf": file.parents[1], "root": root, "above": root.parent}[place]
+    for mode in (0o775, 0o707, 0o777):
+        shared.chmod(mode)
+        compilations.clear()
+        cuda_build.cubin("text", "sm_90")
+        assert len(compilations) == 1
+        if place == "file":
+            assert file.stat().st_mode & 0o022 == 0  # made anew
+        else:
+            assert file.read_bytes() == before
+    shared.chmod(0o1777 if place in ("root", "above") else 0o755)
+    compilations.clear()
+    cuda_build.cubin("text", "sm_90")
+    assert not compilations
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
+@pytest.mark.parametrize("place", ["file", "cubin"])
+def test_what_others_own_is_not_taken(
+    compilations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cuda_build.cubin("text", "sm_90")
+    (file,) = cuda_build.cache_folder().iterdir()
+    os.chown(file if place == "file" else file.parent, 65534, 65534)
+    cuda_build.cubin("text", "sm_90")
+    assert len(compilations) == 2
+
+
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda.torch.cuda, "is_available", lambda: False)
     assert cuda.available() == "no CUDA device"
