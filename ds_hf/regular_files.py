@@ -1,17 +1,20 @@
-"""Opening files whose paths users give: regular files and nothing else.
+"""Opening files whose paths users give: regular files and nothing else; and writing where a stranger may have written.
 
 A pipe without a writer would be waited for, a device such as /dev/zero never ends. Invariant: opening never waits, and
-what is opened is what was looked at.
+what is opened is what was looked at. What is replaced is the name: a link is not followed.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
-from typing import BinaryIO
+import uuid
+from pathlib import Path
+from typing import Any, BinaryIO
 
-__all__ = ["TEXT_NBYTES", "check_regular", "open_regular", "read_regular"]
+__all__ = ["TEXT_NBYTES", "check_regular", "open_regular", "read_object", "read_regular", "replace_file"]
 
 TEXT_NBYTES = 2**26  # that a file may have which people write
 
@@ -66,6 +69,36 @@ def read_regular(path: str | os.PathLike[str], most: int | None = None) -> bytes
             if most is not None and len(content) > most:
                 raise OSError(errno.EFBIG, f"it grew beyond {most} bytes", os.fspath(path))
         return bytes(content)
+
+
+def read_object(path: str | os.PathLike[str], most: int = TEXT_NBYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        OSError: as ``read_regular``. ValueError: it holds something else.
+    """
+    try:
+        found = json.loads(read_regular(path, most))
+    except RecursionError:
+        raise ValueError(f"{os.fspath(path)} is nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{os.fspath(path)} holds a {type(found).__name__} and no object")
+    return found
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file, or replace what has its name, a link as well; readers see the old content or the new.
+
+    Raises:
+        OSError: it cannot be written, or there is a folder of that name.
+    """
+    staged = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.new")
+    try:
+        with staged.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:

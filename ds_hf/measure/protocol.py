@@ -31,6 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_hf.errors import ConfigError
+from ds_hf.printable import harmless
+from ds_hf.regular_files import read_object
+
 __all__ = ["TRIAL_ENV", "TrialRequest", "read_events"]
 
 TRIAL_ENV = "DS_HF_TRIAL"
@@ -80,10 +84,21 @@ class TrialRequest:
 
     @classmethod
     def read(cls, path: str | Path) -> TrialRequest:
-        """Load what ``write`` saved."""
-        values = json.loads(Path(path).read_text("utf-8"))
-        values["points"] = tuple((int(micro), int(steps)) for micro, steps in values["points"])
-        return cls(**values)
+        """Load what ``write`` saved.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds something else.
+        """
+        try:
+            values = read_object(path)
+            values["points"] = tuple((int(micro), int(steps)) for micro, steps in values["points"])
+            return cls(**values)
+        except (OSError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise ConfigError(
+                f"{TRIAL_ENV} names a trial that cannot be read ({error!s:.300}): it is set by ds-hf autotune alone; "
+                "unset it",
+                source=str(path)[:300],
+            ) from harmless(error)
 
 
 def read_events(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:

@@ -26,6 +26,7 @@ from ds_hf.measure.saving import PROFILE_ENV
 from ds_hf.profile.load import SOURCE, Rank, StepRecord, read_run
 from ds_hf.profile.report import CONFIG
 from ds_hf.profile.verdict import NAMES, Verdict, changed_file, milliseconds
+from ds_hf.regular_files import TEXT_NBYTES, read_object, read_regular, replace_file
 
 __all__ = ["Profiled", "apply_to", "line_of", "record"]
 
@@ -70,12 +71,13 @@ def record(
         old.unlink()
     written = _written(command.config)
     source = {"config": str(Path(command.config).absolute()), "written": written}
-    (folder / SOURCE).write_text(json.dumps(source), "utf-8")
+    replace_file(folder / SOURCE, json.dumps(source))
     config = folder / "ds_config.json"
-    config.write_text(json.dumps(_recording(written, folder), indent=2) + "\n", "utf-8")
+    replace_file(config, json.dumps(_recording(written, folder), indent=2) + "\n")
     environment = {**os.environ, **({PROFILE_ENV: str(steps)} if steps is not None else {})}
     started = launch_words(launcher, processes, command.words(config))
-    with (folder / LOG).open("wb") as log:
+    (folder / LOG).unlink(missing_ok=True)  # it may be a link
+    with (folder / LOG).open("xb") as log:
         process = subprocess.Popen(
             started, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -106,7 +108,7 @@ def _read(source: str) -> dict[str, Any]:
     load_config(source, allow_auto=True)  # every fault of the user's file, with its line
     from ds_hf.config.parse import parse
 
-    found: dict[str, Any] = parse(Path(source).read_text("utf-8"), source).value
+    found: dict[str, Any] = parse(read_regular(source, TEXT_NBYTES).decode("utf-8"), source).value
     return found
 
 
@@ -190,16 +192,16 @@ def apply_to(folder: Path, verdict: Verdict) -> Path:
     target = _source(folder, verdict)
     if target is None:
         raise DsHfError(f"the run had no file of its own: the changed configuration is {folder / CONFIG}")
-    shutil.copy2(target, target.with_name(f"{target.name}.before"))
-    new = target.with_name(f".{target.name}.new")
+    before = target.with_name(f"{target.name}.before")
+    before.unlink(missing_ok=True)  # a link is not followed
+    shutil.copy2(target, before)
     changed = changed_file(_read(str(target)), verdict.analysis.run.header["config"], verdict.changes)
-    new.write_text(json.dumps(changed, indent=2) + "\n", "utf-8")
-    new.replace(target)
+    replace_file(target, json.dumps(changed, indent=2) + "\n")
     return target
 
 
 def _source(folder: Path, verdict: Verdict) -> Path | None:
     """The file that the run was configured by."""
     known = folder / SOURCE
-    named = json.loads(known.read_text("utf-8"))["config"] if known.is_file() else verdict.analysis.run.header["source"]
+    named = read_object(known)["config"] if known.is_file() else verdict.analysis.run.header["source"]
     return Path(named) if Path(named).is_file() else None

@@ -1,4 +1,8 @@
-"""The folder of a report as objects. Files end where a killed run left them; ranks may be missing."""
+"""The folder of a report as objects. Files end where a killed run left them; ranks may be missing.
+
+A folder may come from a stranger: numbers are looked at here (finite, and none that would be counted to without end),
+and whatever else is not as a run writes it shows as one of ``FAULTS`` where it is used.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,25 @@ from typing import Any
 
 from ds_hf.engine.report.spans import Key, Span, self_times
 from ds_hf.errors import DsHfError
+from ds_hf.printable import harmless
+from ds_hf.regular_files import open_regular, read_object
 
-__all__ = ["SOURCE", "Rank", "Run", "StepRecord", "read_run"]
+__all__ = ["FAULTS", "SOURCE", "Rank", "Run", "StepRecord", "read_run"]
 
+# What Python raises where a value is of another type or size than a run writes.
+FAULTS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    StopIteration,
+)
+_MOST_RANKS = 2**17
+_MOST = 2**60  # of a count or a rate
+_MOST_LINE = 2**28  # bytes
 SOURCE = "profiled.json"  # of ds-hf profile: the user's own file, without the report
 
 
@@ -91,7 +111,7 @@ class Run:
     def written(self) -> dict[str, Any]:
         """The configuration as the user wrote it."""
         known = self.folder / SOURCE
-        profiled = json.loads(known.read_text("utf-8")) if known.is_file() else {}
+        profiled = read_object(known) if known.is_file() else {}
         found: dict[str, Any] = profiled.get("written") or self.header.get("written") or self.header["config"]
         return found
 
@@ -118,7 +138,7 @@ def read_run(folder: str | Path) -> Run:
     """
     path = Path(folder)
     files = sorted(path.glob("rank_*.jsonl")) if path.is_dir() else []
-    ranks = [rank for file in files if (rank := _read_rank(file)) is not None]
+    ranks = [rank for file in files if (rank := _rank_of(file)) is not None]
     if not ranks:
         raise DsHfError(
             f'{path} has no report: a run writes one there with "ds_hf": {{"report": "{path}"}} in its configuration, '
@@ -133,14 +153,34 @@ def read_run(folder: str | Path) -> Run:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines; the last may have been cut off."""
-    with path.open("rb") as file:
-        for line in file:
+    with open_regular(path) as file:
+        while line := file.readline(_MOST_LINE):
             try:
                 found = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
             if isinstance(found, dict):
+                _check_numbers(found)
                 yield found
+
+
+def _check_numbers(value: Any) -> None:
+    """Raise ``ValueError`` for a number that no run writes."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_numbers(each)
+    elif isinstance(value, int | float) and not -_MOST < value < _MOST:
+        raise ValueError(f"{str(value)[:40]} is out of all proportion")
+
+
+def _rank_of(path: Path) -> Rank | None:
+    try:
+        return _read_rank(path)
+    except DsHfError:
+        raise
+    except (*FAULTS, OSError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else f"{type(error).__name__}: {error!s:.200}"
+        raise DsHfError(f"{path} is not as a run writes it ({reason}): remove it, or record again") from harmless(error)
 
 
 def _read_rank(path: Path) -> Rank | None:
@@ -150,6 +190,11 @@ def _read_rank(path: Path) -> Rank | None:
             if line.get("header") != 1:
                 raise DsHfError(f"{path} is not of this version of ds_hf: record the run again")
             rank = Rank(int(line["rank"]), line)
+            if not 0 <= rank.number < int(line["world_size"]) <= _MOST_RANKS:
+                raise ValueError(f"rank {rank.number} of {line['world_size']!s:.40}")
+            for name, size in line["mesh"].items():
+                if not 1 <= size <= _MOST_RANKS:
+                    raise ValueError(f"mesh.{name} is {size!s:.40}")
         elif "keys" in line:
             rank.keys += [Key(*key) for key in line["keys"].values()]
         elif "step" in line:

@@ -7,11 +7,14 @@ from html import escape
 from pathlib import Path
 
 from ds_hf.autotune.page import code, facts, notice, page, section, side_by_side, table
+from ds_hf.errors import DsHfError
+from ds_hf.printable import harmless
 from ds_hf.profile import figures
 from ds_hf.profile.analysis import Analysis, analyse
-from ds_hf.profile.load import read_run
-from ds_hf.profile.trace import write_trace
+from ds_hf.profile.load import FAULTS, read_run
+from ds_hf.profile.trace import trace_text
 from ds_hf.profile.verdict import NAMES, Verdict, judge, milliseconds
+from ds_hf.regular_files import replace_file
 
 __all__ = ["CONFIG", "PAGE", "TRACE", "WORDS", "closing_words", "report_html", "write_report"]
 
@@ -27,22 +30,27 @@ def write_report(folder: str | Path) -> Verdict:
         OSError: nothing can be written there.
     """
     path = Path(folder)
-    verdict = judge(analyse(read_run(path)))
-    _write(path / PAGE, report_html(verdict))
-    write_trace(verdict.analysis, path / TRACE)
-    _write(path / WORDS, "\n".join(closing_words(verdict)) + "\n")
-    if verdict.config is not None:
-        _write(path / CONFIG, json.dumps(verdict.config, indent=2) + "\n")
-    else:
+    try:
+        verdict = judge(analyse(read_run(path)))
+        texts = {
+            PAGE: report_html(verdict),
+            TRACE: trace_text(verdict.analysis),
+            WORDS: "\n".join(closing_words(verdict)) + "\n",
+        }
+        if verdict.config is not None:
+            texts[CONFIG] = json.dumps(verdict.config, indent=2) + "\n"
+    except DsHfError:
+        raise
+    except FAULTS as error:
+        raise DsHfError(
+            f"{path}: its files are not as a run writes them ({type(error).__name__}: {error!s:.200}): record the run "
+            "again"
+        ) from harmless(error)
+    for name, text in texts.items():
+        replace_file(path / name, text)
+    if verdict.config is None:
         (path / CONFIG).unlink(missing_ok=True)
     return verdict
-
-
-def _write(path: Path, text: str) -> None:
-    """A page that is open in a browser is never half a page."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, "utf-8")
-    new.replace(path)
 
 
 def closing_words(verdict: Verdict) -> list[str]:

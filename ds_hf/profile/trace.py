@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from ds_hf.profile.analysis import Analysis
 from ds_hf.profile.verdict import NAMES
 
-__all__ = ["write_trace"]
+__all__ = ["trace_text"]
 
 MOST_STEPS = 8
 ROUNDING = 0.2  # microseconds
 
 
-def write_trace(analysis: Analysis, path: Path) -> None:
-    """Write the last steps that every rank recorded: a process a rank, a thread for the computation and one for
+def trace_text(analysis: Analysis) -> str:
+    """The last steps that every rank recorded: a process a rank, a thread for the computation and one for
     communication streams. Times are microseconds on the ranks' clocks."""
     events: list[dict[str, Any]] = []
     ranks = analysis.run.ranks
@@ -44,7 +43,7 @@ def write_trace(analysis: Analysis, path: Path) -> None:
                     more = {"kind": NAMES[key.kind], "bytes": key.nbytes}
                     at = base + span.start * 1e6
                     events.append(_span(name, key.kind, rank.number, tid, at, span.seconds, more))
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")), "utf-8")
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 
 def _nest(events: list[dict[str, Any]], first: float, last: float) -> float:

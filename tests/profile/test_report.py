@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,12 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
 from rich.console import Console
 
 from ds_hf.autotune.charts import LETTER
@@ -28,6 +32,7 @@ from ds_hf.profile.report import report_html, write_report
 from ds_hf.profile.verdict import judge
 from tests.engine.report.common import make_engine, train
 from tests.helpers.distributed import free_port, run_distributed
+from tests.helpers.mutations import LONG, QUICK, examples, wrong_file
 from tests.helpers.patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -249,3 +254,44 @@ def test_the_end_of_a_run_tells_where_the_time_went(tmp_path: Path, ending: str)
     assert "where the time went (steps 3 to 5, 3 of them recorded):" in out
     assert f"report: {tmp_path / 'report.html'}" in out
     assert "had not ended" not in (tmp_path / "report.html").read_text("utf-8")
+
+
+# -- folders of strangers -------------------------------------------------------------------------------------------
+
+
+def _loads_or_is_refused(folder: Path, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        for file in folder.glob("rank_*.jsonl"):
+            shutil.copy(file, place)
+        note(data.draw(wrong_file(data.draw(st.sampled_from(sorted(place.iterdir()))))))
+        with contextlib.suppress(DsHfError):
+            write_report(place)
+
+
+@given(data=st.data())
+@examples(QUICK)
+def test_a_spoilt_folder_gives_a_page_or_a_sentence(folder: Path, data: st.DataObject) -> None:
+    _loads_or_is_refused(folder, data)
+
+
+@pytest.mark.slow
+@given(data=st.data())
+@examples(LONG)
+def test_spoilt_folders_give_pages_or_sentences(folder: Path, data: st.DataObject) -> None:
+    _loads_or_is_refused(folder, data)
+
+
+def test_links_in_the_folder_are_not_written_through(folder: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    place = tmp_path / "report"
+    place.mkdir()
+    for file in folder.glob("rank_*.jsonl"):
+        shutil.copy(file, place)
+    names = ("trace.json", "report.html", ".report.html.new", "verdict.txt", "suggested.json")
+    for name in names:
+        (place / name).symlink_to(precious)
+    write_report(place)
+    assert precious.read_text() == "precious"
+    assert "traceEvents" in (place / "trace.json").read_text()

@@ -37,6 +37,8 @@ from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger
 from ds_hf.lr import LrOptions, LrResult
 from ds_hf.measure.saving import LR_ENV, SaveGuard, leave
+from ds_hf.printable import harmless
+from ds_hf.regular_files import read_object
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
@@ -57,10 +59,13 @@ def attach(engine: CoreEngine) -> None:
     if not path or engine.optimizer is None:
         return
     try:
-        job = json.loads(Path(path).read_text("utf-8"))
+        job = read_object(path)
         script = _Script(engine, LrOptions(**job["options"]), Path(job["result"]), Path(job["progress"]))
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{ENVIRONMENT} names a job that cannot be read: {error}", source=path) from error
+    except (OSError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{ENVIRONMENT} names a job that cannot be read ({error!s:.300}): it is for ds-hf lr-find; unset it",
+            source=path[:300],
+        ) from harmless(error)
     replaced = {"forward": script.forward, "backward": script.backward, "step": script.step}
     engine.__dict__.update(replaced)
 
