@@ -74,6 +74,10 @@ class TransformersPipeline(PipelineModule):
             chunks=chunks,
         )
 
+    def _held_together(self) -> list[Tensor]:
+        tied = self._head is not None and is_tied(self._model, self._head)
+        return [self._base.embed_tokens.weight] if tied else []
+
     # -- building -------------------------------------------------------------------------------------------------
 
     def _build(self, *, synchronize: bool = True) -> None:
@@ -236,8 +240,9 @@ def _shell(given: Any) -> tuple[Any, Path | str | None]:
     elif isinstance(given, str | Path):
         config, folder = AutoConfig.from_pretrained(given), given
     else:
-        kind = type(given).__name__
-        raise ConfigError(f"give a model, a configuration, or a folder of transformers, not {kind}", _WHERE)
+        kind, inner = type(given).__name__, getattr(given, "get_base_model", None)  # of PEFT
+        hint = ": give model.get_base_model(), which has the adapters in it" if inner is not None else ""
+        raise ConfigError(f"give a model, a configuration, or a folder of transformers, not {kind}{hint}", _WHERE)
     with torch.device("meta"):
         made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         return made, folder

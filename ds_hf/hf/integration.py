@@ -4,6 +4,7 @@
 - Evaluation without training: transformers takes stage 3 alone for it, and throws the optimizer out of the
   configuration for good.
 - The batch size: transformers counts all processes, also those that read the same samples.
+- Pipelines: the Trainer would speak of an empty batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import wrapt
 from torch.optim import Optimizer
 
+from ds_hf.errors import ConfigError
 from ds_hf.hf import auto
 from ds_hf.log import warn_once
 
@@ -33,6 +35,7 @@ def wrap_integration(module: ModuleType) -> None:
 
 def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     trainer = args[0] if args else kwargs["trainer"]
+    _refuse_pipelines(trainer)
     hf_config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
     if kwargs.get("inference", len(args) > 2 and args[2]):
         return _init_inference(lambda: wrapped(*args, **kwargs), hf_config)
@@ -47,6 +50,19 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
         return optimizer, scheduler
     trainer.optimizer = given
     return given, scheduler if scheduler is not None else given_scheduler
+
+
+def _refuse_pipelines(trainer: Any) -> None:
+    """Its loop calls the model, and a pipeline takes whole steps."""
+    from ds_hf.engine.pipeline.module import StageModule
+
+    if isinstance(trainer.model, StageModule):
+        raise ConfigError(
+            "the Trainer trains no pipelines: it calls the model, of which each process has one stage. Give a "
+            "PipelineModule to deepspeed.initialize, and call engine.train_batch(); for the Trainer, divide the model "
+            'by "tensor_parallel" or ZeRO stage 3',
+            "Trainer(model=...)",
+        )
 
 
 def _match(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

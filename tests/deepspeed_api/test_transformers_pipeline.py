@@ -164,6 +164,26 @@ def refusals() -> list[str]:
     return found
 
 
+def refusals_of_two_stages() -> list[str]:
+    from peft import LoraConfig, get_peft_model
+
+    twice = model_of("Llama", True)
+    twice.model.layers[3] = twice.model.layers[0]
+    adapted = get_peft_model(model_of("Llama", False), LoraConfig(r=2, target_modules=["q_proj"]))
+    found = []
+    for given in (twice, adapted):
+        with pytest.raises(ConfigError) as caught:
+            PipelineModule.from_transformers(given, 2)
+        found.append(str(caught.value))
+    return found
+
+
+def test_blocks_of_several_stages_that_are_one_and_adapters_around_a_model() -> None:
+    for shared, adapted in run_distributed(refusals_of_two_stages, 2):
+        assert "layers 1 and 4 (LlamaDecoderLayer) share the parameter self_attn.q_proj.weight" in shared
+        assert "not PeftModel: give model.get_base_model()" in adapted
+
+
 def test_models_that_cannot_be_cut_are_refused_by_name() -> None:
     plan, scaled, other = run_distributed(refusals, 1)[0]
     assert "GPT2LMHeadModel: it has no base_model_pp_plan" in plan

@@ -23,7 +23,7 @@ from ds_hf.engine.comm.mesh import Axis, compute_device
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.pipeline.division import Division, divide_layers
 from ds_hf.engine.pipeline.grid import PipelineParallelGrid
-from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec, tied_keys
+from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec, check_apart, tied_keys
 from ds_hf.engine.pipeline.topology import PipeDataParallelTopology, ProcessTopology
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
@@ -120,11 +120,16 @@ class StageModule(nn.Module):
         self._division = divide_layers(
             self._layer_specs, self.num_stages, self.partition_method, chunks=chunks, sample=self.sample
         )
+        check_apart(self._layer_specs, self._division.stage_of, self._held_together())
         self.parts = self._division.parts
         self._bounds = self._division.bounds(self.stage_id)
         self._local_start, self._local_stop = self._bounds[0][0], self._bounds[-1][1]
         if self.global_rank == 0:
             say(self._division.table(self._layer_specs))
+
+    def _held_together(self) -> list[Tensor]:
+        """Parameters of several layers that their stages tie without a ``TiedLayerSpec``."""
+        return []
 
     # -- building -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ds_hf.errors import ConfigError
 from ds_hf.log import logger
 
-__all__ = ["LayerSpec", "TiedLayerSpec", "layer_name", "on_meta", "tied_keys"]
+__all__ = ["LayerSpec", "TiedLayerSpec", "check_apart", "layer_name", "on_meta", "tied_keys"]
 
 
 class LayerSpec:
@@ -115,6 +115,29 @@ def tied_keys(layers: Iterable[Any]) -> dict[str, list[int]]:
                 "PipelineModule(layers=...)",
             )
     return dict(sorted(found.items()))
+
+
+def check_apart(layers: Sequence[Any], stage_of: Callable[[int], int], tied: Collection[Tensor] = ()) -> None:
+    """Refuse modules on several stages that share a parameter which trains: each stage would train its own copy.
+
+    Args:
+        tied: parameters that the stages hold together all the same.
+
+    Raises:
+        ConfigError: two modules share one; the first that is found is named.
+    """
+    homes: dict[Tensor, int] = {}
+    allowed = set(tied)
+    for index, layer in enumerate(layers):
+        for name, param in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+            first = homes.setdefault(param, index)
+            if param.requires_grad and param not in allowed and stage_of(first) != stage_of(index):
+                raise ConfigError(
+                    f"layers {first} and {index} ({layer_name(layer)}) share the parameter {name}, and stages "
+                    f"{stage_of(first)} and {stage_of(index)} would each train a copy of it: describe both as "
+                    "TiedLayerSpec of one key, divide the layers so that one stage has both, or give each its own",
+                    "PipelineModule(layers=...)",
+                )
 
 
 def _check_attributes(index: int, layer: TiedLayerSpec, module: nn.Module) -> None:

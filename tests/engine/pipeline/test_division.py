@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_hf.engine.pipeline.division import divide_layers, layer_costs
 from ds_hf.engine.pipeline.partition import bounds_of, partition_by_cost
-from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec, tied_keys
+from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec, check_apart, tied_keys
 from ds_hf.errors import ConfigError
 from tests.engine.pipeline.models import Embedding, specs
 from tests.helpers.models import Block
@@ -101,6 +101,19 @@ def test_what_cannot_be_divided(method: str, stages: int, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         divide_layers(specs(tied=False), stages, method)
     assert words in str(caught.value)
+
+
+def test_a_module_that_trains_is_on_one_stage() -> None:
+    block, other = Block(8), Block(8)
+    layers = [block, other, nn.Identity(), block, lambda x: x]
+    check_apart(layers, lambda index: 0)
+    with pytest.raises(
+        ConfigError, match=r"layers 0 and 3 \(Block\) share the parameter norm.weight, and stages 0 and 1"
+    ):
+        check_apart(layers, lambda index: index // 3)
+    check_apart(layers, lambda index: index // 3, list(block.parameters()))
+    block.requires_grad_(False)  # its copies stay alike
+    check_apart(layers, lambda index: index // 3)
 
 
 def test_tied_layers_have_the_same_shapes() -> None:
