@@ -30,13 +30,13 @@ class Division:
     Attributes:
         core: name of the attention that computes, as transformers has it.
         axis: the processes that share a sequence.
-        disable_in_eval: in evaluation every process has whole sequences.
+        disable_in_eval: in evaluation every process has whole sequences, unless the call that runs has parts.
         by_positions: the core finds packed documents by ``position_ids``, as flash attention does.
         counts_mask: the model would number the tokens that ``attention_mask`` shows.
         seq_length: of all sequences, ``None`` where it varies.
         model: the model; configs: its configuration and those inside; names: of its modules, by identity.
         calls: attention layers that were called in this forward; ``checked``: a forward has been looked at.
-        hooks: on the model.
+        hooks: on the model. parts: the call that runs has parts of sequences, in evaluation too.
     """
 
     core: str
@@ -51,12 +51,13 @@ class Division:
     calls: int = 0
     checked: bool = False
     hooks: list[Any] = field(default_factory=list)
+    parts: bool = False
 
     @property
     def active(self) -> bool:
         """Sequences are divided now."""
         model = None if self.model is None else self.model()
-        return not self.disable_in_eval or model is None or model.training
+        return not self.disable_in_eval or self.parts or model is None or model.training
 
     def whole(self, local: Tensor, what: str) -> Tensor:
         """The parts of all processes, along the last dimension; kept with ``local``, from which a forward asks

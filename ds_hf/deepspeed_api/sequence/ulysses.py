@@ -247,6 +247,7 @@ def divide(model: nn.Module, division: Division) -> None:
             division.hooks.append(module.register_forward_hook(forward_ends, always_call=True))
     division.hooks.append(model.register_forward_pre_hook(_before, with_kwargs=True))
     division.hooks.append(model.register_forward_hook(_after))
+    division.hooks.append(model.register_forward_hook(_parts_end, always_call=True))
 
 
 def divide_for_engine(model: nn.Module, axis: Axis) -> None:
@@ -275,7 +276,11 @@ def divide_for_engine(model: nn.Module, axis: Axis) -> None:
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positions and mask of the whole sequence, in one gather, kept with those of this process's part."""
     division = division_of(model)
-    if division is None or not division.active or division.model is None or division.model() is not model:
+    if division is None or division.model is None or division.model() is not model:
+        return args, kwargs
+    if not division.active:
+        division.parts = _gives_parts(args, kwargs, division)
+    if not division.active:
         return args, kwargs
     division.calls = 0
     tokens = _tokens(args, kwargs)
@@ -307,6 +312,36 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
     if division is not None and division.active and not division.checked:
         check_called(division, model)
         division.checked = True
+
+
+def _parts_end(model: nn.Module, args: Any, output: Any) -> None:
+    division = division_of(model)
+    if division is not None:
+        division.parts = False
+
+
+def _gives_parts(args: tuple[Any, ...], kwargs: dict[str, Any], division: Division) -> bool:
+    """Whether a call in evaluation, for which sequences are whole, has parts all the same.
+
+    accelerate asks for whole sequences, and divides the batches of every loader that is prepared with the model, those
+    to evaluate on, too. Such batches have ``shift_labels``, on all processes, which those of whole sequences have not.
+
+    Raises:
+        ValueError: a part without them, on the processes that see it by its positions.
+    """
+    if kwargs.get("shift_labels") is not None:
+        return True
+    tokens, positions = _tokens(args, kwargs), kwargs.get("position_ids")
+    if tokens is None or not isinstance(positions, Tensor) or kwargs.get("past_key_values") is not None:
+        return False
+    length, rank = tokens.shape[1], division.axis.rank
+    if length > 1 and rank > 0 and bool((positions[..., 0] == rank * length).all()):
+        raise ValueError(
+            f"in evaluation every process has whole sequences (disable_in_eval, which accelerate sets), and the "
+            f"position_ids of this batch begin at {rank * length}: it is a part of one. Give shift_labels with the "
+            "parts, or prepare the loader for evaluation by itself, which leaves its batches whole"
+        )
+    return False
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -127,6 +127,35 @@ def test_evaluation_takes_whole_sequences_where_it_is_asked_to() -> None:
     assert run_distributed(in_evaluation, 2) == [(0.0, 0)] * 2
 
 
+@torch.no_grad()
+def parts_in_evaluation() -> tuple[float, str]:
+    """Parts that a loader of accelerate gives in evaluation: the difference from whole ones; and without their sign."""
+    net = model("Llama").eval()
+    whole = net(**plain()).logits
+    axis = axis_of(None, "sequence")
+    division = Division("sdpa", axis, disable_in_eval=True)
+    divide(net, division)
+    length = TOKENS // axis.world_size
+    part = slice(axis.rank * length, (axis.rank + 1) * length)
+    places = torch.arange(TOKENS).expand(BATCH, -1)
+    batch = {"input_ids": tokens()[:, part], "position_ids": places[:, part]}
+    found = net(**batch, shift_labels=tokens()[:, part]).logits
+    said = ""
+    try:
+        net(**batch)
+    except ValueError as error:
+        said = str(error)
+    assert float((net(**plain()).logits - whole).abs().max()) == 0.0  # whole ones again
+    return float((found - whole[:, part]).abs().max()), said
+
+
+def test_evaluation_takes_parts_that_say_so() -> None:
+    first, second = run_distributed(parts_in_evaluation, 2)
+    assert max(first[0], second[0]) < 1e-5
+    assert first[1] == ""
+    assert "begin at 12: it is a part of one. Give shift_labels" in second[1]
+
+
 def faults() -> list[str]:
     """What is said about forwards that cannot be divided."""
     axis = axis_of(None, "sequence")
