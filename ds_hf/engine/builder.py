@@ -42,6 +42,7 @@ from ds_hf.engine.sparse.models import prepare_attention
 from ds_hf.engine.tensor.divide import divide
 from ds_hf.engine.tensor.same_batch import compare_first_batch
 from ds_hf.engine.zero.buffer import home_of
+from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError
 from ds_hf.log import set_log_level_from_string, warn_once
 from ds_hf.measure.protocol import TRIAL_ENV
@@ -319,9 +320,9 @@ def _make_optimizer(
         return optimizer
     if optimizer is None and settings.optimizer is None:
         return None
-    groups = _trainable_groups(model, model_parameters)
+    groups = _listed_groups(model, model_parameters)
     if callable(optimizer):
-        return optimizer(groups)  # type: ignore[no-any-return]
+        return _called(optimizer, groups)
     if optimizer is not None:
         raise ConfigError(f"optimizer= takes a torch.optim.Optimizer or a function, not {type(optimizer).__name__}")
     assert settings.optimizer is not None
@@ -352,19 +353,34 @@ def _check_scheduler(optimizer: Any, lr_scheduler: Any) -> None:
         )
 
 
-def _trainable_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[Any]:
-    """Parameter groups with only parameters that train."""
+def _listed_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Parameter groups with what trains, and with what is frozen and could."""
     given = list(model.parameters() if model_parameters is None else model_parameters)
-    if given and isinstance(given[0], dict):
-        kept = [{**group, "params": [p for p in _listed(group["params"]) if p.requires_grad]} for group in given]
-    else:
-        kept = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
-        kept[0]["params"] = [p for p in kept[0]["params"] if p.requires_grad]
-    if not any(group["params"] for group in kept):
+    if not (given and isinstance(given[0], dict)):
+        given = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
+    kept = [{**group, "params": list(filter(_can_train, _listed(group["params"])))} for group in given]
+    if not any(p.requires_grad for group in kept for p in group["params"]):
         raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
     if isinstance(model, StageModule):  # groups have the same numbers on all stages
         return kept
     return [group for group in kept if group["params"]]
+
+
+def _can_train(param: Tensor) -> bool:
+    return param.requires_grad or (param.is_floating_point() and not is_packed(param))
+
+
+def _called(function: Callable[..., Optimizer], groups: list[dict[str, Any]]) -> Optimizer:
+    """What ``function`` makes of what trains now. The frozen parameters of each group are listed, too, where it keeps
+    the groups: some optimizers take no parameters of certain shapes, or make states at once."""
+    trained = [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+    given = [[id(p) for p in group["params"]] for group in trained]
+    optimizer = function(trained)
+    made = getattr(optimizer, "param_groups", [])
+    if given == [[id(p) for p in group["params"]] for group in made]:
+        for group, listed in zip(made, groups, strict=True):
+            group["params"] = [*group["params"], *(p for p in listed["params"] if not p.requires_grad)]
+    return optimizer
 
 
 def _listed(params: Any) -> list[Tensor]:

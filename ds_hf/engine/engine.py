@@ -82,6 +82,7 @@ class CoreEngine(nn.Module):
         self.batch = BatchSizes.of(settings)
         self.plan, self.mesh, self.axis, self.device = parts.plan, parts.mesh, parts.mesh.replicas, parts.device
         self.units, self.reducer, self.hooks = parts.units, parts.reducer, parts.hooks
+        self.unfreezing = parts.unfreezing
         self.compute_dtype = parts.compute_dtype
         self.param_names = parts.param_names
         self.optimizer: ShardedOptimizer | None = parts.optimizer
@@ -344,6 +345,7 @@ class CoreEngine(nn.Module):
 
     def _finish_update(self) -> None:
         """Nothing of a step is outstanding. Collective."""
+        self.unfreezing.tidy()
         if self.optimizer is not None:
             self.optimizer.settle()
 

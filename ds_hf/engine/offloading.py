@@ -113,7 +113,8 @@ def build_offload(
         mesh.replicas.world_size if over == "replicas" or mesh.shape.inner is None else mesh.shape.inner
         for over in (plan.optimizer.over, plan.parameters.over)
     )
-    trained = {id(p): p for group in inner.param_groups for p in group["params"]} if inner is not None else {}
+    listed = [p for group in inner.param_groups for p in group["params"]] if inner is not None else []
+    trained = {id(p): p for p in listed if p.requires_grad}
     machine = _Machine(
         mesh.world,
         device,

@@ -7,7 +7,7 @@ gradients -> reducer -> optimizer -> hooks. Which buffers there are is ``zero/pl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -36,6 +36,7 @@ from ds_hf.engine.optim.outcome import NonFinite
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
+from ds_hf.engine.unfreezing import Unfreezing
 from ds_hf.engine.zero.buffer import FlatBuffer, Labels, Rounding, home_of, logical_shape
 from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
 from ds_hf.engine.zero.cut import is_cut
@@ -51,7 +52,7 @@ from ds_hf.engine.zero.packed import (
     packed_parts,
     shards_packed,
 )
-from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, own_dtype, plan_units
+from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, own_dtype, plan_buffers, plan_units
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import replicas_of
 from ds_hf.engine.zero.second_shard import SecondShard
@@ -68,7 +69,7 @@ class EngineParts:
     """Attributes:
     plan: the state plan. mesh: the processes. device: where the model computes.
     compute_dtype: 16-bit dtype of the model, ``None`` when it keeps its own.
-    units, accumulation, reducer, hooks, optimizer: see their modules.
+    units, accumulation, reducer, hooks, optimizer, unfreezing: see their modules.
     param_names: id of each parameter -> its first name in the model.
     """
 
@@ -81,6 +82,7 @@ class EngineParts:
     reducer: Reducer
     hooks: UnitHooks
     optimizer: ShardedOptimizer | None
+    unfreezing: Unfreezing
     param_names: dict[int, str]
 
 
@@ -105,7 +107,7 @@ def make_parts(
         ConfigError: the model, the optimizer and the configuration do not go together.
     """
     device = compute_device()
-    group_of = _prepare(settings, plan, mesh, model, inner, device)
+    group_of, waiting = _prepare(settings, plan, mesh, model, inner, device)
     policy = _unit_policy(settings, plan)
     managed, names = _managed(model, plan), _parameter_names(model)
     sharing = plan_sharing(managed, group_of, names)
@@ -146,22 +148,41 @@ def make_parts(
     prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
     shards = plan.shards_parameters
     hooks = UnitHooks(units, reducer, prefetch, needs_scale=plan.scales_loss, sharing=sharing, shards=shards)
-    return EngineParts(plan, mesh, device, policy.dtype, units, accumulation, reducer, hooks, optimizer, names)
+
+    def add(unit: Unit, params: Sequence[nn.Parameter], groups: Mapping[int, int]) -> None:
+        whole = any(param is params[0] for param in unit.whole)
+        for spec in plan_buffers(unit, params, policy, groups, homes, whole=whole):
+            states.add(unit, spec, synchronize=False)
+
+    unfreezing = Unfreezing(model, waiting, add, units, reducer, hooks, optimizer, names, _fixes(inner))
+    parts = plan, mesh, device, policy.dtype, units, accumulation, reducer, hooks, optimizer, unfreezing, names
+    return EngineParts(*parts)
+
+
+def _fixes(inner: Optimizer | None) -> str:
+    """Why with ``inner`` the same parameters have to train all the time, if so."""
+    if not isinstance(inner, OneBitOptimizer):
+        return ""
+    return (
+        f"{type(inner).__name__} sends what it has averaged in its first steps as one bit, so all parameters have to "
+        'train from the first step to the last; use AdamW, with "ds_hf": {"wire": {"gradients": 8}} at stage 1 for '
+        "little communication"
+    )
 
 
 def _prepare(
     settings: Config, plan: StatePlan, mesh: Mesh, model: nn.Module, inner: Optimizer | None, device: torch.device
-) -> dict[int, int]:
-    """Check and mark the model; the group of each parameter that the optimizer updates, by ``id``."""
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Check and mark the model; the groups of parameters, see ``_groups_by_parameter``."""
     leaf = settings.zero_optimization.leaf_module
     mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
     _refuse_meta(model)
-    group_of = _groups_by_parameter(model, inner)
+    groups = _groups_by_parameter(model, inner)
     check_packed(model, sharded=plan.shards_parameters)
     mark_cuts(model, mesh)
     move_packed(model, device, sharded=plan.shards_parameters)
     mark_comm_dtypes(model, plan.narrow_modules, plan.autocast)
-    return group_of
+    return groups
 
 
 def _unit_policy(settings: Config, plan: StatePlan) -> UnitPolicy:
@@ -263,15 +284,19 @@ class _States:
     groups: dict[GradientBuffer, list[int]] = field(default_factory=dict)
     reduces: Callable[[], bool] | None = None
 
-    def add(self, unit: Unit, spec: BufferSpec) -> None:
-        """Make one more buffer of ``unit``, take the parameters' values over, and make what trains it. Collective."""
+    def add(self, unit: Unit, spec: BufferSpec, *, synchronize: bool = True) -> None:
+        """Make one more buffer of ``unit``, take the parameters' values over, and make what trains it. Collective.
+
+        Args:
+            synchronize: take rank 0's values on all ranks.
+        """
         label = spec.label or unit.label or "the model's root"
         buffer = self._make_buffer(spec, f"{unit.name or 'root'}.{len(unit.buffers)}", label)
         buffer.labels = Labels.of(label)
         buffer.comm_stream = self.links.gathers
         buffer.hold.reports_changes = self.settings.zero_optimization.enable_sanity_checks
         buffer.kept_whole = self.plan.shards_parameters and not buffer.sharded
-        staged = buffer.adopt()
+        staged = buffer.adopt(synchronize=synchronize)
         unit.buffers.append(buffer)
         buffer.frozen = not spec.trains
         if not spec.trains:
@@ -516,12 +541,14 @@ def _managed(model: nn.Module, plan: StatePlan) -> list[nn.Parameter]:
     return [p for p in params if not is_packed(p) or (plan.shards_parameters and shards_packed(p))]
 
 
-def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int, int]:
-    """Index of the parameter group of each of the model's parameters that the optimizer updates."""
-    if inner is None:
-        return {}
-    known = {id(p) for p in model.parameters()}
+def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> tuple[dict[int, int], dict[int, int]]:
+    """Index of the parameter group of each of the model's parameters that the optimizer updates, and of each that it
+    could update if that were not frozen, by ``id``."""
     found: dict[int, int] = {}
+    frozen: dict[int, int] = {}
+    if inner is None:
+        return found, frozen
+    known = {id(p) for p in model.parameters()}
     for index, group in enumerate(inner.param_groups):
         for param in group["params"]:
             if id(param) not in known:
@@ -529,9 +556,9 @@ def _groups_by_parameter(model: nn.Module, inner: Optimizer | None) -> dict[int,
                     f"parameter group {index} of the optimizer holds a tensor of shape {tuple(param.shape)} that is "
                     "not a parameter of the model; build the optimizer from this model's parameters"
                 )
-            if param.requires_grad and param.is_floating_point():
-                found[id(param)] = index
-    return found
+            if param.is_floating_point() and (param.requires_grad or not is_packed(param)):
+                (found if param.requires_grad else frozen)[id(param)] = index
+    return found, frozen
 
 
 def _refuse_meta(model: nn.Module) -> None:

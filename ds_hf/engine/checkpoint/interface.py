@@ -17,6 +17,7 @@ from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.unfreezing import Unfreezing
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import packed_parts
@@ -47,6 +48,7 @@ class Checkpointable(Protocol):
     axis: Axis
     mesh: Mesh
     optimizer: ShardedOptimizer | None
+    unfreezing: Unfreezing
     lr_scheduler: Any
     plan: StatePlan
     settings: Any

@@ -125,6 +125,10 @@ def load_checkpoint(
         source, fit, ranks = _open(engine, holders, folder, wanted, custom_load_fn is not None)
     same_for_all(axis, source.manifest)
     _clear(engine)
+    if wanted.optimizer and engine.unfreezing.give_places_to(_with_states(fit)):
+        holders = find_holders(engine)
+        with together(axis, f"checking {folder}"):
+            check_pieces(engine, source.manifest, fit)
     manifest, common, files = source.manifest, source.common, source.files
     if custom_load_fn is None:
         with together(axis, f"reading {folder}"):
@@ -200,6 +204,11 @@ def _open(
             check_options(engine.optimizer, ranks.own["param_groups"], f"{folder}, rank {holders.rank}")
         return source, fit, ranks
     return source, fit, RankStates(None, [])
+
+
+def _with_states(fit: Fit) -> list[str]:
+    """The parameters that were trained, also those that may be frozen here until later."""
+    return [name for name, saved in fit.parameters.items() if saved.value_state == "master" or saved.moments]
 
 
 def _check_optimizer(engine: Checkpointable, manifest: Manifest, common: dict[str, Any]) -> None:

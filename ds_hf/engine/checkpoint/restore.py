@@ -16,7 +16,7 @@ from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.fit import Fit
 from ds_hf.engine.checkpoint.import_universal import STATES
-from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, world_of
+from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, names_of, world_of
 from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, newest, pieces, segments_of
 from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedParameter, TensorFiles
@@ -128,6 +128,7 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
     for buffer in flat_buffers(engine):
         if not optimizer.updates(buffer):
             continue
+        _part(engine, buffer, fit)
         optimizer.store.visit(buffer)
         owned = pieces(engine, buffer)
         found = [(piece, fit.parameters[piece.name]) for piece in owned if piece.name in fit.parameters]
@@ -138,6 +139,16 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
         for piece, _ in found:
             if piece.where in known:
                 optimizer.state[piece.segment.param].update(_on_device(known[piece.where], piece.segment.param.device))
+
+
+def _part(engine: Checkpointable, buffer: FlatBuffer, fit: Fit) -> None:
+    """Let parameters that have made another number of steps, or none, have segments of their own."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    saved = [fit.parameters.get(name) for name in names_of(engine, buffer)]
+    keys = [None if each is None else (tuple(each.moments), repr(sorted(each.scalars.items()))) for each in saved]
+    gradient = next(gradient for gradient in optimizer.segments if gradient.buffer is buffer)
+    optimizer.part(gradient, keys)
 
 
 def _hashable(where: Any) -> Any:

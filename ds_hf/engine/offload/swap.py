@@ -48,12 +48,14 @@ class SwapPool:
         self._folder, self._aio, self._pinned = folder, aio, pinned
         self._slots = [_Slot() for _ in range(max(slots, 2))]
         self._paths: dict[Block, Path] = {}
+        self._removed = 0  # blocks
         self._clock = 0
         self._fault: OffloadError | None = None
 
     def add(self, block: Block) -> None:
         """Take over a block, whose values are tensors of their own now."""
-        self._paths[block] = self._folder.path / f"{len(self._paths):05d}_{_file_name(block.name)}"
+        number = len(self._paths) + self._removed
+        self._paths[block] = self._folder.path / f"{number:05d}_{_file_name(block.name)}"
         slot = self._free_slot()
         slot.block, slot.dirty = block, True
         self._lay_out(slot, block)
@@ -89,6 +91,16 @@ class SwapPool:
             self._lay_out(slot, block)
         slot.dirty = False
         slot.request = self._aio.write(self._paths[block], slot.memory[: block.nbytes])
+
+    def remove(self, block: Block) -> None:
+        """The block is not wanted any more, nor is its file."""
+        slot = self._find(block)
+        if slot is not None:
+            self._wait(slot)
+            slot.readers.on_host()
+            slot.readers, slot.block, slot.dirty = DONE, None, False
+        self._removed += 1
+        self._paths.pop(block).unlink(missing_ok=True)
 
     def guard(self, block: Block, reader: Arrival) -> None:
         """A copy to the device reads the block: its memory is not given up before the copy is over."""

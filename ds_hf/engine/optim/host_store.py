@@ -104,8 +104,8 @@ class HostStore:
         self.places[buffer] = place
         self._on_device += values.numel() if place is Place.DEVICE and before is None else 0
         self._set_block(buffer, master)
-        if before is not None:
-            self._gradient_of(buffer).storage = self.gradient_storage(buffer)
+        if before is not None and (gradient := self._gradient_of(buffer)) is not None:
+            gradient.storage = self.gradient_storage(buffer)
         return master
 
     def place_low_bits(self, buffer: FlatBuffer) -> Tensor:
@@ -119,11 +119,12 @@ class HostStore:
 
     def _set_block(self, buffer: FlatBuffer, values: Tensor) -> None:
         self._blocks[buffer] = block = Block(values, buffer.labels.name)
-        if self._inner is not None:
-            block.bind(self._segments[self._gradient_of(buffer)], self._inner.state)
+        gradient = self._gradient_of(buffer)
+        if gradient is not None and self._inner is not None:
+            block.bind(self._segments[gradient], self._inner.state)
 
-    def _gradient_of(self, buffer: FlatBuffer) -> GradientBuffer:
-        return next(gradient for gradient in self._segments if gradient.buffer is buffer)
+    def _gradient_of(self, buffer: FlatBuffer) -> GradientBuffer | None:
+        return next((gradient for gradient in self._segments if gradient.buffer is buffer), None)
 
     def _choose(self, numel: int) -> Place:
         """First units to the device: their gradients come last. Which of the others are streamed is chosen later."""
@@ -137,9 +138,11 @@ class HostStore:
         return self._settings.new_gradient_storage(self.link, self.worker, self._gradient_places)
 
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
-        self._inner, self._segments = inner, segments
+        placed, self._inner, self._segments = self._inner is not None, inner, segments
         for gradient, cut in segments.items():
             self._blocks[gradient.buffer].bind(cut, inner.state)
+        if placed:
+            return ()
         offloaded = [g for g in segments if self.places[g.buffer] is not Place.DEVICE]
         units = [self._unit(gradient) for gradient in offloaded]
         share, room = self._settings.streamed_share, self._settings.room

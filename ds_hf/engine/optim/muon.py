@@ -260,7 +260,8 @@ class _Exchange:
     def packed(self, rank: int, updates: dict[int, Tensor], target: Tensor) -> Tensor:
         """What ``rank`` sends, written into ``target``."""
         for nth, (fragment, place) in enumerate(self.parts[rank]):
-            update = updates[fragment.slot.index]
+            if (update := updates.get(fragment.slot.index)) is None:
+                continue  # frozen, on all ranks
             if target.dtype is torch.float16:
                 exponent = torch.frexp(update.abs().amax()).exponent.clamp(-_RANGE, _RANGE).to(update.dtype)
                 update = update * torch.exp2(-exponent)

@@ -74,7 +74,7 @@ def muon_of_json(
             if rates[use_muon] is not None:
                 settings["lr"] = rates[use_muon]
             settings.update({key: group[key] for key in keys if key in group})
-            chosen = [p for p in _listed(group) if p.requires_grad and _uses_muon(p) is use_muon]
+            chosen = [p for p in _listed(group) if _uses_muon(p) is use_muon]
             if chosen:
                 name = f"{prefix}-{label}-params" if prefix else f"{label}-params"
                 split.append({"params": chosen, "use_muon": use_muon, "name": name, **settings})

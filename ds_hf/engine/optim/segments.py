@@ -6,8 +6,10 @@ Segments of one buffer do not overlap and lie in order; what is between them is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.layout import Fragment
 
-__all__ = ["Segment", "cut_segments", "take_over_state"]
+__all__ = ["Segment", "cut_segments", "fragments_of", "part_segments", "take_over_state"]
 
 
 @dataclass(eq=False)
@@ -31,6 +33,7 @@ class Segment:
         shape: the parameter's shape when the segment is exactly one whole parameter handled on its own, else flat.
         param: the master weights as the inner optimizer sees them ...
         low: ... and their low bits, where they are split: ``param`` is the high one then.
+        active: the present step updates it: its parameters are not frozen.
         fragment: the part of a parameter that it is, where the rule looks at whole parameters.
     """
 
@@ -42,6 +45,7 @@ class Segment:
     param: nn.Parameter
     fragment: Fragment | None = None
     low: Tensor | None = None
+    active: bool = True
 
 
 def cut_segments(
@@ -76,6 +80,54 @@ def cut_segments(
         yield Segment(gradient, group, start, end, shape, param, piece, rest)
 
 
+def part_segments(
+    optimizer: Optimizer, segments: Sequence[Segment], keys: Sequence[Hashable], *, whole: bool
+) -> list[Segment]:
+    """Cut the segments of one buffer further, so that each has parameters with the same key; states follow.
+
+    Args:
+        keys: of each of the buffer's parameters.
+        whole: as ``cut_segments``.
+    """
+    found: list[Segment] = []
+    for segment, inside in fragments_of(segments, whole=whole):
+        runs = [list(run) for _, run in groupby(inside, key=lambda fragment: keys[fragment.slot.index])]
+        if len(runs) < 2:
+            found.append(segment)
+            continue
+        state = optimizer.state.pop(segment.param, {})
+        for run in runs:
+            part = _part(segment, run[0].shard_start, run[-1].shard_start + run[-1].numel)
+            found.append(part)
+            if state:
+                first, last = part.start - segment.start, part.end - segment.start
+                optimizer.state[part.param] = {key: _state_of(v, segment, first, last) for key, v in state.items()}
+    return found
+
+
+def fragments_of(segments: Sequence[Segment], *, whole: bool) -> Iterator[tuple[Segment, list[Fragment]]]:
+    """Each of the segments of one buffer, and the parts of parameters that are in it."""
+    buffer = segments[0].gradient.buffer if segments else None
+    fragments = list(buffer.layout.fragments(buffer.axis.rank, whole=whole)) if buffer is not None else []
+    for segment in segments:
+        yield segment, [f for f in fragments if segment.start <= f.shard_start < segment.end]
+
+
+def _part(segment: Segment, start: int, end: int) -> Segment:
+    """The elements ``start`` to ``end`` of the owned tensor."""
+    inside = slice(start - segment.start, end - segment.start)
+    param = nn.Parameter(segment.param.data.view(-1)[inside], requires_grad=True)
+    low = None if segment.low is None else segment.low.view(-1)[inside]
+    return Segment(segment.gradient, segment.group, start, end, param.shape, param, None, low, segment.active)
+
+
+def _state_of(value: Any, segment: Segment, first: int, last: int) -> Any:
+    """Of some elements of the segment: of moments a view, of a counter one of their own."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.view(-1)[first:last] if value.dim() and value.numel() == segment.param.numel() else value.clone()
+
+
 def take_over_state(
     optimizer: Optimizer, segments_of: Mapping[GradientBuffer, Sequence[Segment]], *, whole: bool
 ) -> None:
@@ -94,9 +146,7 @@ def take_over_state(
     }
     for gradient, segments in segments_of.items():
         buffer = gradient.buffer
-        fragments = list(buffer.layout.fragments(buffer.axis.rank, whole=whole))
-        for segment in segments:
-            inside = [f for f in fragments if segment.start <= f.shard_start < segment.end]
+        for segment, inside in fragments_of(segments, whole=whole):
             states = [before.get(buffer.params[f.slot.index], {}) for f in inside]
             for key, value in states[0].items():
                 if key in elementwise:

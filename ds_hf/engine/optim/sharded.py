@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ds_hf.engine.optim.buffer_states import BufferStates
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.outcome import NonFinite, Outcome, global_scale_and_skip, shared
-from ds_hf.engine.optim.segments import Segment, cut_segments, take_over_state
+from ds_hf.engine.optim.segments import Segment, cut_segments, fragments_of, part_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import Narrow, UnitUpdate, streamed_update
@@ -75,26 +75,22 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.shard_axis = next((buffer.axis for buffer in masters if buffer.axis == mesh.inner), self.axis)
         self.policy = policy
         self.masters = masters
-        self.low_bits = low_bits or {}
+        self.low_bits = {} if low_bits is None else low_bits
         self.store = store
         self.nonfinite = nonfinite
         self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
+        self.before_step: Callable[[], None] = lambda: None  # called where no call of the model came before a step
         self.brought: set[tuple[int, str]] = set()  # options of a group that a checkpoint added, until the next load
         self.segments = _segments(groups, masters, self.low_bits, policy)
         take_over_state(inner, self.segments, whole=policy.whole)
-        self.given = _give_segments(inner, self.segments)  # what ``free`` gives back
-        split = store.bind(inner, self.segments)
-        for buffer in split:
-            self._split_master(buffer)
-        update = _update_of(inner, policy, masters, self.low_bits, store)
+        self.given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
+        self._groups = groups
+        self._mixed: set[GradientBuffer] = set()  # of which some parameters are frozen
+        self._gradients: dict[FlatBuffer, GradientBuffer] = {}
         self._outcome = Outcome()
-        self._gradients = {gradient.buffer: gradient for gradient in groups}
         device = next((buffer.device for buffer in masters), policy.device)
-        self._apply = Stepping(inner, update, self.segments, groups, masters, policy, device, store)
-        if split:
-            sync_weights(split, whole=policy.whole)  # splitting rounds ties away from zero
-        for buffer in masters:
-            buffer.states = self
+        self._apply = Stepping(inner, None, self.segments, groups, masters, policy, device, store)
+        self._connect()
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
 
@@ -216,6 +212,49 @@ class ShardedOptimizer(BufferStates, Optimizer):
         for blocks, _ in self.feedback:
             blocks.share_errors()
 
+    def take_in(self) -> None:
+        """``groups`` and ``masters`` have further buffers: parameters that were frozen are to be updated."""
+        self.settle()
+        new = {gradient: indices for gradient, indices in self._groups.items() if gradient not in self.segments}
+        self.segments.update(_segments(new, self.masters, self.low_bits, self.policy))
+        self._connect()
+
+    def part(self, gradient: GradientBuffer, keys: Sequence[Hashable]) -> None:
+        """Let each segment have parameters of one key only, of those in ``keys``, one for each parameter."""
+        segments, whole = self.segments[gradient], self.policy.whole
+        if all(len({keys[f.slot.index] for f in inside}) == 1 for _, inside in fragments_of(segments, whole=whole)):
+            return
+        self.settle()
+        self.store.wait_for_states()
+        self.segments[gradient] = part_segments(self.optimizer, segments, keys, whole=whole)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Let everything that knows segments know those that there are now."""
+        inner, whole = self.optimizer, self.policy.whole
+        _give_segments(inner, self.segments)
+        split = self.store.bind(inner, self.segments)
+        for buffer in split:
+            self._split_master(buffer)
+        self._apply.update = _update_of(inner, self.policy, self.masters, self.low_bits, self.store)
+        self._gradients.update((gradient.buffer, gradient) for gradient in self.segments)
+        if split:
+            sync_weights(split, whole=whole)  # splitting rounds ties away from zero
+        for buffer in self.masters:
+            buffer.states = self
+
+    def _choose_active(self) -> None:
+        """Find the segments that the step updates. As in torch, what was frozen whenever the model was called since the
+        last step has no gradient and stays as it is, with its moments."""
+        mixed = {gradient for gradient in self.segments if gradient.unasked and not gradient.sleeps}
+        for gradient in self.segments if mixed or self._mixed else ():
+            if gradient.sleeps or gradient not in mixed | self._mixed:
+                continue
+            self.part(gradient, [index in gradient.unasked for index in range(len(gradient.buffer.params))])
+            for segment, inside in fragments_of(self.segments[gradient], whole=self.policy.whole):
+                segment.active = inside[0].slot.index not in gradient.unasked
+        self._mixed = mixed | {gradient for gradient in self._mixed if gradient.sleeps}
+
     @property
     def feedback(self) -> list[tuple[BlockSums, FlatBuffer]]:
         """Sums of gradients that keep what rounding loses, in the order of the buffers."""
@@ -234,7 +273,10 @@ class ShardedOptimizer(BufferStates, Optimizer):
         """Norm, clip and unscale, then update shard after shard; skipped when a gradient overflowed."""
         if closure is not None:
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
+        if not self.reducer.asked:
+            self.before_step()
         self.reducer.finish()
+        self._choose_active()
         scale, checked = self.loss_scaler.scale, self.policy.check_overflow
         owned = [(g.owned, self.owners(g)) for g in self.segments if g.owned is not None and g.squares is None]
         known = [shared(g.squares, self.owners(g)) for g in self.segments if g.squares is not None]
@@ -382,12 +424,10 @@ def _segments(
     return found
 
 
-def _give_segments(inner: Optimizer, segments: Mapping[GradientBuffer, list[Segment]]) -> list[list[Any]]:
-    """Let the groups of ``inner`` hold segments; what they held before."""
-    before = [list(group["params"]) for group in inner.param_groups]
+def _give_segments(inner: Optimizer, segments: Mapping[GradientBuffer, list[Segment]]) -> None:
+    """Let the groups of ``inner`` hold segments."""
     for index, group in enumerate(inner.param_groups):
         group["params"] = [s.param for ss in segments.values() for s in ss if s.group == index]
-    return before
 
 
 def _update_of(

@@ -135,7 +135,7 @@ class Stepping:
         groups = [FrozenGroup(group) for group in self.inner.param_groups]
         make = partial(self._job, update, groups, _ScaleAndSkip(scale_and_skip, self.store.device))
         self._stepping = True
-        for done in self.store.stream(list(self.segments), make):
+        for done in self.store.stream([g for g in self.segments if not g.sleeps], make):
             sync_weights([gradient.buffer for gradient in done], whole=self.policy.whole)
         self._stepping = False
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
@@ -166,13 +166,21 @@ class Stepping:
         """What this rank has of each unit; notes in ``copies_of`` where parameters are written beside the masters."""
         units = []
         for gradient, segments in self.segments.items():
+            if gradient.sleeps:
+                continue
             grads, copies = self._owned_gradient(gradient), self._copies(gradient.buffer)
             copies_of[gradient] = copies if grads is not None else None
             layout, axis = gradient.buffer.layout, gradient.buffer.axis
             given, cut = self.groups[gradient], self.policy.cut_over
             alone = self.policy.whole or axis.world_size == 1
             owners = gradient.buffer.replicas.owners(whole=self.policy.whole, shards=axis) if cut is not None else 1
-            pieces = [_piece(s, self.inner.param_groups[s.group], grads, copies) for s in segments if grads is not None]
+            if copies is not None and not all(s.active for s in segments):  # what is not updated stays what it is
+                copies.copy_(self.masters[gradient.buffer])
+            pieces = [
+                _piece(s, self.inner.param_groups[s.group], grads, copies)
+                for s in segments
+                if s.active and grads is not None
+            ]
             units.append(
                 UnitPieces(
                     pieces,
@@ -197,12 +205,12 @@ class Stepping:
                 if scale_and_skip is not None:
                     grads.mul_(scale_and_skip[0].to(grads.device))
             for s in segments:
-                s.param.grad = None if grads is None else grads[s.start : s.end].view(s.shape)
+                s.param.grad = None if grads is None or not s.active else grads[s.start : s.end].view(s.shape)
         self.inner.step()
         for segments in self.segments.values():
             for s in segments:
                 s.param.grad = None
-        self.write_weights({gradient.buffer: None for gradient in self.segments})
+        self.write_weights({gradient.buffer: None for gradient in self.segments if not gradient.sleeps})
 
     def _owned_gradient(self, gradient: GradientBuffer) -> Tensor | None:
         """The reduced gradient beside its master, as it was reduced."""
@@ -300,6 +308,10 @@ class _UnitsJob:
             if grads is None:
                 continue
             for s in segments:
+                if not s.active:
+                    if out is not None and s.low is None:  # all of ``out`` becomes the parameters
+                        out[s.start : s.end].copy_(s.param.view(-1))
+                    continue
                 params, given, copies = calls.setdefault((s.group, out is None), ([], [], []))
                 params.append(s.param)
                 given.append(grads[s.start : s.end].to(s.param.device))

@@ -83,7 +83,8 @@ class StateStore(Protocol):
         """Where the gradients of ``buffer`` go."""
 
     def bind(self, inner: Optimizer, segments: Mapping[GradientBuffer, Sequence[Segment]]) -> Sequence[FlatBuffer]:
-        """The masters were cut into segments, and ``inner`` keeps moments for them. Collective.
+        """The masters were cut into segments, and ``inner`` keeps moments for them; again when there are others. Then
+        what is placed stays where it is. Collective the first time.
 
         Returns:
             those whose masters shall be split from now on.

@@ -521,6 +521,11 @@ class FlatBuffer:
         if self.states is not None:
             self.states.values_changed(self)
 
+    def close(self) -> None:
+        """All parameters have other places: give the memory back that others would still hold."""
+        self.release(force=True)
+        self.shard_storage.close()
+
     @property
     def nbytes(self) -> int:
         """Bytes this buffer holds now on its devices."""

@@ -190,6 +190,8 @@ class GradientBuffer:
         self.feedback = blocks if blocks is not None and blocks.has_feedback else None  # of sums in blocks
         self.hook: Hook | None = None  # of the user, for each reduced gradient
         self.ready: set[int] = set()
+        self.idle: set[int] = set()  # parameters that are frozen in the present call of the model ...
+        self.unasked: set[int] = set()  # ... and those that were in all calls since the last step
         self._partial: Tensor | None = None  # the stream's memory
         self._taken: list[Tensor] = []  # of every parameter, to be reduced from where they are
         self._owned: Tensor | None = None
@@ -199,8 +201,28 @@ class GradientBuffer:
 
     @property
     def complete(self) -> bool:
-        """Every parameter has a gradient waiting."""
-        return len(self.ready) == len(self.buffer.params)
+        """Every parameter that is not frozen has a gradient waiting."""
+        return len(self.ready) >= len(self.buffer.params) - len(self.idle)
+
+    @property
+    def sleeps(self) -> bool:
+        """All parameters are frozen in this step: nothing is summed or updated."""
+        return len(self.unasked) == len(self.buffer.params)
+
+    @property
+    def silent(self) -> bool:
+        """All parameters are frozen now: the present backward gives nothing."""
+        return len(self.idle) == len(self.buffer.params)
+
+    def ask(self, idle: set[int], *, first: bool) -> None:
+        """Of the coming call the parameters ``idle`` are frozen.
+
+        Args:
+            first: it is the first one since the last step.
+        """
+        self.idle.clear()  # hooks hold the set
+        self.idle |= idle
+        self.unasked = set(idle) if first else self.unasked & idle
 
     @property
     def partial(self) -> Tensor | None:
@@ -258,8 +280,9 @@ class GradientBuffer:
             return
         self.comm_stream.join()
         self._shown = self._views_of(flat)
-        for param, view in zip(self.buffer.params, self._shown, strict=True):
-            param.grad = view
+        for index, (param, view) in enumerate(zip(self.buffer.params, self._shown, strict=True)):
+            if index not in self.unasked:
+                param.grad = view
 
     def take_back(self) -> None:
         """No parameter has a ``.grad`` any more; what users made of those that were shown counts."""
@@ -301,6 +324,7 @@ class GradientBuffer:
                         "between backward() and step()"
                     )
                 self.ready.add(index)
+                self.unasked.discard(index)  # frozen or not: as in torch, a gradient is what counts
 
     def collect(self, factor: float = 1.0, *, soon: bool = False) -> None:
         """Move the waiting ``.grad``, times ``factor``, into ``partial``; parameters without one count as zero.
@@ -435,6 +459,7 @@ class GradientBuffer:
         for index in self.ready:
             self.buffer.params[index].grad = None
         self.ready.clear()
+        self.unasked = set(self.idle)
         self._partial = self._owned = None
         self._taken = []
         self.storage.clear()

@@ -154,6 +154,9 @@ class UnitHooks:
         self.succession: Succession | None = None  # another engine trains its parameters since
         self._successor: UnitHooks | None = None
         self._held: list[FlatBuffer] = []  # see ``link``
+        self.on_call: Callable[[], None] = _do_nothing  # called where a call of the model that will train begins
+        self.on_stray: Callable[[Tensor], None] = _do_nothing  # told of parameters that no optimizer has
+        self._hooked: set[int] = set()  # parameters whose gradients are looked at
 
     def install(self, model: nn.Module) -> None:
         """Register everything. Call once."""
@@ -167,18 +170,7 @@ class UnitHooks:
             self.relink()
         else:
             self._scope_units()
-        for unit, gradients in self.reducer.by_unit.items():
-            for gradient in gradients:
-                for index, param in enumerate(gradient.buffer.params):
-                    hook = _GradientHook(self, unit, gradient, index)
-                    self.handles.append(_on_accumulated(param, hook))
-        trained = self.trains
-        for unit in self.units:
-            for param in unit.params if unit.sharded else ():
-                if param.requires_grad and id(param) not in trained:
-                    self.handles.append(_on_accumulated(param, _drop_gradient))
-        for buffer in self.used_buffers:
-            buffer.users[self] = None
+        self.watch_gradients()
         for other in self.sharing.others:
             other.relink()
         self.sharing = Sharing()  # the others are not ours to keep
@@ -229,6 +221,10 @@ class UnitHooks:
         """The buffers in which parameters of the model lie."""
         return list(dict.fromkeys([*self._held, *(buffer for unit in self.units for buffer in unit.buffers)]))
 
+    def holds(self, buffer: FlatBuffer) -> bool:
+        """Whether it stays gathered because several engines use it."""
+        return buffer in self._held
+
     def _let_go(self, held: Sequence[FlatBuffer]) -> None:
         for buffer in held:
             buffer.hold.count -= 1
@@ -251,6 +247,26 @@ class UnitHooks:
         for unit in self._watched:
             unwatch(unit)
         self._watched.clear()
+        self.watch_gradients()
+
+    def watch_gradients(self) -> None:
+        """Look at the gradients of all parameters that have some: torch takes no such hook for what is frozen. Again
+        when there are further buffers, or other parameters train."""
+        for buffer in self.used_buffers:
+            buffer.users[self] = None
+        for unit, gradients in self.reducer.by_unit.items():
+            for gradient in gradients:
+                for index, param in enumerate(gradient.buffer.params):
+                    self._watch_gradient(param, _GradientHook(self, unit, gradient, index))
+        for unit in self.units:  # what is left no optimizer of this engine has
+            for params, sharded in ((unit.params, unit.sharded), (unit.whole, False)):
+                for param in params:
+                    self._watch_gradient(param, _StrayHook(self, sharded=sharded))
+
+    def _watch_gradient(self, param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+        if param.requires_grad and id(param) not in self._hooked:
+            self._hooked.add(id(param))
+            self.handles.append(_on_accumulated(param, hook))
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -372,8 +388,11 @@ class UnitHooks:
             return
         unit.gather()
         if torch.is_grad_enabled() and not in_backward():
-            if self.reducer.shown and not self.units[0].depth:  # called by itself: nothing announces its backward
-                self.reducer.take_back()
+            if not self.units[0].depth:  # called by itself: nothing announces its backward
+                if self.reducer.shown:
+                    self.reducer.take_back()
+                if not self.reducer.asked:
+                    self.on_call()
             self.reducer.record_use(unit)
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -391,8 +410,11 @@ class UnitHooks:
             self._open = True
             self._note()
             self._let_root_go()
-        unit.gather()
         recomputing = in_backward()
+        begins = not (recomputing or self.units[0].depth) and torch.is_grad_enabled()
+        if begins and (not unit.name or not self.reducer.asked):  # once a step for who calls the model's parts
+            self.on_call()
+        unit.gather()
         if not recomputing:
             unit.depth += 1
             if unit.depth > 1:
@@ -560,17 +582,17 @@ class _GradientHook:
     """Tells a live engine of a parameter's gradient. torch keeps such hooks where the garbage collector does not see
     them: strong references to what holds the parameter would keep a forgotten engine for ever."""
 
-    __slots__ = ("buffer", "count", "hooks", "index", "ready", "unit")
+    __slots__ = ("buffer", "count", "hooks", "idle", "index", "ready", "unit")
 
     def __init__(self, hooks: UnitHooks, unit: Unit, buffer: GradientBuffer, index: int) -> None:
         self.hooks, self.unit, self.buffer = weakref.ref(hooks), weakref.ref(unit), weakref.ref(buffer)
-        self.index, self.ready, self.count = index, buffer.ready, len(buffer.buffer.params)
+        self.index, self.ready, self.count, self.idle = index, buffer.ready, len(buffer.buffer.params), buffer.idle
 
     def __call__(self, param: Tensor) -> None:
         if param.grad is None or not param.__dict__.get("ds_grad_is_ready", True):
             return  # a function that runs in tiles says, as DeepSpeed's do, that more comes to it
         self.ready.add(self.index)
-        if len(self.ready) < self.count:  # most calls end here: there is one for each parameter
+        if len(self.ready) < self.count - len(self.idle):  # most calls end here: there is one for each parameter
             return
         hooks, unit, buffer = self.hooks(), self.unit(), self.buffer()
         if hooks is not None and unit is not None and buffer is not None:
@@ -649,10 +671,21 @@ def _is_input(tensor: Tensor, call: _Call | None) -> bool:
     return call is not None and getattr(tensor, _INPUT_OF, None) is call
 
 
-def _drop_gradient(param: Tensor) -> None:
-    """The gradient of a parameter that no optimizer has belongs nowhere."""
-    if not is_trained(param):
-        param.grad = None
+class _StrayHook:
+    """As ``_GradientHook``, for a parameter that no optimizer has."""
+
+    __slots__ = ("drops", "hooks")
+
+    def __init__(self, hooks: UnitHooks, *, sharded: bool) -> None:
+        self.hooks, self.drops = weakref.ref(hooks), sharded
+
+    def __call__(self, param: Tensor) -> None:
+        if is_trained(param):  # by another engine
+            return
+        if self.drops:
+            param.grad = None
+        if (hooks := self.hooks()) is not None:
+            hooks.on_stray(param)
 
 
 def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "keep_small_whole",
     "make_units",
     "own_dtype",
+    "plan_buffers",
     "plan_units",
 ]
 
@@ -131,7 +132,15 @@ def plan_units(
         units = join_small(units, policy.dtype, policy.max_live)
     if policy.sharded:
         units = keep_small_whole(units, policy.whole_below, policy.whole_in_all, elsewhere)
-    return {unit: _buffers_of(unit, policy, group_of, replicas_of, elsewhere) for unit in units}
+    return {
+        unit: [
+            spec
+            for params, whole in ((unit.params, False), (unit.whole, True))
+            for here in [[param for param in params if id(param) not in elsewhere]]
+            for spec in plan_buffers(unit, here, policy, group_of, replicas_of, whole=whole)
+        ]
+        for unit in units
+    }
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -271,41 +280,45 @@ def keep_small_whole(units: list[Unit], below: int, in_all: int, but: Collection
     return [units[0], *(unit for unit in units[1:] if unit.params)]
 
 
-def _buffers_of(
+def plan_buffers(
     unit: Unit,
+    params: Iterable[nn.Parameter],
     policy: UnitPolicy,
     group_of: Mapping[int, int],
     replicas_of: Callable[[nn.Parameter], Replicas],
-    elsewhere: Collection[int],
+    *,
+    whole: bool,
 ) -> list[BufferSpec]:
-    """One for each (replicas, dtype or packed, dtype of reductions if trained), first those that are sharded."""
+    """Flat buffers for ``params``, one for each (replicas, dtype or packed, dtype of reductions if trained).
+
+    Args:
+        params: of ``unit`` ...
+        whole: ... among those that stay gathered, otherwise among the others.
+    """
     specs = []
-    for params, sharded in ((unit.params, policy.sharded), (unit.whole, False)):
-        found: dict[tuple[Replicas, Any, torch.dtype | None], list[nn.Parameter]] = {}
-        for param in params:
-            if id(param) in elsewhere:
-                continue
-            own = policy.dtype or own_dtype(param)
-            trains = group_of.get(id(param), FROZEN) != FROZEN
-            reduced = comm_dtype(param, policy.sent or own) if trains else None
-            key = (replicas_of(param), "bytes" if is_packed(param) else own, reduced)
-            found.setdefault(key, []).append(param)
-        for (replicas, _, _), alike in found.items():
-            ordered = sorted(alike, key=lambda p: group_of.get(id(p), FROZEN))
-            specs.append(
-                BufferSpec(
-                    unit.name,
-                    tuple(logical_shape(param) for param in ordered),
-                    policy.dtype or own_dtype(ordered[0]),
-                    trains=group_of.get(id(ordered[0]), FROZEN) != FROZEN,
-                    sharded=sharded,
-                    packed=is_packed(ordered[0]),
-                    spares_host=bool(unit.joined),
-                    params=tuple(ordered),
-                    groups=tuple(group_of.get(id(param), FROZEN) for param in ordered),
-                    replicas=replicas,
-                )
+    found: dict[tuple[Replicas, Any, torch.dtype | None], list[nn.Parameter]] = {}
+    for param in params:
+        own = policy.dtype or own_dtype(param)
+        trains = group_of.get(id(param), FROZEN) != FROZEN
+        reduced = comm_dtype(param, policy.sent or own) if trains else None
+        key = (replicas_of(param), "bytes" if is_packed(param) else own, reduced)
+        found.setdefault(key, []).append(param)
+    for (replicas, _, _), alike in found.items():
+        ordered = sorted(alike, key=lambda p: group_of.get(id(p), FROZEN))
+        specs.append(
+            BufferSpec(
+                unit.name,
+                tuple(logical_shape(param) for param in ordered),
+                policy.dtype or own_dtype(ordered[0]),
+                trains=group_of.get(id(ordered[0]), FROZEN) != FROZEN,
+                sharded=policy.sharded and not whole,
+                packed=is_packed(ordered[0]),
+                spares_host=bool(unit.joined),
+                params=tuple(ordered),
+                groups=tuple(group_of.get(id(param), FROZEN) for param in ordered),
+                replicas=replicas,
             )
+        )
     return specs
 
 

@@ -94,14 +94,30 @@ class Reducer:
         self.held = False  # backwards inside those left gradients that nothing has reduced yet
         self.backwards = 0  # how many ended since all gradients were cleared
         self.used: dict[Unit, None] = {}
-        self._by_call = {buffer for unit, bs in buffers.items() if unit.sharded for buffer in bs}
-        self._tied = sorted((b for b in self.buffers if b.buffer.replicas.tied), key=lambda b: b.buffer.replicas.tied)
-        self._order = self._reversed(self.units)
-        self._agreed = False
+        self._agreed: list[Unit] | None = None
+        self.asked = False  # whether the model was called since the last step
         self.on_order: Callable[[list[Unit]], None] = lambda units: None  # told the order of use, once
         self._now = _Backward()
-        self._whole = [buffer for buffer in self.buffers if buffer.policy.whole]
         self.shown = False  # gradients are in ``.grad``
+        self.renew()
+
+    def renew(self) -> None:
+        """Find out how each gradient buffer is reduced, again when there are further ones; between backwards."""
+        self._by_call = {buffer for unit, bs in self.by_unit.items() if unit.sharded for buffer in bs}
+        self._tied = sorted((b for b in self.buffers if b.buffer.replicas.tied), key=lambda b: b.buffer.replicas.tied)
+        self._order = self._reversed(self._agreed or self.units)
+        self._whole = [buffer for buffer in self.buffers if buffer.policy.whole]
+
+    def ask(self, *, changed: bool) -> None:
+        """A call of the model begins.
+
+        Args:
+            changed: other parameters are frozen than before.
+        """
+        for buffer in self.buffers if changed else ():
+            frozen = {index for index, param in enumerate(buffer.buffer.params) if not param.requires_grad}
+            buffer.ask(frozen, first=not self.asked)
+        self.asked = True
 
     @property
     def buffers(self) -> list[GradientBuffer]:
@@ -137,7 +153,8 @@ class Reducer:
         self.take_back()
         for buffer in self._inside:
             buffer.collect(self.factor)
-            buffer.reduce()
+            if not buffer.sleeps:
+                buffer.reduce()
         self.held = False
         self.show()
 
@@ -179,7 +196,7 @@ class Reducer:
                 buffer.collect(self.factor, soon=self.reduces)
                 if unit.leaf:
                     self._now.collected.add(buffer)  # as far as this rank goes
-                if self.reduces and unit.awaited <= 0:
+                if self.reduces and unit.awaited <= 0 and not buffer.sleeps:
                     buffer.reduce()
                     self._now.reduced.add(buffer)
 
@@ -189,12 +206,13 @@ class Reducer:
 
     def is_complete(self, unit: Unit) -> bool:
         """All gradients of ``unit`` that the calls seen so far can give are in."""
-        return self._now.collected.issuperset(self.by_unit.get(unit, ()))
+        collected = self._now.collected
+        return all(buffer in collected or buffer.silent for buffer in self.by_unit.get(unit, ()))
 
     def _advance(self) -> None:
-        now = self._now
-        while now.next < len(self._order) and self._order[now.next] in now.complete:
-            if self._order[now.next] not in now.reduced:
+        now, order = self._now, self._order
+        while now.next < len(order) and (order[now.next] in now.complete or order[now.next].silent):
+            if self._order[now.next] not in now.reduced and not self._order[now.next].sleeps:
                 self._order[now.next].reduce()
             now.next += 1
 
@@ -211,9 +229,8 @@ class Reducer:
         indices = torch.tensor(places, device=first.device)
         collectives.broadcast(indices, self.world or first.axis, what="the order of the units")
         count, *places = indices.tolist()
-        ordered = [self.units[place] for place in places]
+        self._agreed = ordered = [self.units[place] for place in places]
         self._order = self._reversed(ordered)
-        self._agreed = True
         self.on_order(ordered[:count])
 
     def flush(self) -> None:
@@ -230,7 +247,7 @@ class Reducer:
                     buffer.reduce()
             for comm_stream in {buffer.comm_stream for buffer in self.buffers}:
                 comm_stream.arrive()
-            if self._order and not self._agreed:
+            if self._order and self._agreed is None:
                 self._agree()
         self._end_backward()
         self.show()
@@ -276,12 +293,12 @@ class Reducer:
                 buffer.collect(self.factor)
                 buffer.pick_up()
                 buffer.collect()
-            if buffer.has_partial or (not buffer.has_reduced and not buffer.alone):
+            if buffer.has_partial or (not buffer.has_reduced and not buffer.alone and not buffer.sleeps):
                 buffer.reduce()
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.held, self.backwards, self.shown = False, 0, False
+        self.held, self.backwards, self.shown, self.asked = False, 0, False, False
         for buffer in self.buffers:
             buffer.clear()
 

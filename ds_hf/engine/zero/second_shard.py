@@ -96,6 +96,11 @@ class SecondShard:
             self._read = self._comm_stream.event()
         self._storage.changed()
 
+    def close(self) -> None:
+        self._storage.close()
+        self._first_storage.close()
+        self._first = self._second = None
+
     def _exchanged(self, second: Tensor | None = None) -> Tensor:
         """The second shard as it is now, on the device; by default a new one."""
         first = self._first_storage.fetch()

@@ -67,6 +67,9 @@ class ShardStorage(Protocol):
     def changed(self) -> None:
         """The shard was written to: what was fetched ahead is stale."""
 
+    def close(self) -> None:
+        """Give the memory, and the file, back: the values have another place."""
+
 
 class DeviceShardStorage:
     """Where the model computes, or plainly on another device."""
@@ -91,6 +94,9 @@ class DeviceShardStorage:
 
     def changed(self) -> None:
         """Nothing is fetched ahead."""
+
+    def close(self) -> None:
+        self._shard = None
 
 
 class Follower(Protocol):
@@ -133,6 +139,11 @@ class FetchOrder:
             else:
                 following.prepare()
             place = (place[1], following)
+
+    def forget(self) -> None:
+        """Guess nothing before it is seen again: there are other shards."""
+        self._after.clear()
+        self._last = None
 
 
 class HostShardStorage:
@@ -181,6 +192,11 @@ class HostShardStorage:
             self._ahead[1].on_host()  # a copy from memory that is about to be written to again
         self._ahead = None
 
+    def close(self) -> None:
+        self.changed()
+        self._order.forget()
+        self._shard = None
+
 
 class FileShardStorage:
     """In a file; the shards that come next are read while the device computes, and then copied up.
@@ -227,6 +243,11 @@ class FileShardStorage:
 
     def changed(self) -> None:
         self._pool.flush(self._present())
+
+    def close(self) -> None:
+        self._order.forget()
+        self._pool.remove(self._present())
+        self._block = None
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------

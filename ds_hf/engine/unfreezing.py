@@ -1,0 +1,188 @@
+"""Parameters that are frozen when the engine is built and train later, or train and are frozen for a while.
+
+``requires_grad`` says which train, at the start of each call of the model. What the optimizer lists and is frozen lies
+with the frozen parameters, without states, until it is unfrozen: then it moves to a trainable buffer of its own, whose
+states begin there. What is frozen again stays where it is, and its segments are passed over
+(``ShardedOptimizer.step``). All ranks run the same script, so they find the same at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
+from ds_hf.engine.zero.hooks import UnitHooks
+from ds_hf.engine.zero.packed import is_packed
+from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.unit import Unit
+from ds_hf.errors import DsHfError
+from ds_hf.log import log_once, warn_once
+
+__all__ = ["Unfreezing"]
+
+
+# Makes flat buffers of a unit for parameters, those with what trains them that have a group, by ``id``.
+AddBuffers = Callable[[Unit, Sequence[nn.Parameter], Mapping[int, int]], None]
+
+
+class Unfreezing:
+    """Follows which parameters of one engine train.
+
+    Args:
+        model: all of its parameters are looked at.
+        waiting: of each parameter that the optimizer lists and that was frozen the parameter group, by ``id``.
+        add: makes buffers.
+        optimizer: ``None`` for an engine that only infers: nothing is followed.
+        names: of the parameters, by ``id``.
+        fixed: why none may be frozen or unfrozen, ``""`` where they may.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        waiting: Mapping[int, int],
+        add: AddBuffers,
+        units: Sequence[Unit],
+        reducer: Reducer,
+        hooks: UnitHooks,
+        optimizer: ShardedOptimizer | None,
+        names: Mapping[int, str],
+        fixed: str = "",
+    ) -> None:
+        self._waiting, self._add, self._names, self._fixed = dict(waiting), add, names, fixed
+        self._units, self._reducer, self._hooks, self._optimizer = units, reducer, hooks, optimizer
+        self._params = list(model.parameters()) if optimizer is not None else []
+        self._flags: list[bool] | None = [param.requires_grad for param in self._params]
+        self._left: list[tuple[Unit, FlatBuffer]] = []  # buffers that a graph may still want to be gathered
+        self._told: list[bool] | None = []  # when what no group has was told
+        self._strays: dict[Tensor, None] = {}  # that have gradients and belong to no group
+        if optimizer is not None:
+            hooks.on_call, hooks.on_stray, optimizer.before_step = self.look, self._note_stray, self.look
+
+    def look(self) -> None:
+        """The model is about to be called: see what trains. Collective where something has been unfrozen.
+
+        Raises:
+            DsHfError: it cannot be trained.
+        """
+        if not self._reducer.asked:
+            self.tidy()
+        flags = [param.requires_grad for param in self._params]
+        changed = flags != self._flags
+        if changed:
+            self._refuse(flags)
+            self.give_places([param for param in self._params if param.requires_grad])
+            self._hooks.watch_gradients()
+            self._flags = flags
+        self._reducer.ask(changed=changed)
+
+    def tidy(self) -> None:
+        """A step is over, and with it every graph: drop what was kept for one."""
+        for param in self._strays:
+            param.grad = None
+        self._strays.clear()
+        for unit, buffer in self._left:
+            if buffer in unit.buffers:
+                unit.buffers.remove(buffer)
+            buffer.close()
+        self._left.clear()
+
+    def give_places_to(self, names: Iterable[str]) -> bool:
+        """Let the parameters with these names that wait have states although they are frozen, for a checkpoint has
+        some; whether there are any. Collective."""
+        wanted = set(names)
+        chosen = [p for p in self._params if id(p) in self._waiting and self._names.get(id(p)) in wanted]
+        if not chosen or self._fixed:
+            return False
+        log_once(
+            f"{len(chosen)} parameters that are frozen now ({self._name(chosen[0])}, ...) have optimizer states in the "
+            "checkpoint: they are kept, for when these are unfrozen. Leave them out of the optimizer's groups to do "
+            "without"
+        )
+        self.give_places(chosen)
+        return True
+
+    def give_places(self, params: Iterable[nn.Parameter]) -> None:
+        """Let those of ``params`` that wait have states. Collective."""
+        optimizer, chosen = self._optimizer, {id(param) for param in params if id(param) in self._waiting}
+        moves: dict[tuple[Unit, FlatBuffer], list[nn.Parameter]] = {}
+        for unit in self._units:
+            for param in (*unit.params, *unit.whole):
+                if id(param) in chosen and (home := home_of(param)) is not None:
+                    self._check_place(param, home.buffer)
+                    moves.setdefault((unit, home.buffer), []).append(param)
+        if not moves or optimizer is None:
+            return
+        others = dict.fromkeys(user for _, buffer in moves for user in buffer.users if user is not self._hooks)
+        for (unit, buffer), found in moves.items():
+            self._move(unit, buffer, found)
+        optimizer.take_in()
+        self._reducer.renew()
+        self._flags = None  # what has a place may be frozen still
+        for buffer in {home.buffer for found in moves.values() for p in found if (home := home_of(p)) is not None}:
+            buffer.count_users()
+        for user in (self._hooks, *others) if others else ():
+            user.relink()
+
+    def _check_place(self, param: Tensor, buffer: FlatBuffer) -> None:
+        if not buffer.frozen:
+            raise DsHfError(
+                f"{self._name(param)} was unfrozen, and the optimizer of another engine trains it by now: let only one "
+                "engine list it"
+            )
+        kept = sum(user.holds(buffer) for user in buffer.users)
+        if buffer.hold.count > kept:
+            raise DsHfError(
+                f"{self._name(param)} was unfrozen, and the model called, inside a GatheredParameters (or another "
+                "context that keeps it gathered): leave that before the model is called"
+            )
+
+    def _move(self, unit: Unit, buffer: FlatBuffer, chosen: Sequence[nn.Parameter]) -> None:
+        """Out of a frozen buffer; the rest of it gets a smaller one, so that nothing is held twice."""
+        groups = {id(param): self._waiting.pop(id(param)) for param in chosen}
+        self._add(unit, chosen, groups)
+        if buffer not in unit.buffers:  # of another engine, too
+            return
+        if rest := [param for param in buffer.params if (home := home_of(param)) is not None and home.buffer is buffer]:
+            self._add(unit, rest, {})
+        if buffer.sharded and self._reducer.used:  # a forward came before, whose backward may read this memory
+            self._left.append((unit, buffer))
+        else:
+            unit.buffers.remove(buffer)
+            buffer.close()
+
+    def _refuse(self, flags: Sequence[bool]) -> None:
+        before = self._flags or [False] * len(flags)
+        for param, was, trains in zip(self._params, before, flags, strict=True):
+            if was == trains:
+                continue
+            name = self._name(param)
+            if trains and is_packed(param):
+                raise DsHfError(
+                    f"{name} was unfrozen, but it is quantized, and quantized weights do not train: freeze it "
+                    "(requires_grad_(False)) and train adapters on it, or load the model without quantization"
+                )
+            if self._fixed:
+                raise DsHfError(f"{name} was {'unfrozen' if trains else 'frozen'} after initialize(): {self._fixed}")
+
+    def _note_stray(self, param: Tensor) -> None:
+        """No group of the optimizer has the parameter, and it has a gradient."""
+        self._strays.setdefault(param)
+        if self._told is self._flags:
+            return
+        self._told = self._flags
+        trained = {id(p) for buffer in self._reducer.buffers for p in buffer.buffer.params}
+        others = sum(p.requires_grad and id(p) not in trained for p in self._params) - 1
+        more = f" (nor {others} more that require gradients)" if others > 0 else ""
+        warn_once(
+            f"{self._name(param)} has a gradient, but no parameter group of the optimizer lists it{more}: it does not "
+            "train, and its gradient is dropped. List it when the engine is built (model_parameters="
+            "model.parameters(), or the groups of optimizer=): what is frozen then may be unfrozen later. Or freeze it "
+            "(requires_grad_(False)), which saves computing the gradient"
+        )
+
+    def _name(self, param: Tensor) -> str:
+        return self._names.get(id(param), f"a parameter of shape {tuple(logical_shape(param))}")
