@@ -327,7 +327,7 @@ def test_given_groups_keep_their_settings() -> None:
     assert not optimizer.adam_w_mode
     found = [(g["name"], g["lr"], g["weight_decay"], len(g["params"])) for g in optimizer.param_groups]
     assert found == [("plain-muon-params", 0.5, 0.0, 1), ("plain-adam-params", 0.2, 0.0, 1),
-                     ("group1-muon-params", 0.7, 0.3, 1)]  # fmt: skip
+                     ("group1-muon-params", 0.7, 0.3, 2)]  # fmt: skip
     assert "eps" not in optimizer.param_groups[2]
     assert [g["lr"] for g in muon_of_json([a, b]).param_groups] == [0.02, 3e-4]
 
