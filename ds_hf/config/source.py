@@ -10,9 +10,10 @@ import base64
 import binascii
 import contextlib
 import difflib
+import itertools
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = ["Source", "read_source"]
 
 _BASE64_MIN = 8
 _MAX_BITS = 1024
+_MOST_VALUES = 10**6  # of a dict
 
 
 @dataclass
@@ -129,21 +131,37 @@ def _from_parsed(parsed: Parsed, name: str) -> Source:
         )
         fault = Fault("", f"the file holds {kind}, not an object", "put the settings in { }", parsed.lines.get(""))
         raise ConfigError([*parsed.faults, fault], name)
-    return Source(name, parsed.value, parsed.lines, parsed.faults)
+    return Source(name, parsed.value, parsed.lines, [*parsed.faults, *_nul_faults(parsed.value, "")])
+
+
+def _nul_faults(value: Any, pointer: str) -> Iterator[Fault]:
+    """Texts with a NUL, which no path and no name has."""
+    if isinstance(value, str) and "\0" in value:
+        yield Fault(pointer, "the text has a NUL character", "remove it")
+    elif isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in pairs:
+            yield from _nul_faults(each, f"{pointer}/{escape(str(key))}")
 
 
 def _from_mapping(mapping: Mapping[Any, Any]) -> Source:
     source = Source("config dict", {})
-    tree = _plain(mapping, "", (), source.faults)
+    tree = _plain(mapping, "", (), source.faults, itertools.count(1))
     if isinstance(tree, dict):
         source.tree = tree
+        source.faults += _nul_faults(tree, "")
     return source
 
 
-def _plain(value: Any, pointer: str, ancestors: tuple[int, ...], faults: list[Fault]) -> Any:
+def _plain(value: Any, pointer: str, ancestors: tuple[int, ...], faults: list[Fault], visited: Iterator[int]) -> Any:
     """A copy of ``value`` of plain JSON types; what has no such form becomes a fault and None."""
     if id(value) in ancestors:
         faults.append(Fault(pointer, "the value contains itself", "remove the cycle"))
+        return None
+    count = next(visited)
+    if count > _MOST_VALUES:  # a list that holds a list twice, and so on, is small and has hardly an end
+        if count == _MOST_VALUES + 1:
+            faults.append(Fault(pointer, f"with it there are more than {_MOST_VALUES} values", "shorten it"))
         return None
     if len(ancestors) > MAX_DEPTH:
         faults.append(Fault(pointer, f"nested deeper than {MAX_DEPTH} levels", "no section is nested that deeply"))
@@ -160,10 +178,10 @@ def _plain(value: Any, pointer: str, ancestors: tuple[int, ...], faults: list[Fa
             if not isinstance(key, str):
                 faults.append(Fault(pointer, f"the key {key!r:.60} is a {type(key).__name__}", "keys are strings"))
                 continue
-            result[str(key)] = _plain(item, f"{pointer}/{escape(key)}", inside, faults)
+            result[str(key)] = _plain(item, f"{pointer}/{escape(key)}", inside, faults, visited)
         return result
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{pointer}/{index}", inside, faults) for index, item in enumerate(value)]
+        return [_plain(item, f"{pointer}/{index}", inside, faults, visited) for index, item in enumerate(value)]
     return _plain_scalar(value, pointer, faults)
 
 

@@ -92,7 +92,12 @@ class TrialRequest:
         try:
             values = read_object(path)
             values["points"] = tuple((int(micro), int(steps)) for micro, steps in values["points"])
-            return cls(**values)
+            made = cls(**values)
+            if not isinstance(made.events, str) or not all(
+                type(number) in (int, float) for number in (made.low_micro, made.high_micro, made.steps, made.precision)
+            ):
+                raise TypeError("events is no path, or a number is none")
+            return made
         except (OSError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ConfigError(
                 f"{TRIAL_ENV} names a trial that cannot be read ({error!s:.300}): it is set by ds-hf autotune alone; "

@@ -417,3 +417,16 @@ def test_an_error_that_another_process_raised_says_the_same() -> None:
     assert str(again) == str(failure.value)
     assert (again.faults, again.source) == (failure.value.faults, failure.value.source)
     assert len(again.faults) == 2
+
+
+def test_dicts_that_hardly_end_and_texts_with_a_nul(tmp_path: Path) -> None:
+    wide: list[Any] = [1]
+    for _ in range(40):
+        wide = [wide, wide]
+    with pytest.raises(ConfigError, match="more than 1000000 values"):
+        load_config({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"betas": wide}}})
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 1, "csv_monitor": {"enabled": true, "output_path": "a\\u0000b"}}')
+    for source in (path, {"train_batch_size": 1, "csv_monitor": {"output_path": "a\0b"}}):
+        with pytest.raises(ConfigError, match=r"/csv_monitor/output_path: the text has a NUL character"):
+            load_config(source)

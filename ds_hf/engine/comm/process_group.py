@@ -11,7 +11,9 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import socket
 import sys
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -301,6 +303,29 @@ def _local_device(env: Mapping[str, str]) -> int:
     return local_rank
 
 
+_RESOLVE_S = 20.0  # for names that a cluster makes known late
+
+
+def _resolve(address: str) -> None:
+    """Wait until the name of the first host is known, for names of pods come late; torch would try for half an hour.
+
+    Raises:
+        DistributedError: it is not known after ``_RESOLVE_S``.
+    """
+    until = time.monotonic() + _RESOLVE_S
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError, ValueError) as error:
+            if time.monotonic() > until or not isinstance(error, OSError):
+                raise DistributedError(
+                    f"MASTER_ADDR is {address!r:.200}, which is no known host ({error}): give the name or the address "
+                    "of the host of rank 0"
+                ) from error
+        time.sleep(1.0)
+
+
 def _create_group(backend: str, where: Rendezvous, init_method: str | None, timeout: timedelta | None) -> None:
     options: dict[str, Any] = {"rank": where.rank, "world_size": where.world_size, "timeout": timeout}
     if init_method:
@@ -316,6 +341,8 @@ def _create_group(backend: str, where: Rendezvous, init_method: str | None, time
     # ever, and with it gloo's threads: ``_destroy_at_exit``.
     import torch.distributed.nn.functional  # noqa: F401
 
+    if where.address is not None and not init_method:
+        _resolve(where.address)
     try:
         init_process_group(backend, **options)
     except (RuntimeError, ValueError, OSError) as error:

@@ -203,3 +203,11 @@ def released() -> list[list[bool]]:
 def test_what_was_captured_is_released_while_the_group_lives() -> None:
     """NCCL destroys no communicator whose collectives are in a CUDA graph."""
     assert run_distributed(released, 1) == [[[True], []]]
+
+
+def test_an_unknown_host_is_named_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "_RESOLVE_S", 0.0)
+    for address in ("no.such.host.invalid", "a" * 300, "x\0y"):
+        with pytest.raises(DistributedError, match=r"MASTER_ADDR is .*no known host"):
+            process_group._resolve(address)
+    process_group._resolve("127.0.0.1")

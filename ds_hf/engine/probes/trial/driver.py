@@ -30,8 +30,9 @@ from ds_hf.engine.probes.trial.replay import NoLoss, Replay
 from ds_hf.engine.probes.trial.snapshot import Snapshot, room_for_snapshot
 from ds_hf.engine.probes.trial.split import split_of
 from ds_hf.engine.probes.trial.survey import facts, set_checkpointing, survey
+from ds_hf.errors import ConfigError
 from ds_hf.log import logger
-from ds_hf.measure.protocol import TrialRequest
+from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest
 from ds_hf.measure.saving import SaveGuard, leave
 
 if TYPE_CHECKING:
@@ -65,7 +66,10 @@ class Driver:
         self.measured = self.done = False
         self._file: TextIO | None = None
         if engine.mesh.world.rank == 0:
-            self._file = Path(request.events).open("a", encoding="utf-8")  # noqa: SIM115  # until the process ends
+            try:
+                self._file = Path(request.events).open("a", encoding="utf-8")  # noqa: SIM115  # until the process ends
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{TRIAL_ENV}: its file of events cannot be written to: {error}") from error
         self.meter = memory_meter(engine, request.memory_limit)
         self.loaders = LoaderWatch()
         if request.gradient_checkpointing is not None and not set_checkpointing(engine, request.gradient_checkpointing):
