@@ -452,6 +452,42 @@ def test_adapters_in_turns() -> None:
     run_distributed(adapters_in_turns, 2, [(0, {}), (2, cpu), (3, whole)], timeout=60)
 
 
+def groups_of_their_own() -> None:
+    """A group that is frozen as a whole at first keeps its place and its rate, whatever makes the optimizer."""
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        first = {"params": list(cast(Net, model).first.parameters()), "lr": 0.1}
+        return [first, {"params": [p for n, p in model.named_parameters() if not n.startswith("first")]}]
+
+    def function(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+    def finished(model: nn.Module) -> torch.optim.Optimizer:
+        return function(groups(model))
+
+    finished.takes_model = True  # type: ignore[attr-defined]
+    data = [[[batch(step, 0, rank) for rank in range(dist.get_world_size())]] for step in range(5)]
+    sgd = {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}
+    for stage, optimizer in ((2, None), (3, function), (1, finished), (0, function)):
+        model = Net()
+        freeze(model, ("first",))
+        outcome = train_both(
+            model,
+            lambda engine, x: engine(x),
+            data,
+            base_config(stage, optimizer=None if optimizer else sgd),
+            reference_optimizer=lambda model: function(groups(model)),
+            optimizer=optimizer,
+            each_step=lambda model, step: freeze(model, ("first",) if step < 2 else ()),
+            model_parameters=None if optimizer is finished else groups(model),
+        )
+        assert outcome.worst < 1e-4, (stage, outcome)
+
+
+def test_groups_of_their_own() -> None:
+    run_distributed(groups_of_their_own, 2, timeout=30)
+
+
 class Two(nn.Module):
     """An encoder that two models share, under a head."""
 

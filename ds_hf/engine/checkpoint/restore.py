@@ -287,9 +287,11 @@ def check_options(optimizer: ShardedOptimizer, saved: list[dict[str, Any]], wher
     """
     live = len(optimizer.param_groups)
     if len(saved) != live:
+        used = {segment.group for segments in optimizer.segments.values() for segment in segments}
+        frozen = " (groups of which all parameters are frozen count, too: leave them out where it has none)"
         raise CheckpointError(
-            f"the optimizer has {live} parameter groups, {where} has {len(saved)}: build the same groups, or load with "
-            "load_optimizer_states=False"
+            f"the optimizer has {live} parameter groups, {where} has {len(saved)}: build the same groups"
+            f"{frozen if len(used) < live else ''}, or load with load_optimizer_states=False"
         )
     for index, (group, options) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
         for key, value in options.items():
