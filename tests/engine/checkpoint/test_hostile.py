@@ -5,6 +5,7 @@ Each mutated checkpoint is loaded, or converted, by a process that may take 200 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -14,16 +15,22 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
 
 from ds_hf.engine.checkpoint import zero_to_fp32
 from ds_hf.engine.checkpoint.dcp import write_dcp
 from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
+from ds_hf.engine.checkpoint.export_universal import write_universal
 from ds_hf.engine.checkpoint.formats import open_source
+from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.hostile import (
     COMMON,
     MEMORY,
@@ -42,6 +49,7 @@ from tests.engine.checkpoint.hostile import (
     safetensors,
 )
 from tests.engine.checkpoint.workload import config, engine_of, train
+from tests.helpers.mutations import LONG, examples, wrong_file
 
 Mutation = Callable[[Path, random.Random], Any]  # of the checkpoint's folder
 
@@ -449,3 +457,51 @@ def test_the_limit_holds() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "MemoryError" in done.stderr
     assert limit_memory is not None
+
+
+# -- one thing wrong with one file, of each format ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One checkpoint in each format that has folders."""
+    root = tmp_path_factory.mktemp("formats")
+    with engine_of(config(2)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(root, tag="ours")
+    write_universal(open_source(root / "ours"), root / "universal")
+    write_dcp(open_source(root / "ours"), root / "dcp")
+    return {name: root / name for name in ("ours", "universal", "dcp")}
+
+
+def _values(folder: Path) -> dict[str, torch.Tensor]:
+    source = open_source(folder)
+    source.check()
+    source.manifest.check_sums()
+    states = source.manifest.parameters.items()
+    return {f"{name}.{state}": source.state(saved, state) for name, saved in states for state in saved.states}
+
+
+def _is_right_or_refused(folder: Path, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(shutil.copytree(folder, Path(name) / folder.name))
+        files = sorted(path for path in place.rglob("*") if path.is_file() and path.name != "zero_to_fp32.py")
+        note(data.draw(wrong_file(data.draw(st.sampled_from(files)))))
+        with contextlib.suppress(CheckpointError):
+            found, wanted = _values(place), _values(folder)
+            assert all(torch.equal(value, wanted[key]) for key, value in found.items() if key in wanted)
+
+
+@pytest.mark.parametrize("kind", ["ours", "universal", "dcp"])
+@given(data=st.data())
+@examples(15)
+def test_a_spoilt_checkpoint_is_right_or_refused(formats: dict[str, Path], kind: str, data: st.DataObject) -> None:
+    _is_right_or_refused(formats[kind], data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ours", "universal", "dcp"])
+@given(data=st.data())
+@examples(LONG)
+def test_spoilt_checkpoints_are_right_or_refused(formats: dict[str, Path], kind: str, data: st.DataObject) -> None:
+    _is_right_or_refused(formats[kind], data)
