@@ -140,7 +140,7 @@ def engine_step(engine: Engine, step: int, micro_batches: int, *, own_loop: bool
     freeze(engine.module, STEPS[step])
     mean = 0.0
     for micro in range(micro_batches):
-        loss = (engine.module if own_loop else engine)(batch(step, micro, dist.get_rank()))
+        loss = (engine.module if own_loop else engine)(batch(step, micro, dist.get_rank()).to(engine.device))
         mean += loss.item() / micro_batches
         if own_loop:
             loss.backward()
@@ -257,7 +257,7 @@ def in_turns_inside_a_step() -> None:
                 freeze(engine.module, now)
                 for rank in range(2):
                     (plain.model(batch(step, micro, rank)) / 4).backward()
-                loss = (engine.module if own_loop else engine)(batch(step, micro, dist.get_rank()))
+                loss = (engine.module if own_loop else engine)(batch(step, micro, dist.get_rank()).to(engine.device))
                 loss.backward() if own_loop else engine.backward(loss)
                 if micro:
                     freeze(plain.model, ("",) if step % 2 else ())

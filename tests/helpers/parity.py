@@ -73,7 +73,7 @@ def weight_error(model: nn.Module, reference: nn.Module) -> float:
         other = theirs[name].detach()
         assert mine.shape == other.shape, (name, mine.shape, other.shape)
         if other.numel():
-            worst = max(worst, _relative(mine.double(), other.double()))
+            worst = max(worst, _relative(mine.double().cpu(), other.double().cpu()))
     return worst
 
 

@@ -94,7 +94,7 @@ def in_plain_torch(kind: str, accumulation: int) -> tuple[list[float], dict[str,
 def weights(pair: tuple[Headed, Headed]) -> dict[str, Tensor]:
     with GatheredParameters([param for model in pair for param in model.parameters()]):
         return {
-            f"{which}.{name}": param.detach().clone()
+            f"{which}.{name}": param.detach().cpu().clone()
             for which, model in enumerate(pair)
             for name, param in model.named_parameters()
         }
@@ -119,8 +119,7 @@ def two_engines(kind: str, stages: tuple[int, int], driven: bool, accumulation: 
     for _ in range(STEPS):
         for engine in engines:
             for _ in range(accumulation):
-                tokens, goal = batches(number)
-                loss = engine(tokens[mine], goal[mine])
+                loss = engine(*(each[mine].to(engine.device) for each in batches(number)))
                 if driven:
                     engine.backward(loss)
                 else:
@@ -144,9 +143,7 @@ def two_engines(kind: str, stages: tuple[int, int], driven: bool, accumulation: 
     for name, value in weights(pair).items():
         torch.testing.assert_close(value, expected_weights[name], rtol=1e-5, atol=1e-6, msg=name)
     engines[0].destroy()  # the other one goes on
-    tokens, goal = batches(99)
-    before = engines[1](tokens[mine], goal[mine])
-    engines[1].backward(before)
+    engines[1].backward(engines[1](*(each[mine].to(engines[1].device) for each in batches(99))))
     engines[1].destroy()
 
 
@@ -259,7 +256,7 @@ def one_reaches_through_the_other(stages: tuple[int, int], driven: bool, accumul
                 seed = step * 100 + which * 10 + micro
                 batch = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(seed))
                 (loss_of_rivals(*pair, *batch, which) / accumulation).backward()
-                mine = batch[:, dist.get_rank() * 2 : dist.get_rank() * 2 + 2]
+                mine = batch[:, dist.get_rank() * 2 : dist.get_rank() * 2 + 2].to(engines[0].device)
                 loss = loss_of_rivals(*engines, *mine, which)
                 if driven:
                     engines[1 - which].backward(loss)
@@ -271,7 +268,7 @@ def one_reaches_through_the_other(stages: tuple[int, int], driven: bool, accumul
     with GatheredParameters([p for model in ours for p in model.parameters()]):
         for model, plain in zip(ours, pair, strict=True):
             for value, expected in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(value.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(value.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
