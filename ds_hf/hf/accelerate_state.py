@@ -12,13 +12,14 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 import wrapt
 
+from ds_hf.config.plan import StatePlan
 from ds_hf.hf.source import plain_config
 
 __all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_data_loader", "wrap_launch", "wrap_state"]
@@ -50,8 +51,8 @@ def wrap_config(module: ModuleType) -> None:
 
 def wrap_accelerator(module: ModuleType) -> None:
     """Hook of ``accelerate.accelerator``: what is being written in the background is on disk before ``save_state()``
-    removes older checkpoints (``total_limit``), and when ``end_training()`` returns; and ``initialize`` learns of the
-    sizes of a ``ParallelismConfig``."""
+    removes older checkpoints (``total_limit``), and when ``end_training()`` returns; ``initialize`` learns of the
+    sizes of a ``ParallelismConfig``; and ``accumulate()`` of several models asks each for its stage."""
 
     def written(end: str) -> Callable[..., Any]:
         def wait_first(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
@@ -84,6 +85,16 @@ def wrap_accelerator(module: ModuleType) -> None:
         deepspeed = module.DistributedType.DEEPSPEED
         return args if accelerator.distributed_type == deepspeed else wrapped(*args, **kwargs)
 
+    def of_its_own_stage(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """accelerate takes the stage of the plugin that is selected now, and several models have one each: one whose
+        gradients are sharded reduces them in every backward, whatever the others do."""
+        model = args[0] if args else kwargs.get("model")
+        plan = getattr(model, "plan", None)
+        if isinstance(plan, StatePlan) and plan.reduces_every_micro_batch:
+            return nullcontext()
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(module, "Accelerator.no_sync", of_its_own_stage)
     wrapt.wrap_function_wrapper(module, "Accelerator._prepare_tp", leave_models)
     wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", with_sizes)
     wrapt.wrap_function_wrapper(module, "Accelerator._prepare_device_mesh", with_mesh)

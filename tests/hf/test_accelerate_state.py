@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.state import PartialState
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
@@ -71,3 +71,24 @@ def test_parameter_offload_below_stage_3_stays_in_the_file_without_effect() -> N
 def test_keys_with_dots_are_ignored_as_trl_expects() -> None:
     config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "zero_optimization.reduce_bucket_size": 1024})
     assert config.is_zero3()
+
+
+def kept_on_this_rank(selected: int) -> list[bool]:
+    """Of an engine of each stage: whether ``no_sync()`` suspends it, of an Accelerator whose plugin has this stage."""
+    from ds_hf import initialize
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=selected))
+    found = []
+    for stage in (0, 1, 2, 3):
+        settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings)
+        with accelerator.no_sync(engine):
+            found.append(engine.reducer.suspended)
+        engine.destroy()
+    return found
+
+
+def test_no_sync_asks_each_model_for_its_stage() -> None:
+    """accelerate asks the selected plugin: with two models of stages 1 and 3, ``accumulate()`` was an error."""
+    assert run_distributed(kept_on_this_rank, 2, 1, backend=None) == [[True, True, False, False]] * 2

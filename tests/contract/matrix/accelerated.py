@@ -103,6 +103,7 @@ def by_accelerate(cell: Cell, folder: Path) -> list[Numbers]:
                     part.evaluate()
                 elif cell.event == "generate":
                     part.generate()
+                plain.unfreeze(part.accelerator.unwrap_model(part.engine))
         batch = next(batches)
         with parts[0].accelerator.accumulate(*[part.engine for part in parts]):
             for part, found in zip(parts, losses, strict=True):

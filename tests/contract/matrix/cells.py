@@ -17,8 +17,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "client": ("trainer", "accelerate", "engine", "raw"),  # raw: an own loop with loss.backward()
     "accumulation": (1, 3),
-    # two: engines of separate models; activation, encoder: of models that share one, the encoder being frozen
-    "model": ("plain", "frozen", "lora", "tied", "twice", "two", "activation", "encoder"),
+    # unfrozen: frozen in the first half; two: engines of separate models; activation, encoder: of models that share
+    # one, the encoder being frozen
+    "model": ("plain", "frozen", "unfrozen", "lora", "tied", "twice", "two", "activation", "encoder"),
     "precision": ("fp32", "bf16", "fp16"),
     "mesh": ("dp2", "tp2", "sp2", "pp2"),
     "clip": (0, 1),

@@ -270,4 +270,5 @@ def amid(cell: Cell, parts: list[Any], folder: Path) -> list[Any]:
             part.evaluate()
         elif cell.event == "generate":
             part.generate()
+        plain.unfreeze(part.engine.module)
     return parts

@@ -16,7 +16,21 @@ from torch import Tensor, nn
 
 from tests.contract.matrix.cells import Cell
 
-__all__ = ["ADAMW", "CLIP", "LENGTH", "MIDDLE", "STEPS", "Run", "build", "data", "groups", "prompt", "run", "shifted"]
+__all__ = [
+    "ADAMW",
+    "CLIP",
+    "LENGTH",
+    "MIDDLE",
+    "STEPS",
+    "Run",
+    "build",
+    "data",
+    "groups",
+    "prompt",
+    "run",
+    "shifted",
+    "unfreeze",
+]
 
 STEPS, MIDDLE, SAMPLES, LENGTH, VOCABULARY, NEW = 4, 2, 2, 8, 32, 4
 CLIP = 0.5  # below every norm here
@@ -44,9 +58,10 @@ def _llama(seed: int, **more: Any) -> Any:
 def build(kind: str) -> list[Any]:
     """The models of a combination, with the same values on every call."""
     model = _llama(0, tie_word_embeddings=kind == "tied")
-    if kind == "frozen":
-        model.model.embed_tokens.requires_grad_(False)
-        model.model.layers[0].mlp.requires_grad_(False)
+    if kind in ("frozen", "unfrozen"):
+        for part in (model.model.embed_tokens, model.model.layers[0].mlp):
+            for param in part.requires_grad_(False).parameters():
+                param.later = kind == "unfrozen"
     if kind == "twice":
         model.model.layers[1] = model.model.layers[0]
         # told to transformers, which saves no shared weights that it does not know of
@@ -71,12 +86,19 @@ def build(kind: str) -> list[Any]:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, norms do not: what the Trainer makes too."""
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    """Matrices decay, norms do not: what the Trainer makes too. What will be unfrozen is listed from the start."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad or getattr(p, "later", False)]
     return [
         {"params": [p for name, p in named if "norm" not in name], "weight_decay": DECAY},
         {"params": [p for name, p in named if "norm" in name], "weight_decay": 0.0},
     ]
+
+
+def unfreeze(model: nn.Module) -> None:
+    """What trains in the second half."""
+    for param in model.parameters():
+        if getattr(param, "later", False):
+            param.requires_grad_(True)
 
 
 def data(processes: int, accumulation: int) -> tuple[Tensor, Tensor]:
@@ -164,6 +186,7 @@ def train(model: Any, batches: tuple[Tensor, Tensor], clip: int, precision: str,
     for step, (ids, labels) in enumerate(zip(*batches, strict=True)):
         if step == MIDDLE:
             _look(model, found, ids.shape[1], by_tokens)
+            unfreeze(model)
         items = (labels[..., 1:] != -100).sum() if by_tokens else None
         parts = ids.shape[0] * ids.shape[1]
         total = 0.0

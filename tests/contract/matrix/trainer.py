@@ -102,6 +102,10 @@ def _trainer(cell: Cell, folder: Path, resumed: bool, steps: int) -> tuple[Any, 
         generated: Tensor | None = None
         parts: list[Part]
 
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == plain.MIDDLE:
+                plain.unfreeze(model)
+
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             step = state.global_step - 1
             if step + 1 == plain.MIDDLE and cell.event == "generate":
@@ -116,7 +120,9 @@ def _trainer(cell: Cell, folder: Path, resumed: bool, steps: int) -> tuple[Any, 
 
     beside = Beside()
     rows, held_out = Rows(*plain.data(cell.data, cell.accumulation)), Rows(*plain.held_out(cell.data))
-    trainer = Trainer(model=models[0], args=args, train_dataset=rows, eval_dataset=held_out, callbacks=[beside])
+    # the Trainer's own optimizer lists what trains when it is made
+    given = (optimizer(plain.groups(models[0])), None) if cell.model == "unfrozen" else (None, None)
+    trainer = Trainer(models[0], args, train_dataset=rows, eval_dataset=held_out, optimizers=given, callbacks=[beside])
     beside.parts = []
     for model in models[1:]:
         second = config(cell, stages[1]) | ({"sequence_parallel_size": 2} if cell.mesh == "sp2" else {})
