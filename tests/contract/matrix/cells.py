@@ -77,7 +77,8 @@ def refusal(cell: Cell) -> str | None:
         "ZeRO stage 3 with a pipeline": 3 in stages,
         r"layers 1 and 2 .* share the parameter .*TiedLayerSpec": cell.model == "twice",
         "the Trainer trains no pipelines.*train_batch": cell.client == "trainer",
-        r"Only train_batch\(\) is accessible in pipeline mode": cell.client in ("accelerate", "raw"),
+        r"Only train_batch\(\) is accessible in pipeline mode|no_sync\(\) of a pipeline: train_batch": cell.client
+        in ("accelerate", "raw"),
         r"engine\.generate\(\) calls generate\(\) of the model, and \w+ has none": cell.event == "generate",
     }
     return "|".join(words for words, applies in found.items() if applies) or None
