@@ -92,7 +92,9 @@ def build_engine(
     monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
     model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
     inner = _make_optimizer(settings, model, optimizer, model_parameters)
+    whole = {id(param) for param in model.parameters()}
     quantize_by_settings(settings, model, trains=inner is not None, dtype=plan.parameters.dtype)
+    _forget(inner, whole.difference(id(param) for param in model.parameters()))
     if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
         warn_once(advice)
     parts = make_parts(settings, plan, mesh, model, inner, optimizer_type, whole_batches=isinstance(model, StageModule))
@@ -330,6 +332,12 @@ def _make_optimizer(
         mark_matrices(model)
     offloaded = settings.zero_optimization.offload_optimizer.device != "none"
     return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups, offloaded=offloaded)
+
+
+def _forget(inner: Optimizer | None, quantized: set[int]) -> None:
+    """Frozen parameters that an optimizer lists, and that are bytes now, cannot be unfrozen: it lists them no more."""
+    for group in inner.param_groups if quantized and inner is not None else ():
+        group["params"] = [param for param in group["params"] if id(param) not in quantized]
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

@@ -164,14 +164,13 @@ def complete(description: Json, reports: Sequence[RankReport]) -> Json:
 
 def _check_alike(reports: Sequence[RankReport]) -> None:
     """All ranks have one optimizer: what each keeps of its elements would otherwise fit no optimizer."""
-    for what in ("optimizer", "names of options"):
-        told = [r.optimizer if what == "optimizer" else [sorted(group) for group in r.options] for r in reports]
-        rank = next((rank for rank, each in enumerate(told) if each != told[0]), None)
-        if rank is not None:
-            raise CheckpointError(
-                f"rank {rank} has {what} {told[rank]} and rank 0 {told[0]}: nothing could load such a checkpoint. Give "
-                "all ranks the same configuration and optimizer"
-            )
+    first = reports[0].optimizer
+    rank = next((rank for rank, report in enumerate(reports) if report.optimizer != first), None)
+    if rank is not None:
+        raise CheckpointError(
+            f"rank {rank} has optimizer {reports[rank].optimizer} and rank 0 {first}: nothing could load such a "
+            "checkpoint. Give all ranks the same configuration and optimizer"
+        )
 
 
 def _merge(found: dict[str, Json | None], name: str, entry: Json, rank: int, table: dict[SavedCut, int]) -> None:
