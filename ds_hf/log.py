@@ -58,9 +58,12 @@ def forget_said() -> None:
     _seen.clear()
 
 
-def warn_once(message: str) -> None:
-    """Warn with ``message`` once a process, on rank 0 only."""
-    log_once(message, logging.WARNING)
+def warn_once(message: str, about: str | None = None) -> None:
+    """Warn with ``message`` once a process, on rank 0 only; with one message of all that are ``about`` the same."""
+    if about is None or about not in _seen:
+        if about is not None:
+            _seen.add(about)
+        log_once(message, logging.WARNING)
 
 
 def say(text: str) -> None:

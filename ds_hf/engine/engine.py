@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from torch import Tensor, nn
 
@@ -71,6 +71,13 @@ class CoreEngine(nn.Module):
         monitor: writes events where the configuration says; users may give it theirs.
         global_steps: optimizer steps tried; ``skipped_steps`` of them were skipped for an overflow.
     """
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DsHfError(
+            "an engine cannot be copied or pickled: it shares its states with the other processes. Copy engine.module "
+            "(at ZeRO stage 3 inside deepspeed.zero.GatheredParameters) and call deepspeed.initialize for the copy, or "
+            "write engine.save_checkpoint(folder)"
+        )
 
     def __init__(
         self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: MonitorMaster
@@ -198,6 +205,7 @@ class CoreEngine(nn.Module):
             self.step_samples = self.accumulation.samples(self.batch, self.reducer.backwards)
             self.accumulation.stepping = True
             self.optimizer.nonfinite.begin(self.global_steps + 1)
+            self.hooks.let_graphs_go()
             try:
                 self.optimizer.step()
             except NonFiniteError:

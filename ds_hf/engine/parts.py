@@ -144,6 +144,7 @@ def make_parts(
     for unit in units:
         for buffer in unit.buffers:
             buffer.count_users()
+            buffer.param_names = tuple(names[id(param)] for param in buffer.owners)
     zero = settings.zero_optimization
     prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
     shards = plan.shards_parameters

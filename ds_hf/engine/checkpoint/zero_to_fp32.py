@@ -1143,9 +1143,10 @@ def load_state_dict_from_zero_checkpoint(
         if shape != tuple(value.shape):
             raise CheckpointError(f"{name} has shape {shape} in the model and {tuple(value.shape)} in the checkpoint")
         loaded.add(id(param))
-        for attribute in ("_ds_home", "ds_id", "ds_shape", "ds_numel", "ds_status", "ds_active_sub_modules"):
-            if hasattr(param, attribute):
-                delattr(param, attribute)
+        if hasattr(param, "_ds_home"):
+            from ds_hf.engine.zero.buffer import leave_home
+
+            leave_home(param)
         param.data = value.to(param.dtype, copy=True)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in state:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,6 +53,12 @@ class ShardedOptimizer(BufferStates, Optimizer):
         nonfinite: told of gradient norms.
         low_bits: of the masters that are split; ``masters`` has the parameters for them.
     """
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DsHfError(
+            "an engine's optimizer cannot be copied or pickled: its states are views of the engine's. Copy "
+            "optimizer.state_dict(), or write engine.save_checkpoint(folder)"
+        )
 
     def __init__(
         self,

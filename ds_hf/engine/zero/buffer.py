@@ -4,8 +4,9 @@ Invariants
 - ``full`` is ``[numel]``, ``shard`` is ``[shard_numel]``, both in the parameters' dtype.
 - Replicated: ``full`` always has its storage, ``shard`` is this rank's slice of it, ``param.data`` are views of it.
 - Sharded and released: ``full`` has no storage and ``param.data`` is an empty tensor, so that misuse is a Python
-  error and never a read of freed memory. Gathered again, ``full`` refills *the same storage object*, so tensors that
-  autograd saved as views of it (``weight.t()``) are valid again in backward.
+  error and never a read of freed memory; the parameter is of the class ``rests_as`` (``at_rest``). Gathered again,
+  ``full`` refills *the same storage object*, so tensors that autograd saved as views of it (``weight.t()``) are valid
+  again in backward.
 - With one process ``full`` *is* ``shard``: gathering attaches views and copies nothing.
 - Where gathers are rounded, ``gather`` gives the model rounded values, the same on all ranks; what is saved, shown to
   users or written back comes from ``gather_exactly``.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.peers import Peers, Region
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.engine.ops.blocks import BlockFormat
+from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary, wake
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Slot
 from ds_hf.engine.zero.param_names import mark, unmark
 from ds_hf.engine.zero.replicas import Replicas
@@ -50,14 +52,6 @@ __all__ = [
     "logical_shape",
     "unshard",
 ]
-
-
-class ParamStatus(IntEnum):
-    """What ``param.ds_status`` says (DeepSpeed's ``ZeroParamStatus``)."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 class BufferState(Enum):
@@ -229,6 +223,9 @@ class FlatBuffer:
         self.kept_whole = False  # small parameters of a model whose others are sharded
         self.keeps_memory = False  # also released: the next gather brings the values to the same place
         self.frozen = not any(p.requires_grad for p in params)
+        self.rests_as: type[AtRest] = Released
+        self.duplicate: Callable[[nn.Parameter], nn.Parameter] | None = None  # what a copy of a released one is
+        self.param_names: tuple[str, ...] = ()  # in the model, for messages
         self.comm_stream = CommStream()  # the builder gives the buffers of an engine one in common
         self._arrival: Awaited | None = None
         self._arrived: torch.cuda.Event | None = None  # of gathers of this buffer alone, recorded for each of them
@@ -264,6 +261,14 @@ class FlatBuffer:
         self._place(staged.to(self.dtype) if wide != self.dtype else staged)
         return staged
 
+    @torch.no_grad()
+    def adopt_shard(self, values: Tensor) -> None:
+        """A copy of ``values``, ``[shard_numel]``, is this rank's shard; what the parameters were does not count."""
+        full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        low, high = self.layout.shard_range(self.axis.rank)
+        full[low:high].copy_(values)
+        self._place(full)
+
     def _place(self, full: Tensor) -> None:
         low, high = self.layout.shard_range(self.axis.rank)
         if self.sharded and (self.axis.world_size > 1 or self.shard_storage.apart):
@@ -281,6 +286,8 @@ class FlatBuffer:
         self.aliased = not self.sharded or self._shard.data_ptr() == self._memory.tensor.data_ptr()
         self._make_views()
         self._mark_params()
+        # Parameters that a library gave a class keep it.
+        self._changes_class = self.sharded and self.owners is self.params and all(map(is_ordinary, self.params))
         self._attach()
         if self.sharded:
             self.release(force=True)
@@ -385,7 +392,8 @@ class FlatBuffer:
         self.hold.release_wanted = False
         wait(self._arrival)  # in flight still: the next write to the shard must not be faster
         self._arrival = None
-        self._point(self.placeholders, ParamStatus.NOT_AVAILABLE)
+        if self.state is BufferState.GATHERED:
+            self._point(self.placeholders, ParamStatus.NOT_AVAILABLE)
         if not self.aliased:
             in_use = spare_users and self._memory.users() > self._memory.own_users
             if in_use or not self._memory.storage.resizable():  # .numpy() of a parameter pins it
@@ -404,10 +412,15 @@ class FlatBuffer:
     @property
     def on_loan(self) -> bool:
         """What is written to the gathered values now is lost when the one hold on them ends: the shard has the truth,
-        and no other tensor (saved by a graph, taken by a user) looks at them."""
+        and no other tensor looks at them."""
         lent = self.hold.count == 1 and self.hold.release_wanted and not self.aliased
-        attached = sum(map(_shares, self.params, self.views)) if lent else 0
-        return lent and self._memory.users() <= self._memory.own_users + attached
+        return lent and not self.has_other_users
+
+    @property
+    def has_other_users(self) -> bool:
+        """Whether tensors beside the parameters (saved by a graph, taken by a user) look at the gathered values."""
+        attached = sum(map(_shares, self.params, self.views))
+        return self._memory.users() > self._memory.own_users + attached
 
     @property
     def missing_nbytes(self) -> int:
@@ -421,15 +434,24 @@ class FlatBuffer:
 
     def _point(self, values: Sequence[Tensor], status: ParamStatus) -> None:
         gone = self._gone
-        if self.owners is self.params and self.sharded and not gone:  # often, and for each parameter: in one loop
-            for param, value in zip(self.params, values, strict=True):
-                param.data = value
-                param.ds_status = status  # type: ignore[attr-defined]
+        if self._changes_class and not gone:  # often, and for each parameter: in one loop
+            if status is ParamStatus.AVAILABLE:
+                for param, value in zip(self.params, values, strict=True):
+                    param.__class__ = nn.Parameter
+                    param.data = value
+            else:
+                resting = self.rests_as
+                for param, value in zip(self.params, values, strict=True):
+                    param.data = value
+                    param.__class__ = resting
             return
         for param, value in zip(self.params, values, strict=True):
             if not gone or id(param) not in gone:
+                wake(param)
                 param.data = value
-        for param in self.owners if self.sharded else ():
+                if self._changes_class and status is not ParamStatus.AVAILABLE:
+                    param.__class__ = self.rests_as
+        for param in self.owners if self.sharded and not self._changes_class else ():
             if not gone or id(param) not in gone:
                 param.ds_status = status  # type: ignore[attr-defined]
 
@@ -552,6 +574,7 @@ def leave_home(param: Tensor) -> None:
     home = home_of(param)
     if home is not None:
         home.buffer.give_up(param)
+        wake(param)
         unmark(param)
         del param._ds_home  # type: ignore[attr-defined]
 
@@ -566,12 +589,12 @@ def _mark(param: nn.Parameter, buffer: FlatBuffer, slot: Slot) -> None:
     if former is not None and former.buffer is not buffer:
         former.buffer.give_up(param)
     param._ds_home = ParamHome(buffer, slot)  # type: ignore[attr-defined]
+    wake(param)
     if buffer.sharded or buffer.kept_whole:
         if not hasattr(param, "ds_id"):
             param.ds_id = FlatBuffer._next_id  # type: ignore[attr-defined]
             FlatBuffer._next_id += 1
-        if buffer.kept_whole:
-            param.ds_status = ParamStatus.AVAILABLE  # type: ignore[attr-defined]
+        param.ds_status = ParamStatus.AVAILABLE  # type: ignore[attr-defined]
         mark(param, buffer, slot)
     else:
         unmark(param)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.collectives import all_reduce_max
+from ds_hf.engine.zero.at_rest import name_of
 from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, home_of, unshard
 from ds_hf.engine.zero.external import register_external_parameter
 from ds_hf.errors import DsHfError
+from ds_hf.log import warn_once
 
 __all__ = ["GatheredParameters", "unwrap_model_for_generation"]
 
@@ -48,6 +50,7 @@ class GatheredParameters:
         self.buffers: list[FlatBuffer] = []
         self._written: list[FlatBuffer] = []
         self._seen: list[tuple[Tensor, tuple[int, int, int]]] = []
+        self._versions: list[tuple[Tensor, int]] = []
         self._held = ExitStack()
         if fwd_module is not None:
             for param in self.params:
@@ -61,6 +64,8 @@ class GatheredParameters:
             watched = [p for b in self.buffers if b.hold.reports_changes and not b.hold.writers for p in b.params]
             given = {id(param) for param in self.params}
             self._seen = [(param, _fingerprint(param)) for param in watched if id(param) in given]
+            unwatched = [b for b in self.buffers if not (b.hold.reports_changes or b.hold.writers or b.aliased)]
+            self._versions = [(p, p._version) for b in unwatched for p in b.owners if id(p) in given]
         else:
             # What a block around this one writes back anyway is left to it: transformers enters inner blocks on the
             # modifier's rank alone.
@@ -80,9 +85,26 @@ class GatheredParameters:
         try:
             if kind is None and self._seen:
                 _report_changes(self._seen)
+            if kind is None:
+                _tell_changes(self._versions)
         finally:
-            self._seen = []
+            self._seen, self._versions = [], []
             self._held.close()
+
+
+def _tell_changes(versions: list[tuple[Tensor, int]]) -> None:
+    """Say what torch counts as written (not through ``.data``) and will be lost. Not collective."""
+    for param, version in versions:
+        home = home_of(param)
+        if home is None or home.buffer.hold.writers or param._version == version:
+            continue
+        warn_once(
+            f"{name_of(param)} was changed inside GatheredParameters(modifier_rank=None) (said once, for the first of "
+            "them): the change is lost when the block ends. Give modifier_rank=0 to keep what rank 0 writes; "
+            "zero_optimization.enable_sanity_checks makes it an error and compares values too",
+            about="changes of gathered parameters",
+        )
+        return
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int, int]:

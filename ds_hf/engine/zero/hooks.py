@@ -9,6 +9,10 @@ frozen ones have none, and ``weight.detach()`` is needed for inputs only.
 A unit whose weight the model's forward reads itself (``external``) is a *guest* of the model's call: gathered from the
 read until that call is over, and in backward until it comes to what ran before the read.
 
+A backward that makes a graph (``create_graph=True``: gradient penalties, forces inside forward) has nothing to reduce,
+and what it computed needs the weights again in no order that hooks could follow: units that it reaches stay gathered
+until the step, or the call of the model that follows an ordinary backward.
+
 Hooks sit on the modules, not on the engine, so ``model.generate()`` works at every stage.
 """
 
@@ -28,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.external import ExternalParameters, external_parameters, unwatch, watch
 from ds_hf.engine.zero.gradients import GradientBuffer
+from ds_hf.engine.zero.loading import refuse_load
 from ds_hf.engine.zero.reduction import Reducer, divided_loss
 from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
 from ds_hf.engine.zero.unit import Prefetch, Unit
@@ -144,6 +149,9 @@ class UnitHooks:
         self._between: Unit | None = None  # gathered for its next block, which is called as a rule
         self._kept: list[FlatBuffer] = []  # buffers of the root that keep_root() holds
         self._flush_queued = False
+        self._in_graphs: list[FlatBuffer] = []  # buffers that graphs of gradients use
+        self._graphs_are_over = False  # an ordinary backward has come since
+        self._makes_graph = False  # the present backward is none
         self.driven = False  # Engine.backward runs: it flushes by itself
         self.needs_scale = needs_scale
         self.scaled = False  # Engine.scale applied it to the coming backward, which is not driven
@@ -275,6 +283,7 @@ class UnitHooks:
             handle.remove()
         self.handles.clear()
         self._let_root_go()
+        self.let_graphs_go()
         self._leave_units()
         for module, attach in self._external_modules.items():
             attached = module.__dict__.get("_ds_attach_external", [])
@@ -304,6 +313,19 @@ class UnitHooks:
     def _let_root_go(self) -> None:
         while self._kept:
             self._kept.pop().hold.count -= 1
+
+    def _hold_for_graph(self, unit: Unit) -> None:
+        unit.gather()
+        self._makes_graph, self._graphs_are_over = True, False
+        for buffer in unit.buffers:
+            if buffer.sharded and buffer not in self._in_graphs:
+                buffer.hold.count += 1
+                self._in_graphs.append(buffer)
+
+    def let_graphs_go(self) -> None:
+        """No backward comes any more through the gradients that were made as part of a graph."""
+        held, self._in_graphs = self._in_graphs, []
+        self._let_go(held)
 
     @contextmanager
     def driving(self) -> Iterator[None]:
@@ -375,6 +397,8 @@ class UnitHooks:
         post = _Hook(partial(self._post_forward, unit))
         self._scopes.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
         self._scopes.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
+        load: Any = _Hook(partial(refuse_load, unit))
+        self._scopes.append(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
 
     def _attach_external(self, module: nn.Module, param: nn.Parameter) -> None:
         unit = self.unit_of.get(id(param))
@@ -410,6 +434,8 @@ class UnitHooks:
             self._open = True
             self._note()
             self._let_root_go()
+            if self._graphs_are_over and not in_backward():
+                self.let_graphs_go()
         recomputing = in_backward()
         begins = not (recomputing or self.units[0].depth) and torch.is_grad_enabled()
         if begins and (not unit.name or not self.reducer.asked):  # once a step for who calls the model's parts
@@ -512,7 +538,9 @@ class UnitHooks:
     def _pre_backward(self, unit: Unit, call: _Call | None, grad: Tensor) -> None:
         if self.reducer.shown:
             self.reducer.take_back()
-        if call is not None:
+        if call is not None and torch.is_grad_enabled():  # with create_graph=True
+            self._hold_for_graph(unit)
+        elif call is not None:
             if call not in self._begun:
                 self._begun.add(call)
                 self.reducer.reopen(unit)
@@ -533,6 +561,10 @@ class UnitHooks:
 
     def _flush_callback(self) -> None:
         self._flush_queued = False
+        if self._makes_graph and not self.driven and not self.reducer.has_new:
+            self._makes_graph = False
+            self._note()
+            return  # it was a part of the forward
         if not self.driven:
             if self.needs_scale and not self.scaled and self.reducer.has_new:
                 self.abandon()
@@ -550,6 +582,7 @@ class UnitHooks:
             unit.open_calls.clear()
         self._begun.clear()
         self._first.clear()
+        self._makes_graph, self._graphs_are_over = False, True
         self.reducer.flush()
         self.prefetch.drop()
 
@@ -659,6 +692,8 @@ class _Call:
         self.inputs += 1
 
     def _on_input_gradient(self, key: int, grad: Tensor) -> None:
+        if torch.is_grad_enabled():  # with create_graph=True
+            return
         self.pending.discard(key)
         if not self.pending:
             self.unit.open_calls.discard(self)

@@ -5,15 +5,17 @@ Peak memory on the device: the root's unit and one other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from ds_hf.engine.zero.buffer import unshard
+from torch import Tensor, nn
+
+from ds_hf.engine.zero.buffer import BufferState, unshard
 from ds_hf.engine.zero.unit import Unit
 
-__all__ = ["loadable"]
+__all__ = ["loadable", "refuse_load"]
 
 
 @contextmanager
@@ -22,6 +24,7 @@ def loadable(units: Sequence[Unit]) -> Iterator[None]:
     handles: list[Any] = []
     opened: list[AbstractContextManager[None]] = []
     for unit in units:
+        unit.loading = True
         modules: list[Any] = unit.modules
         for module in modules:
             handles.append(module.register_load_state_dict_pre_hook(partial(_open, unit, opened)))
@@ -29,6 +32,8 @@ def loadable(units: Sequence[Unit]) -> Iterator[None]:
     try:
         yield
     finally:
+        for unit in units:
+            unit.loading = False
         for handle in handles:
             handle.remove()
 
@@ -43,3 +48,21 @@ def _close(unit: Unit, opened: list[AbstractContextManager[None]], *_: Any) -> N
     for buffer in unit.buffers:
         buffer.write_back()
     opened.pop().__exit__(None, None, None)
+
+
+def refuse_load(unit: Unit, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Before torch finds that whole weights do not fit what has no elements, say why and what to call."""
+    error_msgs: list[str] = rest[-1]
+    released = any(buffer.sharded and buffer.state is not BufferState.GATHERED for buffer in unit.buffers)
+    if unit.loading or not released or _HOW in error_msgs:
+        return
+    names = (prefix + name for name, _ in module.named_parameters())
+    if any(isinstance(value := state.get(name), Tensor) and value.numel() for name in names):
+        error_msgs.append(_HOW)
+
+
+_HOW = (
+    "at ZeRO stage 3 a part of each parameter is on each process, so whole weights do not fit. Call "
+    "engine.load_module_state_dict(state_dict) on all processes, or load inside "
+    "`with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):`"
+)

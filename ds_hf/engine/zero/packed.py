@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.zero.at_rest import is_ordinary
 from ds_hf.engine.zero.buffer import FlatBuffer, _mark, buffers_of, unshard
 from ds_hf.engine.zero.layout import Slot
 from ds_hf.engine.zero.replicas import Replicas
@@ -33,12 +34,12 @@ def is_packed(param: Tensor) -> bool:
 
 
 def _is_plain(param: Tensor) -> bool:
-    return type(param) is nn.Parameter and not hasattr(param, "quant_state")
+    return is_ordinary(param) and not hasattr(param, "quant_state")
 
 
 def _is_wrapped(param: Tensor) -> bool:
     """A tensor of a class of its own, and not a class of parameters over a plain tensor."""
-    return type(param.data) is not Tensor
+    return not is_ordinary(param) and type(param.data) is not Tensor
 
 
 def packed_parts(param: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -89,6 +90,11 @@ def check_packed(model: nn.Module, *, sharded: bool) -> None:
         if not is_packed(param):
             continue
         kind = f"{name} is a {type(param).__name__}" if type(param) is not nn.Parameter else f"{name} is {param.dtype}"
+        if param.requires_grad and param.is_complex():
+            raise ConfigError(
+                f"{kind}: complex parameters do not train in flat buffers of real numbers. Keep the parameter as real "
+                "pairs, nn.Parameter(torch.view_as_real(values)), and compute with torch.view_as_complex(self.name)"
+            )
         if param.requires_grad:
             raise ConfigError(
                 f"{kind} and requires a gradient, but quantized weights do not train: freeze it "

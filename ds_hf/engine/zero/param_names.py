@@ -114,9 +114,15 @@ def _summary(param: nn.Parameter, **kwargs: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _getstate(param: nn.Parameter) -> dict[str, Any]:
+    """What torch pickles beside the values: a pickle of a gathered parameter is that of an ordinary one."""
+    return {name: value for name, value in param.__dict__.items() if name not in _OURS}
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather_coalesced,
+    "__getstate__": _getstate,
     "aligned_size": _aligned_size,
     "ds_summary": _summary,
     "padding_size": _padding_size,
@@ -127,6 +133,7 @@ _ATTRIBUTES = (
     "ds_active_sub_modules", "ds_id", "ds_numel", "ds_persist", "ds_shape", "ds_status", "ds_tensor",
     "is_external_param",
 )  # fmt: skip
+_OURS = {"_ds_home", *_ATTRIBUTES, *_METHODS}
 
 
 def mark(param: Any, buffer: FlatBuffer, slot: Slot) -> None:
@@ -144,8 +151,7 @@ def mark(param: Any, buffer: FlatBuffer, slot: Slot) -> None:
 def unmark(param: Tensor) -> None:
     """Take them away."""
     for name in (*_ATTRIBUTES, *_METHODS):
-        if name in param.__dict__:
-            delattr(param, name)
+        param.__dict__.pop(name, None)
 
 
 def _part(buffer: FlatBuffer, slot: Slot) -> Tensor:

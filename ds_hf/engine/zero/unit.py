@@ -40,6 +40,7 @@ class Unit:
         depth: nested calls now in progress among ``modules``.
         awaited: calls since the last backward whose own backward will end; less than 0 when forwards ran inside it.
         open_calls: calls whose backward has begun and not ended.
+        loading: ``load_state_dict`` of a module gathers the unit.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Unit:
     depth: int = 0
     awaited: int = 0
     open_calls: set[Any] = field(default_factory=set)
+    loading: bool = False
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -11,6 +11,7 @@ deferred.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,10 @@ class _Pending(nn.Parameter):
                     tensor.__dict__["_ds_arrive"]()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self.__dict__["_ds_arrive"]()  # torch's own asks for the class first
+        return copy.deepcopy(self, memo)
 
 
 def can_be_pending(params: Iterable[nn.Parameter]) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import ds_hf
 from ds_hf.engine.zero.gather import GatheredParameters
-from ds_hf.engine.zero.packed import PackedBuffer, is_packed, packed_parts
+from ds_hf.engine.zero.packed import PackedBuffer, check_packed, is_packed, packed_parts
+from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -277,3 +278,10 @@ def fp8(stage: int) -> None:
 @STAGES
 def test_fp8_stays_as_it_is(stage: int) -> None:
     run_distributed(fp8, 2, stage, timeout=60)
+
+
+def test_complex_parameters_are_refused_as_such() -> None:
+    model = nn.Linear(2, 2)
+    model.spectrum = nn.Parameter(torch.zeros(3, dtype=torch.cfloat))
+    with pytest.raises(ConfigError, match=r"spectrum is torch.complex64.*torch\.view_as_real"):
+        check_packed(model, sharded=False)

@@ -1,0 +1,205 @@
+"""Parameters at rest: their values are in shards, and what they show has no elements.
+
+While a sharded buffer is released, its parameters are of a class of their own: a copy of one would be empty, and what
+is written to it goes nowhere. So a copy is an error, and a write is told. When the buffer is gathered they are ordinary
+parameters. Asking for anything but values (``requires_grad``, ``grad``, hooks) takes no longer than of those.
+
+Parameters of a class that a library made keep it; they show their emptiness only by their shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.errors import DsHfError
+from ds_hf.log import warn_once
+
+if TYPE_CHECKING:
+    from ds_hf.engine.zero.buffer import FlatBuffer
+
+__all__ = ["FORM", "HARMLESS", "AtRest", "ParamStatus", "Released", "is_ordinary", "name_of", "tensors_of", "wake"]
+
+_GET_DATA, _SET_DATA = (getattr(vars(torch._C.TensorBase)["data"], name) for name in ("__get__", "__set__"))
+_FORM = ("shape", "ndim", "nbytes", "itemsize")
+_FLAGS = (
+    *("device", "dtype", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_leaf", "grad_fn"),
+    *("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+    *("_base", "_is_param", "name", "output_nr"),
+)
+
+
+def _properties(names: Iterable[str], *accessors: str) -> set[Any]:
+    found = (vars(torch._C.TensorBase).get(name, vars(Tensor).get(name)) for name in names)
+    return {getattr(member, accessor) for member in found if member is not None for accessor in accessors}
+
+
+# What is asked of the form that the whole parameter has ...
+FORM = {
+    *_properties(_FORM, "__get__"),
+    *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.dim, Tensor.ndimension, Tensor.__len__),
+    *(Tensor.stride, Tensor.is_contiguous, torch.numel),
+}
+# ... and of the tensor object, whatever its values.
+HARMLESS = {
+    *_properties(_FLAGS, "__get__"),
+    *_properties(("requires_grad", "grad", "_backward_hooks"), "__set__"),
+    *_properties(("grad",), "__delete__"),
+    *(Tensor.requires_grad_, Tensor.element_size, Tensor.get_device, Tensor.__hash__, Tensor.register_hook),
+    *(Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.is_floating_point, Tensor.is_complex),
+    *(Tensor.is_signed, torch.is_floating_point, torch.is_complex, torch.is_tensor),
+}
+
+
+def tensors_of(kind: type[Tensor], value: Any) -> list[Any]:
+    """The tensors of ``kind`` in the arguments of a function of torch."""
+    if isinstance(value, kind):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return []
+    return [tensor for item in value for tensor in tensors_of(kind, item)]
+
+
+class ParamStatus(IntEnum):
+    """What ``param.ds_status`` says (DeepSpeed's ``ZeroParamStatus``)."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class AtRest(nn.Parameter):
+    """What all parameters at rest have in common."""
+
+    @property
+    def ds_status(self) -> ParamStatus:
+        """Of a gathered parameter it is an attribute, which waits below this."""
+        return ParamStatus.NOT_AVAILABLE
+
+
+def is_ordinary(param: Tensor) -> bool:
+    """Whether ``param`` is of torch's own class, or at rest."""
+    return type(param) is nn.Parameter or isinstance(param, AtRest)
+
+
+def wake(param: Tensor) -> None:
+    """Make ``param``, if it is at rest, an ordinary parameter that still shows no elements."""
+    if isinstance(param, AtRest):
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def name_of(param: Tensor) -> str:
+    """For messages."""
+    home = param._ds_home  # type: ignore[attr-defined]
+    names: tuple[str, ...] = home.buffer.param_names
+    shape = tuple(home.slot.shape)
+    return f"{names[home.slot.index]} {shape}" if home.slot.index < len(names) else f"a parameter of shape {shape}"
+
+
+def _refuse_copy(param: Tensor, what: str) -> NoReturn:
+    raise DsHfError(
+        f"{what} of {name_of(param)} would be empty: at ZeRO stage 3 each process holds a part of it. Copy inside "
+        "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`, on all processes; to write whole weights "
+        "to a file, call engine.save_16bit_model(folder) or engine.save_checkpoint(folder)"
+    )
+
+
+def _tell_write(param: Tensor, what: str) -> None:
+    warn_once(
+        f"{what} on {name_of(param)} has no effect (said once, for the first of them): at ZeRO stage 3 its values are "
+        "not here between uses. Write inside `with deepspeed.zero.GatheredParameters(params, modifier_rank=0):`, on "
+        "all processes",
+        about="writes to parameters at rest",
+    )
+
+
+class Released(AtRest):
+    """A parameter of a model that trains, or will."""
+
+    @property
+    def data(self) -> Tensor:
+        """Nothing, that knows of which parameter."""
+        return _Nothing.of(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _SET_DATA(self, value)
+        if value.numel():
+            _tell_write(self, "`.data = ...`")
+
+    def detach(self) -> Tensor:
+        return _Nothing.of(self)
+
+    def clone(self, *args: Any, **kwargs: Any) -> Tensor:
+        _refuse_copy(self, "a clone")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        buffer: FlatBuffer = self._ds_home.buffer  # type: ignore[attr-defined]
+        if buffer.duplicate is None:
+            _refuse_copy(self, "a copy")
+        if id(self) not in memo:
+            memo[id(self)] = buffer.duplicate(self)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_copy(self, "a pickle")
+
+
+class _Nothing(Tensor):
+    """What ``.data`` and ``state_dict()`` show of a parameter at rest."""
+
+    _of: nn.Parameter
+
+    @classmethod
+    def of(cls, param: nn.Parameter) -> _Nothing:
+        nothing = _GET_DATA(param).as_subclass(cls)
+        nothing._of = param
+        return nothing  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _COPIES and isinstance(args[0], _Nothing):
+            _refuse_copy(args[0]._of, f"`.{name}()`")
+        if name in _WRITES and isinstance(args[0], _Nothing):
+            _tell_write(args[0]._of, f"`.data.{name}()`")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        _refuse_copy(self._of, "a copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_copy(self._of, "a pickle")
+
+
+_COPIES = ("clone", "cpu", "cuda", "numpy", "tolist")
+_NO_VALUES = ("requires_grad_", "share_memory_", "detach_", "rename_")  # change something else than values
+_OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__")
+_WRITES = {
+    *(name for name in dir(Tensor) if name.endswith("_") and name[0] != "_" and name not in _NO_VALUES),
+    *_OPERATORS,
+}
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    write = getattr(Tensor, name)
+
+    def told(param: Released, *args: Any, **kwargs: Any) -> Any:
+        _tell_write(param, f"`.{name}()`")
+        return write(param, *args, **kwargs)
+
+    return told
+
+
+for _name in _WRITES:
+    setattr(Released, _name, _telling(_name))

@@ -1,0 +1,126 @@
+"""Weights that a constructor uses though they have been cut up: gathered while they are used, and cut up again.
+
+Under ``zero.Init`` a parameter is sharded as the constructor of its module returns, but the constructors around it go
+on: they initialise their children, copy them, read their statistics, run them to learn a shape. While ``Init`` is
+active, parameters at rest are therefore of a class that *opens* a parameter at its first use: gathers it, and leaves it
+an ordinary one until the constructor in which that happened returns. Then rank 0's values are taken, as ever under
+``Init``. All processes run the same constructors, so they open and close the same parameters in the same order.
+
+A constructor that goes through all parameters of the model must not hold all of them: beyond ``ROOM_NBYTES`` the oldest
+are closed first, except those of which a view is still held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.zero.at_rest import FORM, HARMLESS, AtRest, tensors_of
+from ds_hf.engine.zero.buffer import BufferState, FlatBuffer, leave_home
+
+__all__ = ["ROOM_NBYTES", "OpenParameters"]
+
+ROOM_NBYTES = 64 << 20
+
+
+class OpenParameters:
+    """The parameters that the running constructors have opened. Buffers here have one parameter each.
+
+    Attributes:
+        depth: constructors that run inside each other.
+        rests_as: the class of parameters at rest that open themselves here.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.rests_as: type[AtRest] = type("Building", (_Building,), {"opened": self})
+        self._open: dict[FlatBuffer, int] = {}
+        self._stay: list[FlatBuffer] = []
+
+    def keep(self, buffer: FlatBuffer) -> None:
+        """Gather ``buffer`` for as long as the model has no engine. Collective."""
+        buffer.gather()
+        buffer.hold.count += 1
+        self._stay.append(buffer)
+
+    def keeps(self, buffer: FlatBuffer) -> bool:
+        return buffer in self._stay
+
+    def open(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Make the parameters of ``buffers`` ordinary ones. Collective."""
+        wanted = dict.fromkeys(buffers)
+        for buffer in wanted:
+            if buffer.state is not BufferState.GATHERED:  # or a GatheredParameters has it, and keeps what is written
+                buffer.gather_exactly()
+                buffer.hold.count += 1
+                self._open[buffer] = self.depth
+        excess = sum(_nbytes(buffer) for buffer in self._open) - ROOM_NBYTES
+        for buffer in list(self._open):
+            if excess > 0 and buffer not in wanted and not buffer.has_other_users:
+                excess -= _nbytes(buffer)
+                self._close(buffer)
+
+    def close(self, depth: int = 0) -> None:
+        """Cut up again what was opened at ``depth`` or deeper. Collective."""
+        for buffer in [buffer for buffer, opened in self._open.items() if opened >= depth]:
+            self._close(buffer)
+        if not depth:
+            for buffer in self._stay:
+                buffer.write_back(0)
+
+    def whole(self, data: Any) -> Any:
+        """``data``; as ``nn.Parameter(data)`` needs it, which looks at the class before it looks at the values."""
+        if isinstance(data, _Building):
+            self.open([data._ds_home.buffer])  # type: ignore[attr-defined]
+        return data
+
+    def settle(self, buffer: FlatBuffer) -> None:
+        """What was written to ``buffer`` is in its shards from now on. Collective, if it is gathered."""
+        if buffer in self._open or buffer in self._stay:
+            buffer.write_back(0)
+
+    def abandon(self) -> None:
+        """A constructor failed, perhaps on this rank alone."""
+        for buffer in self._open:
+            buffer.hold.count -= 1
+            buffer.release(spare_users=True)
+        self._open.clear()
+
+    def _close(self, buffer: FlatBuffer) -> None:
+        del self._open[buffer]
+        buffer.hold.count -= 1
+        param, view = buffer.params[0], buffer.views[0]
+        if (param.shape, param.dtype) == (view.shape, view.dtype):
+            buffer.write_back(0)
+            buffer.release(spare_users=True)
+        else:  # another tensor was put in: an ordinary parameter again, to be sharded as it is now
+            leave_home(param)
+
+
+def _nbytes(buffer: FlatBuffer) -> int:
+    return buffer.layout.numel * buffer.dtype.itemsize
+
+
+class _Building(AtRest):
+    """A parameter at rest while ``Init`` is active."""
+
+    opened: OpenParameters
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FORM:
+            whole = args[0]._ds_home.slot.shape, args[0].dtype
+            args = (torch.Tensor.new_empty(_NOWHERE, whole[0], dtype=whole[1]), *args[1:])
+        elif func not in HARMLESS:
+            cls.opened.open(param._ds_home.buffer for param in tensors_of(_Building, (args, kwargs)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+_NOWHERE: Tensor = torch.empty(0, device="meta")

@@ -1,0 +1,203 @@
+"""Parameters at rest: copies of them are errors, writes to them are told; copies of what is whole are plain models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_hf import initialize
+from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.init import Init
+from ds_hf.errors import DsHfError
+from ds_hf.log import forget_said
+from tests.engine.zero.zoo import WIDTH, Stack, mean_square
+from tests.helpers.distributed import run_distributed
+from tests.helpers.parity import base_config, full_weights
+
+SGD = {"type": "SGD", "params": {"lr": 0.05}}
+
+
+def saved(value: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": lambda engine: copy.deepcopy(engine.module),
+    "deepcopy of a block": lambda engine: copy.deepcopy(engine.module.blocks[0]),
+    "save": lambda engine: saved(engine.module),
+    "pickle": lambda engine: pickle.dumps(engine.module.blocks[0].up.weight),
+    "save of the state dict": lambda engine: saved(engine.module.state_dict()),
+    "deepcopy of the state dict": lambda engine: copy.deepcopy(engine.module_state_dict()),
+    "state dict on the host": lambda engine: {k: v.cpu() for k, v in engine.module.state_dict().items()},
+    "clone": lambda engine: engine.module.blocks[0].up.weight.clone(),
+    "clone of data": lambda engine: engine.module.blocks[0].up.weight.data.clone(),
+    "clone of the state dict": lambda engine: [v.clone() for v in engine.module.state_dict().values()],
+}
+
+
+def built(stage: int) -> Any:
+    torch.manual_seed(2)
+    engine, *_ = initialize(model=Stack(), config=base_config(stage, optimizer=SGD))
+    train(engine)
+    return engine
+
+
+def train(engine: Any) -> None:
+    data = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    engine.backward(mean_square(engine(data)))
+    engine.step()
+
+
+def is_plain(model: nn.Module, engine: Any) -> bool:
+    """It trains by itself, and what trains it does not reach the engine, nor the engine it."""
+    names = dict(model.named_parameters())
+    same = all(torch.equal(value, names[name]) for name, value in full_weights(engine.module).items())
+    plain = all(type(p) is nn.Parameter and not hasattr(p, "ds_id") for p in names.values())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    mean_square(model(torch.ones(2, WIDTH))).backward()
+    mine = [p.detach().clone() for p in model.parameters()]
+    train(engine)
+    untouched = all(torch.equal(p, q) for p, q in zip(model.parameters(), mine, strict=True))
+    before = full_weights(engine.module)
+    optimizer.step()
+    after = full_weights(engine.module)
+    return same and plain and untouched and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def copies() -> list[str]:
+    wrong = []
+    for stage in (0, 1, 2, 3):
+        engine = built(stage)
+        for name, make in COPIES.items() if stage == 3 else ():
+            with pytest.raises(DsHfError, match="GatheredParameters") as told:
+                make(engine)
+            if "weight" not in str(told.value) and "bias" not in str(told.value):
+                wrong.append(name)
+        for make in (copy.deepcopy, saved):
+            with GatheredParameters(list(engine.module.parameters())):
+                taken = make(engine.module)
+            if not is_plain(taken, engine):
+                wrong.append(f"{make.__name__} at stage {stage}")
+        for part in (engine, engine.optimizer):
+            for make in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(DsHfError, match="copied or pickled"):
+                    make(part)
+        engine.destroy()
+    return wrong
+
+
+def test_copies_are_whole_plain_models_or_errors() -> None:
+    assert run_distributed(copies, 2, timeout=100) == [[], []]
+
+
+def copies_before_initialize() -> bool:
+    """What zero.Init made is copied shard by shard, and may have an engine of its own."""
+    with Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}):
+        model = Stack()
+    copied = copy.deepcopy(model)
+    before = full_weights(model)
+    with pytest.raises(DsHfError, match="GatheredParameters"):
+        saved(model)
+    engine, *_ = initialize(model=copied, config=base_config(3, optimizer=SGD))
+    train(engine)
+    after, trained = full_weights(model), full_weights(copied)
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return same and not all(torch.equal(before[name], trained[name]) for name in before)
+
+
+def test_copies_of_what_init_made_are_sharded_and_train_by_themselves() -> None:
+    assert run_distributed(copies_before_initialize, 2, timeout=60) == [True, True]
+
+
+def _in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2.0)
+
+
+def _replace(weight: nn.Parameter) -> None:
+    weight.data = torch.ones(3)
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "mul_": _in_place,
+    "fill_": lambda weight: nn.init.constant_(weight, 1.0),
+    "data.zero_": lambda weight: weight.data.zero_(),
+    "data.__setitem__": lambda weight: weight.data.__setitem__(slice(0, 2), 1.0),
+    "data = ...": _replace,
+}
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def writes() -> list[str]:
+    engine, lines, silent = built(3), _Lines(), []
+    logging.getLogger("ds_hf").addHandler(lines)
+    weight = engine.module.blocks[1].up.weight
+    before = full_weights(engine.module)
+    for name, write in WRITES.items():
+        forget_said()
+        lines.texts.clear()
+        write(weight)
+        write(weight)
+        told = [text for text in lines.texts if "blocks.1.up.weight" in text and "modifier_rank=0" in text]
+        if len(told) != 1 or name not in told[0]:
+            silent.append(f"{name}: {lines.texts}")
+    forget_said()
+    lines.texts.clear()
+    with GatheredParameters([weight]):
+        nn.init.zeros_(weight)
+    if len(lines.texts) != 1 or "blocks.1.up.weight" not in lines.texts[0]:
+        silent.append(f"gathered: {lines.texts}")
+    lines.texts.clear()
+    _ = weight.requires_grad_(True), weight.detach(), weight.data.shape, weight.grad
+    silent += lines.texts
+    after = full_weights(engine.module)
+    engine.destroy()
+    return silent + [name for name in before if not torch.equal(before[name], after[name])]
+
+
+def test_writes_to_what_is_not_here_are_told_once_by_name() -> None:
+    told = run_distributed(writes, 2, timeout=60)
+    assert told[0] == []
+
+
+def load_whole_weights() -> tuple[bool, bool]:
+    torch.manual_seed(4)
+    wanted = Stack().state_dict()
+    engine = built(3)
+    told = []
+    for module, state in (
+        (engine.module, wanted),
+        (engine.module.blocks[1], {k[len("blocks.1.") :]: v for k, v in wanted.items() if k.startswith("blocks.1.")}),
+    ):
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match="load_module_state_dict") as raised:
+                module.load_state_dict(state, assign=assign)
+            told.append(str(raised.value).count("GatheredParameters") == 1)
+    engine.load_module_state_dict(wanted)
+    found = full_weights(engine.module)
+    engine.destroy()
+    return all(told), all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_whole_weights_are_refused_with_what_to_call() -> None:
+    assert run_distributed(load_whole_weights, 2, timeout=60) == [(True, True)] * 2
