@@ -24,8 +24,9 @@ from ds_hf.deepspeed_api.optimizer import EngineOptimizer
 from ds_hf.deepspeed_api.pipeline import PipelineEngine
 from ds_hf.deepspeed_api.sequence.division import release
 from ds_hf.deepspeed_api.tensor_parallel import asked_of, set_autotp_mode
-from ds_hf.engine.builder import build_engine
+from ds_hf.engine.builder import build_engine, training_ranks
 from ds_hf.engine.comm.process_group import init_distributed
+from ds_hf.engine.comm.together import building
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.pipeline.module import StageModule
 from ds_hf.errors import ConfigError
@@ -83,40 +84,43 @@ def initialize(
     compiled = type(model).__name__ == "OptimizedModule"
     if compiled:  # torch.compile(model): its graphs would have the hooks inside
         model = cast(nn.Module, model._orig_mod)
-    source = _config_source(args, config, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if (stand_in := _stand_in.get()) is not None:
         if isinstance(model, StageModule):
             raise ConfigError(
                 "`ds-hf memory` predicts no pipelines yet: predict the model without stages", "PipelineModule"
             )
+        source = _config_source(args, config, config_params)
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     asked = asked_of(model, mpu)
-    if asked is not None:
-        asked.check(load_config(source, check_batch=False))
-    engine = build_engine(
-        model,
-        source,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        mesh_param=mesh_param,
-        collate_fn=collate_fn,
-        compiled=compiled,
-        claims=() if asked is None else asked.claims,
-        engine_type=PipelineEngine if isinstance(model, StageModule) else Engine,
-        optimizer_type=EngineOptimizer,
-    )
-    engine.mpu = model.mpu() if isinstance(model, StageModule) else mpu
-    engine.tp_size_asked = 0 if asked is None else asked.size
-    if engine.autotp_size() > 0:
-        set_autotp_mode(training=True)
-        setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(engine.module))
-    groups.remember(engine.mesh)
-    let_decode(engine)
-    _divide_sequences(model, engine)
+    claims = () if asked is None else asked.claims
+    with building("initialize()", training_ranks(model, mpu, mesh_param, claims)):
+        source = _config_source(args, config, config_params)
+        if asked is not None:
+            asked.check(load_config(source, check_batch=False))
+        engine = build_engine(
+            model,
+            source,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            mesh_param=mesh_param,
+            collate_fn=collate_fn,
+            compiled=compiled,
+            claims=claims,
+            engine_type=PipelineEngine if isinstance(model, StageModule) else Engine,
+            optimizer_type=EngineOptimizer,
+        )
+        engine.mpu = model.mpu() if isinstance(model, StageModule) else mpu
+        engine.tp_size_asked = 0 if asked is None else asked.size
+        if engine.autotp_size() > 0:
+            set_autotp_mode(training=True)
+            setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(engine.module))
+        groups.remember(engine.mesh)
+        let_decode(engine)
+        _divide_sequences(model, engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

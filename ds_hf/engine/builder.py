@@ -19,15 +19,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hf.config import load_config
-from ds_hf.config.mesh import MODEL_TOPOLOGY, TOPOLOGY, Claim, divides_layers, given_claims
+from ds_hf.config.mesh import MODEL_TOPOLOGY, TOPOLOGY, Claim, divides_layers, given_claims, is_sequence_mpu
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
+from ds_hf.config.types.mesh import MeshShape
 from ds_hf.engine import activations, generation, progress, tiling
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
 from ds_hf.engine.comm.mpu import check_same_groups
+from ds_hf.engine.comm.together import building
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.engine import CoreEngine
+from ds_hf.engine.likeness import describe_model, describe_settings
 from ds_hf.engine.monitor import open_monitors
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.muon_groups import mark_matrices
@@ -42,12 +45,13 @@ from ds_hf.engine.sparse.models import prepare_attention
 from ds_hf.engine.tensor.divide import divide
 from ds_hf.engine.tensor.same_batch import compare_first_batch
 from ds_hf.engine.zero.buffer import home_of
+from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError
 from ds_hf.log import set_log_level_from_string, warn_once
 from ds_hf.measure.protocol import TRIAL_ENV
 
-__all__ = ["WORTH_SAYING", "build_engine", "whole_model_advice"]
+__all__ = ["WORTH_SAYING", "build_engine", "training_ranks", "whole_model_advice"]
 
 E = TypeVar("E", bound=CoreEngine)
 
@@ -80,39 +84,47 @@ def build_engine(
     Raises:
         ConfigError: the configuration, or its combination with the arguments, is wrong.
     """
-    settings, plan, mesh, divides = _load(source, model, mpu, mesh_param, claims)
-    if settings.log_level is not None:
-        set_log_level_from_string(settings.log_level)
-    watch_for_hangs(mesh, settings.ds_hf.hang_timeout)
-    record = _recording(settings.ds_hf.report)
-    comms_logger.configure(settings.comms_logger)
-    _check_scheduler(optimizer, lr_scheduler)
-    if settings.ds_hf.sparse_attention:
-        prepare_attention(settings, model, **_shares_of_heads(mesh))
-    monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
-    model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
-    inner = _make_optimizer(settings, model, optimizer, model_parameters)
-    whole = {id(param) for param in model.parameters()}
-    quantize_by_settings(settings, model, trains=inner is not None, dtype=plan.parameters.dtype)
-    _forget(inner, whole.difference(id(param) for param in model.parameters()))
-    if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
-        warn_once(advice)
-    parts = make_parts(settings, plan, mesh, model, inner, optimizer_type, whole_batches=isinstance(model, StageModule))
-    engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
-    engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
-    if training_data is not None:
-        engine.training_dataloader = build_dataloader(
-            training_data,
-            batch_size=engine.batch.micro,
-            collate_fn=collate_fn,
-            drop_last=settings.dataloader_drop_last,
-            rank=mesh.sample_rank,
-            world_size=mesh.shape.data,
-            shuffles=not isinstance(model, StageModule),  # as in DeepSpeed, whose pipelines read data in order
+    with building("initialize()", training_ranks(model, mpu, mesh_param, claims)) as others:
+        claims = _all_claims(model, mpu, mesh_param, claims)
+        settings, plan, shape, divides = _load(source, model, mpu, claims)
+        others.compare(describe_settings(settings, optimizer, model_parameters, lr_scheduler))
+        others.compare(describe_model(model), _same_model(model, mpu))
+        mesh = _make_mesh(settings, shape, model, mpu, divides=divides)
+        if settings.log_level is not None:
+            set_log_level_from_string(settings.log_level)
+        watch_for_hangs(mesh, settings.ds_hf.hang_timeout)
+        record = _recording(settings.ds_hf.report)
+        comms_logger.configure(settings.comms_logger)
+        _check_scheduler(optimizer, lr_scheduler)
+        if settings.ds_hf.sparse_attention:
+            prepare_attention(settings, model, **_shares_of_heads(mesh))
+        monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
+        model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
+        inner = _make_optimizer(settings, model, optimizer, model_parameters)
+        whole = {id(param) for param in model.parameters()}
+        quantize_by_settings(settings, model, trains=inner is not None, dtype=plan.parameters.dtype)
+        _forget(inner, whole.difference(id(param) for param in model.parameters()))
+        others.meet()  # collectives begin here
+        if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
+            warn_once(advice)
+        parts = make_parts(
+            settings, plan, mesh, model, inner, optimizer_type, whole_batches=isinstance(model, StageModule)
         )
-    _attach(engine, compiled=compiled)
-    record(engine)
-    return engine
+        engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
+        engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
+        if training_data is not None:
+            engine.training_dataloader = build_dataloader(
+                training_data,
+                batch_size=engine.batch.micro,
+                collate_fn=collate_fn,
+                drop_last=settings.dataloader_drop_last,
+                rank=mesh.sample_rank,
+                world_size=mesh.shape.data,
+                shuffles=not isinstance(model, StageModule),  # as in DeepSpeed, whose pipelines read data in order
+            )
+        _attach(engine, compiled=compiled)
+        record(engine)
+        return engine
 
 
 def _shares_of_heads(mesh: Mesh) -> dict[str, tuple[int, int]]:
@@ -182,24 +194,50 @@ def _attach(engine: CoreEngine, *, compiled: bool) -> None:
         trial.attach(engine, request)
 
 
-def _load(
-    source: Any, model: nn.Module, mpu: Any, mesh_param: Any, known: Sequence[Claim]
-) -> tuple[Config, StatePlan, Mesh, bool]:
-    """The configuration, its plan, the mesh that it and everything else ask for, and whether the engine divides the
-    model over the tensor axis."""
+def _all_claims(model: nn.Module, mpu: Any, mesh_param: Any, known: Sequence[Claim]) -> list[Claim]:
+    """What everything but the configuration says of the mesh."""
     topology = getattr(model, "topology", None)
     topology = topology() if callable(topology) else None
     if not hasattr(topology, "get_axis_names"):
         topology = None
     claims = [*known, *given_claims(mpu=mpu, mesh_param=mesh_param, topology=topology, environ=os.environ)]
-    pipeline = model if isinstance(model, StageModule) else None
-    if pipeline is None:
+    if not isinstance(model, StageModule):
         claims = [replace(claim, pointer=MODEL_TOPOLOGY) if claim.pointer == TOPOLOGY else claim for claim in claims]
     if (room := _dtensor_room()) is not None:
         claims += room.dtensor_claims(model)
-    processes = dist.get_world_size()
+    return claims
+
+
+def training_ranks(model: nn.Module, mpu: Any, mesh_param: Any, known: Sequence[Claim]) -> list[int]:
+    """The processes that train ``model`` together; all where that cannot be told, which is a fault later."""
+    try:
+        return _training_ranks(mpu, _all_claims(model, mpu, mesh_param, known))
+    except ConfigError:
+        return list(range(dist.get_world_size()))
+
+
+def _training_ranks(mpu: Any, claims: Sequence[Claim]) -> list[int]:
     if mpu is not None and all(claim.size == 1 or claim.axis == "data" for claim in claims):
-        processes = dist.get_world_size(mpu.get_data_parallel_group())  # the others may train something else
+        return dist.get_process_group_ranks(mpu.get_data_parallel_group())  # the others may train something else
+    return list(range(dist.get_world_size()))
+
+
+def _same_model(model: nn.Module, mpu: Any) -> list[int] | None:
+    """The processes that were given the same modules, ``None`` for all: where its author divided it, replicas have."""
+    if isinstance(model, StageModule):
+        return model.mpu().dp_group
+    if mpu is not None and not is_sequence_mpu(mpu):
+        return dist.get_process_group_ranks(mpu.get_data_parallel_group())
+    cut = next((param for param in model.parameters() if is_cut(param)), None)
+    return None if cut is None else [dist.get_rank()]
+
+
+def _load(
+    source: Any, model: nn.Module, mpu: Any, claims: Sequence[Claim]
+) -> tuple[Config, StatePlan, MeshShape, bool]:
+    """The configuration, its plan, the sizes of the mesh that it and everything else ask for, and whether the engine
+    divides the model over the tensor axis. Nothing is sent."""
+    processes = len(_training_ranks(mpu, claims))
     settings = load_config(source, world_size=processes, given=claims)
     assert settings.mesh is not None
     plan, shape = plan_states(settings), settings.mesh
@@ -211,18 +249,23 @@ def _load(
     if shape.sequence > 1 and (here := _processes_here()) is not None:
         _warn_of_divided_sequences(shape.sequence * shape.tensor, here)
     divides = divides_layers(settings, claims)
-    if pipeline is not None:
-        grid = pipeline.mpu()
-        mesh = grid.mesh
+    if divides and isinstance(model, StageModule):
+        _refuse_vocabulary_of_stages(settings)
+    return settings, plan, shape, divides
+
+
+def _make_mesh(settings: Config, shape: MeshShape, model: nn.Module, mpu: Any, *, divides: bool) -> Mesh:
+    """The groups of all axes. Collective."""
+    if isinstance(model, StageModule):
+        grid = model.mpu()
         if mpu is not None and mpu is not grid:
             check_same_groups(mpu, grid.dp_group, grid.slice_group)
         if divides:
-            _refuse_vocabulary_of_stages(settings)
-            mesh.leave_layers_to_engine()
-        return settings, plan, mesh, divides
+            grid.mesh.leave_layers_to_engine()
+        return grid.mesh
     mesh = Mesh(shape) if mpu is None else Mesh.given(mpu, shape, divided=not divides)
     mesh.sums_sequence = settings.ds_hf.sequence_gradients == "sum"
-    return settings, plan, mesh, divides
+    return mesh
 
 
 def _refuse_vocabulary_of_stages(settings: Config) -> None:
@@ -367,9 +410,10 @@ def _listed_groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> 
     if not (given and isinstance(given[0], dict)):
         given = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
     kept = [{**group, "params": list(filter(_can_train, _listed(group["params"])))} for group in given]
-    if not any(p.requires_grad for group in kept for p in group["params"]):
+    trains = any(p.requires_grad for group in kept for p in group["params"])
+    if not trains and not (isinstance(model, StageModule) and model.trains_anywhere):
         raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
-    if isinstance(model, StageModule):  # groups have the same numbers on all stages
+    if isinstance(model, StageModule):  # groups have the same numbers on all stages, some of which may train nothing
         return kept
     return [group for group in kept if group["params"]]
 

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hf.engine.comm.mesh import Axis, compute_device
 from ds_hf.engine.comm.process_group import init_distributed
+from ds_hf.engine.comm.together import building
 from ds_hf.engine.pipeline.division import Division, divide_layers
 from ds_hf.engine.pipeline.grid import PipelineParallelGrid
 from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec, check_apart, tied_keys
@@ -101,20 +102,38 @@ class StageModule(nn.Module):
         self.micro_offset = 0
         self.curr_layer = 0
         self.chunk = 0
-        self._topo = _topology(num_stages) if topology is None else topology
-        self.num_stages = max(self._topo.get_dim("pipe"), 1)
-        self._grid = PipelineParallelGrid(topology=self._topo)
-        self.global_rank, self.stage_id = self._grid.global_rank, self._grid.stage_id
-        self._layer_specs = list(layers)
-        _refuse_others(self._layer_specs)
-        self._num_layers = len(self._layer_specs)
-        self._tied_layers = tied_keys(self._layer_specs)
-        self.tied_modules = nn.ModuleDict()
-        self.tied_weight_attrs: dict[str, list[str]] = {}
-        self._set_division(chunks)
-        self._build()
+        self.global_rank = dist.get_rank()
+        with building(_WHERE) as others:
+            self._topo = _topology(num_stages) if topology is None else topology
+            self.num_stages = max(self._topo.get_dim("pipe"), 1)
+            self._layer_specs = list(layers)
+            _refuse_others(self._layer_specs)
+            self._num_layers = len(self._layer_specs)
+            self._tied_layers = tied_keys(self._layer_specs)
+            self.tied_modules = nn.ModuleDict()
+            self.tied_weight_attrs: dict[str, list[str]] = {}
+            self._divide(chunks)
+            others.compare(self._likeness())
+            self._grid = PipelineParallelGrid(topology=self._topo)
+            self.stage_id = self._grid.stage_id
+            self._set_bounds()
+            self._build()
 
-    def _set_division(self, chunks: int) -> None:
+    @property
+    def trains_anywhere(self) -> bool:
+        """Whether any stage was given a layer that trains."""
+        return any(cost.trained for cost in self._division.costs)
+
+    def _likeness(self) -> dict[str, str]:
+        """What all stages have to be given alike: a layer that only one of them knows of would be nowhere."""
+        found = {f"topology.{name}": str(self._topo.get_dim(name)) for name in self._topo.get_axis_names()}
+        found["number of layers"] = str(self._num_layers)
+        for index, cost in enumerate(self._division.costs):
+            trained = f"{cost.name}, {cost.trained:,} parameters"
+            found[f"layer {index}"] = f"{trained}, {cost.frozen:,} frozen" if cost.frozen else trained
+        return found | {"parts": str(self.parts)}
+
+    def _divide(self, chunks: int) -> None:
         if chunks < 1:
             raise ConfigError(f"chunks is at least 1, not {chunks}", _WHERE)
         self._division = divide_layers(
@@ -122,6 +141,9 @@ class StageModule(nn.Module):
         )
         check_apart(self._layer_specs, self._division.stage_of, self._held_together())
         self.parts = self._division.parts
+
+    def _set_bounds(self) -> None:
+        """The layers of this stage."""
         self._bounds = self._division.bounds(self.stage_id)
         self._local_start, self._local_stop = self._bounds[0][0], self._bounds[-1][1]
         if self.global_rank == 0:
@@ -144,6 +166,8 @@ class StageModule(nn.Module):
             self.forward_funcs.append(self._built(index, self._layer_specs[index]))
         self._register_in_order()
         self.to(compute_device())
+        with building(_WHERE) as others:
+            others.meet()
         self.tied_comms = self._index_tied_modules()
         if synchronize:
             self._synchronize_tied_weights()
@@ -180,7 +204,8 @@ class StageModule(nn.Module):
         for name in [name for name in self._modules if name != "tied_modules"]:
             del self._modules[name]
         self.tied_modules.clear()
-        self._set_division(chunks)
+        self._divide(chunks)
+        self._set_bounds()
         for index, layer in held.items():
             if self._division.stage_of(index) == self.stage_id:  # what is there already is not built
                 spec = self._layer_specs[index]

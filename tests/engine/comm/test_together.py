@@ -1,0 +1,111 @@
+"""What one process refuses while building ends all; what processes have to have in common is compared."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ds_hf
+from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.engine.comm.together import building
+from ds_hf.engine.pipeline.specs import LayerSpec
+from ds_hf.errors import DsHfError
+from tests.helpers.distributed import DistributedFailure, run_distributed
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def _told(config: dict[str, Any], width: int = 4, **given: Any) -> str:
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
+    try:
+        engine = ds_hf.initialize(model=model, config=config, **given)[0]
+    except (DsHfError, OSError) as error:
+        return str(error)
+    engine.destroy()
+    return ""
+
+
+def _differences(folder: Path) -> list[str]:
+    odd = dist.get_rank() == 1
+    changes: list[dict[str, Any]] = [
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.001}}},
+        {"gradient_clipping": 0.3},
+        {"bf16": {"enabled": True}},
+        {"zero_optimization": {"stage": 2}},
+        {"csv_monitor": {"output_path": str(folder / str(odd))}},  # its own business
+    ]
+    found = [_told({**CONFIG, **change} if odd else CONFIG) for change in changes]
+    found.append(_told(CONFIG, width=5 if odd else 4))
+    plain = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+    model = nn.Linear(4, 4)
+    given = torch.optim.SGD(model.parameters(), lr=0.2 if odd else 0.1)
+    try:
+        ds_hf.initialize(model=model, optimizer=given, config=plain)
+    except DsHfError as error:
+        found.append(str(error))
+    return found
+
+
+def test_the_first_difference_is_told_on_all_processes(tmp_path: Path) -> None:
+    for told in run_distributed(_differences, 2, tmp_path, timeout=60):
+        assert "/optimizer/type is 'AdamW' on rank 0 and 'SGD' on rank 1" in told[0]
+        assert "/gradient_clipping is 1.0 on rank 0 and 0.3 on rank 1" in told[1]
+        assert "/bf16/enabled is False on rank 0 and True on rank 1" in told[2]
+        assert "/zero_optimization/stage is 1 on rank 0 and 2 on rank 1" in told[3]
+        assert told[4] == ""
+        assert "parameter 0.weight is [4, 4] float32 on rank 0 and [5, 4] float32 on rank 1" in told[5]
+        assert "optimizer.defaults.lr is 0.1 on rank 0 and 0.2 on rank 1" in told[6]
+
+
+class _Broken(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        if dist.get_rank() == 1 and self.weight.device.type != "meta":
+            raise OSError("no room on this host")
+
+
+def _faults() -> list[str]:
+    def factory(groups: Any) -> torch.optim.Optimizer:
+        if dist.get_rank() == 1:
+            raise OSError("no such optimizer here")
+        return torch.optim.SGD(groups, lr=0.1)
+
+    here = {**CONFIG, "no_such_key": 1} if dist.get_rank() == 1 else CONFIG
+    found = [_told(here), _told({key: value for key, value in CONFIG.items() if key != "optimizer"}, optimizer=factory)]
+    try:
+        PipelineModule([LayerSpec(nn.Linear, 4, 4), LayerSpec(_Broken)], num_stages=2, partition_method="uniform")
+    except (DsHfError, OSError) as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_fault_of_one_process_is_raised_on_all() -> None:
+    for told in run_distributed(_faults, 2, timeout=60):
+        assert "no_such_key" in told[0]
+        assert "no such optimizer here" in told[1]
+        assert "no room on this host" in told[2]
+
+
+def _waits_in_a_collective() -> None:
+    try:
+        with building("a house"):
+            if dist.get_rank() == 1:
+                raise OSError("no bricks")
+            dist.all_reduce(torch.ones(1))
+    except OSError:
+        time.sleep(300)  # until the other has ended
+
+
+def test_a_process_that_sits_in_a_collective_is_ended_with_the_text() -> None:
+    with pytest.raises(DistributedFailure, match="rank 1 failed in a house, so no process goes on: OSError: no bricks"):
+        run_distributed(_waits_in_a_collective, 2, timeout=60)
