@@ -112,6 +112,10 @@ def _by_last_key() -> dict[str, list[Path]]:
     return result
 
 
+def _is_section(path: Path) -> bool:
+    return any(len(other) > len(path) and other[: len(path)] == path for other, _ in walk())
+
+
 def foreign_name(key: str) -> str | None:
     """DeepSpeed's name, dotted, for a key that another tool uses."""
     names: dict[str, str] = load_schema()["x-foreign-names"]
@@ -123,20 +127,24 @@ def nearest(key: str, parent: Path, siblings: list[str]) -> str:
     plain = key.strip().lower().replace("-", "_").replace(" ", "_")
     if plain in siblings:
         return f'write "{plain}"'
+    if plain.startswith(("_", "//", "#", "comment")):
+        return "remove it; comments may be written as // text and /* text */"
     foreign = foreign_name(plain)
     if foreign and not parent:
         return f"DeepSpeed calls it {foreign}"
     if foreign and foreign.rpartition(".")[0] == dotted(parent):
         return f'DeepSpeed calls it "{foreign.rpartition(".")[2]}"'
     elsewhere = [path for path in _by_last_key().get(plain, []) if path[:-1] != parent]
+    if parent == ("bf16",) and ("fp16", plain) in elsewhere:
+        return "remove it: bf16 has the range of fp32 and needs no loss scale"
     if 1 <= len(elsewhere) <= 3:
         return f"move it to {' or '.join(dotted(path[:-1]) or 'the top level' for path in elsewhere)}, where it belongs"
-    close = difflib.get_close_matches(plain, siblings, n=2, cutoff=0.6)
+    close = difflib.get_close_matches(plain, siblings, n=2, cutoff=0.7)
     if close:
         return " or ".join(f'did you mean "{name}"' for name in close[:1]) + (
             f' or "{close[1]}"?' if close[1:] else "?"
         )
-    far = difflib.get_close_matches(plain, _by_last_key(), n=1, cutoff=0.8)
-    if far:
+    far = [] if elsewhere else difflib.get_close_matches(plain, _by_last_key(), n=1, cutoff=0.8)
+    if far and not _is_section(_by_last_key()[far[0]][0]):  # a section inside another one was not meant
         return f"did you mean {dotted(_by_last_key()[far[0]][0])}?"
     return f"remove it; known here: {', '.join(siblings[:12])}{', ...' if len(siblings) > 12 else ''}"

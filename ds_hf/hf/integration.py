@@ -31,6 +31,7 @@ def wrap_integration(module: ModuleType) -> None:
     auto.wrap_integration(module)
     wrapt.wrap_function_wrapper(module, "deepspeed_init", _init)
     wrapt.wrap_function_wrapper(module, "HfTrainerDeepSpeedConfig.fill_match", _match)
+    wrapt.wrap_function_wrapper(module, "HfTrainerDeepSpeedConfig.trainer_config_finalize", _finalize)
 
 
 def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,6 +76,37 @@ def _match(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], kwar
         if isinstance(asked, int) and asked * shared == given["hf_val"]:
             return None
     return wrapped(*args, **kwargs)
+
+
+def _finalize(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sizes that are "auto", of models made of several: transformers looks for a width at the top of the configuration
+    and stops without one. Here it is that of the widest part; without any, DeepSpeed's defaults hold."""
+    own = getattr(args[1] if len(args) > 1 else kwargs["model"], "config", None)
+    width = _width(own)
+    sizes = {
+        "reduce_bucket_size": width**2,
+        "stage3_prefetch_bucket_size": width**2 * 9 // 10,
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    for key, size in () if _width_at_top(own) else sizes.items():
+        if config.is_auto(f"zero_optimization.{key}") and width:
+            config.fill_only(f"zero_optimization.{key}", size)
+        elif config.is_auto(f"zero_optimization.{key}"):
+            del config.config["zero_optimization"][key]
+    return wrapped(*args, **kwargs)
+
+
+def _width_at_top(config: Any) -> bool:
+    """Whether transformers finds a width itself."""
+    places = (config, getattr(config, "text_config", None))
+    return any(hasattr(place, name) for place in places for name in ("hidden_size", "hidden_sizes"))
+
+
+def _width(config: Any) -> int:
+    """The largest width of a model's configuration and those inside it, 0 where none is known."""
+    found = [getattr(config, name, 0) for name in ("hidden_size", "d_model", "n_embd")]
+    inside = [each for each in getattr(config, "__dict__", {}).values() if hasattr(each, "to_diff_dict")]
+    return max([0, *(each for each in found if isinstance(each, int)), *map(_width, inside)])
 
 
 def _given(trainer: Any) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.test_unfreezing import OTHERS, SOME, _cases, adapters_in_turns
+from tests.engine.test_unfreezing import OTHERS, SOME, _cases
 from tests.engine.zero.test_sharing import KINDS, one_reaches_through_the_other, two_engines
 from tests.helpers.distributed import run_distributed
 
@@ -30,9 +30,6 @@ def test_two_engines(tmp_path: Path) -> None:
 
 
 def test_unfrozen_in_training() -> None:
-    run_distributed(_cases, 2, SOME + OTHERS, timeout=120, backend="nccl")
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_adapters_in_turns(stage: int) -> None:
-    run_distributed(adapters_in_turns, 2, [(stage, {})], timeout=60, backend="nccl")
+    # Muon's products are in bf16 on a GPU: it is compared on CPUs
+    cases = [case for case in SOME + OTHERS if case[1] != "Muon"]
+    run_distributed(_cases, 2, cases, timeout=120, backend="nccl")
