@@ -101,9 +101,7 @@ def build_engine(
         monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
         model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
         inner = _make_optimizer(settings, model, optimizer, model_parameters)
-        whole = {id(param) for param in model.parameters()}
-        quantize_by_settings(settings, model, trains=inner is not None, dtype=plan.parameters.dtype)
-        _forget(inner, whole.difference(id(param) for param in model.parameters()))
+        _quantize(settings, plan, model, inner)
         others.meet()  # collectives begin here
         if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
             warn_once(advice)
@@ -113,18 +111,22 @@ def build_engine(
         engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
         engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
         if training_data is not None:
-            engine.training_dataloader = build_dataloader(
-                training_data,
-                batch_size=engine.batch.micro,
-                collate_fn=collate_fn,
-                drop_last=settings.dataloader_drop_last,
-                rank=mesh.sample_rank,
-                world_size=mesh.shape.data,
-                shuffles=not isinstance(model, StageModule),  # as in DeepSpeed, whose pipelines read data in order
-            )
+            engine.training_dataloader = _loader_of(engine, training_data, collate_fn)
         _attach(engine, compiled=compiled)
         record(engine)
         return engine
+
+
+def _loader_of(engine: CoreEngine, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+    return build_dataloader(
+        data,
+        batch_size=engine.batch.micro,
+        collate_fn=collate_fn,
+        drop_last=engine.settings.dataloader_drop_last,
+        rank=engine.mesh.sample_rank,
+        world_size=engine.mesh.shape.data,
+        shuffles=not isinstance(engine.module, StageModule),  # as in DeepSpeed, whose pipelines read data in order
+    )
 
 
 def _shares_of_heads(mesh: Mesh) -> dict[str, tuple[int, int]]:
@@ -377,8 +379,11 @@ def _make_optimizer(
     return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups, offloaded=offloaded)
 
 
-def _forget(inner: Optimizer | None, quantized: set[int]) -> None:
+def _quantize(settings: Config, plan: StatePlan, model: nn.Module, inner: Optimizer | None) -> None:
     """Frozen parameters that an optimizer lists, and that are bytes now, cannot be unfrozen: it lists them no more."""
+    whole = {id(param) for param in model.parameters()}
+    quantize_by_settings(settings, model, trains=inner is not None, dtype=plan.parameters.dtype)
+    quantized = whole.difference(id(param) for param in model.parameters())
     for group in inner.param_groups if quantized and inner is not None else ():
         group["params"] = [param for param in group["params"] if id(param) not in quantized]
 

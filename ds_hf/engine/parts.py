@@ -56,7 +56,7 @@ from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, own_dtype, plan_b
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import replicas_of
 from ds_hf.engine.zero.second_shard import SecondShard
-from ds_hf.engine.zero.sharing import plan_sharing
+from ds_hf.engine.zero.sharing import Sharing, plan_sharing
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
@@ -121,23 +121,11 @@ def make_parts(
     for unit, specs in planned.items():
         for spec in specs:
             states.add(unit, spec)
-    for param in model.parameters():
-        if home_of(param) is None and not is_packed(param):
-            param.data = param.data.to(device)
-    warn_of_differences(model, mesh)
-    set_buffer_dtypes(model, settings.data_types, policy.dtype)
-    place_buffers(model, mesh.replicas, device)
+    _place_rest(settings, mesh, model, policy.dtype, device)
     units = list(planned)
     waits = device.type == "cpu" and not plan.shards_optimizer
-    accumulation = accumulation_of(settings, whole_batches=whole_batches)
-    reducer = Reducer(
-        units,
-        states.gradients,
-        plan.reduces_every_micro_batch,
-        at_the_end=waits,
-        world=mesh.stage,
-        accumulation=accumulation,
-    )
+    accumulation, often = accumulation_of(settings, whole_batches=whole_batches), plan.reduces_every_micro_batch
+    reducer = Reducer(units, states.gradients, often, at_the_end=waits, world=mesh.stage, accumulation=accumulation)
     optimizer = None
     if inner is not None:
         optimizer = _make_optimizer(settings, plan, mesh, inner, states, reducer, names, optimizer_type)
@@ -145,10 +133,7 @@ def make_parts(
         for buffer in unit.buffers:
             buffer.count_users()
             buffer.param_names = tuple(names[id(param)] for param in buffer.owners)
-    zero = settings.zero_optimization
-    prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
-    shards = plan.shards_parameters
-    hooks = UnitHooks(units, reducer, prefetch, needs_scale=plan.scales_loss, sharing=sharing, shards=shards)
+    hooks = _hooks_of(settings, plan, units, reducer, sharing)
 
     def add(unit: Unit, params: Sequence[nn.Parameter], groups: Mapping[int, int]) -> None:
         whole = any(param is params[0] for param in unit.whole)
@@ -158,6 +143,24 @@ def make_parts(
     unfreezing = Unfreezing(model, waiting, add, units, reducer, hooks, optimizer, names, _fixes(inner))
     parts = plan, mesh, device, policy.dtype, units, accumulation, reducer, hooks, optimizer, unfreezing, names
     return EngineParts(*parts)
+
+
+def _place_rest(
+    settings: Config, mesh: Mesh, model: nn.Module, dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """What of the model lies in no flat buffer. Collective."""
+    for param in model.parameters():
+        if home_of(param) is None and not is_packed(param):
+            param.data = param.data.to(device)
+    warn_of_differences(model, mesh)
+    set_buffer_dtypes(model, settings.data_types, dtype)
+    place_buffers(model, mesh.replicas, device)
+
+
+def _hooks_of(settings: Config, plan: StatePlan, units: list[Unit], reducer: Reducer, sharing: Sharing) -> UnitHooks:
+    zero, shards = settings.zero_optimization, plan.shards_parameters
+    prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
+    return UnitHooks(units, reducer, prefetch, needs_scale=plan.scales_loss, sharing=sharing, shards=shards)
 
 
 def _fixes(inner: Optimizer | None) -> str:

@@ -219,11 +219,17 @@ def _compute_loss(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) ->
     own = trainer.compute_loss_func is not None or trainer.label_smoother is not None
     if own or processes == 1 or not (trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs):
         return wrapped(*args, **kwargs)
-    if items is None or engine.mesh.shape.sequence > 1:
-        return wrapped(*args, **kwargs)
+    if items is None or engine.mesh.shape.sequence > 1 or not _adds_to_the_sum(_bare_model(trainer)):
+        return wrapped(*args, **kwargs)  # to the bit what the Trainer makes of it without an engine
     given["num_items_in_batch"] = items / processes
     with with_values(trainer.args, average_tokens_across_devices=False):
         return wrapped(**given)
+
+
+def _adds_to_the_sum(model: Any) -> bool:
+    """Whether the model adds the balance of experts to the sum over tokens."""
+    own = getattr(model, "config", None)
+    return any("aux_loss" in name for part in (own, getattr(own, "text_config", None)) for name in vars(part or object))
 
 
 def _loss_of_parts(

@@ -7,6 +7,7 @@ and whatever else is not as a run writes it shows as one of ``FAULTS`` where it 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +170,7 @@ def _check_numbers(value: Any) -> None:
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             _check_numbers(each)
-    elif isinstance(value, int | float) and not -_MOST < value < _MOST:
+    elif isinstance(value, int | float) and value != math.inf and not -_MOST < value < _MOST:  # a link of one process
         raise ValueError(f"{str(value)[:40]} is out of all proportion")
 
 

@@ -166,7 +166,8 @@ def train_head(fused: bool) -> tuple[list[float], list[float]]:
     else:
         parallelize_module(trained, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     engine, *_ = initialize(model=trained, config=config(3))
-    copied = copy.deepcopy(trained)
+    with GatheredParameters(list(trained.parameters())):
+        copied = copy.deepcopy(trained)
     assert all(type(module._parameters) is dict for module in copied.modules())
     losses, norms = [], []
     for _ in range(2):

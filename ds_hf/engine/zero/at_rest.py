@@ -103,7 +103,11 @@ def name_of(param: Tensor) -> str:
 
 
 def _refuse_copy(param: Tensor, what: str) -> NoReturn:
-    raise DsHfError(
+    raise DsHfError(_empty(param, what))
+
+
+def _empty(param: Tensor, what: str) -> str:
+    return (
         f"{what} of {name_of(param)} would be empty: at ZeRO stage 3 each process holds a part of it. Copy inside "
         "`with deepspeed.zero.GatheredParameters(list(model.parameters())):`, on all processes; to write whole weights "
         "to a file, call engine.save_16bit_model(folder) or engine.save_checkpoint(folder)"
@@ -169,7 +173,8 @@ class _Nothing(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _COPIES and isinstance(args[0], _Nothing):
-            _refuse_copy(args[0]._of, f"`.{name}()`")
+            # no error: transformers' save_pretrained copies what it then leaves to the first process
+            warn_once(f"{_empty(args[0]._of, f'`.{name}()`')}", about="copies of parameters at rest")
         if name in _WRITES and isinstance(args[0], _Nothing):
             _tell_write(args[0]._of, f"`.data.{name}()`")
         with torch._C.DisableTorchFunctionSubclass():

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from ds_hf import initialize
 from ds_hf.engine.activations.attach import BlockOffload, Offloading
+from ds_hf.engine.zero.gather import GatheredParameters
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config as trainer_config
 from tests.compat.trainer_code import fit
@@ -82,7 +83,9 @@ def both_ways(stage: int) -> dict[str, Any]:
             found[f"{reentrant} {offload}"] = steps(engine)
             if offload:
                 assert kept.kept_nbytes == 2 * LAYERS * 2 * TOKENS * HIDDEN * 4
-                found["copy"] = type(copy.deepcopy(model).model.layers[0]._gradient_checkpointing_func).__name__
+                with GatheredParameters(list(model.parameters())):
+                    copied = copy.deepcopy(model)
+                found["copy"] = type(copied.model.layers[0]._gradient_checkpointing_func).__name__
             engine.destroy()
             assert not isinstance(model.model.layers[0]._gradient_checkpointing_func, Offloading)
     return found
