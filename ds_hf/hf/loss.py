@@ -119,6 +119,13 @@ def prepare_loss(trainer: Any, loader: Any) -> None:
     """
     if _sequence_axis(trainer) is None:
         return
+    if getattr(trainer, "aux_loss_enabled", False) and trainer.args.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            f"{type(trainer).__name__} (TRL) divides the balance of experts by the accumulation steps, and leaves that "
+            "out where sequences are divided: the balance would weigh as many times too much. Accumulate over one "
+            "micro-batch, give router_aux_loss_coef=0.0, or take no sequence-parallel size",
+            "sequence_parallel_size",
+        )
     loader.keeps_labels = trainer.compute_loss_func is not None or not _shifts_smoothed(trainer)
     if trainer.compute_loss_func is not None:
         warn_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch.utils.data import SequentialSampler
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer
 
+from ds_hf.errors import ConfigError
+from ds_hf.hf import loss
 from tests.compat.common import largest_difference, run_user_code
 from tests.compat.scripts.trainer_script import Sentences
 from tests.compat.trainer_code import config, history, make_trainer, tiny_llama
@@ -41,3 +44,18 @@ def test_the_balance_of_experts_is_not_multiplied_by_the_processes(tmp_path: Pat
     for found in run_user_code(_balanced, tmp_path, 2):
         assert len(found) == 2
         assert largest_difference(found, alone) < 1e-5
+
+
+@pytest.mark.parametrize(("steps", "balances", "refused"), [(3, True, True), (1, True, False), (3, False, False)])
+def test_trl_with_experts_over_divided_sequences(
+    steps: int, balances: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFTTrainer at sp 2 with three micro-batches made 7.22 of 5.20."""
+    monkeypatch.setattr(loss, "_sequence_axis", lambda trainer: "an axis")
+    args = SimpleNamespace(gradient_accumulation_steps=steps)
+    made = SimpleNamespace(args=args, aux_loss_enabled=balances, compute_loss_func=lambda *_: None, label_smoother=None)
+    if not refused:
+        loss.prepare_loss(made, SimpleNamespace())
+        return
+    with pytest.raises(ConfigError, match="balance of experts"):
+        loss.prepare_loss(made, SimpleNamespace())
