@@ -231,6 +231,7 @@ class FlatBuffer:
         self._arrived: torch.cuda.Event | None = None  # of gathers of this buffer alone, recorded for each of them
         self.placeholders = (torch.empty(0, dtype=dtype, device=device),) * len(self.params)
         self._gone: set[int] = set()  # parameters that another buffer took over
+        self.kept_writes = 0  # how often values from outside became the truth
         self.users: dict[Any, None] = {}  # the hooks of the engines whose models use it, in the order of all ranks
 
     def _stored_shapes(self) -> list[torch.Size]:
@@ -530,6 +531,7 @@ class FlatBuffer:
         Also takes over tensors that were put in place of the views (``param.data = other``).
         """
         assert self.state is BufferState.GATHERED
+        self.kept_writes += 1
         for param, view in zip(self.params, self.views, strict=True):
             if param.data.data_ptr() != view.data_ptr() and id(param) not in self._gone:
                 view.copy_(param.data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -51,6 +51,7 @@ class GatheredParameters:
         self._written: list[FlatBuffer] = []
         self._seen: list[tuple[Tensor, tuple[int, int, int]]] = []
         self._versions: list[tuple[Tensor, int]] = []
+        self._kept_before: dict[FlatBuffer, int] = {}
         self._held = ExitStack()
         if fwd_module is not None:
             for param in self.params:
@@ -60,6 +61,7 @@ class GatheredParameters:
         self.buffers = [*buffers_of(self.params), *_kept_whole(self.params)]
         self._held.enter_context(unshard(self.buffers))
         if self.modifier_rank is None:
+            self._kept_before = {buffer: buffer.kept_writes for buffer in self.buffers}
             # A block around this one may keep what is written here.
             watched = [p for b in self.buffers if b.hold.reports_changes and not b.hold.writers for p in b.params]
             given = {id(param) for param in self.params}
@@ -84,12 +86,17 @@ class GatheredParameters:
         self._written = []
         try:
             if kind is None and self._seen:
-                _report_changes(self._seen)
+                _report_changes(self._seen, self._is_kept)
             if kind is None:
-                _tell_changes(self._versions)
+                _tell_changes([each for each in self._versions if not self._is_kept(each[0])])
         finally:
             self._seen, self._versions = [], []
             self._held.close()
+
+    def _is_kept(self, param: Tensor) -> bool:
+        """A block inside this one kept what was written."""
+        home = home_of(param)
+        return home is not None and self._kept_before.get(home.buffer) != home.buffer.kept_writes
 
 
 def _tell_changes(versions: list[tuple[Tensor, int]]) -> None:
@@ -113,9 +120,9 @@ def _fingerprint(param: Tensor) -> tuple[int, int, int]:
     return values.data_ptr(), param._version, int(values.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
-def _report_changes(seen: list[tuple[Tensor, tuple[int, int, int]]]) -> None:
-    """Raise on all ranks if a parameter is not what it was on one of them. Collective."""
-    changed = [param for param, before in seen if _fingerprint(param) != before]
+def _report_changes(seen: list[tuple[Tensor, tuple[int, int, int]]], is_kept: Callable[[Tensor], bool]) -> None:
+    """Raise on all ranks if a parameter is not what it was on one of them, and that is not kept. Collective."""
+    changed = [param for param, before in seen if not is_kept(param) and _fingerprint(param) != before]
     home = home_of(seen[0][0])
     assert home is not None
     axis = home.buffer.replicas.axis

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.utils._device
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
@@ -139,7 +140,7 @@ class Init:
         self._opened = OpenParameters()
         # Modules whose constructors have returned; in one order on all ranks, as a set is not.
         self._made: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        self._left_on_meta = False
+        self._left_on_meta: dict[int, nn.Parameter] = {}
         self._buffers: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
         self._rests_as: type[AtRest] = Released
         if module is not None:
@@ -196,6 +197,7 @@ class Init:
         self._undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
 
     def _patch_constructors(self) -> None:
+        torch.utils._device._device_constructors()  # a set that torch keeps: it must not be made of what is put here
         for name in _CONSTRUCTORS:
             original = getattr(torch, name)
             # Positions and frequencies are counted with arange: bf16 has no 257, and transformers keeps them in fp32.
@@ -311,7 +313,8 @@ class Init:
             if home is None or not home.buffer.sharded:
                 if param.is_meta:
                     if _builds_on_meta() and not self._meta_before:  # from_pretrained puts its own tensors in
-                        self._left_on_meta = True
+                        self._left_on_meta[id(param)] = param
+                    if id(param) in self._left_on_meta:  # nothing was put there: initialize() refuses it
                         continue
                     # torch.nn.utils.skip_init, which asks for memory when the module is made
                     empty = torch.empty_like(param, device=self.device)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel
 
 from ds_hf import initialize
 from ds_hf.deepspeed_api.accelerator import get_accelerator
@@ -25,6 +26,7 @@ from ds_hf.engine.zero.leaf import (
     unset_z3_leaf_modules,
 )
 from ds_hf.engine.zero.planning import make_units
+from ds_hf.errors import ConfigError
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM
@@ -407,3 +409,36 @@ def test_parts_in_files_have_no_values(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), torch.no_grad():
         part.add_(1.0)
     engine.destroy()
+
+
+def _meta_contexts() -> None:
+    with Init():
+        with torch.device("meta"):
+            empty = nn.Linear(4, 4)
+        assert empty.weight.is_meta
+    with torch.device("meta"):  # torch keeps what its contexts replace: nothing of Init's
+        assert nn.Linear(4, 4).weight.is_meta
+        assert torch.empty(0).is_meta
+    assert empty.weight.is_meta  # nothing put values there, so it has none
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with pytest.raises(ConfigError, match="meta device"):
+        initialize(model=empty, config=config)
+
+
+def test_meta_contexts_work_as_ever() -> None:
+    run_distributed(_meta_contexts, 1, timeout=30)
+
+
+def _checked_transformers_model() -> None:
+    """Initialization nests a block that reads around one that writes."""
+    checked = {"stage": 3, "enable_sanity_checks": True}
+    with Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": checked}):
+        model = BertModel(
+            BertConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        )
+    with GatheredParameters(list(model.parameters())):
+        assert model.embeddings.LayerNorm.weight.eq(1).all()
+
+
+def test_what_an_inner_block_keeps_is_not_lost() -> None:
+    run_distributed(_checked_transformers_model, 2, timeout=30)
