@@ -45,11 +45,11 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     (custom_logger or logger).setLevel(level)
 
 
-def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log ``message`` once a process, on rank 0 only."""
+def log_once(message: str, level: int = logging.INFO, *, everywhere: bool = False) -> None:
+    """Log ``message`` once a process, on rank 0 only unless ``everywhere``."""
     if message not in _seen:
         _seen.add(message)
-        if _rank() == 0:
+        if everywhere or _rank() == 0:
             logger.log(level, "%s", message)
 
 
@@ -58,12 +58,13 @@ def forget_said() -> None:
     _seen.clear()
 
 
-def warn_once(message: str, about: str | None = None) -> None:
-    """Warn with ``message`` once a process, on rank 0 only; with one message of all that are ``about`` the same."""
+def warn_once(message: str, about: str | None = None, *, everywhere: bool = False) -> None:
+    """Warn with ``message`` once a process, on rank 0 only unless ``everywhere``; with one message of all that are
+    ``about`` the same."""
     if about is None or about not in _seen:
         if about is not None:
             _seen.add(about)
-        log_once(message, logging.WARNING)
+        log_once(message, logging.WARNING, everywhere=everywhere)
 
 
 def say(text: str) -> None:

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence.division import Division
+from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.sequence.heads import plan_heads
+from ds_hf.errors import DsHfError
 from ds_hf.log import warn_once
 
-__all__ = ["PACKED", "batch_faults", "check_called", "check_model", "counts_mask", "looks_packed", "tell_of_positions"]
+__all__ = [
+    "PACKED",
+    "batch_faults",
+    "check_called",
+    "check_model",
+    "compare_parts",
+    "counts_mask",
+    "looks_packed",
+    "tell_of_positions",
+]
 
 _EAGER = ("eager", "paged|eager")
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
@@ -147,3 +160,48 @@ def tell_of_positions(positions: Tensor, processes: int) -> None:
             "every process of a sequence has the same position_ids, so each computes whole sequences and none is "
             "divided: give each its part, as UlyssesSPDataLoaderAdapter does"
         )
+
+
+def compare_parts(batch: dict[str, Any], tokens: Tensor, axis: Axis) -> None:
+    """With the first batch: what the processes of a sequence have are parts of the same sequences. Collective.
+
+    Tokens tell it where labels are the next tokens inside the parts: then the label at the end of a part is the first
+    token of the next one.
+
+    Raises:
+        DsHfError: on all of them, of the first that does not fit.
+    """
+    labels = batch.get("shift_labels")
+    entries = {name: tuple(value.shape[:2]) for name, value in batch.items() if isinstance(value, Tensor)}
+    mine: dict[str, Any] = {"entries": entries, "tokens": tuple(tokens.shape[:2])}
+    if isinstance(labels, Tensor) and labels.shape == tokens.shape and not tokens.is_floating_point():
+        next_ones, left_out = labels[:, :-1] == tokens[:, 1:], labels[:, :-1] < 0
+        follows = bool((next_ones & ~left_out).any()) and bool((next_ones | left_out).all())
+        mine |= {"follows": follows, "first": tokens[:, 0].tolist(), "last": labels[:, -1].tolist()}
+    every: list[dict[str, Any]] = [{}] * axis.world_size
+    dist.all_gather_object(every, mine, group=axis.group)
+    for rank, (one, other) in enumerate(itertools.pairwise(every)):
+        ranks = f"ranks {axis.global_rank(rank)} and {axis.global_rank(rank + 1)} share sequences"
+        if one["tokens"] != other["tokens"]:
+            raise DsHfError(
+                f"{ranks} and were given {one['tokens']} and {other['tokens']} tokens (batch, length): parts of a "
+                f"sequence have the same size. {_HOW}"
+            )
+        odd = {k for k in {**one["entries"], **other["entries"]} if one["entries"].get(k) != other["entries"].get(k)}
+        if odd:
+            raise DsHfError(f"{ranks}, and {', '.join(sorted(odd))} of their batches are not alike. {_HOW}")
+        if not one.get("follows") or "first" not in other:
+            continue
+        apart = [r for r, (a, b) in enumerate(zip(one["last"], other["first"], strict=True)) if a not in (b, -100)]
+        if apart:
+            raise DsHfError(
+                f"{ranks}, and sequence {apart[0]} of their first batch does not go on from one to the other: the "
+                f"label of the last token on the first of them is {one['last'][apart[0]]}, and the next token on the "
+                f"other is {other['first'][apart[0]]}. {_HOW}"
+            )
+
+
+_HOW = (
+    "Their loader has to give all of them the same samples, of which each takes its part in the order of ranks: as "
+    "UlyssesSPDataLoaderAdapter, the Trainer and accelerate do"
+)

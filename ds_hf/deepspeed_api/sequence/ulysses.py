@@ -18,6 +18,7 @@ from ds_hf.deepspeed_api.sequence.checks import (
     batch_faults,
     check_called,
     check_model,
+    compare_parts,
     counts_mask,
     looks_packed,
     tell_of_positions,
@@ -286,6 +287,8 @@ def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tokens = _tokens(args, kwargs)
     if tokens is None:
         return args, kwargs
+    if not division.checked:
+        compare_parts(kwargs, tokens, division.axis)
     if kwargs.get("position_ids") is None:
         kwargs = {**kwargs, "position_ids": _positions(kwargs, tokens, division)}
     positions, length = kwargs["position_ids"], tokens.shape[1]

@@ -80,6 +80,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.axis, self.world = mesh.replicas, mesh.world
         self.shard_axis = next((buffer.axis for buffer in masters if buffer.axis == mesh.inner), self.axis)
         self.policy = policy
+        self._versions, self._steps_compared = {}, 0  # what is known of writes to parameters beside their masters
         self.masters = masters
         self.low_bits = {} if low_bits is None else low_bits
         self.store = store
@@ -281,6 +282,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
         if not self.reducer.asked:
             self.before_step()
+        self._tell_lost_writes()
         self.reducer.finish()
         self._choose_active()
         scale, checked = self.loss_scaler.scale, self.policy.check_overflow

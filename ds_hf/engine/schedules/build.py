@@ -20,6 +20,7 @@ from ds_hf.engine.schedules.policies import (
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
+    tell_replaced,
     torch_optimizer,
 )
 from ds_hf.errors import ConfigError, Fault
@@ -60,10 +61,14 @@ def build_scheduler(
     faults = param_faults("scheduler", name, params, param_names(cls))
     if faults:
         raise ConfigError(faults)
+    rates = [float(group["lr"]) for group in torch_optimizer(optimizer).param_groups]
     try:
         built = cls(optimizer, **params, mode=mode) if own else cls(torch_optimizer(optimizer), **params)
     except ValueError as error:
         raise ConfigError([Fault("/scheduler/params", f"{name}: {error}")]) from error
+    left = {float(group["lr"]) for group in torch_optimizer(optimizer).param_groups}
+    if not own and len(left) == 1 and left != {0.0}:
+        tell_replaced(rates, f"{name}'s {next(iter(left)):g}")
     return built  # type: ignore[no-any-return]
 
 

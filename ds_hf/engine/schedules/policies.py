@@ -28,6 +28,7 @@ __all__ = [
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
+    "tell_replaced",
     "torch_optimizer",
 ]
 
@@ -73,9 +74,12 @@ class Schedule(ABC):
             else:
                 group["lr"] = lr
 
-    def _per_group(self, key: str, value: float | Sequence[float]) -> list[float]:
+    def _per_group(self, key: str, value: float | Sequence[float], *, replaces: bool = False) -> list[float]:
+        """``replaces``: these are the rates with which the groups train, in place of their own."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
+            if replaces:
+                tell_replaced(self.get_last_lr(), f"{type(self).__name__}'s {key} {value}")
             return [value] * count  # type: ignore[list-item]
         if len(value) != count:
             raise ValueError(
@@ -83,6 +87,17 @@ class Schedule(ABC):
                 "give one number for all groups, or one for each"
             )
         return list(value)
+
+
+def tell_replaced(rates: Sequence[float], by: str) -> None:
+    """Say that one rate takes the place of several: of param groups, Muon's ``muon_lr`` and ``adam_lr``, LoRA+'s."""
+    if len(set(rates)) > 1:
+        found = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+        warn_once(
+            f"the optimizer's param groups have the learning rates {found}, but {by} takes the place of all of them: "
+            "give the schedule a list with one rate for each group, or use WarmupCosineLR, which scales each group's "
+            "own rate"
+        )
 
 
 class LRRangeTest(Schedule):
@@ -100,7 +115,7 @@ class LRRangeTest(Schedule):
         mode: ScheduleMode = "deepspeed",
     ) -> None:
         super().__init__(optimizer, last_batch_iteration, mode)
-        self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr, replaces=True)
         self.step_size = _whole("lr_range_test_step_size", lr_range_test_step_size, 1)
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
@@ -149,7 +164,7 @@ class OneCycle(Schedule):
         self.decay_lr_rate = decay_lr_rate
         self.decay_mom_rate = decay_mom_rate
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
-        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
+        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr, replaces=True)
         self.min_moms = self._per_group("cycle_min_mom", cycle_min_mom)
         self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
         self.cycle_momentum = cycle_momentum and self._has_betas()
@@ -280,7 +295,7 @@ class WarmupLR(_WarmupSchedule):
         if warmup_max_lr is None:
             warmup_max_lr = self.get_last_lr()
         self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = self._per_group("warmup_max_lr", warmup_max_lr)
+        self.max_lrs = self._per_group("warmup_max_lr", warmup_max_lr, replaces=True)
         if last_batch_iteration == -1:
             self._write(self.get_lr())
 

@@ -98,8 +98,9 @@ class StateHolder(Protocol):
     def master(self, buffer: FlatBuffer) -> Tensor | None:
         """Master weights, ``None`` when no optimizer updates the buffer."""
 
-    def values_changed(self, buffer: FlatBuffer) -> None:
-        """The parameters' values were written from outside: take masters from them."""
+    def values_changed(self, buffer: FlatBuffer, *, partly: bool = False) -> None:
+        """The parameters' values were written from outside: take masters from them, or ``partly``: only of those
+        elements that are not what their masters round to."""
 
 
 class Labels(NamedTuple):
@@ -525,10 +526,12 @@ class FlatBuffer:
         return True
 
     @torch.no_grad()
-    def write_back(self, source_rank: int | None = None) -> None:
+    def write_back(self, source_rank: int | None = None, *, partly: bool = False) -> None:
         """Take the gathered parameters' present values as the truth, those of ``source_rank`` if given.
 
         Also takes over tensors that were put in place of the views (``param.data = other``).
+
+        With ``partly``, masters of elements that are as before keep what rounding to the parameters' dtype takes away.
         """
         assert self.state is BufferState.GATHERED
         self.kept_writes += 1
@@ -543,7 +546,7 @@ class FlatBuffer:
             self.owned(whole=False, fresh=True).copy_(self._memory.tensor[low:high])
             self.shard_storage.changed()
         if self.states is not None:
-            self.states.values_changed(self)
+            self.states.values_changed(self, partly=partly)
 
     def close(self) -> None:
         """All parameters have other places: give the memory back that others would still hold."""

@@ -23,8 +23,9 @@ __all__ = ["GatheredParameters", "unwrap_model_for_generation"]
 class GatheredParameters:
     """Gather sharded parameters inside a ``with`` block (DeepSpeed's ``zero.GatheredParameters``).
 
-    All ranks must enter it. Whatever is not a sharded parameter - ordinary parameters, buffers - is passed over, so
-    the same code runs at every stage. Blocks may be nested.
+    All ranks must enter it. Whatever has no engine - ordinary parameters, buffers - is passed over, so the same code
+    runs at every stage: of parameters that every rank has whole, what ``modifier_rank`` writes reaches the others and
+    the optimizer's masters too. Blocks may be nested.
 
     Args:
         params: a parameter, a module, or an iterable of parameters.
@@ -58,7 +59,7 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        self.buffers = [*buffers_of(self.params), *_kept_whole(self.params)]
+        self.buffers = [*buffers_of(self.params), *_replicated(self.params, all_of_them=self.modifier_rank is not None)]
         self._held.enter_context(unshard(self.buffers))
         if self.modifier_rank is None:
             self._kept_before = {buffer: buffer.kept_writes for buffer in self.buffers}
@@ -82,7 +83,7 @@ class GatheredParameters:
             assert self.modifier_rank is not None
             buffer.hold.writers.remove(self.modifier_rank)
             if kind is None:
-                buffer.write_back(buffer.replicas.axis.axis_rank(self.modifier_rank))
+                buffer.write_back(buffer.replicas.axis.axis_rank(self.modifier_rank), partly=True)
         self._written = []
         try:
             if kind is None and self._seen:
@@ -136,10 +137,12 @@ def _report_changes(seen: list[tuple[Tensor, tuple[int, int, int]]], is_kept: Ca
         )
 
 
-def _kept_whole(params: list[Any]) -> list[FlatBuffer]:
-    """Buffers of small parameters that no rank shards: what one rank writes to them has to reach the others as well."""
+def _replicated(params: list[Any], *, all_of_them: bool) -> list[FlatBuffer]:
+    """Buffers that no rank shards: what one rank writes to them has to reach the others as well. Where nothing is
+    written, only those of small parameters among sharded ones."""
     homes = [home_of(param) for param in params if isinstance(param, Tensor)]
-    return list(dict.fromkeys(home.buffer for home in homes if home is not None and home.buffer.kept_whole))
+    found = dict.fromkeys(home.buffer for home in homes if home is not None and not home.buffer.sharded)
+    return [buffer for buffer in found if all_of_them or buffer.kept_whole]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hf import initialize
 from ds_hf.deepspeed_api.sequence.division import division_of
+from ds_hf.errors import DsHfError
 from tests.helpers.distributed import run_distributed
 
 SIZES: dict[str, Any] = {
@@ -96,6 +97,44 @@ def test_the_loop_of_deepspeeds_tutorial(tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)
     for found, expected in run_distributed(tutorial, 2, str(tmp_path)):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def first_batches() -> list[str]:
+    net, rank = model(), dist.get_rank()
+    engine, *_ = initialize(config=CONFIG, model=net, model_parameters=net.parameters())
+    ids, part = IDS[:1].repeat(2, 1), slice(3 * rank, 3 * rank + 3)
+    labels = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+    alike = {"input_ids": ids[:, part], "shift_labels": labels[:, part]}
+    masked = {**alike, "attention_mask": torch.ones(2, 3, dtype=torch.int64)}
+    other = {**alike, "input_ids": ids[:, part] + rank, "shift_labels": labels[:, part]}
+    batches: list[dict[str, Any]] = [
+        other,  # the second part is of another sequence
+        {**alike, "shift_labels": labels[:, part] * 0 + 7},  # labels that are no next tokens say nothing
+        {"input_ids": ids[:, : 3 + rank]},
+        masked if rank else alike,
+        alike,
+    ]
+    said = []
+    for batch in batches:
+        division = division_of(net)
+        assert division is not None
+        division.checked = False
+        try:
+            engine(**batch)
+            said.append("")
+        except DsHfError as error:
+            said.append(str(error))
+    return said
+
+
+def test_first_batches_that_are_no_parts_of_the_same_sequences() -> None:
+    for apart, other_labels, sizes, entries, alike in run_distributed(first_batches, 2):
+        assert "ranks 0 and 1" in apart
+        assert "sequence 0" in apart
+        assert "is 10, and the next token on the other is 11" in apart
+        assert "(2, 3) and (2, 4) tokens" in sizes
+        assert "attention_mask of their batches are not alike" in entries
+        assert (other_labels, alike) == ("", "")
 
 
 def registered(**more: Any) -> Any:

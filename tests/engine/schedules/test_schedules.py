@@ -301,3 +301,29 @@ def test_one_cycle_without_betas_keeps_cycling_the_rate() -> None:
 def test_step_ratio_is_the_share_of_the_rising_half() -> None:
     schedule = OneCycle(make_optimizer(), 0.1, 0.2, cycle_first_step_size=3, cycle_second_step_size=1)
     assert schedule.step_ratio == 0.75
+
+
+def test_one_rate_in_place_of_several_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("ds_hf.engine.schedules.policies.warn_once", lambda text, **_: told.append(text))
+    replacing: list[tuple[str, dict[str, Any]]] = [
+        ("WarmupLR", {"warmup_max_lr": 1e-3}),
+        ("WarmupDecayLR", {"total_num_steps": 2000}),
+        ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1e-3}),
+        ("LRRangeTest", {}),
+        ("OneCycleLR", {"max_lr": 1e-3, "total_steps": 100}),
+    ]
+    for name, params in replacing:
+        build_scheduler(name, params, make_optimizer(groups=2))
+        assert len(told) == 1, name
+        assert "0.0003, 0.002" in told.pop()
+        build_scheduler(name, params, make_optimizer())
+    keeping: list[tuple[str, dict[str, Any]]] = [
+        ("WarmupLR", {}),
+        ("WarmupDecayLR", {"total_num_steps": 2000, "warmup_max_lr": LRS}),
+        ("WarmupCosineLR", {"total_num_steps": 2000}),
+        ("StepLR", {"step_size": 2}),
+    ]
+    for name, params in keeping:
+        build_scheduler(name, params, make_optimizer(groups=2))
+    assert not told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import logging
 import pickle
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_hf import initialize
+from ds_hf.engine.zero.access import safe_get_full_fp32_param
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
 from ds_hf.errors import DsHfError
@@ -198,3 +200,47 @@ def load_whole_weights() -> tuple[bool, bool]:
 
 def test_whole_weights_are_refused_with_what_to_call() -> None:
     assert run_distributed(load_whole_weights, 2, timeout=60) == [(True, True)] * 2
+
+
+def writes_beside_masters() -> list[str]:
+    lines, wrong, rank = _Lines(), [], dist.get_rank()
+    logging.getLogger("ds_hf").addHandler(lines)
+    for stage, half, counted in itertools.product((0, 1, 2), (True, False), (True, False)):
+        forget_said()
+        lines.texts.clear()
+        more = {"bf16": {"enabled": True}} if half else {}
+        engine, *_ = initialize(model=Stack(), config=base_config(stage, optimizer=SGD, **more))
+        weight = engine.module.blocks[0].up.weight
+        other = engine.module.blocks[0].down.weight
+        data = torch.ones(2, WIDTH, dtype=weight.dtype, device=engine.device)
+
+        def step(engine: Any = engine, data: torch.Tensor = data) -> None:
+            engine.backward(mean_square(engine(data)))
+            engine.step()
+
+        step()
+        master = safe_get_full_fp32_param(other).clone()
+        with GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            weight.fill_(0.5 + rank)
+        if not torch.equal(master, safe_get_full_fp32_param(other)):
+            wrong.append(f"{stage} {more}: another master was rounded")
+        step()
+        wrong += [f"{stage} {more}: {text}" for text in lines.texts]
+        if not abs(weight.float().mean().item() - 0.5) < 0.1:
+            wrong.append(f"{stage} {more}: rank 0's values did not reach this one, or its master")
+        with torch.no_grad():
+            (weight if counted else weight.data).fill_(3.0)
+        step()
+        told = sum("blocks.0.up.weight" in text and "modifier_rank=0" in text for text in lines.texts)
+        wrong += [f"{stage} {more} {counted}: {told}"] if told and not half else [""] * told
+        if (weight.float().mean().item() > 2) is half:
+            wrong.append(f"{stage} {more}: {weight.float().mean().item()}")
+        engine.destroy()
+    return wrong
+
+
+def test_writes_that_a_step_takes_back_are_told_and_gathered_ones_kept() -> None:
+    first, second = run_distributed(writes_beside_masters, 2, timeout=90)
+    # What torch counts is told by the first process, other values by those that have their masters.
+    assert set(first + second) == {""}
+    assert 7 <= len(first + second) <= 9
