@@ -200,13 +200,16 @@ def _count_batch(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
         return wrapped(*args, **kwargs)
     if trainer.compute_loss_func is None:
         return None
+    sizes = trainer.accelerator.parallelism_config
+    given = dict(zip(("batch_samples", "device"), args, strict=False)) | kwargs
+    # The Trainer divides by their number, as if all had the same batch, and before 5.18 without a remainder.
+    given["batch_samples"] = list(given["batch_samples"]) * (
+        sizes.sp_size * (sizes.tp_size or 1) * (sizes.cp_size or 1)
+    )
     with with_values(trainer.args, average_tokens_across_devices=False):
-        items = wrapped(*args, **kwargs)
+        items = wrapped(**given)
     if items is None:
         return None
-    sizes = trainer.accelerator.parallelism_config
-    shared = sizes.sp_size * (sizes.tp_size or 1) * (sizes.cp_size or 1)
-    items = items * shared  # the Trainer divided by them, as if all had the same batch
     if trainer.args.average_tokens_across_devices:  # then the loss will be multiplied
         items = items * (trainer.accelerator.num_processes // (sizes.tp_size or 1))
     return items

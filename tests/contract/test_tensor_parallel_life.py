@@ -412,7 +412,7 @@ def test_bad_input_is_refused_by_name() -> None:
         assert "use a tensor-parallel size of 2" in found["heads"]
         assert "attention of 2 heads (num_key_value_heads), which 4 does not divide" in found["keys"]
         assert "model.layers.0.mlp.gate_proj (weight (50, 32)) are 50, which 4 does not divide" in found["mlp"]
-        assert "the vocabulary of model.embed_tokens" in found["vocabulary"]
+        assert "66, which 4 does not divide" in found["vocabulary"]  # of the embedding or the head, as the plan has it
         assert "pad_to_multiple_of=4" in found["vocabulary"]
         assert "Plain has no tp_plan" in found["rules"]
         assert (
