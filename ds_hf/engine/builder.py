@@ -30,7 +30,7 @@ from ds_hf.engine.comm.mpu import check_same_groups
 from ds_hf.engine.comm.together import building
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.engine import CoreEngine
-from ds_hf.engine.likeness import describe_model, describe_settings
+from ds_hf.engine.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
 from ds_hf.engine.monitor import open_monitors
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.muon_groups import mark_matrices
@@ -88,7 +88,7 @@ def build_engine(
         claims = _all_claims(model, mpu, mesh_param, claims)
         settings, plan, shape, divides = _load(source, model, mpu, claims)
         others.compare(describe_settings(settings, optimizer, model_parameters, lr_scheduler))
-        others.compare(describe_model(model), _same_model(model, mpu))
+        others.compare(describe_model(model), _same_model(model, mpu), doubtful=describe_users_modules(model))
         mesh = _make_mesh(settings, shape, model, mpu, divides=divides)
         if settings.log_level is not None:
             set_log_level_from_string(settings.log_level)
@@ -110,6 +110,8 @@ def build_engine(
         )
         engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
         engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
+        if callable(lr_scheduler):
+            others.compare(describe_scheduler(engine.lr_scheduler))
         if training_data is not None:
             engine.training_dataloader = _loader_of(engine, training_data, collate_fn)
         _attach(engine, compiled=compiled)

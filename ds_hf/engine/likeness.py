@@ -6,6 +6,7 @@ Left out is what may differ: where a process writes and reads, and what it only 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,14 @@ from torch.optim import Optimizer
 from ds_hf.config.types import Config
 from ds_hf.engine.zero.buffer import logical_shape
 
-__all__ = ["describe_model", "describe_settings"]
+__all__ = [
+    "describe_arguments",
+    "describe_config",
+    "describe_model",
+    "describe_scheduler",
+    "describe_settings",
+    "describe_users_modules",
+]
 
 # Keys of the file that may have a value of their own on each process, and fields that are no keys.
 _OWN = {"source", "resolved", "provenance", "warnings", "mesh", "report", "log_level", "steps_per_print", "dump_state"}
@@ -26,6 +34,14 @@ _OWN |= {"job_name", "comms_logger", "flops_profiler", "autotuning", "nebula"}
 _OWN |= {"local_rank", "device_id", "wall_clock_breakdown", "memory_breakdown", "hang_timeout", "timers"}
 _PLACES = re.compile(r"(^|_)(path|dir|folder|file|seed)s?$")
 _PLAIN = (bool, int, float, str, type(None))
+# Attributes of modules that say nothing about what they compute, or may say it of one process.
+_OF_A_PROCESS = re.compile(
+    r"(^|_)(rank|device|index|idx|id|start|end|offset|process|group|host|cached?|name|version)s?($|_)|^training$"
+    "|gradient_checkpointing"
+)
+_LIBRARIES = {"torch", "transformers", "peft", "diffusers", "timm", "trl"}
+_MOST = 256  # entries
+_STEPS = (0, 1, 2, 10, 100, 1000, 10_000)  # at which functions of a schedule are asked
 
 
 def describe_settings(settings: Config, optimizer: Any, model_parameters: Any, lr_scheduler: Any) -> dict[str, str]:
@@ -39,9 +55,17 @@ def describe_settings(settings: Config, optimizer: Any, model_parameters: Any, l
         found |= dict(_of_groups(model_parameters, "model_parameters"))
     if lr_scheduler is not None:
         found["lr_scheduler"] = _name(lr_scheduler)
-        own = vars(lr_scheduler) if hasattr(lr_scheduler, "__dict__") and not callable(lr_scheduler) else {}
-        found |= {f"lr_scheduler.{name}": value for name, value in _plain(own)}
+        found |= {} if callable(lr_scheduler) else describe_scheduler(lr_scheduler)
     return found
+
+
+def describe_scheduler(scheduler: Any) -> dict[str, str]:
+    """Of a schedule on its optimizer: its numbers, and what its functions (``LambdaLR``) give at some steps."""
+    found = {}
+    for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
+        with contextlib.suppress(Exception):  # one that counts its calls, or knows no such step
+            found[f"lr_scheduler.lr_lambdas[{number}]"] = str([float(function(step)) for step in _STEPS])
+    return found | {f"lr_scheduler.{name}": value for name, value in _plain(getattr(scheduler, "__dict__", {}))}
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -77,8 +101,12 @@ def _of_groups(groups: Any, prefix: str) -> Iterator[tuple[str, str]]:
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Numbers, texts and lists of them; parameters and what else an object keeps are no settings."""
     for name, value in values.items():
+        if isinstance(value, dict | list | tuple) and len(value) > _MOST:  # a vocabulary, data
+            continue
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
             yield name, repr(value.item())
+        elif isinstance(value, dict):
+            yield from ((f"{name}[{key!r}]", text) for key, text in _plain({str(k): v for k, v in value.items()}))
         elif isinstance(value, _PLAIN) or (
             isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value)
         ):
@@ -92,10 +120,41 @@ def _name(value: Any) -> str:
 
 @torch.no_grad()
 def describe_model(model: nn.Module) -> dict[str, str]:
-    """Of its modules and parameters."""
+    """Of its modules and parameters, with the numbers that modules of libraries keep: an epsilon, a probability."""
     found = {f"model {name}".rstrip(): type(module).__qualname__ for name, module in model.named_modules()}
     for name, param in model.named_parameters(remove_duplicate=False):
         trained = "" if param.requires_grad else ", frozen"
         dtype = str(param.dtype).removeprefix("torch.")
         found[f"parameter {name}"] = f"{list(logical_shape(param))} {dtype}{trained}"
+    return found | describe_config(getattr(model, "config", None)) | _attributes(model, of_libraries=True)
+
+
+def describe_users_modules(model: nn.Module) -> dict[str, str]:
+    """The numbers that modules of other classes keep: those of one process may be among them."""
+    return _attributes(model, of_libraries=False)
+
+
+def describe_config(config: Any) -> dict[str, str]:
+    """Of a model's configuration of transformers or diffusers."""
+    values = config.to_dict() if callable(getattr(config, "to_dict", None)) else None
+    leaves = _leaves(values) if isinstance(values, Mapping) else ()
+    return {f"config {name}": value for name, value in leaves if not _OF_A_PROCESS.search(name)}
+
+
+def describe_arguments(label: str, spec: Any) -> dict[str, str]:
+    """Of a layer that is still to be built (``LayerSpec``): numbers, texts and configurations among its arguments."""
+    given = {str(number): value for number, value in enumerate(getattr(spec, "module_args", ()))}
+    given |= getattr(spec, "module_kwargs", {})
+    found = {f"{label}: argument {name}": text for name, text in _plain(given) if not _OF_A_PROCESS.search(name)}
+    for name, value in given.items():
+        found |= {f"{label}: argument {name}: {key}": text for key, text in describe_config(value).items()}
+    return found
+
+
+def _attributes(model: nn.Module, *, of_libraries: bool) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if (type(module).__module__.partition(".")[0] in _LIBRARIES) is of_libraries:
+            own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            found |= {f"{name}.{key}".lstrip("."): text for key, text in _plain(own) if not _OF_A_PROCESS.search(key)}
     return found

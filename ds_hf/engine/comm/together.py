@@ -32,12 +32,17 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.log import warn_once
 from ds_hf.printable import printable
 
 __all__ = ["Building", "building"]
 
 GRACE_S = 5.0  # a process that could raise by itself has done so by then
 _MISSING = "nothing"
+_SAME = (
+    "Processes that train one model need the same configuration, model and optimizer: give all of them the same "
+    "arguments, environment and files"
+)
 _ONE_PROCESS = ("fake", "threaded")  # backends of torch whose ranks are one process
 
 _open: ContextVar[Building | None] = ContextVar("ds_hf_building", default=None)
@@ -56,11 +61,14 @@ class Building:
 
     # -- what every process says ----------------------------------------------------------------------------------
 
-    def compare(self, mine: Mapping[str, str], peers: Sequence[int] | None = None) -> None:
+    def compare(
+        self, mine: Mapping[str, str], peers: Sequence[int] | None = None, *, doubtful: Mapping[str, str] | None = None
+    ) -> None:
         """That all processes have the same; a meeting of all of them.
 
         Args:
             mine: what is compared, in the order in which differences are told.
+            doubtful: what may differ for a reason: that is told by the process that differs, and all go on.
             peers: with whom, by default all; the first of them is what the others are held against. Lists of different
                 processes are equal or have no process in common.
 
@@ -70,14 +78,20 @@ class Building:
         if self.store is None:
             return
         ranks = tuple(peers or self.ranks)
-        name, text = f"compared/{next(self._meetings)}", json.dumps(dict(mine))
+        name, text = f"compared/{next(self._meetings)}", json.dumps([dict(mine), dict(doubtful or {})])
         digest = blake2b(text.encode(), digest_size=16).hexdigest()
         if self.rank == ranks[0]:
             self.store.set(f"{name}/{self.rank}/text", zlib.compress(text.encode()))
             self.store.set(f"{name}/{self.rank}", digest)
         elif self._answer(f"{name}/{ranks[0]}") != digest.encode():
-            first = json.loads(zlib.decompress(self.store.get(f"{name}/{ranks[0]}/text")))
-            raise ConfigError(_difference(first, dict(mine), ranks[0], self.rank), self.what)
+            first, unsure = json.loads(zlib.decompress(self.store.get(f"{name}/{ranks[0]}/text")))
+            if first != dict(mine):
+                raise ConfigError(f"{_difference(first, mine, ranks[0], self.rank)}. {_SAME}", self.what)
+            difference = _difference(unsure, doubtful or {}, ranks[0], self.rank)
+            warn_once(
+                f"{self.what}: {difference}. If that is no number of one process, the result is wrong: {_SAME}",
+                everywhere=True,
+            )
         self.meet(name)
 
     def meet(self, name: str = "") -> None:
@@ -167,11 +181,7 @@ def _difference(first: Mapping[str, str], mine: Mapping[str, str], one: int, oth
     odd = [name for name in names if first.get(name, _MISSING) != mine.get(name, _MISSING)]
     name = odd[0]
     more = f"; {len(odd) - 1} more differ: {', '.join(odd[1:5])}{', ...' if len(odd) > 5 else ''}" if odd[1:] else ""
-    return (
-        f"{name} is {first.get(name, _MISSING)} on rank {one} and {mine.get(name, _MISSING)} on rank {other}{more}. "
-        "Processes that train one model need the same configuration, model and optimizer: give all of them the same "
-        "arguments, environment and files"
-    )
+    return f"{name} is {first.get(name, _MISSING)} on rank {one} and {mine.get(name, _MISSING)} on rank {other}{more}"
 
 
 def _store(ranks: tuple[int, ...]) -> Any:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_hf.engine.comm.mesh import Axis, compute_device
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.comm.together import building
+from ds_hf.engine.likeness import describe_arguments, describe_config
 from ds_hf.engine.pipeline.division import Division, divide_layers
 from ds_hf.engine.pipeline.grid import PipelineParallelGrid
 from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec, check_apart, tied_keys
@@ -131,7 +132,8 @@ class StageModule(nn.Module):
         for index, cost in enumerate(self._division.costs):
             trained = f"{cost.name}, {cost.trained:,} parameters"
             found[f"layer {index}"] = f"{trained}, {cost.frozen:,} frozen" if cost.frozen else trained
-        return found | {"parts": str(self.parts)}
+            found |= describe_arguments(f"layer {index}", self._layer_specs[index])
+        return found | {"parts": str(self.parts)} | describe_config(getattr(self, "config", None))
 
     def _divide(self, chunks: int) -> None:
         if chunks < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PretrainedConfig
 
 import ds_hf
 from ds_hf.deepspeed_api.pipeline import PipelineModule
@@ -17,6 +19,7 @@ from ds_hf.engine.comm.together import building
 from ds_hf.engine.pipeline.specs import LayerSpec
 from ds_hf.errors import DsHfError
 from tests.helpers.distributed import DistributedFailure, run_distributed
+from tests.helpers.logs import Lines
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -65,6 +68,59 @@ def test_the_first_difference_is_told_on_all_processes(tmp_path: Path) -> None:
         assert told[4] == ""
         assert "parameter 0.weight is [4, 4] float32 on rank 0 and [5, 4] float32 on rank 1" in told[5]
         assert "optimizer.defaults.lr is 0.1 on rank 0 and 0.2 on rank 1" in told[6]
+
+
+class _Scaled(nn.Module):
+    """A user's, with numbers of its own."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.rank, self.layer = scale, dist.get_rank(), nn.Linear(4, 4)
+
+
+def _numbers_that_are_no_shapes() -> tuple[list[str], list[str]]:
+    odd, lines = dist.get_rank() == 1, Lines()
+    logging.getLogger("ds_hf").addHandler(lines)
+
+    def told(model: nn.Module, **given: Any) -> str:
+        try:
+            ds_hf.initialize(model=model, config=CONFIG, **given)[0].destroy()
+        except DsHfError as error:
+            return str(error)
+        return ""
+
+    def rates(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 if odd else 1.0)
+
+    def configured(rate: float) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.config = PretrainedConfig(attention_dropout=rate, name_or_path=str(odd))  # type: ignore[assignment]
+        return model
+
+    found = [
+        told(nn.Sequential(nn.LayerNorm(4, eps=1e-2 if odd else 1e-5))),
+        told(configured(0.1 if odd else 0.0)),
+        told(nn.Linear(4, 4), lr_scheduler=rates),
+        told(_Scaled(2.0 if odd else 1.0)),
+        told(_Scaled(1.0)),
+    ]
+    try:
+        PipelineModule([LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Dropout, 0.1 if odd else 0.2)], num_stages=1)
+    except DsHfError as error:
+        found.append(str(error))
+    return found, [text for text in lines.texts if "rank 0 and" in text]
+
+
+def test_numbers_that_are_no_shapes_are_compared() -> None:
+    for told, warned in run_distributed(_numbers_that_are_no_shapes, 2, timeout=60):
+        epsilon, dropout, rates, *users, argument = told
+        assert "0.eps is 1e-05 on rank 0 and 0.01 on rank 1" in epsilon
+        assert "config attention_dropout is 0.0 on rank 0 and 0.1 on rank 1" in dropout
+        assert "lr_scheduler.lr_lambdas[0] is [1.0, 1.0" in rates
+        assert users == ["", ""]
+        assert "layer 1: argument 0 is 0.2 on rank 0 and 0.1 on rank 1" in argument
+        assert all("scale is 1.0 on rank 0 and 2.0 on rank 1" in text for text in warned)
+    assert len(warned) == 1  # on the process that differs
 
 
 class _Broken(nn.Linear):

@@ -23,6 +23,7 @@ from ds_hf.errors import DsHfError
 from ds_hf.log import forget_said
 from tests.engine.zero.zoo import WIDTH, Stack, mean_square
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 from tests.helpers.parity import base_config, full_weights
 
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
@@ -138,17 +139,8 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def writes() -> list[str]:
-    engine, lines, silent = built(3), _Lines(), []
+    engine, lines, silent = built(3), Lines(), []
     logging.getLogger("ds_hf").addHandler(lines)
     weight = engine.module.blocks[1].up.weight
     before = full_weights(engine.module)
@@ -203,7 +195,7 @@ def test_whole_weights_are_refused_with_what_to_call() -> None:
 
 
 def writes_beside_masters() -> list[str]:
-    lines, wrong, rank = _Lines(), [], dist.get_rank()
+    lines, wrong, rank = Lines(), [], dist.get_rank()
     logging.getLogger("ds_hf").addHandler(lines)
     for stage, half, counted in itertools.product((0, 1, 2), (True, False), (True, False)):
         forget_said()
