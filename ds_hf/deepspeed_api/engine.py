@@ -282,6 +282,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's state dict as this rank holds it (sharded parameters are empty)."""
+        self._require_alive(to_train=False)
         state: dict[str, Tensor] = self.module.state_dict()
         if exclude_frozen_parameters:
             for name, param in self.module.named_parameters(remove_duplicate=False):
@@ -291,6 +292,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
 
     def load_module_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> None:
         """Load whole weights, the same on every rank, into the model and the masters behind it. Collective."""
+        self._require_alive()
         buffers = self.hooks.used_buffers
         with unshard(buffers):
             self.module.load_state_dict(state_dict, strict=strict)
@@ -306,6 +308,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
         Raises:
             ValueError: ``stage3_gather_16bit_weights_on_model_save`` is off.
         """
+        self._require_alive()
         adapters = exclude_frozen_parameters and any(not param.requires_grad for param in self.module.parameters())
         if self.plan.shards_parameters and not adapters and not self.zero_gather_16bit_weights_on_model_save():
             raise ValueError(
@@ -339,6 +342,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write whole weights in the model's dtype; ``False`` when sharded weights may not be gathered."""
+        self._require_alive()
         self._finish_update()
         return checkpoint_save.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
@@ -354,6 +358,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
         Raises:
             CheckpointError: on every rank, when it could not be written.
         """
+        self._require_alive()
         export_engine(self, save_dir, dtype=dtype, max_shard_size=max_shard_size)
 
     @property

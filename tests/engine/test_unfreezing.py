@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf import Engine, initialize
+from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.muon_groups import mark_matrices, muon_of_json
+from ds_hf.engine.pipeline.specs import LayerSpec
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError
 from ds_hf.log import forget_said, logger
@@ -307,6 +309,49 @@ def test_resuming(stage: int, steps: int, tmp_path: Path) -> None:
     cases = [(stage, False, {}), (3 - stage, True, {}), (2, False, {"offload_optimizer": {"device": "cpu"}})]
     run_distributed(save_all, 2, str(tmp_path), stage, steps, timeout=30)
     run_distributed(resume_all, 2, str(tmp_path), steps, cases, timeout=60)
+
+
+def stages_in_turns(folder: str) -> None:
+    """A pipeline of which one stage is frozen at first, against plain torch; saved when it trains, loaded frozen."""
+    generator = torch.Generator().manual_seed(1)
+    pairs = [(torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator)) for _ in range(6)]
+    for frozen in (("0.", "1."), ("2.", "3.")):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        optimizer = RULES["AdamW"][1](plain.parameters())
+        settings = base_config(1, optimizer={"type": "AdamW", "params": RULES["AdamW"][0]})
+        settings |= {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+
+        def built(plain: nn.Module = plain, frozen: tuple[str, ...] = frozen, settings: Any = settings) -> Any:
+            layers = [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+            model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+            model.load_state_dict({n: v for n, v in plain.state_dict().items() if n in model.state_dict()})
+            freeze(model, frozen)
+            return initialize(model=model, model_parameters=list(model.parameters()), config=settings)[0]
+
+        engine = built()
+        for step, pair in enumerate(pairs):
+            if step == 2:
+                engine.module.requires_grad_(True)
+            if step == 4:
+                engine.save_checkpoint(folder, tag=frozen[0])
+                engine.destroy()
+                engine = built()
+                engine.load_checkpoint(folder, tag=frozen[0])
+                engine.module.requires_grad_(True)
+            freeze(plain, frozen if step < 2 else ())
+            loss = nn.functional.mse_loss(plain(pair[0]), pair[1])
+            assert float(engine.train_batch(iter([pair]))) == pytest.approx(loss.item(), abs=1e-5)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for name, param in engine.module.named_parameters():
+            torch.testing.assert_close(param, plain.get_parameter(name), rtol=1e-5, atol=1e-6, msg=name)
+        engine.destroy()
+
+
+def test_stages_of_a_pipeline(tmp_path: Path) -> None:
+    run_distributed(stages_in_turns, 2, str(tmp_path), timeout=60)
 
 
 # -- what else may happen ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.agreement import share, together
+from ds_hf.engine.checkpoint.agreement import collect, share, together
 from ds_hf.engine.checkpoint.exact import Restored, check_restored
 from ds_hf.engine.checkpoint.finding import undamaged, whole_or_newest
 from ds_hf.engine.checkpoint.fit import Fit, check_fit, model_shapes
@@ -125,7 +125,8 @@ def load_checkpoint(
         source, fit, ranks = _open(engine, holders, folder, wanted, custom_load_fn is not None)
     same_for_all(axis, source.manifest)
     _clear(engine)
-    if wanted.optimizer and engine.unfreezing.give_places_to(_with_states(fit)):
+    # The parameters of one pipeline stage may be the only ones that wait for states.
+    if wanted.optimizer and any(collect(axis, engine.unfreezing.give_places_to(_with_states(fit)))):
         holders = find_holders(engine)
         with together(axis, f"checking {folder}"):
             check_pieces(engine, source.manifest, fit)

@@ -212,7 +212,14 @@ def save(engine: Any) -> None:
     engine.save_checkpoint("never")
 
 
-@pytest.mark.parametrize("use", [call, save])
+def write(engine: Any) -> None:
+    for method in (engine.save_16bit_model, engine.export_pretrained):
+        with pytest.raises(DsHfError, match="this one has ended"):
+            method("never")
+    engine.module_state_dict()
+
+
+@pytest.mark.parametrize("use", [call, save, write])
 def test_an_engine_whose_parameters_another_one_trains_says_so(use: Callable[[Any], Any]) -> None:
     run_distributed(half_taken, 1, use)
 
