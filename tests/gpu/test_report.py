@@ -35,8 +35,18 @@ def recorded_engine(stage: int, folder: Path | None, **more: Any) -> Any:
     return engine_of(stage, **section, **more)
 
 
-def device_times(engine: Any, x: Tensor, steps: int) -> tuple[float, float, float]:
-    """Seconds of so many steps: on the wall, in which kernels compute, in which nothing but communication runs.
+def wall(engine: Any, x: Tensor, steps: int) -> float:
+    """Seconds of so many steps on the clock."""
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        step(engine, x)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def device_times(engine: Any, x: Tensor, steps: int) -> tuple[float, float]:
+    """Seconds of so many steps in which kernels compute, and in which nothing but communication runs.
 
     Two steps come before them: what the profiler sees for the first time stops the host for milliseconds.
     """
@@ -45,50 +55,54 @@ def device_times(engine: Any, x: Tensor, steps: int) -> tuple[float, float, floa
         step(engine, x)
         torch.cuda.synchronize()
         profiler.step()
-        begun = time.perf_counter()
         for _ in range(steps):
             step(engine, x)
         torch.cuda.synchronize()
-        wall = time.perf_counter() - begun
     kernels = [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA]
     spans = [(e.time_range.start, e.time_range.end, any(part in e.name for part in AWAY)) for e in kernels]
     work = covered([(start, end) for start, end, away in spans if not away])
     both = covered([(start, end) for start, end, _ in spans])
-    return wall, work * 1e-6, (both - work) * 1e-6
+    return work * 1e-6, (both - work) * 1e-6
 
 
-def against_the_profiler(folder: Path, stage: int) -> tuple[float, float, float, int]:
+def timed_and_profiled(folder: Path, stage: int) -> tuple[list[float], int, float, float, int]:
     engine = recorded_engine(stage, folder)
     x = data(TOKENS)
     for _ in range(4):
         step(engine, x)
-    first = engine.global_steps + 3
-    found = device_times(engine, x, 8)
+    plain = engine.global_steps + 1
+    seconds = [wall(engine, x, 8) for _ in range(3)]
+    profiled = engine.global_steps + 3
+    work, talk = device_times(engine, x, 8)
     engine.destroy()
-    return *found, first
+    return seconds, plain, work, talk, profiled
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_two)])
 def test_sums_against_the_wall_clock_and_the_profiler(tmp_path: Path, stage: int, ranks: int) -> None:
-    found = run_distributed(against_the_profiler, ranks, tmp_path, stage, backend="nccl", timeout=180)
+    found = run_distributed(timed_and_profiled, ranks, tmp_path, stage, backend="nccl", timeout=180)
     run = read_run(tmp_path)
-    for rank, (wall, work, talk, first) in zip(run.ranks, found, strict=True):
-        steps = [rank.steps[number] for number in range(first, first + 8)]
-        whole = sum(s.seconds for s in steps)
+    for rank, (seconds, plain, work, talk, profiled) in zip(run.ranks, found, strict=True):
+        # The profiler stops the host now and then, so the clock is compared without it; after a step's end the machine
+        # may, so it is compared where that happened least.
+        told = [sum(rank.steps[first + n].seconds for n in range(8)) for first in range(plain, plain + 24, 8)]
+        print(f"rank {rank.number}: steps {told}, clock {seconds}")
+        assert min(abs(one - other) / other for one, other in zip(told, seconds, strict=True)) <= 0.03
+        steps = [rank.steps[number] for number in range(profiled, profiled + 8)]
+        whole = sum(each.seconds for each in steps)
         own: dict[str, float] = {}
         for each in steps:
-            for key, seconds in rank.own_times(each).items():
-                own[key.kind] = own.get(key.kind, 0.0) + seconds
+            for key, part in rank.own_times(each).items():
+                own[key.kind] = own.get(key.kind, 0.0) + part
         exposed = own.get("gather", 0.0) + own.get("reduction", 0.0)
         computing = own.get("compute", 0.0) + own.get("update", 0.0)
-        print(f"stage {stage}, rank {rank.number} of {ranks}: wall {wall:.4f}, steps {whole:.4f}, {own}; "
+        print(f"stage {stage}, rank {rank.number} of {ranks}: steps {whole:.4f}, {own}; "
               f"profiler: work {work:.4f}, communication alone {talk:.4f}")  # fmt: skip
-        # Before the first of them the profiler begins to record, which is the script's time.
-        assert whole - own.get("script", 0.0) == pytest.approx(wall, rel=0.03)
         assert sum(own.values()) == pytest.approx(whole, rel=1e-3)
         assert abs(exposed - talk) <= 0.03 * whole
-        assert abs(computing - work) <= 0.05 * whole  # gaps between kernels count as computing
+        assert work <= computing + 0.03 * whole
+        assert computing - work <= 0.1 * whole  # gaps between kernels count as computing
 
 
 def cost(folder: Path, stage: int) -> tuple[float, float]:
