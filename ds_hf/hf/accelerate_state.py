@@ -10,6 +10,7 @@ there is all that it needs.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,9 +19,11 @@ from typing import Any
 
 import torch
 import wrapt
+from torch import Tensor
 
 from ds_hf.config.plan import StatePlan
 from ds_hf.hf.source import plain_config
+from ds_hf.log import warn_once
 
 __all__ = ["has_accelerator", "wrap_accelerator", "wrap_config", "wrap_data_loader", "wrap_launch", "wrap_state"]
 
@@ -94,6 +97,25 @@ def wrap_accelerator(module: ModuleType) -> None:
             return nullcontext()
         return wrapped(*args, **kwargs)
 
+    def tell_of_clipping(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """accelerate only asks for the norm, of the model that was prepared last, when the step has been made."""
+        given = dict(zip(("parameters", "max_norm", "norm_type"), args, strict=False)) | kwargs
+        listed = given["parameters"]
+        params = given["parameters"] = [listed] if isinstance(listed, Tensor) else list(listed)
+        engine = next((model for model in accelerator._models if params and _trains(model, params[0])), None)
+        if engine is None:
+            return wrapped(**given)
+        wanted, clips = float(given.get("max_norm", math.inf)), float(engine.optimizer.clip_grad)
+        if math.isfinite(wanted) and not math.isclose(wanted, clips, rel_tol=1e-6):
+            warn_once(
+                f"accelerator.clip_grad_norm_(..., {wanted:g}) comes after the step, which accelerator.backward() "
+                f"makes with DeepSpeed: the engine clips at its gradient_clipping, {clips:g} (0 is never). Set "
+                f'"gradient_clipping": {wanted:g} in the configuration, or '
+                f"DeepSpeedPlugin(gradient_clipping={wanted:g})"
+            )
+        return engine.get_global_grad_norm()
+
+    wrapt.wrap_function_wrapper(module, "Accelerator.clip_grad_norm_", tell_of_clipping)
     wrapt.wrap_function_wrapper(module, "Accelerator.no_sync", of_its_own_stage)
     wrapt.wrap_function_wrapper(module, "Accelerator._prepare_tp", leave_models)
     wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", with_sizes)
@@ -101,6 +123,12 @@ def wrap_accelerator(module: ModuleType) -> None:
     wrapt.wrap_function_wrapper(module, "Accelerator.gather_for_metrics", _each_sample_once)
     wrapt.wrap_function_wrapper(module, "Accelerator.save_state", written("wait"))
     wrapt.wrap_function_wrapper(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
+
+
+def _trains(model: Any, param: Tensor) -> bool:
+    """Whether ``model`` is an engine that has ``param``, and updates."""
+    updates = getattr(getattr(model, "optimizer", None), "clip_grad", None) is not None
+    return updates and any(each is param for each in model.parameters())
 
 
 def wrap_launch(module: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import shutil
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.compat.accelerate_user import (
 )
 from tests.compat.common import WORLD, run_user_code
 from tests.compat.test_accelerate_prepare import OPTIMIZER, STAGES, WARMUP, config, decay
+from tests.helpers.logs import Lines
 
 
 class Counter:
@@ -270,6 +272,12 @@ def smaller_things() -> dict[str, Any]:
         accelerator.backward(loss, retain_graph=True)
         value = float(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        warned = Lines()
+        logging.getLogger("ds_hf").addHandler(warned)
+        accelerator.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0 + int(stage))
+        logging.getLogger("ds_hf").removeHandler(warned)
+        told = [text for text in warned.texts if '"gradient_clipping": ' in text]
+        assert len(told) == (int(stage) > 0 and accelerator.is_main_process), (stage, warned.texts)
         after = accelerator.get_state_dict(model) or {}
         moved = [name for name in before if not torch.equal(before[name], after[name])]
         found[str(stage)] = (value, norm, len(moved), optimizer.step_was_skipped)

@@ -22,7 +22,7 @@ from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
 from ds_hf.engine.optim.store import StateStore
-from ds_hf.engine.zero.at_rest import name_of
+from ds_hf.engine.zero.at_rest import LOST_WRITES, name_of
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.log import warn_once
@@ -136,21 +136,26 @@ class BufferStates:
             beside = buffer.dtype is not master.dtype or buffer.device != master.device
             # Parameters on their way are of another class: they were not touched since.
             here = all(type(param) is nn.Parameter for param in buffer.params)
-            if buffer.sharded or buffer in self.low_bits or not (beside and here):
+            if not buffer.sharded and (buffer in self.low_bits or not (beside and here)):
                 continue
             now = [param._version for param in buffer.params]
             before = self._versions.get(buffer, now)
             written = next((p for p, new, old in zip(buffer.params, now, before, strict=True) if new != old), None)
-            if written is None and compared:
+            if written is None and compared and not buffer.sharded:
                 written = self._unlike_its_master(buffer)
             self._versions[buffer] = now
             if written is not None:
+                why = (
+                    "that is lost: at ZeRO stage 3 its values are not here between uses"
+                    if buffer.sharded
+                    else "the step takes that back: its values in "
+                    f"{buffer.dtype} follow the optimizer's in {master.dtype}"
+                )
                 warn_once(
-                    f"{name_of(written)} was written (said once, for the first of them), and the step takes that back: "
-                    f"its values in {buffer.dtype} follow the optimizer's in {master.dtype}. Write inside `with "
+                    f"{name_of(written)} was written (said once, for the first of them), and {why}. Write inside `with "
                     "deepspeed.zero.GatheredParameters(params, modifier_rank=0):`, on all processes, or call "
                     "engine.load_module_state_dict(), and the optimizer's follow",
-                    about="writes beside masters",
+                    about=LOST_WRITES,
                     everywhere=now == before,  # which only the process that has the master sees
                 )
 

@@ -22,7 +22,18 @@ from ds_hf.log import warn_once
 if TYPE_CHECKING:
     from ds_hf.engine.zero.buffer import FlatBuffer
 
-__all__ = ["FORM", "HARMLESS", "AtRest", "ParamStatus", "Released", "is_ordinary", "name_of", "tensors_of", "wake"]
+__all__ = [
+    "FORM",
+    "HARMLESS",
+    "LOST_WRITES",
+    "AtRest",
+    "ParamStatus",
+    "Released",
+    "is_ordinary",
+    "name_of",
+    "tensors_of",
+    "wake",
+]
 
 _GET_DATA, _SET_DATA = (getattr(vars(torch._C.TensorBase)["data"], name) for name in ("__get__", "__set__"))
 _FORM = ("shape", "ndim", "nbytes", "itemsize")
@@ -53,6 +64,9 @@ HARMLESS = {
     *(Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.is_floating_point, Tensor.is_complex),
     *(Tensor.is_signed, torch.is_floating_point, torch.is_complex, torch.is_tensor),
 }
+
+
+LOST_WRITES = "writes to parameters that are lost"  # of all warnings about them the first is given
 
 
 def tensors_of(kind: type[Tensor], value: Any) -> list[Any]:
@@ -119,7 +133,15 @@ def _tell_write(param: Tensor, what: str) -> None:
         f"{what} on {name_of(param)} has no effect (said once, for the first of them): at ZeRO stage 3 its values are "
         "not here between uses. Write inside `with deepspeed.zero.GatheredParameters(params, modifier_rank=0):`, on "
         "all processes",
-        about="writes to parameters at rest",
+        about=LOST_WRITES,
+    )
+
+
+def _tell_read(param: Tensor, what: str) -> None:
+    warn_once(
+        f"{what} of {name_of(param)} sees no values (said once, for the first of them): at ZeRO stage 3 they are not "
+        "here between uses. Read inside `with deepspeed.zero.GatheredParameters(params):`, on all processes",
+        about="reads of parameters at rest",
     )
 
 
@@ -133,12 +155,16 @@ class Released(AtRest):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        # Nothing is put back by module.to(): in another form, or the same tensor again.
+        alike = value.dtype == self.dtype and value.device == self.device
+        again = value is self or isinstance(value, AtRest | _Nothing)
         _SET_DATA(self, value)
-        if value.numel():
+        if value.numel() or (alike and not again):
             _tell_write(self, "`.data = ...`")
 
     def detach(self) -> Tensor:
-        return _Nothing.of(self)
+        # Of the same version: what is written through views of it is counted, and told at the step.
+        return _Nothing.of(self, Tensor.detach(self))
 
     def clone(self, *args: Any, **kwargs: Any) -> Tensor:
         _refuse_copy(self, "a clone")
@@ -162,10 +188,10 @@ class _Nothing(Tensor):
     _of: nn.Parameter
 
     @classmethod
-    def of(cls, param: nn.Parameter) -> _Nothing:
-        nothing = _GET_DATA(param).as_subclass(cls)
+    def of(cls, param: nn.Parameter, nothing: Tensor | None = None) -> _Nothing:
+        nothing = (_GET_DATA(param) if nothing is None else nothing).as_subclass(cls)
         nothing._of = param
-        return nothing  # type: ignore[no-any-return]
+        return nothing
 
     @classmethod
     def __torch_function__(
@@ -196,15 +222,40 @@ _WRITES = {
 }
 
 
-def _telling(name: str) -> Callable[..., Any]:
-    write = getattr(Tensor, name)
+# Methods that look at values; others go unnoticed, as functions of torch do: to look there costs every access to an
+# attribute time.
+_READS = {
+    *("view", "reshape", "flatten", "ravel", "norm", "sum", "mean", "pow", "square", "abs", "std", "var", "max", "min"),
+    *("item", "tolist", "numpy", "dot", "mm", "matmul", "mul", "add", "sub", "div", "isnan", "isinf", "isfinite"),
+    *(
+        "equal",
+        "allclose",
+        "unbind",
+        "split",
+        "chunk",
+        "transpose",
+        "t",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "__getitem__",
+    ),
+    *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")),
+    *("__matmul__", "__neg__"),
+}
+
+
+def _telling(name: str, tell: Callable[[Tensor, str], None]) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
 
     def told(param: Released, *args: Any, **kwargs: Any) -> Any:
-        _tell_write(param, f"`.{name}()`")
-        return write(param, *args, **kwargs)
+        tell(param, f"`.{name}()`")
+        return method(param, *args, **kwargs)
 
     return told
 
 
 for _name in _WRITES:
-    setattr(Released, _name, _telling(_name))
+    setattr(Released, _name, _telling(_name, _tell_write))
+for _name in _READS:
+    setattr(Released, _name, _telling(_name, _tell_read))

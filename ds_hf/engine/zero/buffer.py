@@ -126,12 +126,14 @@ class Hold:
         release_wanted: a release came meanwhile.
         writers: ranks whose changes an open ``GatheredParameters`` will keep.
         reports_changes: what is written where nothing is kept is an error (``enable_sanity_checks``).
+        looked_at: in how many contexts where nothing is kept it was asked whether something was written.
     """
 
     count: int = 0
     release_wanted: bool = False
     writers: list[int] = field(default_factory=list)
     reports_changes: bool = False
+    looked_at: int = 0
 
 
 class Rounding(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.collectives import all_reduce_max
-from ds_hf.engine.zero.at_rest import name_of
+from ds_hf.engine.zero.at_rest import LOST_WRITES, name_of
 from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, home_of, unshard
 from ds_hf.engine.zero.external import register_external_parameter
 from ds_hf.errors import DsHfError
@@ -51,7 +51,7 @@ class GatheredParameters:
         self.buffers: list[FlatBuffer] = []
         self._written: list[FlatBuffer] = []
         self._seen: list[tuple[Tensor, tuple[int, int, int]]] = []
-        self._versions: list[tuple[Tensor, int]] = []
+        self._versions: list[tuple[Tensor, Callable[[Tensor], Any], Any]] = []
         self._kept_before: dict[FlatBuffer, int] = {}
         self._held = ExitStack()
         if fwd_module is not None:
@@ -68,7 +68,10 @@ class GatheredParameters:
             given = {id(param) for param in self.params}
             self._seen = [(param, _fingerprint(param)) for param in watched if id(param) in given]
             unwatched = [b for b in self.buffers if not (b.hold.reports_changes or b.hold.writers or b.aliased)]
-            self._versions = [(p, p._version) for b in unwatched for p in b.owners if id(p) in given]
+            for buffer in unwatched:
+                buffer.hold.looked_at += 1
+                sign = _fingerprint if buffer.hold.looked_at <= _LOOKS else _version
+                self._versions += [(p, sign, sign(p)) for p in buffer.owners if id(p) in given]
         else:
             # What a block around this one writes back anyway is left to it: transformers enters inner blocks on the
             # modifier's rank alone.
@@ -100,17 +103,25 @@ class GatheredParameters:
         return home is not None and self._kept_before.get(home.buffer) != home.buffer.kept_writes
 
 
-def _tell_changes(versions: list[tuple[Tensor, int]]) -> None:
-    """Say what torch counts as written (not through ``.data``) and will be lost. Not collective."""
-    for param, version in versions:
+_LOOKS = 3  # blocks in which a buffer's values are compared, and not only what torch counts as written
+
+
+def _version(param: Tensor) -> int:
+    return param._version
+
+
+def _tell_changes(versions: list[tuple[Tensor, Callable[[Tensor], Any], Any]]) -> None:
+    """Say what was written and will be lost: as torch counts it, and in the first blocks through ``.data`` too. Not
+    collective."""
+    for param, sign, before in versions:
         home = home_of(param)
-        if home is None or home.buffer.hold.writers or param._version == version:
+        if home is None or home.buffer.hold.writers or sign(param) == before:
             continue
         warn_once(
             f"{name_of(param)} was changed inside GatheredParameters(modifier_rank=None) (said once, for the first of "
             "them): the change is lost when the block ends. Give modifier_rank=0 to keep what rank 0 writes; "
             "zero_optimization.enable_sanity_checks makes it an error and compares values too",
-            about="changes of gathered parameters",
+            about=LOST_WRITES,
         )
         return
 

@@ -194,6 +194,56 @@ def test_whole_weights_are_refused_with_what_to_call() -> None:
     assert run_distributed(load_whole_weights, 2, timeout=60) == [(True, True)] * 2
 
 
+def _copied(param: nn.Parameter) -> None:
+    param.data = torch.ones(param.shape, dtype=param.dtype)
+
+
+def _through_a_view(param: nn.Parameter) -> None:
+    param.detach().view(-1)[::2] *= 0.5
+
+
+def _as_vector(param: nn.Parameter) -> None:
+    vector = nn.utils.parameters_to_vector([param])
+    nn.utils.vector_to_parameters(vector * 0.9, [param])
+
+
+LOST: dict[str, Callable[[nn.Parameter], Any]] = {
+    "clamp": lambda param: param.data.clamp_(-0.1, 0.1),
+    "copied": _copied,
+    "foreach": lambda param: torch._foreach_mul_([param], 0.9),
+    "view": _through_a_view,
+    "vector": _as_vector,
+}
+
+
+def lost_writes_of_stage_3() -> list[str]:
+    """Which are not told, outside of ``GatheredParameters`` and inside of one that keeps nothing."""
+    lines, silent = Lines(), []
+    logging.getLogger("ds_hf").addHandler(lines)
+    for (kind, write), gathered in itertools.product(LOST.items(), (False, True)):
+        forget_said()
+        lines.texts.clear()
+        engine = built(3)
+        data = torch.ones(2, WIDTH, device=engine.device)
+        for index in range(3):
+            if index:
+                with torch.no_grad(), GatheredParameters([engine.module.blocks[0].up.weight], enabled=gathered):
+                    write(engine.module.blocks[0].up.weight)
+            elif lines.texts:
+                silent.append(f"{kind}: {lines.texts}")
+            engine.backward(mean_square(engine(data)))
+            engine.step()
+        if dist.get_rank() == 0 and sum("blocks.0.up.weight" in text for text in lines.texts) < 1:
+            silent.append(f"{kind}, {gathered}: {lines.texts}")
+        engine.module.to(engine.device)
+        engine.destroy()
+    return silent
+
+
+def test_lost_writes_of_stage_3_are_told() -> None:
+    assert run_distributed(lost_writes_of_stage_3, 2, timeout=60) == [[], []]
+
+
 def writes_beside_masters() -> list[str]:
     lines, wrong, rank = Lines(), [], dist.get_rank()
     logging.getLogger("ds_hf").addHandler(lines)
