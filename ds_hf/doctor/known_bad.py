@@ -10,9 +10,12 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from packaging.specifiers import SpecifierSet
+
+from ds_hf.doctor import releases
 from ds_hf.doctor.hardware import Gpu
 
 __all__ = ["RULES", "Machine", "problems", "this_machine"]
@@ -34,6 +37,9 @@ class Machine:
     kernel: str = ""
     host_address: str | None = None
     memlock: int = -1
+    installed: Mapping[str, str] = field(default_factory=dict)
+    declared: Mapping[str, str] = field(default_factory=dict)
+    lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 Rule = Callable[[Machine], "tuple[str, str] | None"]
@@ -61,6 +67,9 @@ def this_machine(gpus: list[Gpu], shm_nbytes: int | None, memory_nbytes: int) ->
         kernel=platform.release(),
         host_address=address,
         memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        installed=releases.installed(),
+        declared=releases.declared(),
+        lacking=releases.lacking(),
     )
 
 
@@ -153,6 +162,31 @@ def _locked_memory(m: Machine) -> tuple[str, str] | None:
     return None
 
 
+def _undeclared_release(m: Machine) -> tuple[str, str] | None:
+    outside = [
+        name
+        for name, version in m.installed.items()
+        if name in m.declared and not SpecifierSet(m.declared[name]).contains(version, prereleases=True)
+    ]
+    if not outside:
+        return None
+    found = ", ".join(f"{name} {m.installed[name]}" for name in outside)
+    wanted = " ".join(f"'{name}{m.declared[name]}'" for name in outside)
+    return f"{found}: ds-hf is not made for so old a release", f"pip install {wanted}"
+
+
+def _unfit_release(m: Machine) -> tuple[str, str] | None:
+    if not m.lacking:
+        return None
+    found = "; ".join(f"{name} {m.installed.get(name, '')} lacks {_few(names)}" for name, names in m.lacking.items())
+    return f"{found}: what needs it fails or is off", "take another release of it, or a newer ds-hf"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
 RULES: tuple[Rule, ...] = (
     _torch_without_cuda,
     _hidden_gpus,
@@ -166,4 +200,6 @@ RULES: tuple[Rule, ...] = (
     _loopback_name,
     _little_host_memory,
     _locked_memory,
+    _undeclared_release,
+    _unfit_release,
 )

@@ -7,7 +7,6 @@ disk), compiles nothing unless it is started as several processes, and never fai
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -19,13 +18,13 @@ from typing import Any
 from ds_hf.doctor import between, hardware
 from ds_hf.doctor.hardware import Gpu
 from ds_hf.doctor.known_bad import Machine, problems, this_machine
+from ds_hf.doctor.releases import installed
 from ds_hf.launcher.handover import real_deepspeed
 from ds_hf.measure.links import Links, links_file, save_links
 
 __all__ = ["Fact", "Operator", "Report", "examine", "take_part"]
 
 _SLOW_LINK = 40e9  # bytes a second: less is PCIe, over which the sums of each layer take longer than the layer
-_PACKAGES = ("ds-hf", "torch", "transformers", "accelerate", "peft", "trl", "datasets", "optuna", "cuda-core")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Report:
 
 def examine(folder: Path | None = None) -> Report:
     """Look at this machine and this environment; ``folder`` is whose disk is timed, None for none."""
-    versions = Fact("versions", f"Python {platform.python_version()}, " + ", ".join(_versions()))
+    versions = Fact("versions", f"Python {platform.python_version()}, " + ", ".join(map(" ".join, installed().items())))
     gpus = hardware.gpus()
     machine = this_machine(gpus, hardware.shm_nbytes(), hardware.host_memory()[1])
     facts = [versions, _deepspeed(), _cpu(), _files(), *_devices(), *_links(gpus), *_groups(machine), *_memory(gpus)]
@@ -81,20 +80,10 @@ def take_part() -> bool:
     return True
 
 
-def _versions() -> list[str]:
-    found = []
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _deepspeed() -> Fact:
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
-        fix = f"put {Path(__file__).parent / 'compat'} on PYTHONPATH, or reinstall ds-hf with pip"
+        fix = f"put {Path(__file__).parent.parent / 'compat'} on PYTHONPATH, or reinstall ds-hf with pip"
         return Fact("deepspeed", "the name is not served: transformers will not use ds_hf", fix)
     folder = real_deepspeed()
     if folder is None:

@@ -14,6 +14,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +25,11 @@ from ds_hf.engine.comm.failure_record import record_failures
 from ds_hf.log import logger, warn_once
 from ds_hf.stand_in import beside_real
 
-__all__ = ["install", "serves_deepspeed"]
+__all__ = ["install", "serves_deepspeed", "unfit_hooks"]
 
 Hook = Callable[[ModuleType], None]
+
+_unfit: dict[str, str] = {}  # targets of hooks that failed, and why
 
 # module of the client -> our module and function that wrap something in it
 HOOKS = {
@@ -72,15 +75,46 @@ def _tell(found: ModuleType) -> None:
         warn_once(told)
 
 
+def unfit_hooks() -> dict[str, str]:
+    """Targets of hooks that do not fit what is installed, and why. Imports all of them."""
+    for target in HOOKS:
+        try:
+            importlib.import_module(target)
+        except Exception as error:
+            _unfit.setdefault(target, _reason(error))
+    return dict(_unfit)
+
+
 def _guarded(target: str, module: str, function: str) -> Hook:
     def hook(found: ModuleType) -> None:
         try:
             if serves_deepspeed():
                 getattr(importlib.import_module(module), function)(found)
-        except Exception:
-            logger.warning("ds_hf does not fit this version of %s: %s is off", target, function, exc_info=True)
+        except Exception as error:
+            _unfit[target] = _reason(error)
+            package = target.partition(".")[0]
+            logger.warning(
+                "ds_hf does not fit %s %s: %s is off, or a part of it, for %s; training with DeepSpeed may fail or "
+                "be wrong. ds-hf doctor says which release to take",
+                package,
+                _version(package),
+                function,
+                _unfit[target],
+                exc_info=True,
+            )
 
     return hook
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _register(target: str, hook: Hook) -> None:

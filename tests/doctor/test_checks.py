@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_hf.doctor import hardware, report
+from ds_hf.doctor import hardware, releases, report
 from ds_hf.doctor.hardware import Gpu, disk_speed, host_memory, parse_gpus, parse_links
 from ds_hf.doctor.known_bad import RULES, Machine, problems
 
@@ -60,6 +60,16 @@ def test_links() -> None:
         ({"host_address": None}, "has no address", "/etc/hosts"),
         ({"memory_nbytes": 32 << 30}, "32 GiB of memory beside", "ds-hf memory"),
         ({"memlock": 65536}, "ulimit -l is 64 KiB", "unlimited"),
+        (
+            {"installed": {"torch": "2.15.0+cpu", "trl": "0.9"}, "declared": {"torch": ">=2.11", "trl": ">=1"}},
+            "trl 0.9: ds-hf is not made for so old",
+            "pip install 'trl>=1'",
+        ),
+        (
+            {"installed": {"torch": "3.0"}, "lacking": {"torch": ["torch.nn.Linear", *"abcd"]}},
+            "torch 3.0 lacks torch.nn.Linear, a, b, c and 1 more",
+            "another release",
+        ),
     ],
 )
 def test_every_rule(change: dict[str, object], words: str, fix: str) -> None:
@@ -74,6 +84,34 @@ def test_no_rule_speaks_about_a_machine_without_gpus() -> None:
     bare = replace(FINE, gpus=[], torch_gpus=0, torch_cuda=None, nccl=None, memory_nbytes=1 << 30, memlock=0)
     assert problems(bare) == []
     assert len(RULES) >= 12
+
+
+def test_the_installed_releases_have_all_that_is_imported_from_them() -> None:
+    assert releases.lacking() == {}
+    found, needs = releases.installed(), releases.declared()
+    assert {"torch", "transformers", "accelerate", "trl"} <= needs.keys() & found.keys()
+    assert problems(replace(FINE, installed=found, declared=needs)) == []
+
+
+def test_what_a_release_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "code.py").write_text(
+        "from torch import nn, no_such_name\n"
+        "def later():\n    from transformers.no_such_module import anything\n"
+        "    try:\n        from accelerate import may_be_missing\n    except ImportError: pass\n"
+    )
+    monkeypatch.setattr(releases.ds_hf, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(releases.autoload, "unfit_hooks", lambda: {"accelerate.state": "AttributeError: renamed"})
+    assert releases.lacking() == {
+        "torch": ["torch.no_such_name"],
+        "transformers": ["transformers.no_such_module.anything"],
+        "accelerate": ["accelerate.state (AttributeError: renamed)"],
+    }
+
+
+def test_the_fix_of_a_name_that_is_not_served_is_a_folder_that_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    folder = Path(report._deepspeed().fix.split()[1])
+    assert (folder / "deepspeed" / "__init__.py").is_file()
 
 
 def test_disk(tmp_path: Path) -> None:
