@@ -223,6 +223,7 @@ class _Marker(threading.local):
         self.stack: list[CheckpointHiddenStatesOffload] = []
         self.stays = False
         self._call: Callable[..., Any] | None = None
+        self._own: Any = None
 
     def enter(self, context: CheckpointHiddenStatesOffload) -> None:
         with contextlib.suppress(RuntimeError):  # no transformers: the caller marks
@@ -243,6 +244,7 @@ class _Marker(threading.local):
         except ImportError as error:
             raise RuntimeError("marking the inputs of checkpointed layers needs transformers >= 4.52") from error
         usual = GradientCheckpointingLayer.__call__
+        self._own = GradientCheckpointingLayer.__dict__.get("__call__")  # in releases that have one in the class
 
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
             context, states = self.stack[-1] if self.stack else None, args[0] if args else None
@@ -267,7 +269,9 @@ class _Marker(threading.local):
 
         if GradientCheckpointingLayer.__dict__.get("__call__") is self._call:
             del GradientCheckpointingLayer.__call__
-        self._call = None
+            if self._own is not None:
+                setattr(GradientCheckpointingLayer, "__call__", self._own)  # noqa: B010
+        self._call = self._own = None
 
 
 _marker = _Marker()

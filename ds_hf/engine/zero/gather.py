@@ -69,8 +69,8 @@ class GatheredParameters:
             self._seen = [(param, _fingerprint(param)) for param in watched if id(param) in given]
             unwatched = [b for b in self.buffers if not (b.hold.reports_changes or b.hold.writers or b.aliased)]
             for buffer in unwatched:
-                buffer.hold.looked_at += 1
-                sign = _fingerprint if buffer.hold.looked_at <= _LOOKS else _version
+                buffer.hold.looked_at += buffer.states is not None  # while a model is loaded that would take time
+                sign = _fingerprint if 0 < buffer.hold.looked_at <= _LOOKS else _version
                 self._versions += [(p, sign, sign(p)) for p in buffer.owners if id(p) in given]
         else:
             # What a block around this one writes back anyway is left to it: transformers enters inner blocks on the
@@ -127,8 +127,11 @@ def _tell_changes(versions: list[tuple[Tensor, Callable[[Tensor], Any], Any]]) -
 
 
 def _fingerprint(param: Tensor) -> tuple[int, int, int]:
-    """What changes with the values: where they lie, writes that torch counts, and the sum of their bytes."""
+    """What changes with the values: where they lie, writes that torch counts, and the sum of their bytes; of the
+    classes of libraries, which need not know such operators, what torch counts."""
     values = param.detach()
+    if type(values) is not Tensor:
+        return 0, param._version, 0
     return values.data_ptr(), param._version, int(values.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 

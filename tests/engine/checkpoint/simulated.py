@@ -33,7 +33,7 @@ def _threaded_groups() -> Iterator[None]:
     assert not dist.is_initialized()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 forgot it here
-        multi_threaded_pg.ThreadLocalWorld.comms = ()
+        multi_threaded_pg.ThreadLocalWorld.comms = []
     multi_threaded_pg._install_threaded_pg()
     try:
         with mock.patch.object(mesh, "axis_of", _axis):
