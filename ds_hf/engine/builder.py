@@ -27,7 +27,7 @@ from ds_hf.engine import activations, generation, progress, tiling
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
 from ds_hf.engine.comm.mpu import check_same_groups
-from ds_hf.engine.comm.together import building
+from ds_hf.engine.comm.together import Building, building
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
@@ -109,9 +109,7 @@ def build_engine(
             settings, plan, mesh, model, inner, optimizer_type, whole_batches=isinstance(model, StageModule)
         )
         engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
-        engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler)
-        if callable(lr_scheduler):
-            others.compare(describe_scheduler(engine.lr_scheduler))
+        engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler, others)
         if training_data is not None:
             engine.training_dataloader = _loader_of(engine, training_data, collate_fn)
         _attach(engine, compiled=compiled)
@@ -446,10 +444,14 @@ def _listed(params: Any) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
-def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any) -> Any:
+def _make_scheduler(settings: Config, inner: Optimizer | None, given: Any, others: Building) -> Any:
     """The scheduler that the engine steps: the argument before the configuration's."""
+    if callable(given) and not hasattr(given, "step"):
+        made = given(inner)
+        others.compare(describe_scheduler(made))
+        return made
     if given is not None:
-        return given(inner) if callable(given) and not hasattr(given, "step") else given
+        return given
     if settings.scheduler is None or settings.scheduler.type is None or inner is None:
         return None
     return build_scheduler(

@@ -55,7 +55,8 @@ def describe_settings(settings: Config, optimizer: Any, model_parameters: Any, l
         found |= dict(_of_groups(model_parameters, "model_parameters"))
     if lr_scheduler is not None:
         found["lr_scheduler"] = _name(lr_scheduler)
-        found |= {} if callable(lr_scheduler) else describe_scheduler(lr_scheduler)
+        made = hasattr(lr_scheduler, "step") or not callable(lr_scheduler)
+        found |= describe_scheduler(lr_scheduler) if made else {}  # else when it is made
     return found
 
 
