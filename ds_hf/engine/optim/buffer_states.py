@@ -140,7 +140,9 @@ class BufferStates:
                 continue
             now = [param._version for param in buffer.params]
             before = self._versions.get(buffer, now)
-            written = next((p for p, new, old in zip(buffer.params, now, before, strict=True) if new != old), None)
+            written = None
+            if now != before:
+                written = next(p for p, new, old in zip(buffer.params, now, before, strict=True) if new != old)
             if written is None and compared and not buffer.sharded:
                 written = self._unlike_its_master(buffer)
             self._versions[buffer] = now
