@@ -116,17 +116,17 @@ def large_classes() -> list[tuple[str, int, int]]:
     for path in core_files():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                attributes, methods = _attributes(node), _methods(node)
+                attributes, methods = attributes_of(node), methods_of(node)
                 if len(attributes) > MOST_ATTRIBUTES or len(methods) > MOST_METHODS:
                     found.append((f"{path.relative_to(PACKAGE)}:{node.name}", len(attributes), len(methods)))
     return sorted(found, key=lambda item: -item[1])
 
 
-def _methods(owner: ast.ClassDef) -> set[str]:
+def methods_of(owner: ast.ClassDef) -> set[str]:
     return {node.name for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-def _attributes(owner: ast.ClassDef) -> set[str]:
+def attributes_of(owner: ast.ClassDef) -> set[str]:
     names = {
         node.target.id for node in owner.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
