@@ -174,7 +174,7 @@ class CoreEngine(nn.Module):
         """
         self._require_alive()
         _check_loss(loss)
-        self.hooks.scaled = True
+        self.reducer.scaled = True
         self.feed.on_loss(loss, 1 / self.accumulation.steps)
         return self._scaled(loss)
 

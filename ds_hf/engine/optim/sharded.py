@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -77,6 +78,8 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.optimizer = inner
         self.reducer = reducer
         self.loss_scaler = scaler
+        own = weakref.ref(self)
+        reducer.loss_scale = lambda: 1.0 if (optimizer := own()) is None else optimizer.loss_scaler.scale
         self.axis, self.world = mesh.replicas, mesh.world
         self.shard_axis = next((buffer.axis for buffer in masters if buffer.axis == mesh.inner), self.axis)
         self.policy = policy

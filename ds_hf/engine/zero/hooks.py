@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,7 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
 # Of the engines that share modules, those whose model is being called or whose backward runs. Such modules have the
 # hooks of each of them, which act in calls and backwards of their own engine, or of none.
 _running: dict[UnitHooks, None] = {}
+_live: WeakSet[UnitHooks] = WeakSet()  # of all engines that train
 
 
 class _Untracked:
@@ -154,7 +156,6 @@ class UnitHooks:
         self._makes_graph = False  # the present backward is none
         self.driven = False  # Engine.backward runs: it flushes by itself
         self.needs_scale = needs_scale
-        self.scaled = False  # Engine.scale applied it to the coming backward, which is not driven
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
         self.sharing = sharing or Sharing()
         self.shards = shards
@@ -182,6 +183,8 @@ class UnitHooks:
         for other in self.sharing.others:
             other.relink()
         self.sharing = Sharing()  # the others are not ours to keep
+        if self.reducer.buffers:
+            _live.add(self)
 
     @property
     def uses(self) -> set[int]:
@@ -298,6 +301,7 @@ class UnitHooks:
         self._let_go(self._held)
         self._held = []
         _running.pop(self, None)
+        _live.discard(self)
 
     def keep_root(self) -> None:
         """Gather the root until the model is called next. Collective.
@@ -334,7 +338,7 @@ class UnitHooks:
         self.driven = True
         self._note()
         try:
-            with divided_loss():
+            with divided_loss(self.reducer.loss_scale()), self._reaching_others():
                 yield
                 self.flush()
         except BaseException:
@@ -343,6 +347,22 @@ class UnitHooks:
         finally:
             self.driven = False
             self._note()
+
+    @contextmanager
+    def _reaching_others(self) -> Iterator[None]:
+        for other in self._others():
+            other.reducer.give_way()
+        try:
+            yield
+        finally:
+            for other in self._others():
+                other.reducer.receive()
+
+    def _others(self) -> list[UnitHooks]:
+        """Other engines, but for those that are in a backward of their own."""
+        if len(_live) < 2:
+            return []
+        return [each for each in _live if each is not self and not (each.driven or each._flush_queued)]
 
     def _note(self) -> None:
         """Whether the engine's model is being called, or its backward runs, may have changed."""
@@ -557,22 +577,26 @@ class UnitHooks:
         if not self.driven and not self._flush_queued:
             self._flush_queued = True
             self._note()
+            for other in self._others():
+                other.reducer.give_way()
             torch.autograd.Variable._execution_engine.queue_callback(self._flush_callback)
 
     def _flush_callback(self) -> None:
         self._flush_queued = False
+        for other in self._others():
+            other.reducer.receive()
         if self._makes_graph and not self.driven and not self.reducer.has_new:
             self._makes_graph = False
             self._note()
             return  # it was a part of the forward
         if not self.driven:
-            if self.needs_scale and not self.scaled and self.reducer.has_new:
+            if self.needs_scale and not self.reducer.scaled and self.reducer.has_new:
                 self.abandon()
                 raise DsHfError(
                     "Loss scaling is required with fp16: call engine.backward(loss) or engine.scale(loss).backward(), "
                     "not loss.backward()"
                 )
-            self.scaled = False
+            self.reducer.scaled = False
             self.flush()
         self._note()
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 
@@ -29,17 +30,20 @@ from ds_hf.errors import DsHfError
 
 __all__ = ["Reducer", "divided_loss"]
 
-_divided: list[bool] = []  # the loss of the backward that runs, which may reach parameters of several engines
+# A backward may reach parameters of several engines, and its loss is of one of them.
+_driven: list[float] = []  # the loss scale of the backward that an engine runs
+_by_hand: WeakSet[Reducer] = WeakSet()  # whose loss scale the coming backward has, which no engine runs
 
 
 @contextmanager
-def divided_loss() -> Iterator[None]:
-    """An engine runs backward inside, and has divided its loss by the accumulation steps."""
-    _divided.append(True)
+def divided_loss(scale: float) -> Iterator[None]:
+    """An engine runs backward inside, and has divided its loss by the accumulation steps and multiplied it by
+    ``scale``."""
+    _driven.append(scale)
     try:
         yield
     finally:
-        _divided.pop()
+        _driven.pop()
 
 
 @dataclass(eq=False)
@@ -99,6 +103,8 @@ class Reducer:
         self.on_order: Callable[[list[Unit]], None] = lambda units: None  # told the order of use, once
         self._now = _Backward()
         self.shown = False  # gradients are in ``.grad``
+        self._gave_way = False  # and are again when the backward of another engine is over
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # what the optimizer divides gradients by
         self.renew()
 
     def renew(self) -> None:
@@ -161,7 +167,30 @@ class Reducer:
     @property
     def factor(self) -> float:
         """What gradients of the present backward are multiplied by."""
-        return 1.0 if _divided else 1 / self.accumulation.steps
+        own, steps = self.loss_scale(), 1 if _driven else self.accumulation.steps
+        running = _driven[-1] if _driven else self._scale_by_hand(own)
+        return own / running / steps
+
+    def _scale_by_hand(self, own: float) -> float:
+        scales = {own} if self.scaled else {other.loss_scale() for other in _by_hand}
+        if len(scales) > 1:
+            raise DsHfError(
+                "two engines have scaled a loss, and a backward reached parameters of a third: with which loss scale "
+                "cannot be told. Call engine.backward(loss), or the .backward() of each engine.scale(loss) at once"
+            )
+        return scales.pop() if scales else own
+
+    @property
+    def scaled(self) -> bool:
+        """A loss was multiplied by the loss scale, for a backward that the engine does not run."""
+        return self in _by_hand
+
+    @scaled.setter
+    def scaled(self, value: bool) -> None:
+        if value:
+            _by_hand.add(self)
+        else:
+            _by_hand.discard(self)
 
     @property
     def has_new(self) -> bool:
@@ -256,7 +285,7 @@ class Reducer:
         """Let users see the gradients in ``.grad``, where every rank has the whole of them."""
         for buffer in self._whole:
             buffer.show()
-        self.shown = bool(self._whole)
+        self.shown, self._gave_way = bool(self._whole), False
 
     def take_back(self) -> None:
         """Before backward, or the step: autograd adds to ``.grad``. What users changed there counts."""
@@ -265,6 +294,20 @@ class Reducer:
             if buffer.shown and buffer.ready:
                 buffer.collect(self.factor)  # a backward that nothing announced
             buffer.take_back()
+
+    def give_way(self) -> None:
+        """Before a backward of another engine, which may reach parameters of this one."""
+        if self.shown:
+            self._gave_way = True
+            self.take_back()
+
+    def receive(self) -> None:
+        """At the end of it, while its factor is known: what it gave, also to a part of a buffer only."""
+        for buffer in self.buffers:
+            if buffer.ready:
+                buffer.collect(self.factor)
+        if self._gave_way:
+            self.show()
 
     def _end_backward(self) -> None:
         for unit in self.units:
@@ -298,7 +341,8 @@ class Reducer:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self.held, self.backwards, self.shown, self.asked = False, 0, False, False
+        self.held, self.backwards, self.asked = False, 0, False
+        self.shown = self._gave_way = False
         for buffer in self.buffers:
             buffer.clear()
 

@@ -288,6 +288,109 @@ def test_backward_of_one_model_through_another(
     run_distributed(one_reaches_through_the_other, 2, stages, driven, accumulation, clears)
 
 
+class Critic(nn.Module):
+    """A head on the first layer of an actor, which its loss reaches."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(WIDTH, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.head(torch.tanh(self.trunk(batch))) - 1).float().pow(2).mean()
+
+
+class Actor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.trunk(batch))).float().pow(2).mean()
+
+
+def actor_and_critic() -> list[nn.Module]:
+    torch.manual_seed(0)
+    actor = Actor()
+    return [actor, Critic(actor.trunk)]
+
+
+def updated_together(cases: list[tuple[tuple[int, int], int, str, tuple[float, float] | None]]) -> None:
+    """Both backwards, then both steps: a part of the actor's gradients comes of the critic's loss."""
+    for stages, accumulation, order, scales in cases:
+        plain, ours = actor_and_critic(), actor_and_critic()
+        optimizers = [torch.optim.SGD(params, lr=0.1) for params in (plain[0].parameters(), plain[1].head.parameters())]
+        engines = []
+        for which, (model, stage) in enumerate(zip(ours, stages, strict=True)):
+            config = {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": accumulation,
+                "gradient_clipping": 0.0,
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            }
+            if scales:
+                config["fp16"] = {"enabled": True, "loss_scale": scales[which]}
+            params = list((model.head if which else model).parameters())
+            engines.append(ds_hf.initialize(model=model, model_parameters=params, config=config)[0])
+        for step in range(2 * accumulation):
+            batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            mine = batch[dist.get_rank() * 2 : dist.get_rank() * 2 + 2].to(engines[0].device)
+            for which in map(int, order[:2]):
+                (plain[which](batch) / accumulation).backward()
+                loss = engines[which](mine.half() if scales else mine)
+                if order.endswith("by hand"):
+                    (engines[which].scale(loss) if scales else loss).backward()
+                else:
+                    engines[which].backward(loss)
+            for which in (0, 1):
+                engines[which].step()
+                if step % accumulation == accumulation - 1:
+                    optimizers[which].step()
+                    optimizers[which].zero_grad()
+        tolerance = 2e-3 if scales else 1e-6
+        with GatheredParameters([p for model in ours for p in model.parameters()]):
+            for (name, value), expected in zip(ours[1].named_parameters(), plain[1].parameters(), strict=True):
+                torch.testing.assert_close(
+                    value.detach().float().cpu(),
+                    expected.detach(),
+                    rtol=0,
+                    atol=tolerance,
+                    msg=lambda text, case=(stages, accumulation, order, scales, name): f"{case}: {text}",
+                )
+        for engine in engines:
+            engine.destroy()
+
+
+def test_updates_together_of_engines_of_which_one_reaches_into_the_other() -> None:
+    """As in one process, whatever the orders, and whatever the loss scales are."""
+    plain = [((2, 2), 3, "01"), ((3, 0), 3, "01"), ((0, 3), 3, "10"), ((0, 0), 3, "01"), ((0, 0), 1, "01")]
+    by_hand = [((0, 1), 3, "01 by hand"), ((3, 3), 3, "10 by hand")]
+    half = [((0, 0), 1, "01"), ((2, 3), 2, "10"), ((3, 1), 2, "01 by hand")]
+    cases = [*((*case, None) for case in plain + by_hand), *((*case, (128.0, 2048.0)) for case in half)]
+    run_distributed(updated_together, 2, cases)
+
+
+def seen_beside_another() -> None:
+    models = actor_and_critic()[:1] + rivals()[:1]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    first, other = (ds_hf.initialize(model=model, config=config)[0] for model in models)
+    batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    first.backward(first(batch))
+    before = {name: param.grad for name, param in first.module.named_parameters()}
+    assert all(grad is not None for grad in before.values())
+    other(batch).pow(2).mean().backward()
+    other.backward(other(batch).pow(2).mean())
+    assert all(param.grad is before[name] for name, param in first.module.named_parameters())
+
+
+def test_gradients_of_stage_0_stay_to_be_seen_when_another_engine_runs_backward() -> None:
+    run_distributed(seen_beside_another, 2)
+
+
 def with_a_reference() -> None:
     """A policy of adapters on a frozen base, and a reference model that is that base."""
     from peft import LoraConfig, get_peft_model
