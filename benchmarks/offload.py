@@ -39,7 +39,7 @@ import torch.distributed as dist
 import training
 from torch import Tensor, nn
 
-from ds_hf.engine.ops.cpu import rank_cores
+from ds_hf.host import rank_cores
 
 training.MODELS["9b"] = (4608, 12288, 34, 36, 36, 32000)  # --narrow: 54 GB of states
 training.MODELS["13b"] = (5120, 13824, 40, 40, 40, 32000)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 from typing_extensions import Self
 
+from ds_hf import host
 from ds_hf.deepspeed_api.op_builder import BUILDERS
 from ds_hf.engine.comm.device import peak_resident_nbytes, resident_nbytes
 
@@ -514,12 +514,12 @@ class CpuAccelerator(Accelerator):
         return False
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the machine."""
-        return int(psutil.virtual_memory().total)
+        """Bytes of the machine, or of the container."""
+        return host.total_memory()
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the machine that are free or can be freed."""
-        return int(psutil.virtual_memory().available)
+        """Bytes that are free or can be freed."""
+        return host.available_memory()
 
     def range_push(self, msg: str) -> None:
         """No profiler listens on the processor."""

@@ -14,18 +14,15 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 __all__ = [
     "DiskSpeed",
     "Gpu",
     "disk_speed",
     "gpus",
-    "host_memory",
     "links",
     "neighbour_speed",
     "parse_gpus",
@@ -121,26 +118,6 @@ def neighbour_speed(nbytes: int = 64 << 20, rounds: int = 8) -> float | None:
 def _link(kind: str) -> str:
     nvlink = re.fullmatch(r"NV(\d+)", kind)
     return f"NVLink ({nvlink.group(1)} links)" if nvlink else _LINKS.get(kind, kind)
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes of memory: available, total; the container's limit where that is lower."""
-    memory = psutil.virtual_memory()
-    available, total = int(memory.available), int(memory.total)
-    for limit, used in _cgroup_limits():
-        total = min(total, limit)
-        available = min(available, max(limit - used, 0))
-    return available, total
-
-
-def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    places = (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    )
-    for limit, used in places:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            yield int(Path(limit).read_text()), int(Path(used).read_text())
 
 
 def shm_nbytes() -> int | None:

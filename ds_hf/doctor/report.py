@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ds_hf import host
 from ds_hf.doctor import between, hardware
 from ds_hf.doctor.hardware import Gpu
 from ds_hf.doctor.known_bad import Machine, problems, this_machine
@@ -62,7 +63,7 @@ def examine(folder: Path | None = None) -> Report:
     """Look at this machine and this environment; ``folder`` is whose disk is timed, None for none."""
     versions = Fact("versions", f"Python {platform.python_version()}, " + ", ".join(map(" ".join, installed().items())))
     gpus = hardware.gpus()
-    machine = this_machine(gpus, hardware.shm_nbytes(), hardware.host_memory()[1])
+    machine = this_machine(gpus, hardware.shm_nbytes(), host.total_memory())
     facts = [versions, _deepspeed(), _cpu(), _files(), *_devices(), *_links(gpus), *_groups(machine), *_memory(gpus)]
     if folder is not None:
         facts.append(_disk(folder))
@@ -182,7 +183,7 @@ def _keep(links: Links) -> Fact | None:
 
 
 def _memory(gpus: list[Gpu]) -> list[Fact]:
-    available, total = hardware.host_memory()
+    available, total = host.available_memory(), host.total_memory()
     facts = [Fact("memory", f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free")]
     for gpu in gpus:
         facts.append(Fact(f"memory {gpu.index}", f"{gpu.free_mib / 1024:.1f} of {gpu.total_mib / 1024:.1f} GiB free"))

@@ -48,6 +48,7 @@ from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError
+from ds_hf.host import known_processes, local_world_size
 from ds_hf.log import set_log_level_from_string, warn_once
 from ds_hf.measure.protocol import TRIAL_ENV
 
@@ -245,10 +246,10 @@ def _load(
     plan, shape = plan_states(settings), settings.mesh
     if plan.inner is None:  # asked for at a stage that does not
         shape = replace(shape, inner=None)
-    elif (here := _processes_here()) is not None:
+    elif (here := known_processes()) is not None:
         _warn_of_hosts(plan.inner, here // shape.tensor)
     _warn_of_one_host(plan, processes)
-    if shape.sequence > 1 and (here := _processes_here()) is not None:
+    if shape.sequence > 1 and (here := known_processes()) is not None:
         _warn_of_divided_sequences(shape.sequence * shape.tensor, here)
     divides = divides_layers(settings, claims)
     if divides and isinstance(model, StageModule):
@@ -280,11 +281,6 @@ def _refuse_vocabulary_of_stages(settings: Config) -> None:
         )
 
 
-def _processes_here() -> int | None:
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(local) if local.isdecimal() else None
-
-
 def _warn_of_divided_sequences(together: int, here: int) -> None:
     """Say it where processes that share a sequence lie on several hosts that have ``here`` each."""
     if here and here % together:
@@ -298,7 +294,7 @@ def _warn_of_divided_sequences(together: int, here: int) -> None:
 
 def _warn_of_one_host(plan: StatePlan, processes: int) -> None:
     """Say it where nothing goes over a slow link that could be packed."""
-    if (plan.parameters.bits or plan.gradients.bits) and processes == _processes_here() and torch.cuda.is_available():
+    if (plan.parameters.bits or plan.gradients.bits) and processes == known_processes() and torch.cuda.is_available():
         warn_once(
             "gradients or parameters in few bits gain nothing here: all processes are on one host, whose GPUs exchange "
             "16 bits faster than they pack them; remove zero_quantized_weights, zero_quantized_gradients and ds_hf.wire"
@@ -469,7 +465,7 @@ def whole_model_advice(params: Iterable[Tensor], world_size: int, *, worth_sayin
     nbytes = sum(param.numel() * param.element_size() for param in params if home_of(param) is None)
     if world_size == 1 or nbytes < worth_saying:
         return None
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = local_world_size()
     return (
         f"every process built the whole model ({_gib(nbytes)}; {local} processes on this host: {_gib(nbytes * local)}) "
         f"before it was sharded; a shard is {_gib(nbytes / world_size)}. To load shards only, create the "

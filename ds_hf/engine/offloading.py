@@ -8,10 +8,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 from torch.optim import Optimizer
 
+from ds_hf import host
 from ds_hf.config.optimizer_traits import most_moments
 from ds_hf.config.plan import StatePlan
 from ds_hf.config.types import Config
@@ -20,7 +20,7 @@ from ds_hf.engine.offload.aio import Aio
 from ds_hf.engine.offload.folder import SwapFolder, examine
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.swap import SwapPool
-from ds_hf.engine.ops.cpu import THREADS_VARIABLE, rank_cores
+from ds_hf.engine.ops.cpu import THREADS_VARIABLE
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.file_store import FileStore
 from ds_hf.engine.optim.host_store import DelayedStore, HostStore
@@ -29,6 +29,7 @@ from ds_hf.engine.optim.stream_share import AutoShare, Room, say_none, slots_roo
 from ds_hf.engine.optim.streaming import Narrow, streamed_update
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.storage import DeviceShardStorage, FetchOrder, FileShardStorage, HostShardStorage, ShardStorage
+from ds_hf.host import rank_cores
 from ds_hf.log import log_once, logger, warn_once
 
 __all__ = ["Offload", "accumulation_dtype", "build_offload"]
@@ -172,7 +173,7 @@ def auto_share_of(settings: Config, machine: _Machine, inner: Optimizer, by_unit
     if reason:
         say_none(reason)
         return None
-    return AutoShare(machine.device, machine.world, _processes_here())
+    return AutoShare(machine.device, machine.world, host.local_world_size())
 
 
 def room_for_streams(device: torch.device) -> int:
@@ -185,19 +186,14 @@ def _look_for_memory(kept: HostSettings, plan: StatePlan) -> None:
     assert plan.optimizer.dtype is not None
     states = getattr(torch, plan.optimizer.dtype).itemsize + 2 * getattr(torch, plan.moments).itemsize
     gradients = 2 + (kept.accumulation_dtype.itemsize if kept.accumulates else 0)
-    needed = int(kept.numel * (1 - kept.device_share) * (states + gradients)) * _processes_here()
-    available = psutil.virtual_memory().available
+    needed = int(kept.numel * (1 - kept.device_share) * (states + gradients)) * host.local_world_size()
+    available = host.available_memory()
     if needed > available:
         warn_once(
-            f"offload needs about {needed / 2**30:.0f} GiB of host memory ({_processes_here()} processes), and "
+            f"offload needs about {needed / 2**30:.0f} GiB of host memory ({host.local_world_size()} processes), and "
             f"{available / 2**30:.0f} GiB are available: use NVMe (stage 3), more hosts, or "
             "bf16.bf16_master_weights_and_grads with bf16_optimizer_states, which need half"
         )
-
-
-def _processes_here() -> int:
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(ranks) if ranks.isdecimal() and int(ranks) > 0 else 1
 
 
 def _file_store(settings: Config, plan: StatePlan, machine: _Machine, inner: Optimizer) -> tuple[FileStore, int]:
@@ -252,7 +248,7 @@ def _pool(
     aio = settings.aio
     queue = Aio(block=aio.block_size, depth=aio.queue_depth, threads=aio.intra_op_parallelism)
     folder = SwapFolder(path)
-    disk = examine(folder, queue, nbytes + promised, _processes_here())
+    disk = examine(folder, queue, nbytes + promised, host.local_world_size())
     if axis.rank == 0:
         level = logging.INFO if disk.direct else logging.WARNING  # the page cache takes the host's memory and time
         logger.log(level, "%s on NVMe: %.2f GiB a process in %s; %s", what, nbytes / 2**30, path, disk)

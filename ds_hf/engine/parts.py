@@ -6,7 +6,6 @@ gradients -> reducer -> optimizer -> hooks. Which buffers there are is ``zero/pl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +58,7 @@ from ds_hf.engine.zero.second_shard import SecondShard
 from ds_hf.engine.zero.sharing import Sharing, plan_sharing
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.host import known_processes
 from ds_hf.log import warn_once
 
 __all__ = ["EngineParts", "make_parts"]
@@ -245,8 +245,7 @@ def _near(plan: StatePlan, mesh: Mesh) -> tuple[Axis, Axis] | None:
     """Of a sum in two hops; ``None`` for one. Collective."""
     replicas, size = mesh.replicas.world_size, plan.first_hop
     if size == "auto":
-        local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        here = int(local) // mesh.shape.tensor if local.isdecimal() else 0
+        here = (known_processes() or 0) // mesh.shape.tensor
         size = here if here and replicas % here == 0 and not mesh.is_given else 1
     if replicas % int(size):
         sizes = ", ".join(str(each) for each in range(1, replicas + 1) if replicas % each == 0)

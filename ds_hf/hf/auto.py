@@ -7,15 +7,12 @@ choice: free memory is the least over the ranks. Only one rank prints.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import torch
 import wrapt
 
@@ -27,6 +24,7 @@ from ds_hf.engine.zero.estimate import ModelSize, StateBytes, estimate_states, m
 from ds_hf.errors import ConfigError
 from ds_hf.hf.accelerate_state import has_accelerator
 from ds_hf.hf.source import AUTO
+from ds_hf.host import available_memory, local_world_size
 from ds_hf.log import logger
 
 __all__ = ["Choice", "Memory", "choose", "choose_at_parse_time", "model_on_command_line", "wrap_integration"]
@@ -162,24 +160,12 @@ def _measure_named(name: str | None) -> ModelSize | None:
 
 def free_device_memory() -> Memory:
     """Free bytes for each rank: the least over all ranks, so that all of them decide alike."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    host = free_host_nbytes() // max(1, local_ranks)
+    host = available_memory() // local_world_size()
     device = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else host
     free = torch.tensor([device, host], dtype=torch.int64, device="cuda" if torch.cuda.is_available() else "cpu")
     if process_group.is_initialized():
         process_group.all_reduce(free, op=process_group.ReduceOp.MIN)
     return Memory(int(free[0]), int(free[1]))
-
-
-def free_host_nbytes() -> int:
-    """What the machine has left, or the container if that is less."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return min(free, max(0, int(limit) - used)) if limit.isdigit() else free
 
 
 def _report(choice: Choice, size: ModelSize, memory: Memory, world_size: int, dtype: str) -> str:

@@ -131,6 +131,6 @@ def test_evaluation_alone_takes_the_stage_that_transformers_evaluates_with(
 
 
 def test_free_memory_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "free_host_nbytes", lambda: 8 * GIB)
+    monkeypatch.setattr(auto, "available_memory", lambda: 8 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert auto.free_device_memory().host == 2 * GIB

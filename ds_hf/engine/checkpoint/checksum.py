@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut, boxes
-from ds_hf.engine.ops.cpu import rank_cores
+from ds_hf.host import rank_cores
 from ds_hf.regular_files import open_regular
 
 __all__ = ["Checksum", "add", "checksum_of_file", "hexadecimal", "sum_of_bytes", "sum_of_slice", "sum_of_tensor"]

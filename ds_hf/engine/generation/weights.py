@@ -7,15 +7,14 @@ have to run equally many of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from ds_hf import host
 from ds_hf.engine.comm.collectives import all_reduce_max
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.offload.memory import available_host_nbytes
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer, unshard
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.log import log_once
@@ -111,8 +110,7 @@ def free_nbytes(device: torch.device) -> int:
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + cached - _SPARE * total)
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return available_host_nbytes() // (int(here) if here.isdecimal() and int(here) > 0 else 1)
+    return host.available_memory() // host.local_world_size()
 
 
 def backup_device(nbytes: int, device: torch.device) -> torch.device:

@@ -10,47 +10,23 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
+from ds_hf import host
 from ds_hf.errors import OffloadError
 from ds_hf.log import warn_once
 
-__all__ = ["PAGE", "available_host_nbytes", "host_copy", "host_empty", "require_host_memory", "round_up"]
+__all__ = ["PAGE", "host_copy", "host_empty", "require_host_memory", "round_up"]
 
 PAGE = 4096  # bytes; what O_DIRECT needs at most
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 def round_up(nbytes: int, multiple: int = PAGE) -> int:
     """The next multiple."""
     return -(-nbytes // multiple) * multiple
-
-
-def available_host_nbytes() -> int:
-    """Bytes of memory that this process may still get: the machine's, or the container's where that is less."""
-    available = int(psutil.virtual_memory().available)
-    for limit, used in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            taken = int(Path(used).read_text()) - _cached_nbytes(Path(used).parent / "memory.stat")
-            available = min(available, max(int(Path(limit).read_text()) - taken, 0))
-    return available
-
-
-def _cached_nbytes(statistics: Path) -> int:
-    """Bytes of the container's memory that hold files, which the kernel takes back when it needs them."""
-    try:
-        rows = dict(line.split() for line in statistics.read_text().splitlines())
-    except (OSError, ValueError):
-        return 0
-    return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
 
 
 def require_host_memory(nbytes: int, what: str) -> None:
@@ -60,8 +36,7 @@ def require_host_memory(nbytes: int, what: str) -> None:
         OffloadError: this process alone needs more than there is. Processes of one host that need more together get a
             warning, for those that were here before may have taken theirs already.
     """
-    available, processes = available_host_nbytes(), os.environ.get("LOCAL_WORLD_SIZE", "")
-    here = int(processes) if processes.isdecimal() and int(processes) > 0 else 1
+    available, here = host.available_memory(), host.local_world_size()
     if nbytes > available:
         raise OffloadError(
             f"{what} need {nbytes / 2**30:.1f} GiB of host memory, and {available / 2**30:.1f} GiB are available: use "

@@ -16,7 +16,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ds_hf.engine.ops.cpu import beside_threads, rank_cores, use_threads
+from ds_hf.engine.ops.cpu import beside_threads, use_threads
+from ds_hf.host import rank_cores
 
 __all__ = ["Worker"]
 

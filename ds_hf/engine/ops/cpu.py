@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.ops.reference import clip_control, sum_parts_
+from ds_hf.host import local_world_size, rank_cores
 
 __all__ = [
     "adagrad_",
@@ -34,7 +35,6 @@ __all__ = [
     "lion_",
     "loaded",
     "norm_control",
-    "rank_cores",
     "set_instruction_set",
     "sgd_",
     "squared_norm",
@@ -106,8 +106,7 @@ def threads() -> int:
     chosen = _chosen_threads() or getattr(_thread, "threads", 0)
     if chosen:
         return chosen
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if os.environ.get("OMP_NUM_THREADS") == "1" and ranks.isdecimal() and int(ranks) > 1:
+    if os.environ.get("OMP_NUM_THREADS") == "1" and local_world_size() > 1:
         return len(rank_cores())
     return torch.get_num_threads()
 
@@ -136,21 +135,6 @@ def use_threads(count: int) -> None:
 def _chosen_threads() -> int:
     chosen = os.environ.get(THREADS_VARIABLE, "")
     return int(chosen) if chosen.isdecimal() else 0
-
-
-def rank_cores() -> list[int]:
-    """The cores of this rank: an equal share of those that the process may use, at least one."""
-    cores = sorted(os.sched_getaffinity(os.getpid()))  # the main thread's: others may be bound to less
-    ranks, rank = (int(text) if text.isdecimal() else 0 for text in map(_environ, ("LOCAL_WORLD_SIZE", "LOCAL_RANK")))
-    if ranks <= 1:
-        return cores
-    share = max(1, len(cores) // ranks)
-    first = rank * share % len(cores)
-    return cores[first : first + share]
-
-
-def _environ(name: str) -> str:
-    return os.environ.get(name, "")
 
 
 def instruction_set() -> str:

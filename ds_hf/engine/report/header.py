@@ -15,6 +15,7 @@ import torch
 from ds_hf.config.written import as_written
 from ds_hf.engine.model_flops import ModelFlops, matrix_rate
 from ds_hf.engine.probes.trial.survey import facts
+from ds_hf.host import local_world_size
 from ds_hf.log import logger
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def header_of(engine: CoreEngine) -> dict[str, Any]:
         "flops_a_token_and_position": flops.attention,
         "model_name": type(engine.module).__name__,
         "mesh": {name: getattr(mesh.shape, name) for name in ("pipe", "data", "sequence", "tensor")},
-        "hosts_of": int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+        "hosts_of": local_world_size(),
         "batch": {"train": batch.train, "micro": batch.micro, "accumulation": batch.accumulation_steps},
         "plan": {
             row: {"placement": getattr(plan, row).placement.value, "device": getattr(plan, row).device}

@@ -203,7 +203,7 @@ def test_recomputation_stays() -> None:
 
 
 def test_memory_is_asked_for_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_host_nbytes", lambda: BLOCKS * NBYTES - 1)
+    monkeypatch.setattr(memory.host, "available_memory", lambda: BLOCKS * NBYTES - 1)
     layers = blocks()
     calls = []
     layers[0].register_forward_hook(lambda *args: calls.append(args))

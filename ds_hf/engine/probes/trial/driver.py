@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import json
 import math
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -116,10 +115,9 @@ class Driver:
             return
         if self.request.gradient_checkpointing is not None:  # the script may have set it after it made the engine
             set_checkpointing(self.engine, self.request.gradient_checkpointing)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         keep = None
         ends = self.request.finish and not self.request.natural_steps  # the state would not be seen again
-        if not self.request.finish or (not ends and room_for_snapshot(self.engine, local)):
+        if not self.request.finish or (not ends and room_for_snapshot(self.engine)):
             keep = Snapshot(self.engine)
         replay = Replay(self.engine, Batch(args, kwargs, numel), self.request, self.meter, self.emit)
         try:

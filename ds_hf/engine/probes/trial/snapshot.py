@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import Tensor
 
+from ds_hf import host
 from ds_hf.engine.checkpoint.rng import random_states, restore_random_states
 from ds_hf.engine.probes.trial.memory import resident_tensors
 
@@ -25,10 +25,10 @@ HOST_SHARE = 0.5  # of the free host memory of this rank
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "_applied")
 
 
-def room_for_snapshot(engine: CoreEngine, local_world_size: int) -> bool:
+def room_for_snapshot(engine: CoreEngine) -> bool:
     """Whether the host can hold a copy of what this rank owns."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in resident_tensors(engine)}
-    return bool(sum(storages.values()) <= HOST_SHARE * psutil.virtual_memory().available / max(1, local_world_size))
+    return bool(sum(storages.values()) <= HOST_SHARE * host.available_memory() / host.local_world_size())
 
 
 class Snapshot:

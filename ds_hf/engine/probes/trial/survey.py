@@ -11,11 +11,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_hf import host
 from ds_hf.engine.probes.trial.batches import Batch, inputs_of, resized, shapes_of
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import whole_shape
@@ -49,7 +49,7 @@ def facts(engine: CoreEngine, total_memory: int | None) -> dict[str, Any]:
         "module_dtype": _dtype(engine),
         "world_size": engine.axis.world_size,
         "processes": engine.mesh.world.world_size,
-        "on_host": int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+        "on_host": host.local_world_size(),
         "data": engine.mesh.shape.data,
         "sequence": engine.mesh.shape.sequence,
         "tensor": engine.mesh.shape.tensor,
@@ -64,8 +64,8 @@ def facts(engine: CoreEngine, total_memory: int | None) -> dict[str, Any]:
         "checkpointing": is_checkpointing(engine),
         "torch": torch.__version__,
         "model": _model(engine.module),
-        "cores": len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-        "host_memory": psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+        "cores": len(os.sched_getaffinity(0)) // host.local_world_size(),
+        "host_memory": host.total_memory() // host.local_world_size(),
     }
 
 
