@@ -18,10 +18,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import wrapt
 from torch import Tensor
 
 from ds_hf.config.plan import StatePlan
+from ds_hf.hf.autoload import wrap
 from ds_hf.hf.source import plain_config
 from ds_hf.log import warn_once
 
@@ -38,7 +38,7 @@ def wrap_state(module: ModuleType) -> None:
             return "gloo", kind
         return backend, kind
 
-    wrapt.wrap_function_wrapper(module, "PartialState._prepare_backend", prepare_backend)
+    wrap(module, "PartialState._prepare_backend", prepare_backend)
 
 
 def wrap_config(module: ModuleType) -> None:
@@ -49,7 +49,7 @@ def wrap_config(module: ModuleType) -> None:
             return wrapped(plain_config(args[0]), *args[1:], **kwargs)
         return wrapped(**{**kwargs, "config_file_or_dict": plain_config(kwargs["config_file_or_dict"])})
 
-    wrapt.wrap_function_wrapper(module, "HfDeepSpeedConfig.__init__", read_first)
+    wrap(module, "HfDeepSpeedConfig.__init__", read_first)
 
 
 def wrap_accelerator(module: ModuleType) -> None:
@@ -115,14 +115,14 @@ def wrap_accelerator(module: ModuleType) -> None:
             )
         return engine.get_global_grad_norm()
 
-    wrapt.wrap_function_wrapper(module, "Accelerator.clip_grad_norm_", tell_of_clipping)
-    wrapt.wrap_function_wrapper(module, "Accelerator.no_sync", of_its_own_stage)
-    wrapt.wrap_function_wrapper(module, "Accelerator._prepare_tp", leave_models)
-    wrapt.wrap_function_wrapper(module, "Accelerator._prepare_deepspeed", with_sizes)
-    wrapt.wrap_function_wrapper(module, "Accelerator._prepare_device_mesh", with_mesh)
-    wrapt.wrap_function_wrapper(module, "Accelerator.gather_for_metrics", _each_sample_once)
-    wrapt.wrap_function_wrapper(module, "Accelerator.save_state", written("wait"))
-    wrapt.wrap_function_wrapper(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
+    wrap(module, "Accelerator.clip_grad_norm_", tell_of_clipping)
+    wrap(module, "Accelerator.no_sync", of_its_own_stage)
+    wrap(module, "Accelerator._prepare_tp", leave_models)
+    wrap(module, "Accelerator._prepare_deepspeed", with_sizes)
+    wrap(module, "Accelerator._prepare_device_mesh", with_mesh)
+    wrap(module, "Accelerator.gather_for_metrics", _each_sample_once)
+    wrap(module, "Accelerator.save_state", written("wait"))
+    wrap(module, "Accelerator.end_training", written("close"))  # some call it on rank 0 alone
 
 
 def _trains(model: Any, param: Tensor) -> bool:
@@ -145,7 +145,7 @@ def wrap_launch(module: ModuleType) -> None:
         finally:
             given.use_parallelism_config = True
 
-    wrapt.wrap_function_wrapper(module, "_validate_launch_command", validate)
+    wrap(module, "_validate_launch_command", validate)
 
 
 def wrap_data_loader(module: ModuleType) -> None:
@@ -160,7 +160,7 @@ def wrap_data_loader(module: ModuleType) -> None:
         whole, rest = divmod(given.get("num_batches", 0), loader.sp_world_size)
         return loader.skipping(rest, wrapped(loader.dl, whole))
 
-    wrapt.wrap_function_wrapper(module, "skip_first_batches", skip)
+    wrap(module, "skip_first_batches", skip)
 
 
 def _share_layers(accelerator: Any) -> int:

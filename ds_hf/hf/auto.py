@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import wrapt
 
 from ds_hf.config import load_config
 from ds_hf.config.plan import plan_states
@@ -23,6 +22,7 @@ from ds_hf.engine.comm import process_group
 from ds_hf.engine.zero.estimate import ModelSize, StateBytes, estimate_states, measure
 from ds_hf.errors import ConfigError
 from ds_hf.hf.accelerate_state import has_accelerator
+from ds_hf.hf.autoload import wrap
 from ds_hf.hf.source import AUTO
 from ds_hf.host import available_memory, local_world_size
 from ds_hf.log import logger
@@ -60,7 +60,7 @@ def wrap_integration(module: ModuleType) -> None:
         _choose_with_model(hf_config, *args, **kwargs)
         return wrapped(*args, **kwargs)
 
-    wrapt.wrap_function_wrapper(module, "HfTrainerDeepSpeedConfig.trainer_config_finalize", decide_first)
+    wrap(module, "HfTrainerDeepSpeedConfig.trainer_config_finalize", decide_first)
 
 
 def choose_at_parse_time(arguments: Any) -> None:

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
@@ -25,11 +26,12 @@ from ds_hf.engine.comm.failure_record import record_failures
 from ds_hf.log import logger, warn_once
 from ds_hf.stand_in import beside_real
 
-__all__ = ["install", "serves_deepspeed", "unfit_hooks"]
+__all__ = ["install", "serves_deepspeed", "unfit_hooks", "wrap"]
 
 Hook = Callable[[ModuleType], None]
 
-_unfit: dict[str, str] = {}  # targets of hooks that failed, and why
+_unfit: dict[str, str] = {}  # targets of hooks that do not fit, and why
+_absent: list[str] = []  # names that the hooks which run now did not find
 
 # module of the client -> our module and function that wrap something in it
 HOOKS = {
@@ -75,6 +77,14 @@ def _tell(found: ModuleType) -> None:
         warn_once(told)
 
 
+def wrap(module: ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
+    """Put ``wrapper`` around a function of ``module``. A release that renamed it loses this hook, and no other."""
+    try:
+        wrapt.wrap_function_wrapper(module, name, wrapper)
+    except AttributeError:
+        _absent.append(f"{module.__name__}.{name}")
+
+
 def unfit_hooks() -> dict[str, str]:
     """Targets of hooks that do not fit what is installed, and why. Imports all of them."""
     for target in HOOKS:
@@ -87,21 +97,26 @@ def unfit_hooks() -> dict[str, str]:
 
 def _guarded(target: str, module: str, function: str) -> Hook:
     def hook(found: ModuleType) -> None:
+        before = len(_absent)  # not 0 inside another hook, which imported what this one is for
         try:
             if serves_deepspeed():
                 getattr(importlib.import_module(module), function)(found)
+                if len(_absent) > before:
+                    raise AttributeError(f"there is no {', '.join(_absent[before:])}")
         except Exception as error:
             _unfit[target] = _reason(error)
             package = target.partition(".")[0]
             logger.warning(
-                "ds_hf does not fit %s %s: %s is off, or a part of it, for %s; training with DeepSpeed may fail or "
-                "be wrong. ds-hf doctor says which release to take",
+                "ds_hf does not fit %s %s: %s has hooks that are off (%s); training with DeepSpeed may fail or be "
+                "wrong. ds-hf doctor says which releases fit",
                 package,
                 _version(package),
                 function,
                 _unfit[target],
-                exc_info=True,
+                exc_info=not isinstance(error, AttributeError),
             )
+        finally:
+            del _absent[before:]
 
     return hook
 

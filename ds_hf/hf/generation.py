@@ -12,11 +12,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import wrapt
 from torch import nn
 
 from ds_hf.engine.generation import generation_of
 from ds_hf.engine.zero.buffer import BufferState, buffers_of
+from ds_hf.hf.autoload import wrap
 
 __all__ = ["wrap_generation"]
 
@@ -25,7 +25,7 @@ _SYNCED_GPUS = 5  # position of the argument, after self
 
 def wrap_generation(module: ModuleType) -> None:
     """Hook of ``transformers.generation.utils``."""
-    wrapt.wrap_function_wrapper(module, "GenerationMixin.generate", _through_engine)
+    wrap(module, "GenerationMixin.generate", _through_engine)
 
 
 def _through_engine(

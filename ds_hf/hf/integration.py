@@ -13,11 +13,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import wrapt
 from torch.optim import Optimizer
 
 from ds_hf.errors import ConfigError
 from ds_hf.hf import auto
+from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
 
 __all__ = ["wrap_integration"]
@@ -29,9 +29,9 @@ GIVEN = "_ds_hf_given"  # where the Trainer keeps the optimizer and scheduler th
 def wrap_integration(module: ModuleType) -> None:
     """Hook of ``transformers.integrations.deepspeed``."""
     auto.wrap_integration(module)
-    wrapt.wrap_function_wrapper(module, "deepspeed_init", _init)
-    wrapt.wrap_function_wrapper(module, "HfTrainerDeepSpeedConfig.fill_match", _match)
-    wrapt.wrap_function_wrapper(module, "HfTrainerDeepSpeedConfig.trainer_config_finalize", _finalize)
+    wrap(module, "deepspeed_init", _init)
+    wrap(module, "HfTrainerDeepSpeedConfig.fill_match", _match)
+    wrap(module, "HfTrainerDeepSpeedConfig.trainer_config_finalize", _finalize)
 
 
 def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

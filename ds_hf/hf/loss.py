@@ -20,10 +20,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import wrapt
 from torch import Tensor
 
 from ds_hf.errors import ConfigError
+from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def wrap_loss(module: ModuleType) -> None:
         "compute_loss": _compute_loss,
     }
     for name, hook in hooks.items():
-        if hasattr(module.Trainer, name):
-            wrapt.wrap_function_wrapper(module, f"Trainer.{name}", hook)
+        wrap(module, f"Trainer.{name}", hook)
 
 
 def engine_of(trainer: Any) -> Engine | None:

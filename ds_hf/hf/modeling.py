@@ -31,12 +31,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import wrapt
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ds_hf.engine.zero.buffer import buffers_of, logical_shape
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
 
 __all__ = ["wrap_modeling"]
@@ -44,11 +44,11 @@ __all__ = ["wrap_modeling"]
 
 def wrap_modeling(module: ModuleType) -> None:
     """Hook of ``transformers.modeling_utils``."""
-    wrapt.wrap_function_wrapper(module, "PreTrainedModel.initialize_weights", _gathered)
-    wrapt.wrap_function_wrapper(module, "PreTrainedModel.num_parameters", _counting_released)
+    wrap(module, "PreTrainedModel.initialize_weights", _gathered)
+    wrap(module, "PreTrainedModel.num_parameters", _counting_released)
     integration = importlib.import_module("transformers.integrations.deepspeed")  # imported by ``module`` already
-    wrapt.wrap_function_wrapper(integration, "initialize_weights_zero3", _with_parametrized)
-    wrapt.wrap_function_wrapper(module, "_load_state_dict_into_zero3_model", _without_mismatched)
+    wrap(integration, "initialize_weights_zero3", _with_parametrized)
+    wrap(module, "_load_state_dict_into_zero3_model", _without_mismatched)
     if hasattr(integration, "_apply_weight_conversions_to_state_dict"):
         _convert_whole_weights(integration)
 
@@ -79,7 +79,7 @@ def _convert_whole_weights(integration: Any) -> None:
             return wrapped(*args, **kwargs)
 
     wrapper = in_parts if inspect.isgeneratorfunction(convert) else at_once
-    wrapt.wrap_function_wrapper(integration, "_apply_weight_conversions_to_state_dict", wrapper)
+    wrap(integration, "_apply_weight_conversions_to_state_dict", wrapper)
 
 
 def _counting_released(

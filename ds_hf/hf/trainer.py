@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
+from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
 from ds_hf.hf.restart import go_on_after_restart
 from ds_hf.log import logger
@@ -53,8 +54,8 @@ def wrap_trainer(module: ModuleType) -> None:
         "get_num_trainable_parameters": _count_trainable,
     }
     for name, hook in hooks.items():
-        wrapt.wrap_function_wrapper(module, f"Trainer.{name}", hook)
-    wrapt.wrap_function_wrapper(module, "Trainer._finalize_training", _finish_saving)
+        wrap(module, f"Trainer.{name}", hook)
+    wrap(module, "Trainer._finalize_training", _finish_saving)
     wrap_loss(module)
     if not isinstance(module.get_last_checkpoint, wrapt.FunctionWrapper):  # it was imported before the hook below
         wrap_trainer_utils(module)
@@ -62,7 +63,7 @@ def wrap_trainer(module: ModuleType) -> None:
 
 def wrap_trainer_utils(module: ModuleType) -> None:
     """Hook of ``transformers.trainer_utils``, from which scripts take what looks for the last checkpoint."""
-    wrapt.wrap_function_wrapper(module, "get_last_checkpoint", _pass_over_unfinished)
+    wrap(module, "get_last_checkpoint", _pass_over_unfinished)
 
 
 def _lift_refusals(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:

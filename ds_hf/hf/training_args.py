@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import wrapt
-
 from ds_hf.config import Config
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.hf import auto
 from ds_hf.hf.accelerate_state import has_accelerator
+from ds_hf.hf.autoload import wrap
 from ds_hf.hf.mismatch import find_mismatches
 from ds_hf.hf.optimizers import find_unfit_optimizers
 from ds_hf.hf.source import AUTO, checked_config, plain_config
@@ -32,8 +31,8 @@ CPU_FLAG = "ACCELERATE_USE_CPU"
 
 def wrap_training_args(module: ModuleType) -> None:
     """Hook of ``transformers.training_args``."""
-    wrapt.wrap_function_wrapper(module, "TrainingArguments.__post_init__", _check_first)
-    wrapt.wrap_function_wrapper(module, "TrainingArguments._validate_args", _allow_bf16_on_cpu)
+    wrap(module, "TrainingArguments.__post_init__", _check_first)
+    wrap(module, "TrainingArguments._validate_args", _allow_bf16_on_cpu)
 
 
 def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -101,9 +101,27 @@ def test_a_hook_that_does_not_fit_warns_and_lets_the_import_go_on() -> None:
         "ours.wrap_training_args = fails\n"
         "from transformers import TrainingArguments\n"
         "import transformers; from ds_hf.hf.autoload import unfit_hooks; print(unfit_hooks())\n"
-        "print(f'does not fit transformers {transformers.__version__}: wrap_training_args is off' in stream.getvalue())"
+        "said = f'does not fit transformers {transformers.__version__}: wrap_training_args has hooks that are off'\n"
+        "print(said in stream.getvalue())"
     )
     assert python(code) == "{'transformers.training_args': \"KeyError: 'renamed'\"}\nTrue"
+
+
+@pytest.mark.slow
+def test_a_name_that_is_gone_takes_no_other_hook_with_it() -> None:
+    code = (
+        "import torch, logging, io\n"
+        "stream = io.StringIO(); logging.getLogger('ds_hf').addHandler(logging.StreamHandler(stream))\n"
+        "import wrapt, accelerate.accelerator as there\n"
+        "from ds_hf.hf.autoload import _guarded, unfit_hooks\n"
+        "del there.Accelerator.no_sync\n"
+        "_guarded('accelerate.accelerator', 'ds_hf.hf.accelerate_state', 'wrap_accelerator')(there)\n"
+        "twice = there.Accelerator.__dict__['save_state'].__wrapped__\n"
+        "print(unfit_hooks(), isinstance(twice, wrapt.FunctionWrapper))\n"
+        "print('there is no accelerate.accelerator.Accelerator.no_sync' in stream.getvalue())"
+    )
+    gone = "AttributeError: there is no accelerate.accelerator.Accelerator.no_sync"
+    assert python(code) == f"{{'accelerate.accelerator': '{gone}'}} True\nTrue"
 
 
 @pytest.mark.slow
