@@ -338,7 +338,7 @@ class UnitHooks:
         self.driven = True
         self._note()
         try:
-            with divided_loss(self.reducer.loss_scale()), self._reaching_others():
+            with divided_loss(self.reducer.loss_scale()), _reaching_others(self):
                 yield
                 self.flush()
         except BaseException:
@@ -347,22 +347,6 @@ class UnitHooks:
         finally:
             self.driven = False
             self._note()
-
-    @contextmanager
-    def _reaching_others(self) -> Iterator[None]:
-        for other in self._others():
-            other.reducer.give_way()
-        try:
-            yield
-        finally:
-            for other in self._others():
-                other.reducer.receive()
-
-    def _others(self) -> list[UnitHooks]:
-        """Other engines, but for those that are in a backward of their own."""
-        if len(_live) < 2:
-            return []
-        return [each for each in _live if each is not self and not (each.driven or each._flush_queued)]
 
     def _note(self) -> None:
         """Whether the engine's model is being called, or its backward runs, may have changed."""
@@ -577,13 +561,13 @@ class UnitHooks:
         if not self.driven and not self._flush_queued:
             self._flush_queued = True
             self._note()
-            for other in self._others():
+            for other in _others(self):
                 other.reducer.give_way()
             torch.autograd.Variable._execution_engine.queue_callback(self._flush_callback)
 
     def _flush_callback(self) -> None:
         self._flush_queued = False
-        for other in self._others():
+        for other in _others(self):
             other.reducer.receive()
         if self._makes_graph and not self.driven and not self.reducer.has_new:
             self._makes_graph = False
@@ -618,6 +602,24 @@ class UnitHooks:
         """Release a unit whose backward needs its weights no more; of the root only the end of backward can tell."""
         if unit.name and unit.sharded and not unit.open_calls and self.reducer.is_complete(unit):
             self._release(unit)
+
+
+@contextmanager
+def _reaching_others(hooks: UnitHooks) -> Iterator[None]:
+    for other in _others(hooks):
+        other.reducer.give_way()
+    try:
+        yield
+    finally:
+        for other in _others(hooks):
+            other.reducer.receive()
+
+
+def _others(hooks: UnitHooks) -> list[UnitHooks]:
+    """Other engines, but for those that are in a backward of their own."""
+    if len(_live) < 2:
+        return []
+    return [each for each in _live if each is not hooks and not (each.driven or each._flush_queued)]
 
 
 class _Hook:
