@@ -76,10 +76,8 @@ class ShardedOptimizer(BufferStates, Optimizer):
     ) -> None:
         # Not Optimizer.__init__: groups and state are the inner optimizer's, by property.
         self.optimizer = inner
-        self.reducer = reducer
+        self.reducer, reducer.optimizer = reducer, weakref.ref(self)
         self.loss_scaler = scaler
-        own = weakref.ref(self)
-        reducer.loss_scale = lambda: 1.0 if (optimizer := own()) is None else optimizer.loss_scaler.scale
         self.axis, self.world = mesh.replicas, mesh.world
         self.shard_axis = next((buffer.axis for buffer in masters if buffer.axis == mesh.inner), self.axis)
         self.policy = policy

@@ -338,7 +338,7 @@ class UnitHooks:
         self.driven = True
         self._note()
         try:
-            with divided_loss(self.reducer.loss_scale()), _reaching_others(self):
+            with divided_loss(self.reducer.loss_scale), _reaching_others(self):
                 yield
                 self.flush()
         except BaseException:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -104,7 +105,7 @@ class Reducer:
         self._now = _Backward()
         self.shown = False  # gradients are in ``.grad``
         self._gave_way = False  # and are again when the backward of another engine is over
-        self.loss_scale: Callable[[], float] = lambda: 1.0  # what the optimizer divides gradients by
+        self.optimizer: Callable[[], Any] = lambda: None  # a weak reference
         self.renew()
 
     def renew(self) -> None:
@@ -167,18 +168,24 @@ class Reducer:
     @property
     def factor(self) -> float:
         """What gradients of the present backward are multiplied by."""
-        own, steps = self.loss_scale(), 1 if _driven else self.accumulation.steps
+        own, steps = self.loss_scale, 1 if _driven else self.accumulation.steps
         running = _driven[-1] if _driven else self._scale_by_hand(own)
         return own / running / steps
 
     def _scale_by_hand(self, own: float) -> float:
-        scales = {own} if self.scaled else {other.loss_scale() for other in _by_hand}
+        scales = {own} if self.scaled else {other.loss_scale for other in _by_hand}
         if len(scales) > 1:
             raise DsHfError(
                 "two engines have scaled a loss, and a backward reached parameters of a third: with which loss scale "
                 "cannot be told. Call engine.backward(loss), or the .backward() of each engine.scale(loss) at once"
             )
         return scales.pop() if scales else own
+
+    @property
+    def loss_scale(self) -> float:
+        """What the optimizer divides gradients by."""
+        optimizer = self.optimizer()
+        return 1.0 if optimizer is None else float(optimizer.loss_scaler.scale)
 
     @property
     def scaled(self) -> bool:
