@@ -39,6 +39,8 @@ _OF_A_PROCESS = re.compile(
     r"(^|_)(rank|device|index|idx|id|start|end|offset|process|group|host|cached?|name|version)s?($|_)|^training$"
     "|gradient_checkpointing"
 )
+# What ``save_pretrained`` writes into a configuration, on the process that saves; dtypes are those of parameters.
+_WRITTEN = re.compile(r"(^|/)(architectures|(torch_)?dtype|auto_map)$")
 _LIBRARIES = {"torch", "transformers", "peft", "diffusers", "timm", "trl"}
 _MOST = 256  # entries
 _STEPS = (0, 1, 2, 10, 100, 1000, 10_000)  # at which functions of a schedule are asked
@@ -139,7 +141,8 @@ def describe_config(config: Any) -> dict[str, str]:
     """Of a model's configuration of transformers or diffusers."""
     values = config.to_dict() if callable(getattr(config, "to_dict", None)) else None
     leaves = _leaves(values) if isinstance(values, Mapping) else ()
-    return {f"config {name}": value for name, value in leaves if not _OF_A_PROCESS.search(name)}
+    own = (_OF_A_PROCESS, _WRITTEN)
+    return {f"config {name}": value for name, value in leaves if not any(kind.search(name) for kind in own)}
 
 
 def describe_arguments(label: str, spec: Any) -> dict[str, str]:
