@@ -134,10 +134,10 @@ class BufferStates:
         self._steps_compared += compared
         for buffer, master in self.masters.items():
             beside = buffer.dtype is not master.dtype or buffer.device != master.device
-            # Parameters on their way are of another class: they were not touched since.
-            here = all(type(param) is nn.Parameter for param in buffer.params)
-            if not buffer.sharded and (buffer in self.low_bits or not (beside and here)):
+            if not buffer.sharded and (buffer in self.low_bits or not beside):
                 continue
+            if not buffer.sharded and set(map(type, buffer.params)) != {nn.Parameter}:
+                continue  # they are on their way, of another class: they were not touched since
             now = [param._version for param in buffer.params]
             before = self._versions.get(buffer, now)
             written = None
