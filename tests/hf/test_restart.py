@@ -65,7 +65,7 @@ import os, sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 class Break(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        print("step", state.global_step, "of rank", args.process_index, flush=True)
+        os.write(1, f"step {state.global_step} of rank {args.process_index}\\n".encode())  # at once
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and state.global_step == 3 and args.process_index == 1:
             raise ValueError("broken on purpose")
 torch.manual_seed(0)
