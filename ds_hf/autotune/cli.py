@@ -221,7 +221,7 @@ def _guarded(work: object) -> int:
             print("the script printed nothing", file=sys.stderr)
         complain(error)
         return 1
-    except DsHfError as error:
+    except (DsHfError, OSError) as error:  # of a results folder in which something else lies
         complain(error)
         return 1
 

@@ -15,6 +15,7 @@ from ds_hf.autotune.options import Options
 from ds_hf.autotune.result import TUNED
 from ds_hf.autotune.study import TuneError
 from ds_hf.errors import DsHfError
+from ds_hf.regular_files import read_object, replace_file
 
 __all__ = ["search_from_script"]
 
@@ -42,10 +43,17 @@ def search_from_script(config: str, changes: dict[str, Any]) -> str:
     end = time.monotonic() + options.budget + options.trial_timeout
     while not last.exists():
         if failed.exists() or time.monotonic() > end:
-            reason = json.loads(failed.read_text("utf-8"))["reason"] if failed.exists() else "it took too long"
+            reason = _reason_in(failed) if failed.exists() else "it took too long"
             raise TuneError(f"the search for a faster configuration failed: {reason}")
         time.sleep(0.2)
     return str(tuned)
+
+
+def _reason_in(failed: Path) -> str:
+    try:
+        return str(read_object(failed)["reason"])
+    except (OSError, ValueError, KeyError):
+        return f"see the output of the first process ({failed} is not what it writes)"
 
 
 def _search(config: str, options: Options, failed: Path) -> None:
@@ -61,7 +69,7 @@ def _search(config: str, options: Options, failed: Path) -> None:
         tune(words, Options(**{**options.__dict__, "processes": processes}), Console(stderr=True))
     except DsHfError as error:
         failed.parent.mkdir(parents=True, exist_ok=True)
-        failed.write_text(json.dumps({"reason": str(error)}), "utf-8")
+        replace_file(failed, json.dumps({"reason": str(error)}))
         raise
     finally:
         os.environ.update(kept)

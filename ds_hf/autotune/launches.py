@@ -22,6 +22,7 @@ from ds_hf.config.types import Config
 from ds_hf.measure.machine import NORMAL, Level, Slowdown, compared, error_of, levels_of
 from ds_hf.measure.protocol import TrialRequest
 from ds_hf.measure.statistics import summarise
+from ds_hf.regular_files import replace_file
 
 __all__ = ["NATURAL_STEPS", "Launches", "Problem", "Run"]
 
@@ -198,7 +199,7 @@ class Launches:
         folder = self._folder(name)
         folder.mkdir(parents=True, exist_ok=True)
         path = (folder / "ds_config.json").resolve()
-        path.write_text(json.dumps(tree, indent=2) + "\n", "utf-8")
+        replace_file(path, json.dumps(tree, indent=2) + "\n")
         return path
 
 

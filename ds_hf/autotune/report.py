@@ -24,6 +24,7 @@ from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.result import Result, headline, summary_lines, warnings_of
 from ds_hf.autotune.space import config_of, freed_by
 from ds_hf.autotune.view import show_value
+from ds_hf.regular_files import replace_file
 
 if TYPE_CHECKING:
     from ds_hf.autotune.study import Search
@@ -49,7 +50,7 @@ def write_report(search: Search, result: Result, more: Sequence[str] = ()) -> Pa
         more: further sections, as HTML (the learning rate's).
     """
     path = search.options.results_dir / "report.html"
-    path.write_text(report_html(search, result, more), "utf-8")
+    replace_file(path, report_html(search, result, more))
     return path
 
 

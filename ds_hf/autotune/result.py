@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shlex
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ from ds_hf.config.triple import WorldSize
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrResult
 from ds_hf.measure.machine import Estimate, gain_of
+from ds_hf.regular_files import replace_file
 
 __all__ = [
     "Change",
@@ -379,12 +381,12 @@ def write_result(search: Search, result: Result) -> dict[str, Path]:
         "command": folder / "command.txt",
         "trials": folder / "trials.csv",
     }
-    paths["config"].write_text(text, "utf-8")
-    (folder / "ds_config_optimal.json").write_text(text, "utf-8")
-    paths["reasons"].write_text(json.dumps(reasons_of(search, result), indent=2) + "\n", "utf-8")
-    paths["command"].write_text(command, "utf-8")
-    (folder / "cmd_optimal.txt").write_text(command, "utf-8")
-    (folder / "summary.txt").write_text("\n".join(summary_lines(search, result)) + "\n", "utf-8")
+    replace_file(paths["config"], text)
+    replace_file(folder / "ds_config_optimal.json", text)
+    replace_file(paths["reasons"], json.dumps(reasons_of(search, result), indent=2) + "\n")
+    replace_file(paths["command"], command)
+    replace_file(folder / "cmd_optimal.txt", command)
+    replace_file(folder / "summary.txt", "\n".join(summary_lines(search, result)) + "\n")
     _write_trials(search, paths["trials"])
     return paths
 
@@ -504,21 +506,22 @@ def _write_trials(search: Search, path: Path) -> None:
         "own",
     ]
     axes = [axis.name for axis in search.space.axes]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*names, *axes])
-        writer.writeheader()
-        for record in records_of(search.study):
-            row: dict[str, Any] = {
-                "trial": record.number,
-                "setting": record.label,
-                "outcome": record.kind,
-                "reason": record.reason,
-                "launch_seconds": record.seconds,
-                "own": record.own,
-                **record.setting,
-            }
-            for point in record.points or (None,):
-                writer.writerow({**row, **_point_cells(search, record, point)})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*names, *axes])
+    writer.writeheader()
+    for record in records_of(search.study):
+        row: dict[str, Any] = {
+            "trial": record.number,
+            "setting": record.label,
+            "outcome": record.kind,
+            "reason": record.reason,
+            "launch_seconds": record.seconds,
+            "own": record.own,
+            **record.setting,
+        }
+        for point in record.points or (None,):
+            writer.writerow({**row, **_point_cells(search, record, point)})
+    replace_file(path, text.getvalue())
 
 
 def _point_cells(search: Search, record: Record, point: Point | None) -> dict[str, Any]:

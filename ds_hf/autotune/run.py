@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -34,19 +35,23 @@ from ds_hf.autotune.report import write_report
 from ds_hf.autotune.result import Result, headline, make_result, summary_lines, write_result
 from ds_hf.autotune.space import check_names
 from ds_hf.autotune.study import JOURNAL, Search
-from ds_hf.autotune.trial import kill_leftovers, run_launch
+from ds_hf.autotune.trial import NOTE_NBYTES, kill_leftovers, run_launch
 from ds_hf.autotune.view import View
 from ds_hf.autotune.workers import try_workers
 from ds_hf.config.load import examine
 from ds_hf.config.types import Config
-from ds_hf.errors import ConfigError
+from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.measure.statistics import summarise
+from ds_hf.printable import harmless
+from ds_hf.regular_files import check_regular, read_object, read_regular, replace_file
 
 __all__ = ["tune"]
 
 SIGNATURE = "search.json"
 LOCK = "own.lock"
 LR_OVERTIME = 1.5
+_TRIPPED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError)
+UNNAMED_S = 10.0  # that a lock may take to get its writer's name
 
 
 def tune(words: Sequence[str], options: Options, console: Console | None = None, run: Run = run_launch) -> Result:
@@ -69,8 +74,12 @@ def tune(words: Sequence[str], options: Options, console: Console | None = None,
     check_names(options)
     problem = Problem(command, config, options, options.processes or _processes())
     view = View(console or Console(), options, quiet=console is None)
-    _prepare_folder(problem)
-    search = Search(problem, view, run)
+    resumed = _prepare_folder(problem)
+    with _what_is_there(problem, resumed):
+        return _search(Search(problem, view, run), view)
+
+
+def _search(search: Search, view: View) -> Result:
     interrupted = False
     try:
         view.begin()
@@ -168,8 +177,22 @@ def _processes() -> int:
     return max(1, torch.cuda.device_count()) if torch.cuda.is_available() else 1
 
 
-def _prepare_folder(problem: Problem) -> None:
-    """Make the results folder; refuse one that belongs to another search.
+@contextmanager
+def _what_is_there(problem: Problem, resumed: bool) -> Iterator[None]:
+    """What trips over the records of an earlier run is their fault."""
+    try:
+        yield
+    except _TRIPPED as error:
+        if not resumed or isinstance(error, DsHfError):
+            raise
+        raise ConfigError(
+            f"{problem.options.results_dir / JOURNAL}: what it holds of earlier trials cannot be read "
+            f"({type(error).__name__}: {error!s:.200}): --force starts again, or give another --output"
+        ) from harmless(error)
+
+
+def _prepare_folder(problem: Problem) -> bool:
+    """Make the results folder; refuse one that belongs to another search. Whether one of this search was there.
 
     Raises:
         ConfigError: it cannot be written, or holds something else.
@@ -177,32 +200,48 @@ def _prepare_folder(problem: Problem) -> None:
     folder = problem.options.results_dir
     fix = "give another --output"
     try:
-        if problem.options.overwrite and (folder / JOURNAL).exists():
+        if problem.options.overwrite and os.path.lexists(folder / JOURNAL):
             kill_leftovers(folder / "trials")
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
-        probe.write_text("")
+        probe.touch(exist_ok=False)
         probe.unlink()
+        _check_journal(folder / JOURNAL)
     except OSError as error:
         raise ConfigError(f"cannot write into {folder}: {error.strerror or error}; {fix}") from None
     here = _signature(problem)
     noted = folder / SIGNATURE
-    if noted.exists():
+    if os.path.lexists(noted):
         try:
-            there = json.loads(noted.read_text("utf-8"))
-        except ValueError:
-            there = {}
+            there = read_object(noted)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{noted} is not what a search writes ({error!s:.200}): --force starts again, or {fix}"
+            ) from harmless(error)
         different = [name for name in here if there.get(name) != here[name]]
         if different:
             raise ConfigError(
                 f"{folder} holds a search of something else ({', '.join(different)} differ): "
                 f"--force starts again, or {fix}"
             )
-        return
+        return (folder / JOURNAL).exists()
     if any(folder.iterdir()) and not (folder / JOURNAL).exists() and any(folder.glob("trials/*")):
         raise ConfigError(f"{folder} has files of something else; {fix}")
-    noted.write_text(json.dumps(here, indent=2) + "\n", "utf-8")
+    replace_file(noted, json.dumps(here, indent=2) + "\n")
+    return (folder / JOURNAL).exists()
+
+
+def _check_journal(journal: Path) -> None:
+    """Optuna opens it by its path, to read and to write: through a link elsewhere, and a pipe for ever.
+
+    Raises:
+        OSError: it is not a file that lies there itself.
+    """
+    if os.path.lexists(journal):
+        if journal.is_symlink():
+            raise OSError(errno.EMLINK, f"{journal} is a link", str(journal))
+        check_regular(journal)
 
 
 def _signature(problem: Problem) -> dict[str, Any]:
@@ -234,7 +273,7 @@ def _only_one_measures(search: Search) -> Iterator[None]:
             break
         except FileExistsError:
             if _stale(lock, search.options.trial_timeout) or time.monotonic() > end:
-                lock.unlink(missing_ok=True)
+                _remove(lock)
             time.sleep(0.5)
     try:
         os.write(handle, f"{os.uname().nodename} {os.getpid()}".encode())
@@ -244,11 +283,21 @@ def _only_one_measures(search: Search) -> Iterator[None]:
         lock.unlink(missing_ok=True)
 
 
+def _remove(lock: Path) -> None:
+    try:
+        lock.unlink(missing_ok=True)
+    except OSError as error:  # a folder
+        raise ConfigError(f"cannot remove {lock}: {error.strerror}; move it away, or give another --output") from None
+
+
 def _stale(lock: Path, timeout: float) -> bool:
     """Whether the worker that holds the lock is gone."""
     with suppress(OSError, ValueError):
-        host, pid = lock.read_text("utf-8").split()
-        if host == os.uname().nodename:
-            return not Path(f"/proc/{pid}").exists()
-        return time.time() - lock.stat().st_mtime > timeout
+        age = time.time() - lock.lstat().st_mtime
+        with suppress(OSError, ValueError):
+            host, pid = read_regular(lock, NOTE_NBYTES).decode().split()
+            if host == os.uname().nodename:
+                return not Path(f"/proc/{int(pid)}").exists()
+            return age > timeout
+        return age > UNNAMED_S  # a worker that was killed before it had written its name
     return False

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import TrialState, create_trial
 
 from ds_hf.autotune.cost import CostModel, Survey
@@ -59,6 +60,21 @@ STARTUP = 4  # launches before Optuna's sampler has an opinion
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
 
 
+def _cut_torn_line(path: str) -> None:
+    """Optuna passes over a line that a killed process wrote half, and appends to it: then it reads neither."""
+    with suppress(FileNotFoundError), open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 2**16)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        file.truncate(end)
+
+
 class TuneError(DsHfError):
     """The search cannot go on; ``tail`` is the output of the script that explains it."""
 
@@ -92,7 +108,14 @@ class Search:
 
     def _open(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        storage = JournalStorage(JournalFileBackend(str(self.folder / JOURNAL)))
+        path = str(self.folder / JOURNAL)
+        lock = JournalFileSymlinkLock(path)
+        lock.acquire()
+        try:
+            _cut_torn_line(path)
+        finally:
+            lock.release()
+        storage = JournalStorage(JournalFileBackend(path, lock))
         with _quiet():
             return optuna.create_study(
                 study_name=STUDY,

@@ -22,12 +22,14 @@ import psutil
 
 from ds_hf.autotune.load import LoadMeter, gpu_share
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, read_events
+from ds_hf.regular_files import read_regular, replace_file
 
 __all__ = ["Launch", "Outcome", "Point", "kill_leftovers", "launch_words", "run_launch", "samplers"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # of processes that go on when the first one has measured everything
 TAIL_LINES = 40
+NOTE_NBYTES = 1024  # of a process that a launch began
 LIBRARIES_THAT_UPLOAD = {"WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "disabled"}
 
 Watch = Callable[[dict[str, Any]], None]
@@ -152,11 +154,12 @@ def run_launch(launch: Launch, watch: Watch | None = None) -> Outcome:
     folder = launch.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     launch.request.write(folder / "request.json")
-    (folder / "command.txt").write_text(shlex.join(launch.words) + "\n", "utf-8")
+    replace_file(folder / "command.txt", shlex.join(launch.words) + "\n")
     Path(launch.request.events).unlink(missing_ok=True)
     outcome = Outcome("ok", events={"load": {"gpu": gpu_share()}})
     start = time.monotonic()
-    with (folder / "output.log").open("wb") as output:
+    (folder / "output.log").unlink(missing_ok=True)  # it may be a link
+    with (folder / "output.log").open("xb") as output:
         process = subprocess.Popen(
             launch.words,
             stdin=subprocess.DEVNULL,
@@ -170,7 +173,7 @@ def run_launch(launch: Launch, watch: Watch | None = None) -> Outcome:
             },
             start_new_session=True,
         )
-        (folder / "pid").write_text(f"{process.pid} {psutil.Process(process.pid).create_time()}", "utf-8")
+        replace_file(folder / "pid", f"{process.pid} {psutil.Process(process.pid).create_time()}")
         try:
             ended = _watch(process, launch, outcome, watch)
         finally:
@@ -318,8 +321,11 @@ def _family(folder: Path, pid: int) -> list[psutil.Process]:
 def kill_leftovers(folder: Path) -> None:
     """End what a killed search left running: processes that its notes name, if they are still the same ones."""
     for note in folder.glob("*/pid"):
+        if folder.is_symlink() or note.parent.is_symlink():  # what lies elsewhere is not of this search
+            continue
         with suppress(OSError, ValueError, psutil.Error):
-            pid, created = note.read_text("utf-8").split()
+            pid, created = read_regular(note, NOTE_NBYTES).decode().split()
             if psutil.Process(int(pid)).create_time() == float(created):
                 _end(note.parent, int(pid), stacks=False)
-        note.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder
+            note.unlink()

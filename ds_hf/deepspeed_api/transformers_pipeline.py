@@ -8,7 +8,6 @@ without stages.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.engine.checkpoint.pretrained import INDEX, SINGLE, is_pretrained, open_weights, weight_files, weights_in
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.pipeline.holes import PLAN, Skip, Swapped, is_tied, layers_of, parts_of, with_holes
 from ds_hf.engine.pipeline.topology import ProcessTopology
@@ -250,8 +250,6 @@ def _shell(given: Any) -> tuple[Any, Path | str | None]:
 
 def _load(module: nn.Module, folder: Path | str, prefix: str) -> None:
     """Read the weights of this stage, one tensor at a time, from safetensors."""
-    from safetensors import safe_open
-
     files = dict(_files(folder))
     own = {**dict(module.named_parameters()), **{n: b for n, b in module.named_buffers() if n in module.state_dict()}}
     missing, by_file = [], dict[Path, list[tuple[str, str]]]()
@@ -269,7 +267,7 @@ def _load(module: nn.Module, folder: Path | str, prefix: str) -> None:
             _WHERE,
         )
     for path, names in by_file.items():
-        with safe_open(path, "pt") as file, torch.no_grad():
+        with open_weights(path) as file, torch.no_grad():
             for name, stored in names:
                 value = file.get_tensor(stored)
                 if tuple(value.shape) != tuple(own[name].shape):
@@ -279,20 +277,23 @@ def _load(module: nn.Module, folder: Path | str, prefix: str) -> None:
 
 def _files(folder: Path | str) -> Iterator[tuple[str, Path]]:
     """Names of the tensors of a folder or a model of the Hub, each with its file."""
-    from safetensors import safe_open
+    place = Path(folder)
+    if not place.is_dir():
+        place = _in_cache(folder)
+    if not is_pretrained(place):
+        raise ConfigError(f"{folder} has no model.safetensors, nor an index of several", _WHERE)
+    yield from weights_in(place)
+
+
+def _in_cache(model: Path | str) -> Path:
+    """The folder of the Hub's cache that has the weights of a model; what is not there yet is fetched."""
     from transformers.utils.hub import cached_file
 
     def found(name: str) -> str | None:
-        return cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+        return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
 
-    index = found("model.safetensors.index.json")
-    if index is not None:
-        weights = json.loads(Path(index).read_text("utf-8"))["weight_map"]
-        paths = {name: Path(found(name) or "") for name in set(weights.values())}
-        yield from ((name, paths[file]) for name, file in weights.items())
-        return
-    single = found("model.safetensors")
-    if single is None:
-        raise ConfigError(f"{folder} has no model.safetensors, nor an index of several", _WHERE)
-    with safe_open(single, "pt") as file:
-        yield from ((name, Path(single)) for name in file.keys())  # noqa: SIM118
+    single = found(SINGLE)
+    index = found(INDEX) if single is None else None
+    for name in weight_files(Path(index).parent)[0] if index is not None else ():
+        found(name)
+    return Path(single or index or model).parent

@@ -23,6 +23,7 @@ from ds_hf.engine.schedules.policies import OneCycle, Schedule
 from ds_hf.errors import DsHfError
 from ds_hf.log import logger
 from ds_hf.lr import LrOptions, LrResult
+from ds_hf.regular_files import replace_file
 
 __all__ = ["LrFinderCallback"]
 
@@ -72,7 +73,7 @@ class LrFinderCallback(TrainerCallback):
             logger.warning("learning rate %.3g: %s", self.result.lr, said)
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / RESULT).write_text(json.dumps(self.result.to_dict(), indent=1) + "\n", "utf-8")
+            replace_file(folder / RESULT, json.dumps(self.result.to_dict(), indent=1) + "\n")
 
     def _loss(self, engine: Any, batch: Any) -> Any:
         inputs = self.trainer._prepare_inputs(batch)

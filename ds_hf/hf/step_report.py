@@ -7,7 +7,8 @@ autotuner measured for it (``against_autotuned``; 1 is as fast).
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ import psutil
 import torch
 from transformers import TrainerCallback
 
+from ds_hf.errors import ConfigError
 from ds_hf.measure.statistics import summarise
+from ds_hf.printable import harmless
+from ds_hf.regular_files import read_object
 
 __all__ = ["StepReportCallback"]
 
@@ -93,7 +97,18 @@ def _peak() -> int:
 def _expected(folder: Path) -> float | None:
     """Samples a second that a search measured for its result."""
     path = folder / REASONS
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    found = json.loads(path.read_text("utf-8"))
-    return float(found["value"]) if found.get("metric") == "throughput" else None
+    try:
+        found = read_object(path)
+        if found.get("metric") != "throughput":
+            return None
+        value = float(found["value"])
+        if not 0 < value < math.inf:
+            raise ValueError(f"{value:g} samples a second")
+        return value
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"StepReportCallback: {path} is not what a search writes ({error!s:.200}); give the folder of one, or no "
+            "results_dir"
+        ) from harmless(error)

@@ -47,8 +47,14 @@ class Sweep:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Sweep:
-        rows = {key: tuple(math.nan if v is None else v for v in values[key]) for key in _ROWS}
-        return cls(**rows, seed=values["seed"], skipped=values["skipped"], diverged_at=values["diverged_at"])
+        rows = {key: tuple(math.nan if v is None else float(v) for v in values[key]) for key in _ROWS}
+        end = values["diverged_at"]
+        return cls(
+            **rows,
+            seed=int(values["seed"]),
+            skipped=int(values["skipped"]),
+            diverged_at=None if end is None else float(end),
+        )
 
 
 _ROWS = ("lrs", "train", "held_out_lrs", "held_out", "grad_norms")

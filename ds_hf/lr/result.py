@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -71,22 +72,35 @@ class LrResult:
         """What ``to_dict`` gave.
 
         Raises:
-            KeyError: it is something else.
+            KeyError, IndexError, TypeError, ValueError, ArithmeticError, AttributeError: it is something else.
         """
         runs = (
-            RunResult(Run(run["lr"], run["steps"], run["seed"]), float("inf") if run["loss"] is None else run["loss"])
+            RunResult(
+                Run(float(run["lr"]), int(run["steps"]), int(run["seed"])),
+                float("inf" if run["loss"] is None else run["loss"]),
+            )
             for run in values["runs"]
         )
-        plain = ("lr", "reason", "optimizer", "cycles_momentum", "total_steps", "updates", "seconds")
-        return cls(
-            interval=(values["interval"][0], values["interval"][1]),
-            near=(values["near"][0], values["near"][1]),
-            marks=Landmarks(**values["marks"]),
+        marks = {key: value if value is None else float(value) for key, value in values["marks"].items()}
+        total = values["total_steps"]
+        found = cls(
+            lr=float(values["lr"]),
+            interval=(float(values["interval"][0]), float(values["interval"][1])),
+            near=(float(values["near"][0]), float(values["near"][1])),
+            reason=str(values["reason"]),
+            marks=Landmarks(**{**marks, "bounded": bool(marks["bounded"])}),  # type: ignore[arg-type]
             sweeps=tuple(map(Sweep.from_dict, values["sweeps"])),
             runs=tuple(runs),
-            notes=tuple(values.get("notes", ())),
-            **{key: values[key] for key in plain},
+            optimizer=str(values["optimizer"]),
+            cycles_momentum=bool(values["cycles_momentum"]),
+            total_steps=None if total is None else int(total),
+            updates=int(values["updates"]),
+            seconds=float(values["seconds"]),
+            notes=tuple(map(str, values.get("notes", ()))),
         )
+        if not (0 < found.lr < math.inf and (found.total_steps is None or found.total_steps > 0)):
+            raise ValueError(f"a rate of {found.lr:g} for {found.total_steps} steps")
+        return found
 
     @classmethod
     def of(cls, marks: Landmarks, decision: Decision | None, **measured: Any) -> LrResult:

@@ -33,7 +33,7 @@ from typing import Any
 
 from ds_hf.errors import ConfigError
 from ds_hf.printable import harmless
-from ds_hf.regular_files import read_object
+from ds_hf.regular_files import read_object, replace_file
 
 __all__ = ["TRIAL_ENV", "TrialRequest", "read_events"]
 
@@ -80,7 +80,7 @@ class TrialRequest:
 
     def write(self, path: Path) -> None:
         """Save as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1), "utf-8")
+        replace_file(path, json.dumps(dataclasses.asdict(self), indent=1))
 
     @classmethod
     def read(cls, path: str | Path) -> TrialRequest:

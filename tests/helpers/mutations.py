@@ -105,3 +105,20 @@ def wrong_file(draw: Any, path: Path) -> str:
     elif kind == "dangling":
         path.symlink_to("nowhere")
     return f"{path.name}: {kind}"
+
+
+@st.composite
+def exchanged(draw: Any, path: Path, files: list[Path]) -> str:
+    """A file gets the content of another one, or a second name beside it: what copying by hand leaves."""
+    other = draw(st.sampled_from(files))
+    kind = draw(st.sampled_from(["exchanged", "overwritten", "doubled"]))
+    if kind == "doubled":
+        place = path.with_name(draw(st.sampled_from(["model.safetensors", f"copy of {path.name}", other.name])))
+        if not place.exists():
+            place.write_bytes(path.read_bytes())
+        return f"{place.name}: a copy of {path.name}"
+    content = path.read_bytes()
+    path.write_bytes(other.read_bytes())
+    if kind == "exchanged":
+        other.write_bytes(content)
+    return f"{path.name}: {kind} with {other.name}"

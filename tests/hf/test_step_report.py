@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, note
+from hypothesis import strategies as st
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from ds_hf.errors import ConfigError
 from ds_hf.hf.step_report import StepReportCallback
+from tests.helpers.mutations import QUICK, examples, wrong_file
 
 
 class Slow(nn.Module):
@@ -55,3 +62,16 @@ def test_processes_that_share_a_model_count_once(monkeypatch: pytest.MonkeyPatch
         callback.on_step_end(args, state, None)
     callback.on_log(args, state, None, logs)
     assert logs["samples_per_second"] == pytest.approx(3 * 4 * 2 / logs["step_seconds"])
+
+
+@given(data=st.data())
+@examples(QUICK)
+def test_the_folder_of_a_search_may_hold_something_else(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name, "ds_config.tuned.reasons.json")
+        path.write_text('{"metric": "throughput", "value": 12.5}')
+        assert StepReportCallback(name).expected == 12.5
+        note(data.draw(wrong_file(path)))
+        with contextlib.suppress(ConfigError):
+            expected = StepReportCallback(name).expected
+            assert expected is None or 0 < expected < math.inf

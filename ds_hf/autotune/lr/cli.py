@@ -20,6 +20,7 @@ from ds_hf.autotune.options import seconds_of
 from ds_hf.errors import ConfigError
 from ds_hf.log import complain
 from ds_hf.lr import LrOptions, LrResult
+from ds_hf.regular_files import replace_file
 
 __all__ = ["REST", "lr_find_command"]
 
@@ -65,16 +66,16 @@ def lr_find_command(
         complain(error)
         raise typer.Exit(2) from None
     console = Console(stderr=True, highlight=False)
+    page = output / "lr_report.html"
     try:
         result = _find(command, FindOptions(search, output, processes, seconds), console)
-    except LrSearchError as error:
+        replace_file(page, report(result, command))
+    except (LrSearchError, OSError) as error:
         complain(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         complain(f"interrupted; what the script printed is in {output / 'log.txt'}")
         raise typer.Exit(130) from None
-    page = output / "lr_report.html"
-    page.write_text(report(result, command), "utf-8")
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else f"{summary(result)}\n")
     typer.echo(closing_line(result, page), err=as_json)
 

@@ -27,6 +27,8 @@ from ds_hf.autotune.lr.budget import for_batches, for_fed_batches
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrOptions, LrResult
 from ds_hf.measure.saving import LR_ENV
+from ds_hf.printable import harmless
+from ds_hf.regular_files import open_regular, read_object, read_regular, replace_file
 
 __all__ = ["FindOptions", "LrSearchError", "find", "launch_command", "total_steps_in"]
 
@@ -102,11 +104,11 @@ def _launch(
     job, progress, result, log = (folder / name for name in ("job.json", "progress.jsonl", RESULT, "log.txt"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for stale in (progress, result):
+        for stale in (progress, result, log):
             stale.unlink(missing_ok=True)
         content = {"options": search.to_dict(), "result": str(result), "progress": str(progress)}
-        job.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-        output = log.open("w", encoding="utf-8")
+        replace_file(job, json.dumps(content, indent=1) + "\n")
+        output = log.open("x", encoding="utf-8")
     except OSError as error:
         raise LrSearchError(
             f"cannot write into {folder}: {error.strerror}; choose another folder (--output)"
@@ -137,7 +139,7 @@ def _why_short(short: dict[str, Any]) -> str:
 
 def _noted(found: LrResult, notes: list[str], result: Path) -> LrResult:
     noted = dataclasses.replace(found, notes=(*found.notes, *notes))
-    result.write_text(json.dumps(noted.to_dict(), indent=1) + "\n", "utf-8")
+    replace_file(result, json.dumps(noted.to_dict(), indent=1) + "\n")
     return noted
 
 
@@ -189,15 +191,19 @@ class _Tail:
         self.offset = 0
 
     def __call__(self) -> None:
-        if self.on_event is None or not self.path.exists():
+        if self.on_event is None:
             return
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            text = file.read()
+        try:
+            with open_regular(self.path) as file:
+                file.seek(self.offset)
+                text = file.read()
+        except OSError:  # not there yet
+            return
         whole = text[: text.rfind(b"\n") + 1]
         self.offset += len(whole)
         for line in whole.splitlines():
-            self.on_event(json.loads(line))
+            with contextlib.suppress(ValueError, RecursionError):  # what a killed process wrote half
+                self.on_event(json.loads(line))
 
 
 def _run(
@@ -244,14 +250,20 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResult | dict[str, Any]:
     content: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(result.read_text("utf-8"))
-    if "result" in content:
-        return LrResult.from_dict(content["result"])
-    short = content.get("short", {})
-    if short and (code == 0 or short["before"] is not None):
-        result.unlink()
-        return dict(short)
+    if os.path.lexists(result):
+        try:
+            content = read_object(result)
+            if "result" in content:
+                return LrResult.from_dict(content["result"])
+            short = _short(content.get("short"))
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
+            raise LrSearchError(
+                f"{result} is not what the script's engine writes ({type(error).__name__}: {error!s:.200}): "
+                f"does another program write there?\n{_tail(log)}"
+            ) from harmless(error)
+        if short and (code == 0 or short["before"] is not None):
+            result.unlink()
+            return short
     if "error" in content:
         why = str(content["error"])
     elif code is None:
@@ -263,8 +275,20 @@ def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResu
     raise LrSearchError(f"{why}\n{_tail(log)}")
 
 
+def _short(found: Any) -> dict[str, Any]:
+    """Of a training that was too short; empty where it was not."""
+    if not found:
+        return {}
+    numbers = {name: int(found[name]) for name in ("micro_batches", "accumulation")}
+    if numbers["accumulation"] < 1:
+        raise ValueError(f"accumulation is {numbers['accumulation']}")
+    return {**numbers, "before": found["before"], "feeding": bool(found["feeding"])}
+
+
 def _tail(log: Path) -> str:
-    lines = log.read_text("utf-8", errors="replace").rstrip().splitlines()
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = read_regular(log).decode("utf-8", "replace").rstrip().splitlines()
     return (
         f"the end of {log}:\n" + "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
         if lines

@@ -68,13 +68,17 @@ def export_source(
     source.check()
     weights = list(source.weights())
     specs = [Spec(w.name, w.shape, _floating(dtype, w.dtype)) for w in weights]
-    with ShardedWriter(Path(folder), specs, max_shard_size, report=report) as writer:
+    found = find_model_folder(source.folder) if model_folder is None else Path(model_folder)
+    copied: list[str] = []
+
+    def fill(place: Path) -> None:
+        if found is not None:
+            copied.extend(copy_model_files(found, place, _main_dtype(specs), links=model_folder is not None))
+
+    with ShardedWriter(Path(folder), specs, max_shard_size, report=report, fill=fill) as writer:
         for weight in weights:
             writer.put(weight.name, weight.read())
-    if model_folder is not None:
-        return copy_model_files(Path(model_folder), Path(folder), _main_dtype(specs))
-    found = find_model_folder(source.folder)
-    return [] if found is None else copy_model_files(found, Path(folder), _main_dtype(specs), links=False)
+    return copied
 
 
 def write_single(
@@ -138,10 +142,14 @@ def export_engine(
     specs = [spec for spec in _engine_specs(engine, dtype) if spec.name not in holders.own]
     specs += [Spec(each.name, each.shape, _floating(dtype, each.dtype)) for each in stages.remote]
     writer: ShardedWriter | None = None
+
+    def fill(place: Path) -> None:
+        _write_configuration(engine, place, model_folder, _main_dtype(specs))
+
     problem: list[BaseException] = []
     with together(world, f"preparing {folder}"):
         target = folder_of(folder, "save_dir")
-        writer = ShardedWriter(target, specs, max_shard_size) if first else None
+        writer = ShardedWriter(target, specs, max_shard_size, fill=fill) if first else None
 
     def put(name: str, param: Tensor) -> None:
         write(name, whole_value(engine, holders, name, param))
@@ -170,7 +178,6 @@ def export_engine(
             writer.__exit__(type(error) if error else None, error, None)
             if error is not None:
                 raise CheckpointError(f"writing {target} failed: {error}") from error
-            _write_configuration(engine, target, model_folder, _main_dtype(specs))
 
 
 def _engine_specs(engine: Checkpointable, dtype: torch.dtype | None) -> list[Spec]:

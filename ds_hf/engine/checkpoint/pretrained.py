@@ -11,7 +11,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ds_hf.engine.checkpoint.files import _DTYPE_CODES
 from ds_hf.engine.checkpoint.interface import dtype_name
+from ds_hf.engine.checkpoint.model_files import Switched
 from ds_hf.engine.checkpoint.pickled import reason_of
 from ds_hf.engine.checkpoint.source import Kind, MappedFiles, Report, Source, TensorPiece
 from ds_hf.engine.checkpoint.zero_to_fp32 import (
@@ -30,14 +31,16 @@ from ds_hf.engine.checkpoint.zero_to_fp32 import (
     SavedFragment,
     SavedParameter,
     _nbytes,
+    pointed_at,
     publish_weights,
     weights_aside,
 )
 from ds_hf.errors import CheckpointError
+from ds_hf.log import logger
 from ds_hf.printable import harmless
 from ds_hf.regular_files import check_regular, read_regular
 
-__all__ = ["ShardedWriter", "Spec", "is_pretrained", "read_pretrained"]
+__all__ = ["ShardedWriter", "Spec", "is_pretrained", "open_weights", "read_pretrained", "weight_files", "weights_in"]
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -114,6 +117,7 @@ class ShardedWriter:
         single: name of the one file to write instead of ``model*.safetensors``.
         metadata: text kept in each file's header.
         report: told how many bytes of how many are written.
+        fill: puts the files into a folder that belong to the weights and come with them, see ``Switched``.
     """
 
     def __init__(
@@ -125,8 +129,9 @@ class ShardedWriter:
         single: str | None = None,
         metadata: dict[str, str] | None = None,
         report: Report | None = None,
+        fill: Callable[[Path], object] | None = None,
     ) -> None:
-        self.folder, self._report, self._single = folder, report, single
+        self.folder, self._report, self._single, self._fill = folder, report, single, fill
         self._specs = {spec.name: spec for spec in specs}
         self._total, self._done = sum(spec.nbytes for spec in specs), 0
         parts = list(_cut(specs, _nbytes(None if single else max_shard_size)))
@@ -169,7 +174,9 @@ class ShardedWriter:
             shard.sync()
         names = [shard.name for shard in self._shards]
         index = self._index() if len(names) > 1 else None
-        publish_weights(self._shards[0].path.parent, self.folder, names, index, sole=self._single is None)
+        aside = self._shards[0].path.parent
+        beside = None if self._fill is None else Switched(aside, self.folder, self._fill)
+        publish_weights(aside, self.folder, names, index, sole=self._single is None, beside=beside)
 
     def _index(self) -> dict[str, Any]:
         parameters = sum(math.prod(spec.shape) for spec in self._specs.values())
@@ -199,52 +206,106 @@ def is_pretrained(path: Path) -> bool:
     """Whether ``path`` is a safetensors file or a folder that holds a model's."""
     if not path.is_dir():
         return path.exists() and path.suffix == ".safetensors"
-    return any(place.exists() and not place.is_dir() for place in (path / SINGLE, path / INDEX))
+    entries = [SINGLE, INDEX, *([pointed] if isinstance(pointed := pointed_at(path), str) else [])]
+    return any(place.exists() and not place.is_dir() for place in (path / entry for entry in entries))
 
 
 def read_pretrained(path: Path) -> Source:
     """Open weights in safetensors; there are neither moments nor counters.
 
     Raises:
-        CheckpointError: the index or a file is damaged.
+        CheckpointError: the index or a file is damaged, or they are not of one model.
     """
     folder = path if path.is_dir() else path.parent
     tensors: dict[tuple[str, str], Any] = {}
     parameters: dict[str, SavedParameter] = {}
     dtypes: dict[str, Any] = {}
-    files = _shard_names(folder) if path.is_dir() else [path.name]
-    for file in files:
-        try:
-            check_regular(folder / file)
-            handle: Any = safe_open(folder / file, framework="pt")
-            names = list(handle.keys())
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder / file} is missing: the checkpoint is incomplete") from None
-        except (OSError, SafetensorError, ValueError) as error:
-            raise CheckpointError(f"{folder / file} cannot be read: {reason_of(error)}") from harmless(error)
-        for name in names:
-            view = handle.get_slice(name)
-            tensors[file, name] = view
-            shape = tuple(view.get_shape())
-            rows = (SavedFragment(file, 0, 0, math.prod(shape)),) if math.prod(shape) else ()
-            parameters[name] = SavedParameter(name, shape, True, {"weight": name}, rows, {})
-            dtypes[name] = {"dtype": dtype_name(TensorPiece(folder / file, name, view).dtype)}
+    files, listed = weight_files(folder) if path.is_dir() else ([path.name], {})
+    handles = {file: open_weights(folder / file) for file in files}
+    for name, file in _homes(folder, {file: list(handle.keys()) for file, handle in handles.items()}, listed).items():
+        view = handles[file].get_slice(name)
+        tensors[file, name] = view
+        shape = tuple(view.get_shape())
+        rows = (SavedFragment(file, 0, 0, math.prod(shape)),) if math.prod(shape) else ()
+        parameters[name] = SavedParameter(name, shape, True, {"weight": name}, rows, {})
+        dtypes[name] = {"dtype": dtype_name(TensorPiece(folder / file, name, view).dtype)}
     sizes = {file: (folder / file).stat().st_size for file in files}
     extra: dict[str, Any] = {"parameters": dtypes, "counters": {}, "groups": None}
     manifest = Manifest(folder, 1, parameters, {}, {}, frozenset(), sizes, extra)
     return Source(Kind.HF, manifest, MappedFiles(folder, tensors), {"client_state": {}, "extra_state": {}})
 
 
-def _shard_names(folder: Path) -> list[str]:
-    index = folder / INDEX
-    if not os.path.lexists(index):
-        return [SINGLE]
+def weights_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names of the tensors in a folder of weights, each with its file.
+
+    Raises:
+        CheckpointError: as ``read_pretrained``.
+    """
+    files, listed = weight_files(folder)
+    held = {file: list(open_weights(folder / file).keys()) for file in files}
+    yield from ((name, folder / file) for name, file in _homes(folder, held, listed).items())
+
+
+def open_weights(path: Path) -> Any:
+    """A file in safetensors, open.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or no file.
+    """
     try:
-        names = sorted(set(json.loads(read_regular(index, _INDEX_NBYTES))["weight_map"].values()))
+        check_regular(path)
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
+
+
+def _homes(folder: Path, held: Mapping[str, Sequence[str]], listed: Mapping[str, str]) -> dict[str, str]:
+    """The file of each tensor: where it lies in one, that one; in several, the one that the index names."""
+    homes: dict[str, str] = {}
+    for file, names in held.items():
+        for name in names:
+            if name in homes and listed.get(name) not in (file, homes[name]):
+                raise CheckpointError(f"{folder}: {name} lies in {homes[name]} and in {file}: which is right?")
+            if listed.get(name) == file or name not in homes:
+                homes[name] = file
+    lost = [name for name in listed if name not in homes]
+    if lost:
+        more = f" and {len(lost) - 1} more" if lost[1:] else ""
+        raise CheckpointError(
+            f"{folder}: the index says that {listed[lost[0]]} has {lost[0]}{more}, and no file has: two models' files?"
+        )
+    return homes
+
+
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The files that transformers reads, and in which of them an index says that each tensor lies.
+
+    Raises:
+        CheckpointError: the index is damaged, or names what is no file of the folder.
+    """
+    pointed = pointed_at(folder)
+    entry = SINGLE if os.path.lexists(folder / SINGLE) or not os.path.lexists(folder / INDEX) else INDEX
+    if isinstance(pointed, str) and pointed.endswith((".safetensors", ".safetensors.index.json")):
+        entry = pointed
+    elif entry == SINGLE and os.path.lexists(folder / INDEX):
+        logger.warning("%s is read, as transformers does, and not the files of %s beside it", folder / SINGLE, INDEX)
+    _require_plain(folder / "config.json", entry)
+    if not entry.endswith(".json"):
+        return [entry], {}
+    index = folder / entry
+    try:
+        listed = json.loads(read_regular(index, _INDEX_NBYTES))["weight_map"]
+        names = sorted(set(listed.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read: {reason_of(error)}") from harmless(error)
     for name in names:
-        plain = _ASIDE.sub(r"\g<name>", name) if isinstance(name, str) else ""
-        if Path(plain).name != plain or plain in ("", ".", ".."):
-            raise CheckpointError(f"{index}: {name!r} is not a plain file name")
-    return names
+        _require_plain(index, name)
+    return names, listed
+
+
+def _require_plain(path: Path, name: Any) -> None:
+    plain = _ASIDE.sub(r"\g<name>", name) if isinstance(name, str) else ""
+    if Path(plain).name != plain or plain in ("", ".", "..") or "\0" in plain:
+        raise CheckpointError(f"{path}: {name!r} is not a plain file name")

@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -66,6 +66,7 @@ __all__ = [
     "MANIFEST",
     "SLICED_VERSION",
     "VERSION",
+    "Beside",
     "Box",
     "Hold",
     "Manifest",
@@ -81,11 +82,14 @@ __all__ = [
     "find_folder",
     "folder_of",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "is_folder",
     "load_state_dict_from_zero_checkpoint",
+    "pointed_at",
     "publish_weights",
     "read_manifest",
     "recover",
     "sealed",
+    "sync",
     "tag_fault",
     "this_writer",
     "to_torch_tensor",
@@ -112,6 +116,8 @@ _ENTRIES = (
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _ASIDE = ".weights.saving-"
 _UNNAMED = ".held"
+CONFIG, POINTER = "config.json", "transformers_weights"  # the key that names a file of weights for transformers
+_CONFIG_NBYTES = 2**24
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -759,6 +765,8 @@ def folder_of(given: Any, what: str) -> Path:
         raise CheckpointPlaceError(f"{what} should be the path of a folder, not of type {type(given).__name__}")
     if not os.fspath(given):
         raise CheckpointPlaceError(f"{what} is empty: give the path of a folder ('.' is the current one)")
+    if "\0" in os.fspath(given):
+        raise CheckpointPlaceError(f"{what} has a NUL character, which no path can have: {os.fspath(given)!r}")
     return Path(given)
 
 
@@ -948,7 +956,10 @@ def _remove_aside(folder: Path, but: str = "") -> None:
 
 
 def _read_by_index(folder: Path) -> str:
-    """The hidden folder that an index of weights names, of a writer that was killed while it gave them their names."""
+    """The hidden folder that readers are led to, of a writer that was killed while it gave weights their names."""
+    named = str(pointed_at(folder) or "")
+    if named.startswith(_ASIDE):
+        return named.partition("/")[0]
     for name in _ENTRIES:
         with contextlib.suppress(OSError, ValueError, CheckpointError, AttributeError, TypeError, RecursionError):
             if name.endswith(".json"):
@@ -959,8 +970,46 @@ def _read_by_index(folder: Path) -> str:
     return ""
 
 
+def pointed_at(folder: Path) -> Any:
+    """What ``config.json`` says to read instead of the usual names of weights; ``None`` where it says nothing."""
+    with contextlib.suppress(OSError, ValueError, CheckpointError, AttributeError, RecursionError):
+        return json.loads(_read_text(folder / CONFIG, _CONFIG_NBYTES)).get(POINTER)
+    return None
+
+
+def _unpoint(aside: Path, folder: Path, entry: str) -> None:
+    """Let ``config.json`` no longer lead readers past ``entry``, which is newer."""
+    pointed = pointed_at(folder)
+    if pointed is None or pointed == entry:
+        return
+    if not str(pointed).startswith(_ASIDE):
+        warnings.warn(f"{folder / CONFIG} had {POINTER}, which led past {entry}: it was taken out", stacklevel=3)
+    content = json.loads(_read_text(folder / CONFIG, _CONFIG_NBYTES))
+    del content[POINTER]
+    staged = aside / "config"
+    staged.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    sync(staged)
+    os.replace(staged, folder / CONFIG)
+
+
+class Beside(Protocol):
+    """Files that belong to weights, such as their configuration, and get their names together with them."""
+
+    def begin(self, entry: str) -> None:
+        """The new weights are whole at ``entry``, relative to the folder; they get their names next."""
+
+    def end(self) -> None:
+        """The new weights have their names."""
+
+
 def publish_weights(
-    aside: Path, folder: Path, names: Sequence[str], index: Mapping[str, Any] | None = None, *, sole: bool = True
+    aside: Path,
+    folder: Path,
+    names: Sequence[str],
+    index: Mapping[str, Any] | None = None,
+    *,
+    sole: bool = True,
+    beside: Beside | None = None,
 ) -> None:
     """Give the files ``names`` of ``aside`` their names in ``folder``, and take older weights there away.
 
@@ -970,26 +1019,40 @@ def publish_weights(
     Args:
         index: content of the index of several files, whose name is made from theirs.
         sole: remove all older weights; else only those that readers would take instead of these, with a warning.
+        beside: what is switched with them.
     """
     entry = names[0] if index is None else re.sub(r"-\d{5}-of-\d{5}", "", names[0]) + ".index.json"
     for name in (*names, entry):
-        if (folder / name).is_dir() and not (folder / name).is_symlink():
+        if is_folder(folder / name):
             raise CheckpointError(f"{folder / name} is a folder: move it away, or write somewhere else")
     for name in names:
-        _sync(aside / name)
+        sync(aside / name)
+    staged: dict[str, Any] = {}
+    if index is not None:
+        files = {tensor: f"{aside.name}/{name}" for tensor, name in index["weight_map"].items()}
+        staged = {**index, "weight_map": files}
+    if beside is not None:
+        if staged:
+            _put_index(aside, aside / entry, staged)
+        beside.begin(f"{aside.name}/{entry}")
     if index is not None:
         if any(os.path.lexists(folder / name) for name in names):
-            staged = {tensor: f"{aside.name}/{name}" for tensor, name in index["weight_map"].items()}
-            _put_index(aside, folder / entry, {**index, "weight_map": staged})
+            _put_index(aside, folder / entry, staged)
         for name in names:
             _name(aside, folder / name)
         _put_index(aside, folder / entry, index)
+    elif beside is not None:
+        _name(aside, folder / entry)
     else:
         os.replace(aside / entry, folder / entry)
-    _sync(folder)
+    sync(folder)
     _retire(folder, entry, [*names, entry], sole=sole)
+    if beside is not None:
+        beside.end()
+    if entry in _ENTRIES:
+        _unpoint(aside, folder, entry)
     _remove_aside(folder, aside.name)
-    _sync(folder)
+    sync(folder)
 
 
 def _retire(folder: Path, entry: str, kept: Sequence[str], *, sole: bool) -> None:
@@ -1008,14 +1071,19 @@ def _retire(folder: Path, entry: str, kept: Sequence[str], *, sole: bool) -> Non
             path.unlink(missing_ok=True)
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a folder itself, no link to one, has the name."""
+    return path.is_dir() and not path.is_symlink()
+
+
 def _is_file(path: Path) -> bool:
-    return os.path.lexists(path) and (path.is_symlink() or not path.is_dir())
+    return os.path.lexists(path) and not is_folder(path)
 
 
 def _put_index(aside: Path, path: Path, content: Mapping[str, Any]) -> None:
     staged = aside / "index"
     staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _sync(staged)
+    sync(staged)
     os.replace(staged, path)
 
 
@@ -1029,7 +1097,8 @@ def _name(aside: Path, path: Path) -> None:
     os.replace(second, path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems cannot sync a folder

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ds_hf.autotune.lr import FindOptions, LrOptions, LrSearchError, find
-from ds_hf.autotune.lr.find import launch_command, total_steps_in
+from ds_hf.autotune.lr.find import _read, launch_command, total_steps_in
+from ds_hf.autotune.lr.report import report
 from ds_hf.cli.root import app
 from ds_hf.lr import LrResult
+from tests.helpers.mutations import QUICK, examples, wrong_file
 
 SCRIPT = """
 import sys
@@ -227,3 +233,57 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LrSearchError, match="cannot write into"):
         find(["python", "t.py"], FindOptions(search=LrOptions(), output=tmp_path / "file" / "out"))
+
+
+def _result(folder: Path) -> Path:
+    """A result as an engine writes it."""
+    marks = {"low": 1e-4, "best": 1e-3, "limit": 1e-2, "bounded": True, "steepest": None, "valley": 2e-3, "fallen": 0.5}
+    rows = {
+        "lrs": [1e-4, 1e-3],
+        "train": [1.0, None],
+        "held_out_lrs": [1e-4],
+        "held_out": [1.0],
+        "grad_norms": [0.1, 0.2],
+    }
+    sweep = {**rows, "seed": 0, "skipped": 0, "diverged_at": None}
+    found = {
+        "lr": 1e-3, "interval": [1e-4, 1e-2], "near": [1e-3, 1e-3], "reason": "lowest", "marks": marks,
+        "sweeps": [sweep],
+        "runs": [{"lr": 1e-3, "steps": 5, "seed": 1, "loss": None}], "optimizer": "AdamW", "cycles_momentum": True,
+        "total_steps": 100, "updates": 20, "seconds": 1.5, "notes": ["short"],
+    }  # fmt: skip
+    path = folder / "lr_result.json"
+    path.write_text(json.dumps({"result": found}))
+    return path
+
+
+@given(data=st.data())
+@examples(QUICK)
+def test_a_result_that_is_none_is_told(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        note(data.draw(wrong_file(_result(folder))))
+        try:
+            found = _read(folder / "lr_result.json", folder / "log.txt", 0, 1.0)
+        except LrSearchError:
+            return
+        assert isinstance(found, LrResult)
+        json.dumps(found.to_dict())
+        report(found, ["train.py"])
+
+
+def test_files_of_a_search_are_not_written_through_links(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    for name in ("job.json", "log.txt", "progress.jsonl", "lr_result.json"):
+        (folder / name).symlink_to(tmp_path / "mine")
+    script = tmp_path / "train.py"
+    script.write_text("print('no engine')\n")
+    with pytest.raises(LrSearchError, match="never trained"):
+        find(["python", str(script)], FindOptions(LrOptions(), folder))
+    assert (tmp_path / "mine").read_text() == "mine"
+    (folder / "log.txt").unlink()
+    os.mkfifo(folder / "log.txt")
+    with pytest.raises(LrSearchError, match="no engine"):
+        find(["python", str(script)], FindOptions(LrOptions(), folder))

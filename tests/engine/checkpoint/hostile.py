@@ -7,12 +7,14 @@ checksum of the manifest out and corrected sizes: damage must be found, a lie mu
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
 import os
 import random
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -222,3 +224,28 @@ def _serve(original: Path) -> None:
 
 if __name__ == "__main__":
     _serve(Path(sys.argv[1]))
+
+
+def killed_at(point: int, write: Callable[[], None]) -> bool:
+    """Run it in a process that is killed before a change of its folder; whether it came so far."""
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def hook(event: str, args: Any) -> None:
+            nonlocal count
+            if event in ("os.rename", "os.remove", "os.link", "os.rmdir", "os.mkdir") or (
+                event == "open" and args[2] & os.O_CREAT
+            ):
+                count += 1
+                if count == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        with contextlib.suppress(BaseException):
+            write()
+            os._exit(0)
+        os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0

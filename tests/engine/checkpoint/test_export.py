@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +24,7 @@ from ds_hf.engine.checkpoint.formats import open_source
 from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
+from tests.engine.checkpoint.hostile import killed_at
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
 from tests.helpers.distributed import run_distributed
 
@@ -180,6 +184,85 @@ def test_a_failed_export_leaves_what_was_there(tmp_path: Path) -> None:
         fail()
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def _model_folder(folder: Path, size: int) -> Path:
+    """A model with a tokenizer, both of this size."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(size)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=size, hidden_size=size, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+            eos_token_id=size - 1,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    words = models.WordLevel({f"w{number}": number for number in range(size)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(folder)
+    return folder
+
+
+def _put_over(source: Path, folder: Path, limit: int | None) -> None:
+    export_source(open_source(source), folder, max_shard_size=limit, model_folder=source)
+
+
+def _size_read(folder: Path) -> int:
+    """Of the model that transformers reads, and we; its tokenizer is of the same or tells that there is none."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    size = int(AutoConfig.from_pretrained(folder).vocab_size)
+    torch.manual_seed(0)
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    ours = {weight.name: weight.read() for weight in open_source(folder).weights()}
+    assert all(torch.equal(state[name], value) for name, value in ours.items())
+    assert state["model.embed_tokens.weight"].shape == (size, size)
+    assert ours.keys() == state.keys()
+    with contextlib.suppress(OSError, ValueError):
+        assert len(AutoTokenizer.from_pretrained(folder)) == size
+    return size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("old", "new"), [(2000, 2000), (None, None), (None, 2000), (2000, None)])
+def test_a_kill_never_leaves_weights_beside_the_configuration_of_others(
+    old: int | None, new: int | None, tmp_path: Path
+) -> None:
+    """Of another size: readers find the older model or the new, and never the tokenizer of the other one."""
+    first, second = _model_folder(tmp_path / "8", 8), _model_folder(tmp_path / "16", 16)
+    _put_over(first, tmp_path / "old", old)
+    _put_over(second, tmp_path / "wanted", None)
+    seen: list[int] = []
+    while True:
+        folder = Path(shutil.copytree(tmp_path / "old", tmp_path / f"killed at {len(seen) + 1}"))
+        killed = killed_at(len(seen) + 1, lambda folder=folder: _put_over(second, folder, new))  # type: ignore[misc]
+        seen.append(_size_read(folder))
+        if killed:
+            _put_over(second, folder, None)
+            assert sorted(os.listdir(folder)) == sorted(os.listdir(tmp_path / "wanted"))
+            assert _size_read(folder) == 16
+            assert (folder / "config.json").read_bytes() == (tmp_path / "wanted/config.json").read_bytes()
+        else:
+            break
+        shutil.rmtree(folder)
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1], seen.count(16) > 6) == (8, 16, True)
+
+
+def test_a_tokenizer_of_others_goes_and_nothing_is_written_through_links(tmp_path: Path) -> None:
+    first, second = _model_folder(tmp_path / "8", 8), _model_folder(tmp_path / "16", 16)
+    content = json.loads((second / "config.json").read_text())
+    (second / "config.json").write_text(json.dumps({**content, "transformers_weights": "elsewhere.safetensors"}))
+    open_first = open_source(first)
+    _put_over(first, tmp_path / "out", None)
+    for name in ("config.json", "tokenizer.json", "vocab.txt"):
+        (tmp_path / name).write_text("mine")
+        (tmp_path / "out" / name).unlink(missing_ok=True)
+        (tmp_path / "out" / name).symlink_to(tmp_path / name)
+    export_source(open_first, tmp_path / "out", model_folder=second)
+    assert {(tmp_path / name).read_text() for name in ("config.json", "tokenizer.json", "vocab.txt")} == {"mine"}
+    assert not any(path.is_symlink() or path.name == "vocab.txt" for path in (tmp_path / "out").iterdir())
+    assert "transformers_weights" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
 def test_empty_and_scalar_tensors(tmp_path: Path) -> None:

@@ -205,6 +205,9 @@ def _one_rank_is_wrong(folder: Path) -> list[str]:
             with pytest.raises(CheckpointPlaceError) as caught:
                 engine.save_checkpoint(place, tag=tag)
             found.append(str(caught.value))
+        for call in (engine.save_checkpoint, engine.load_checkpoint, engine.export_pretrained, engine.save_16bit_model):
+            with pytest.raises(CheckpointError, match="_dir has a NUL character"):
+                call("here\0there")
         with pytest.raises(CheckpointError, match="load_dir is empty"):
             engine.load_checkpoint("" if first else folder)
         with pytest.raises(CheckpointError, match="save_dir is empty"):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from ds_hf.engine.checkpoint.consolidate import (
 )
 from ds_hf.engine.checkpoint.zero_to_fp32 import main, publish_weights, weights_aside
 from ds_hf.errors import CheckpointError
+from tests.engine.checkpoint.hostile import killed_at
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
 from tests.helpers.distributed import run_distributed
 
@@ -254,31 +252,6 @@ def _as_transformers_reads(folder: Path) -> set[str]:
     return set()
 
 
-def _killed_at(point: int, write: Callable[[], None]) -> bool:
-    """Run it in a process that is killed before a change of its folder; whether it came so far."""
-    pid = os.fork()
-    if pid == 0:
-        count = 0
-
-        def hook(event: str, args: Any) -> None:
-            nonlocal count
-            if event in ("os.rename", "os.remove", "os.link", "os.rmdir", "os.mkdir") or (
-                event == "open" and args[2] & os.O_CREAT
-            ):
-                count += 1
-                if count == point:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-        with contextlib.suppress(BaseException):
-            write()
-            os._exit(0)
-        os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
-
-
 KINDS = [(1, ".safetensors"), (3, ".safetensors"), (1, ".bin"), (3, ".bin")]
 
 
@@ -295,9 +268,9 @@ def test_a_kill_leaves_the_older_weights_or_the_new(old: Any, new: Any, tmp_path
     seen, point = [], 1
     while True:
         folder = Path(shutil.copytree(tmp_path / "old", tmp_path / f"killed at {point}"))
-        killed = _killed_at(point, lambda folder=folder: _write_weights(folder, 2, *new))  # type: ignore[misc]
+        killed = killed_at(point, lambda folder=folder: _write_weights(folder, 2, *new))  # type: ignore[misc]
         seen.append(_as_transformers_reads(folder))
-        _killed_at(point, lambda folder=folder: _write_weights(folder, 3, *new))  # type: ignore[misc]
+        killed_at(point, lambda folder=folder: _write_weights(folder, 3, *new))  # type: ignore[misc]
         assert _as_transformers_reads(folder) in (seen[-1], {"3"})
         _write_weights(folder, 4, *new)
         assert _as_transformers_reads(folder) == {"4"}
