@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from ds_hf import Engine, initialize
 from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.engine.checkpoint.export_universal import write_universal
+from ds_hf.engine.checkpoint.formats import open_source
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.muon_groups import mark_matrices, muon_of_json
 from ds_hf.engine.pipeline.specs import LayerSpec
@@ -309,6 +311,58 @@ def test_resuming(stage: int, steps: int, tmp_path: Path) -> None:
     cases = [(stage, False, {}), (3 - stage, True, {}), (2, False, {"offload_optimizer": {"device": "cpu"}})]
     run_distributed(save_all, 2, str(tmp_path), stage, steps, timeout=30)
     run_distributed(resume_all, 2, str(tmp_path), steps, cases, timeout=60)
+
+
+def _in_two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The second is frozen as a whole at first."""
+    freeze(model, FROZEN_AT_FIRST)
+    named = list(model.named_parameters())
+    return [{"params": [p for n, p in named if n.startswith("blocks.0") == frozen]} for frozen in (False, True)]
+
+
+def _engine_in_two_groups(stage: int, micro_batches: int) -> Engine:
+    config = base_config(stage, optimizer={"type": "AdamW", "params": RULES["AdamW"][0]})
+    config.update(gradient_accumulation_steps=micro_batches, checkpoint={"load_universal": True})
+    model = Net()
+    return initialize(model=model, model_parameters=_in_two_groups(model), config=config)[0]
+
+
+def save_universal(folder: str, stage: int, steps: int) -> None:
+    engine = _engine_in_two_groups(stage, 1)
+    for step in range(steps):
+        engine_step(engine, step, 1)
+    engine.save_checkpoint(folder, tag="ours")
+    engine.destroy()
+
+
+def resume_universal(folder: str, stage: int, steps: int) -> None:
+    """One process, which takes the batches of both ranks one after the other."""
+    plain, engine = Net(), _engine_in_two_groups(stage, 2)
+    optimizer = RULES["AdamW"][1](_in_two_groups(plain))  # type: ignore[arg-type]
+    engine.load_checkpoint(folder, tag="universal")
+    for step, frozen in enumerate(STEPS):
+        freeze(plain, frozen)
+        optimizer.zero_grad()
+        for rank in range(2):
+            (plain(batch(step, 0, rank)) / 2).backward()
+        optimizer.step()
+        if step >= steps:
+            freeze(engine.module, frozen)
+            for rank in range(2):
+                engine.backward(engine(batch(step, 0, rank)))
+                engine.step()
+    found = full_weights(engine.module)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "other", "steps"), [(3, 1, 2), pytest.param(1, 3, 4, marks=pytest.mark.slow)])
+def test_a_universal_folder_at_another_world_size(stage: int, other: int, steps: int, tmp_path: Path) -> None:
+    """Written while a whole group, and parts of another, had no states yet, and after they were unfrozen."""
+    run_distributed(save_universal, 2, str(tmp_path), stage, steps, timeout=30)
+    write_universal(open_source(tmp_path / "ours"), tmp_path / "universal")
+    run_distributed(resume_universal, 1, str(tmp_path), other, steps, timeout=30)
 
 
 def stages_in_turns(folder: str) -> None:

@@ -21,15 +21,16 @@ import torch
 
 from ds_hf.engine.checkpoint.pickled import check_pickled, reason_of
 from ds_hf.errors import CheckpointError
+from ds_hf.log import warn_once
 from ds_hf.printable import harmless
 
 __all__ = [
-    "READ_WHOLE",
     "DynamicScaler",
     "FragmentAddress",
     "StaticScaler",
     "SubparamShape",
     "ZeroStage",
+    "is_summed",
     "load_any",
     "load_pickled",
     "save_pickled",
@@ -120,6 +121,18 @@ def load_pickled(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_summed(path: Path) -> bool:
+    """Whether the checksums in a file are compared when it is loaded; told once where it is too large for that."""
+    if path.stat().st_size < READ_WHOLE:
+        return True
+    warn_once(
+        f"{path} and other files above 1 GiB are loaded without comparing the checksums in them, which would read them "
+        "twice: `ds-hf checkpoint verify` does",
+        "pickled files that are large",
+    )
+    return False
+
+
 def load_any(path: Path, *, sums: bool = True) -> Any:
     """As ``load_pickled``, whatever it holds.
 
@@ -128,7 +141,7 @@ def load_any(path: Path, *, sums: bool = True) -> Any:
     """
     admitted: list[Any] = [*_NAMES.items(), *((_member, name) for name in _GETATTR)]
     try:
-        archive = check_pickled(path, sums=sums and path.stat().st_size < READ_WHOLE)
+        archive = check_pickled(path, sums=sums and is_summed(path))
         if archive.folder != path.stem and _RANKED.fullmatch(archive.folder):
             raise CheckpointError(f"{path} was written as {archive.folder}.pt: give the ranks' files their names back")
         foreign = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - {*_NAMES.values(), *_GETATTR}

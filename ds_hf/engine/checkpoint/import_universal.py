@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_hf.engine.checkpoint.deepspeed_grid import find_grid, is_model_file
 from ds_hf.engine.checkpoint.deepspeed_module import ModelStates
 from ds_hf.engine.checkpoint.deepspeed_options import as_step, base_groups, names_of_groups, options_of, scaler_of
-from ds_hf.engine.checkpoint.deepspeed_pickle import READ_WHOLE, load_any, load_pickled
+from ds_hf.engine.checkpoint.deepspeed_pickle import is_summed, load_any, load_pickled
 from ds_hf.engine.checkpoint.deepspeed_slices import RULES_FILE
 from ds_hf.engine.checkpoint.deepspeed_whole import Found, Local
 from ds_hf.engine.checkpoint.import_deepspeed import FAULTS
@@ -243,7 +243,7 @@ class _File:
         return [self._load()[0].numel()]
 
     def __getitem__(self, place: slice) -> Tensor:
-        if place.start != place.stop and not self._summed and self._path.stat().st_size < READ_WHOLE:
+        if place.start != place.stop and not self._summed and is_summed(self._path):
             check_pickled(self._path)
             self._summed = True
         return self._load()[0].reshape(-1)[place]

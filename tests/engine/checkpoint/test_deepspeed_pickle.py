@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.checkpoint.deepspeed_pickle import DynamicScaler, StaticScaler, ZeroStage, load_pickled, save_pickled
+from ds_hf.engine.checkpoint import deepspeed_pickle
+from ds_hf.engine.checkpoint.deepspeed_pickle import (
+    DynamicScaler,
+    StaticScaler,
+    ZeroStage,
+    load_any,
+    load_pickled,
+    save_pickled,
+)
 from ds_hf.errors import CheckpointError
+from ds_hf.log import forget_said
 
 
 def test_threads_may_load_at_once(tmp_path: Path) -> None:
@@ -43,3 +52,16 @@ def test_other_attributes_are_not_taken(tmp_path: Path, args: tuple[Any, str]) -
     save_pickled(tmp_path / "file.pt", {"stage": _Taken(*args)})
     with pytest.raises(CheckpointError, match=r"which is not admitted|not loaded from a checkpoint"):
         load_pickled(tmp_path / "file.pt")
+
+
+def test_checksums_that_are_not_compared_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    forget_said()
+    load_any(tmp_path / "a.pt")
+    assert not caplog.messages
+    monkeypatch.setattr(deepspeed_pickle, "READ_WHOLE", 10)
+    for _ in range(2):
+        load_any(tmp_path / "a.pt")
+    assert [message.count("without comparing the checksums") for message in caplog.messages] == [1]
