@@ -87,14 +87,14 @@ def read_object(path: str | os.PathLike[str], most: int = TEXT_NBYTES) -> dict[s
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file, or replace what has its name, a link as well; readers see the old content or the new.
+    """Write a file, or replace what has its name, even a link, at once. What UTF-8 has not (half a pair) is escaped.
 
     Raises:
         OSError: it cannot be written, or there is a folder of that name.
     """
     staged = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.new")
     try:
-        with staged.open("x", encoding="utf-8") as file:
+        with staged.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.replace(staged, path)
     finally:

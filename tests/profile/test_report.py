@@ -269,6 +269,15 @@ def _loads_or_is_refused(folder: Path, data: st.DataObject) -> None:
             write_report(place)
 
 
+def test_half_a_character_is_an_escape_on_the_page(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("rank_*.jsonl"):
+        text = re.sub(r'("memory":1,"rank":)\d+', r'\1"\\ud800"', file.read_text("utf-8"))
+        assert "ud800" in text
+        (tmp_path / file.name).write_text(text, "utf-8")
+    write_report(tmp_path)
+    assert r"\ud800" in (tmp_path / "report.html").read_text("utf-8")
+
+
 @given(data=st.data())
 @examples(QUICK)
 def test_a_spoilt_folder_gives_a_page_or_a_sentence(folder: Path, data: st.DataObject) -> None:
