@@ -13,6 +13,9 @@ children's, are gathered while it runs, as transformers itself does for models t
 What it draws is kept, also of a model that a script builds under ``zero.Init`` without transformers' knowledge
 (Lightning's ``configure_model``): without that, such a model would begin with the values of torch's layers.
 
+Tying. A checkpoint may have a tensor of its own for each of two weights that the configuration ties; transformers
+compares them, and ties equal ones. At rest all are equal, so they are gathered for that.
+
 Weight norm in models from scratch: ``_init_weights`` writes to a weight that is computed, and only what the layer's
 constructor drew stays; at stage 3 that is switched off, so it is drawn afterwards.
 
@@ -46,6 +49,7 @@ def wrap_modeling(module: ModuleType) -> None:
     """Hook of ``transformers.modeling_utils``."""
     wrap(module, "PreTrainedModel.initialize_weights", _gathered)
     wrap(module, "PreTrainedModel.num_parameters", _counting_released)
+    wrap(module, "PreTrainedModel.tie_weights", _comparing_whole)
     integration = importlib.import_module("transformers.integrations.deepspeed")  # imported by ``module`` already
     wrap(integration, "initialize_weights_zero3", _with_parametrized)
     wrap(module, "_load_state_dict_into_zero3_model", _without_mismatched)
@@ -120,6 +124,25 @@ def _gathering(initialize: Any) -> Callable[..., Any]:
             return initialize(module, *args, **kwargs)
 
     return call
+
+
+def _comparing_whole(
+    wrapped: Callable[..., None], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    def tie(missing_keys: set[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        looked_at: dict[nn.Parameter, None] = {}
+        if missing_keys is not None and buffers_of(model.parameters()):
+            own = dict(model.named_parameters(remove_duplicate=False))
+            for names in model.all_tied_weights_keys.items():  # type: ignore[operator, union-attr]
+                if not missing_keys.intersection(names):
+                    looked_at |= dict.fromkeys(own[name] for name in names if name in own)
+                biases = (own.get(f"{name.rpartition('.')[0]}.bias") for name in names)  # padded to the weight
+                looked_at |= dict.fromkeys(bias for bias in biases if bias is not None)
+        source = next((buffer.replicas.axis.global_rank(0) for buffer in buffers_of(looked_at)), 0)
+        with GatheredParameters(list(looked_at), modifier_rank=source):
+            wrapped(missing_keys, *args, **kwargs)
+
+    tie(*args, **kwargs)
 
 
 def _without_mismatched(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

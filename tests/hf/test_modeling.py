@@ -1,11 +1,17 @@
-"""Models of transformers that a script builds under ``zero.Init`` itself, as Lightning's ``configure_model`` does."""
+"""Models of transformers at stage 3: built by a script under ``zero.Init``, as Lightning's ``configure_model`` does;
+loaded from files that hold two tensors for weights that the configuration ties."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
 
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
@@ -36,3 +42,32 @@ def test_transformers_initialisation_is_kept(name: str) -> None:
     for found in run_distributed(under_init, 2, name):
         assert found.keys() == expected.keys()
         assert not [key for key, value in found.items() if not torch.equal(value, expected[key])]
+
+
+def save_with_a_head_of_its_own(folder: Path, like: bool) -> dict[str, Tensor]:
+    """A model whose configuration ties the head to the embedding, though the file has both: alike or not."""
+    model = build("llama")
+    if like:
+        model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)  # type: ignore[union-attr, operator]
+    model.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "tie_word_embeddings": True}))
+    plain = cast(PreTrainedModel, LlamaForCausalLM.from_pretrained(folder))
+    return {name: param.detach() for name, param in plain.named_parameters()}
+
+
+def load_sharded(folder: str) -> dict[str, Tensor]:
+    kept = HfDeepSpeedConfig(CONFIG)
+    model = cast(PreTrainedModel, LlamaForCausalLM.from_pretrained(folder))
+    del kept
+    with GatheredParameters(list(model.parameters())):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("like", [False, True])
+def test_a_head_whose_values_differ_from_the_embedding_is_not_tied_to_it(tmp_path: Path, like: bool) -> None:
+    expected = save_with_a_head_of_its_own(tmp_path, like)
+    assert ("lm_head.weight" in expected) is not like
+    for found in run_distributed(load_sharded, 2, str(tmp_path)):
+        assert found.keys() == expected.keys()
+        assert not [name for name, value in found.items() if not torch.equal(value, expected[name])]

@@ -401,11 +401,15 @@ class FlatBuffer:
         if not self.aliased:
             in_use = spare_users and self._memory.users() > self._memory.own_users
             if in_use or not self._memory.storage.resizable():  # .numpy() of a parameter pins it
-                self._memory = FullMemory(torch.empty_like(self._memory.tensor))
-                self._make_views()
+                self._leave_memory()
             if not self.keeps_memory:
                 self._memory.storage.resize_(0)
         self.state = BufferState.RELEASED
+
+    def _leave_memory(self) -> None:
+        """To those who look at it; the parameters' values go to another."""
+        self._memory = FullMemory(torch.empty_like(self._memory.tensor))
+        self._make_views()
 
     def drop_memory(self) -> None:
         """Give back what ``keeps_memory`` left, and keep none from now on."""
@@ -537,10 +541,13 @@ class FlatBuffer:
         """
         assert self.state is BufferState.GATHERED
         self.kept_writes += 1
-        for param, view in zip(self.params, self.views, strict=True):
-            if param.data.data_ptr() != view.data_ptr() and id(param) not in self._gone:
-                view.copy_(param.data)
-                param.data = view
+        here = [n for n, param in enumerate(self.params) if id(param) not in self._gone]
+        moved = [n for n in here if not _shares(self.params[n], self.views[n])]
+        if moved and not self.aliased and self.has_other_users:
+            moved = here  # what was kept of the old values, maybe as another parameter's, stays as it is
+            self._leave_memory()
+        for n, value in [(n, self.params[n].data.clone()) for n in moved]:  # of two that were swapped, both
+            self.params[n].data = self.views[n].copy_(value)
         if source_rank is not None:
             collectives.broadcast(self._memory.tensor, self.replicas.axis, source_rank, self.labels.weights)
         if not self.aliased:

@@ -93,7 +93,9 @@ class OpenParameters:
         del self._open[buffer]
         buffer.hold.count -= 1
         param, view = buffer.params[0], buffer.views[0]
-        if (param.shape, param.dtype) == (view.shape, view.dtype):
+        # One process has its shard in the memory at which holders of the old values look.
+        replaced = buffer.aliased and param.data_ptr() != view.data_ptr()
+        if (param.shape, param.dtype) == (view.shape, view.dtype) and not replaced:
             buffer.write_back(0)
             buffer.release(spare_users=True)
         else:  # another tensor was put in: an ordinary parameter again, to be sharded as it is now

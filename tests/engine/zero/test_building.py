@@ -57,6 +57,18 @@ class Loads(Base):
         self.b.load_state_dict({name: value * 2 for name, value in self.a.state_dict().items()}, assign=True)
 
 
+class Swaps(Base):
+    """Holds on to values in whose place it puts others."""
+
+    def build(self) -> None:
+        kept = self.a.weight.data
+        self.a.weight.data = self.b.weight.data
+        self.b.weight.data = kept
+        self.register_buffer("before", self.a.bias.detach())
+        self.a.bias.data = self.a.bias.data * 2
+        self.b.bias.data = self.before[:]  # type: ignore[index]
+
+
 class Replaces(Base):
     def build(self) -> None:
         self.b.weight = nn.Parameter(self.a.weight)
@@ -127,7 +139,7 @@ class Attends(nn.Module):
         return cast(Tensor, self.copied(self.reads(self.model(x[None], x[None]))[0])[0].pow(2).mean())
 
 
-MODELS: tuple[type[nn.Module], ...] = (Writes, Loads, Replaces, Normed, Reads, Copies, Casts, Attends)
+MODELS: tuple[type[nn.Module], ...] = (Writes, Loads, Swaps, Replaces, Normed, Reads, Copies, Casts, Attends)
 
 
 def differences(cls: type[nn.Module]) -> list[Any]:
@@ -147,6 +159,8 @@ def differences(cls: type[nn.Module]) -> list[Any]:
             like = (name, param.shape, param.dtype, param.requires_grad)
             if like != (expected, value.shape, value.dtype, value.requires_grad) or not torch.equal(param, value):
                 found.append((name, expected))
+    buffers = dict(model.named_buffers())
+    found += [name for name, value in plain.named_buffers() if rank == 0 and not torch.equal(buffers[name], value)]
     for name in ("std", "shapes") if rank == 0 else ():
         if getattr(model, name, None) != getattr(plain, name, None):
             found.append(name)

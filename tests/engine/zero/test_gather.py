@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ds_hf import initialize
 from ds_hf.engine.zero.buffer import home_of
@@ -43,6 +43,34 @@ def test_tensors_taken_inside_a_block_stay_valid_after_it() -> None:
     for same, held, held_at_the_end in run_distributed(keep_what_was_taken_inside, 2):
         assert same
         assert held == held_at_the_end == 0
+
+
+def swap(first: nn.Linear, second: nn.Linear) -> Tensor:
+    kept = first.weight.data
+    first.weight.data = second.weight.data
+    second.weight.data = kept
+    before = first.bias.data
+    first.bias.data = before * 2
+    return before
+
+
+def swap_inside() -> list[bool]:
+    torch.manual_seed(0)
+    expected = nn.Linear(8, 8), nn.Linear(8, 8)
+    torch.manual_seed(0)
+    with Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}):
+        model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    with GatheredParameters(list(model.parameters()), modifier_rank=0):
+        before = swap(*model)  # type: ignore[arg-type]
+    same = [torch.equal(before, swap(*expected))]
+    with GatheredParameters(list(model.parameters())):
+        return same + [
+            torch.equal(a, b) for a, b in zip(model.parameters(), nn.ModuleList(expected).parameters(), strict=True)
+        ]
+
+
+def test_values_in_whose_place_others_are_put_stay_as_they_are() -> None:
+    assert run_distributed(swap_inside, 2) == [[True] * 5] * 2
 
 
 def write_in_an_inner_block_on_one_rank() -> float:
