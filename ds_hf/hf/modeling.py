@@ -133,11 +133,14 @@ def _comparing_whole(
         looked_at: dict[nn.Parameter, None] = {}
         if missing_keys is not None and buffers_of(model.parameters()):
             own = dict(model.named_parameters(remove_duplicate=False))
-            for names in model.all_tied_weights_keys.items():  # type: ignore[operator, union-attr]
+            tied = list(model.all_tied_weights_keys.items())  # type: ignore[operator, union-attr]
+            for names in tied:
                 if not missing_keys.intersection(names):
                     looked_at |= dict.fromkeys(own[name] for name in names if name in own)
-                biases = (own.get(f"{name.rpartition('.')[0]}.bias") for name in names)  # padded to the weight
-                looked_at |= dict.fromkeys(bias for bias in biases if bias is not None)
+            # A bias is padded to the rows of its weight: both are whole then, or both at rest.
+            whole = [names for names in tied if any(own.get(name) in looked_at for name in names)]
+            biases = (own.get(f"{name.rpartition('.')[0]}.bias") for names in whole for name in names)
+            looked_at |= dict.fromkeys(bias for bias in biases if bias is not None)
         source = next((buffer.replicas.axis.global_rank(0) for buffer in buffers_of(looked_at)), 0)
         with GatheredParameters(list(looked_at), modifier_rank=source):
             wrapped(missing_keys, *args, **kwargs)
