@@ -43,8 +43,6 @@ import torch.distributed as dist
 import training
 from torch import Tensor
 
-# hidden, intermediate, layers, heads, key-value heads, vocabulary: Llama 3's
-training.MODELS["8b"] = (4096, 14336, 32, 32, 8, 128256)
 training.MODELS["small"] = (64, 172, 4, 4, 4, 512)
 TILES = 4
 OWN: dict[str, dict[str, Any]] = {

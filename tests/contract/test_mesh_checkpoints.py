@@ -64,7 +64,7 @@ def engine_on(mesh: Mesh, stage: int, dtype: str = "fp32", seed: int = 0, **more
 def steps(engine: Any, first: int, count: int) -> list[float]:
     losses = []
     for number in range(first, first + count):
-        loss = engine(token_batches(2, 8, seed=number))
+        loss = engine(token_batches(2, 8, seed=number).to(engine.device))
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))

@@ -60,9 +60,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights. Collective."""
+    """Copies of the whole weights in host memory. Collective."""
     with GatheredParameters(model.parameters()):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+        return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
 
 
 def weight_error(model: nn.Module, reference: nn.Module) -> float:

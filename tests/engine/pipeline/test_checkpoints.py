@@ -40,7 +40,7 @@ def steps_of(engine: Any, first: int, count: int) -> list[float]:
     """Losses; the four micro-batches of a step are shared out over the pipelines."""
     found = []
     for tokens in batches(first + count, 4)[first:]:
-        shared = tokens.view(-1, engine.mesh.shape.data, *tokens.shape[2:])
+        shared = tokens.to(engine.device).view(-1, engine.mesh.shape.data, *tokens.shape[2:])
         found.append(float(engine.train_batch(pairs(shared, engine.mesh.sample_rank))))
     return found
 
