@@ -39,7 +39,7 @@ import training
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_hf.engine.checkpoint.zero_to_fp32 import TensorFiles
+from ds_hf.checkpoint.zero_to_fp32 import TensorFiles
 from ds_hf.engine.comm import collectives, mesh
 
 THIN = (128, 344, 32, 4, 4, 1000)  # hidden, intermediate, layers, heads, key and value heads, vocabulary
@@ -117,11 +117,12 @@ class Rank:
 
     def manifest(self) -> dict[str, float]:
         """Bytes of a checkpoint's manifest and of one rank's report, and seconds to make, write, read, and plan."""
-        from ds_hf.engine.checkpoint import zero_to_fp32
+        from ds_hf.checkpoint import zero_to_fp32
+        from ds_hf.checkpoint.reports import complete
+        from ds_hf.engine.checkpoint.describe import describe
         from ds_hf.engine.checkpoint.fit import check_fit
         from ds_hf.engine.checkpoint.holders import find_holders
         from ds_hf.engine.checkpoint.interface import flat_buffers
-        from ds_hf.engine.checkpoint.manifest import complete, describe
         from ds_hf.engine.checkpoint.states import pieces
 
         engine = self.engine
@@ -199,12 +200,12 @@ class _Plan(TensorFiles):
 
 def _report(engine: Any, rank: int) -> Any:
     """What the rank would report of its part, made by the engine's own code with this process in its place."""
+    from ds_hf.checkpoint.digest import digests_of
+    from ds_hf.checkpoint.files import model_states_name, optimizer_states_name, tensors_name
+    from ds_hf.checkpoint.reports import RankReport
     from ds_hf.engine.checkpoint.contents import live_entries
-    from ds_hf.engine.checkpoint.digest import digests_of
-    from ds_hf.engine.checkpoint.files import model_states_name, optimizer_states_name, tensors_name
     from ds_hf.engine.checkpoint.holders import Holders
     from ds_hf.engine.checkpoint.interface import flat_buffers, world_of
-    from ds_hf.engine.checkpoint.manifest import RankReport
     from ds_hf.engine.checkpoint.rng import random_states
 
     report, before = RankReport(), [buffer.axis for buffer in flat_buffers(engine)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ds_hf.checkpoint.formats import open_source
 from ds_hf.cli.root import app
-from ds_hf.engine.checkpoint.formats import open_source
 from ds_hf.errors import CheckpointError, ConfigError, Fault
 from ds_hf.log import logger, say, warn_once
 from ds_hf.printable import printable, printable_json

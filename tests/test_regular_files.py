@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ds_hf.checkpoint.formats import open_source
+from ds_hf.checkpoint.inspect import faults_of
 from ds_hf.config.load import load_config
-from ds_hf.engine.checkpoint.formats import open_source
-from ds_hf.engine.checkpoint.inspect import faults_of
 from ds_hf.errors import CheckpointError, ConfigError
 from ds_hf.launcher.environment import read_environment_files
 from ds_hf.launcher.errors import LaunchError

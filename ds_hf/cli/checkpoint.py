@@ -1,6 +1,6 @@
 """The commands ``ds-hf checkpoint``: inspect, verify, convert and consolidate.
 
-What they do lies in ``ds_hf.engine.checkpoint``. Exit codes: 0 fine, 1 the checkpoint has
+What they do lies in ``ds_hf.checkpoint``. Exit codes: 0 fine, 1 the checkpoint has
 faults, 2 wrong usage. Torch is imported when a command runs, so that ``--help`` answers at once.
 """
 
@@ -26,8 +26,8 @@ from ds_hf.printable import printable, printable_json
 if TYPE_CHECKING:
     import torch
 
-    from ds_hf.engine.checkpoint.inspect import Content
-    from ds_hf.engine.checkpoint.source import Source
+    from ds_hf.checkpoint.inspect import Content
+    from ds_hf.checkpoint.source import Source
 
 __all__ = ["checkpoint_app"]
 
@@ -89,8 +89,8 @@ Model = Annotated[
 @checkpoint_app.command("inspect")
 def inspect_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds, in any of the formats."""
-    from ds_hf.engine.checkpoint.formats import open_source
-    from ds_hf.engine.checkpoint.inspect import inspect
+    from ds_hf.checkpoint.formats import open_source
+    from ds_hf.checkpoint.inspect import inspect
 
     _require(path)
     with _faults(as_json):
@@ -104,7 +104,7 @@ def inspect_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> N
 @checkpoint_app.command("verify")
 def verify_command(path: Folder, tag: Tag = None, as_json: AsJson = False) -> None:
     """Read a whole checkpoint and report what is damaged or missing."""
-    from ds_hf.engine.checkpoint.inspect import verdict_of
+    from ds_hf.checkpoint.inspect import verdict_of
 
     _require(path)
     with _progress("verifying") as report:
@@ -161,8 +161,8 @@ def convert_command(
         _usage(f"--out-tag: {to.value} has no tags; it is written to {output} itself")
     if to not in (Format.hf, Format.fp32) and model is not None:
         _usage(f"--model goes with weights (--to hf or fp32), not with {to.value}")
-    from ds_hf.engine.checkpoint.formats import open_source
-    from ds_hf.engine.checkpoint.source import Kind
+    from ds_hf.checkpoint.formats import open_source
+    from ds_hf.checkpoint.source import Kind
 
     with _faults(as_json):
         opened = open_source(path, tag, None if source is None else Kind(source.value))
@@ -186,21 +186,21 @@ def _convert(
 ) -> tuple[Path, list[str] | None]:
     """Write; where, and what was copied beside weights (``None`` where there is nothing to copy)."""
     if to is Format.ds_hf:
-        from ds_hf.engine.checkpoint.convert import write_own
+        from ds_hf.checkpoint.convert import write_own
 
         return write_own(source, output, tag, report), None
     if to is Format.deepspeed:
-        from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
+        from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
 
         return write_deepspeed(source, output, Target(*target), tag, report), None
     if to is Format.universal:
-        from ds_hf.engine.checkpoint.convert import place
-        from ds_hf.engine.checkpoint.export_universal import default_universal_tag, write_universal
+        from ds_hf.checkpoint.convert import place
+        from ds_hf.checkpoint.deepspeed.write_universal import default_universal_tag, write_universal
 
         folder = place(source, output, default_universal_tag(source) if tag is None else tag)[1]
         return write_universal(source, folder, strict=False, report=report), None
     if to is Format.dcp:
-        from ds_hf.engine.checkpoint.dcp import write_dcp
+        from ds_hf.checkpoint.dcp import write_dcp
 
         write_dcp(source, output, dtype=dtype, report=report)
         return output, None
@@ -227,7 +227,7 @@ def consolidate_command(
     """Merge the weights of a checkpoint, by default in fp32 from the master weights."""
     _require(path)
     kind = _dtype(dtype)
-    from ds_hf.engine.checkpoint.formats import open_source
+    from ds_hf.checkpoint.formats import open_source
 
     with _faults(as_json):
         opened = open_source(path, tag)
@@ -269,7 +269,7 @@ def _require(path: Path) -> None:
 def _dtype(text: str | None) -> torch.dtype | None:
     if text is None or text == "auto":
         return None
-    from ds_hf.engine.checkpoint.source import dtype_of
+    from ds_hf.checkpoint.source import dtype_of
 
     found = dtype_of(text)
     if found is None or not found.is_floating_point:

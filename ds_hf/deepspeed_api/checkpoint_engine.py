@@ -15,9 +15,9 @@ from zipfile import BadZipFile
 
 import torch
 
-from ds_hf.engine.checkpoint.archive import Refused
-from ds_hf.engine.checkpoint.files import check_loadable
-from ds_hf.engine.checkpoint.pickled import check_archive
+from ds_hf.checkpoint.files import check_loadable
+from ds_hf.checkpoint.trust.archive import Refused
+from ds_hf.checkpoint.trust.pickled import check_archive
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 from ds_hf.regular_files import open_regular

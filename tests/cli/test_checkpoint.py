@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from ds_hf.checkpoint.formats import open_source
+from ds_hf.checkpoint.source import Source
+from ds_hf.checkpoint.zero_to_fp32 import SavedParameter
 from ds_hf.cli import checkpoint
 from ds_hf.cli.root import app
-from ds_hf.engine.checkpoint.formats import open_source
-from ds_hf.engine.checkpoint.source import Source
-from ds_hf.engine.checkpoint.zero_to_fp32 import SavedParameter
 from tests.engine.checkpoint.workload import Model, config, engine_of, train
 from tests.helpers.archives import unpack
 
 run = CliRunner().invoke
-ARCHIVE = Path(__file__).parents[1] / "engine/checkpoint/data/deepspeed.tar.xz"
+ARCHIVE = Path(__file__).parents[1] / "checkpoint/deepspeed/data/deepspeed.tar.xz"
 
 
 @pytest.fixture(scope="module")

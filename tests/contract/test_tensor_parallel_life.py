@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf import initialize
+from ds_hf.checkpoint.deepspeed.write_universal import write_universal
+from ds_hf.checkpoint.formats import open_source
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine import compiling
-from ds_hf.engine.checkpoint.export_universal import write_universal
-from ds_hf.engine.checkpoint.formats import open_source
-from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.tensor import hosts
 from ds_hf.engine.zero.buffer import home_of

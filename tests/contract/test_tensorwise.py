@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf import initialize
-from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.muon import MuonWithAuxAdam
 from ds_hf.engine.optim.muon_groups import mark_matrices, muon_of_json

@@ -109,7 +109,7 @@ def test_a_model_trains_as_the_whole(
     assert {name for one in ranks for name in one["weights"]} == set(wanted["weights"])
     from transformers import AutoModelForCausalLM
 
-    from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     exported = AutoModelForCausalLM.from_pretrained(f"{folder}-out")
     saved = get_fp32_state_dict_from_zero_checkpoint(f"{folder}-saved")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf import Engine, initialize
+from ds_hf.checkpoint.deepspeed.write_universal import write_universal
+from ds_hf.checkpoint.formats import open_source
 from ds_hf.deepspeed_api.pipeline import PipelineModule
-from ds_hf.engine.checkpoint.export_universal import write_universal
-from ds_hf.engine.checkpoint.formats import open_source
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.muon_groups import mark_matrices, muon_of_json
 from ds_hf.engine.pipeline.specs import LayerSpec

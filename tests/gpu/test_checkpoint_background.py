@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.checkpoint.checksum import sum_of_tensor
-from ds_hf.engine.checkpoint.verify import verify
+from ds_hf.checkpoint.checksum import sum_of_tensor
+from ds_hf.checkpoint.verify import verify
 from tests.engine.checkpoint.workload import config, differences, engine_of, states
 from tests.helpers.distributed import run_distributed
 

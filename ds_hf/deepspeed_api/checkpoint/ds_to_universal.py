@@ -19,6 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.checkpoint.deepspeed.grid import find_grid
+from ds_hf.checkpoint.deepspeed.module import ModelStates
+from ds_hf.checkpoint.deepspeed.pickles import load_any, load_pickled, save_pickled
+from ds_hf.checkpoint.deepspeed.read import read_deepspeed
+from ds_hf.checkpoint.deepspeed.slices import Rules
+from ds_hf.checkpoint.deepspeed.write_universal import write_universal
+from ds_hf.checkpoint.formats import open_source
+from ds_hf.checkpoint.source import Kind, Source
 from ds_hf.deepspeed_api.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     FP32_FLAT_GROUPS,
@@ -30,14 +38,6 @@ from ds_hf.deepspeed_api.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_INFO,
 )
 from ds_hf.deepspeed_api.checkpoint.opened import DeepSpeedCheckpoint
-from ds_hf.engine.checkpoint.deepspeed_grid import find_grid
-from ds_hf.engine.checkpoint.deepspeed_module import ModelStates
-from ds_hf.engine.checkpoint.deepspeed_pickle import load_any, load_pickled, save_pickled
-from ds_hf.engine.checkpoint.deepspeed_slices import Rules
-from ds_hf.engine.checkpoint.export_universal import write_universal
-from ds_hf.engine.checkpoint.formats import open_source
-from ds_hf.engine.checkpoint.import_deepspeed import read_deepspeed
-from ds_hf.engine.checkpoint.source import Kind, Source
 from ds_hf.errors import CheckpointError
 from ds_hf.log import complain, logger
 

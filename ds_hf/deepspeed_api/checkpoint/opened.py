@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ds_hf.checkpoint.deepspeed.pickles import load_pickled
 from ds_hf.deepspeed_api.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     CHECKPOINT_PARALLEL_DIMS,
@@ -38,7 +39,6 @@ from ds_hf.deepspeed_api.checkpoint.reshape import (
     reshape_meg_2d_parallel,
     validate_files,
 )
-from ds_hf.engine.checkpoint.deepspeed_pickle import load_pickled
 
 __all__ = [
     "ARGS_KEY",

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ds_hf.checkpoint.deepspeed.pickles import load_pickled
 from ds_hf.deepspeed_api.checkpoint.constants import (
     BF16_ZERO_FILE_PREFIX,
     CHECKPOINT_PARALLEL_DIMS,
@@ -26,7 +27,6 @@ from ds_hf.deepspeed_api.checkpoint.constants import (
     MODEL_FILE_PREFIX,
     ZERO_FILE_PREFIX,
 )
-from ds_hf.engine.checkpoint.deepspeed_pickle import load_pickled
 
 __all__ = [
     "basic_folder_validation",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ds_hf.checkpoint.deepspeed.pickles import SubparamShape, load_any
 from ds_hf.deepspeed_api.checkpoint.constants import (
     CAT_DIM,
     FP32_WEIGHT_KEY,
@@ -23,7 +24,6 @@ from ds_hf.deepspeed_api.checkpoint.constants import (
     SUB_PARAM_SHAPE,
     VOCAB_TENSOR,
 )
-from ds_hf.engine.checkpoint.deepspeed_pickle import SubparamShape, load_any
 
 __all__ = ["SubparamShape", "enable_universal_checkpoint", "load_hp_checkpoint_state"]
 

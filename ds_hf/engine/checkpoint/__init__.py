@@ -1,5 +1,5 @@
-"""Checkpoints: safetensors and one JSON manifest, indexed by parameter name and flat offset.
+"""What a running engine saves and loads: it calls ``save`` and ``load``; ``consolidate`` makes whole state dicts.
 
-Any world size, stage, offload and dtype loads any other. ``save`` and ``load`` are what the engine calls,
-``zero_to_fp32`` owns reading the format and is copied into every checkpoint, ``consolidate`` makes whole state dicts.
+Safetensors and one JSON manifest, indexed by parameter name and flat offset: any world size, stage, offload and dtype
+loads any other. The files, of ours and of other libraries, are ``ds_hf.checkpoint``'s.
 """

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hf.checkpoint.files import TensorEntry, in_file_order
+from ds_hf.checkpoint.reports import RankReport
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.contents import Part, write_part
-from ds_hf.engine.checkpoint.files import TensorEntry, in_file_order
-from ds_hf.engine.checkpoint.manifest import RankReport
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger

@@ -13,13 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ds_hf.engine.checkpoint.agreement import together
-from ds_hf.engine.checkpoint.files import (
-    get_checkpoint_files,
-    get_model_state_file,
-    get_model_state_files,
-    get_optim_files,
+from ds_hf.checkpoint.files import get_checkpoint_files, get_model_state_file, get_model_state_files, get_optim_files
+from ds_hf.checkpoint.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
+    folder_of,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+    publish_weights,
+    to_torch_tensor,
+    weights_aside,
 )
+from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.holders import find_holders, whole_value
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
@@ -32,16 +37,6 @@ from ds_hf.engine.checkpoint.interface import (
     world_of,
 )
 from ds_hf.engine.checkpoint.stages import find_stages, values_of
-from ds_hf.engine.checkpoint.zero_to_fp32 import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    convert_zero_checkpoint_to_state_dict,
-    folder_of,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-    publish_weights,
-    to_torch_tensor,
-    weights_aside,
-)
 from ds_hf.engine.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import buffers_of, unshard
 from ds_hf.log import logger

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.digest import digest_of_common, digests_of
-from ds_hf.engine.checkpoint.files import (
+from ds_hf.checkpoint.digest import digest_of_common, digests_of
+from ds_hf.checkpoint.files import (
     Stretch,
     TensorEntry,
     check_loadable,
@@ -28,12 +28,16 @@ from ds_hf.engine.checkpoint.files import (
     write_bytes,
     write_tensor_file,
 )
+from ds_hf.checkpoint.plain import encode, restore
+from ds_hf.checkpoint.reports import RankReport, buffer_key, flat_key, loose_key
+from ds_hf.checkpoint.scalars import encode_scalar
+from ds_hf.dtypes import name_of
+from ds_hf.engine.checkpoint.describe import counters
 from ds_hf.engine.checkpoint.holders import Holders
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     aliases,
     cut_in,
-    dtype_name,
     extra_states,
     flat_buffers,
     is_left_out,
@@ -42,11 +46,9 @@ from ds_hf.engine.checkpoint.interface import (
     names_of,
     world_of,
 )
-from ds_hf.engine.checkpoint.manifest import RankReport, buffer_key, counters, flat_key, loose_key
-from ds_hf.engine.checkpoint.plain import encode, restore
 from ds_hf.engine.checkpoint.position import data_position
 from ds_hf.engine.checkpoint.rng import random_states
-from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, encode_scalar, kinds, pieces, segments_of
+from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, kinds, pieces, segments_of
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.log import warn_once
@@ -175,7 +177,7 @@ def _entry(param: Tensor, shape: torch.Size, dtype: torch.dtype, value: str, key
     cut = cut_in(param)
     return {
         "shape": list(whole_shape(param, shape)),
-        "dtype": dtype_name(dtype),
+        "dtype": name_of(dtype),
         "trainable": param.requires_grad,
         "states": {value: key},
         "cut": None if cut is None else [cut.dim, [list(pair) for pair in cut.ranges]],
@@ -336,7 +338,7 @@ def _whole_entries(
         if name in holders.own:
             report.excluded.append(name)
         elif holders.writes_whole(name):
-            report.buffers[name] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            report.buffers[name] = {"shape": list(value.shape), "dtype": name_of(value.dtype)}
             entries[buffer_key(name)] = TensorEntry.of(value, Stretch.whole(name, "buffer", value))
     if not holders.alike or holders.rank == 0:
         report.tied = {**aliases(engine), **tied}

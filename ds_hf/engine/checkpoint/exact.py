@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.checkpoint.digest import digest_of, digests_of, moving
+from ds_hf.checkpoint.reports import RankReport
+from ds_hf.checkpoint.scalars import encode_scalar
+from ds_hf.checkpoint.zero_to_fp32 import Manifest
 from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.contents import live_entries
-from ds_hf.engine.checkpoint.digest import digest_of, digests_of, moving
+from ds_hf.engine.checkpoint.describe import counters
 from ds_hf.engine.checkpoint.fit import Fit
 from ds_hf.engine.checkpoint.holders import Holders
 from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, world_of
-from ds_hf.engine.checkpoint.manifest import RankReport, counters
 from ds_hf.engine.checkpoint.resume import same_mesh
 from ds_hf.engine.checkpoint.rng import random_states
-from ds_hf.engine.checkpoint.states import encode_scalar, kinds, pieces
-from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest
+from ds_hf.engine.checkpoint.states import kinds, pieces
 from ds_hf.engine.comm.collectives import all_reduce_sum
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.errors import CheckpointError

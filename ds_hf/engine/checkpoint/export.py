@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.checkpoint.model_files import copy_model_files, find_model_folder, require_config, set_dtype
+from ds_hf.checkpoint.pretrained import ShardedWriter, Spec
+from ds_hf.checkpoint.source import Report, Source
+from ds_hf.checkpoint.zero_to_fp32 import folder_of, publish_weights, weights_aside
+from ds_hf.dtypes import name_of
 from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.holders import find_holders, whole_value
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
-    dtype_name,
     flat_buffers,
     loose_parameters,
     module_buffers,
     names_of,
     world_of,
 )
-from ds_hf.engine.checkpoint.model_files import copy_model_files, find_model_folder, require_config, set_dtype
-from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
-from ds_hf.engine.checkpoint.source import Report, Source
 from ds_hf.engine.checkpoint.stages import find_stages, values_of
-from ds_hf.engine.checkpoint.zero_to_fp32 import folder_of, publish_weights, weights_aside
 from ds_hf.engine.quantized.layers import is_quantized
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.engine.zero.cut import whole_shape
@@ -213,4 +213,4 @@ def _main_dtype(specs: Sequence[Spec]) -> str:
     for spec in specs:
         if spec.dtype.is_floating_point:
             sizes[spec.dtype] = sizes.get(spec.dtype, 0) + torch.Size(spec.shape).numel()
-    return dtype_name(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))
+    return name_of(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedParameter
 from ds_hf.engine.checkpoint.holders import Holders
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
@@ -16,7 +17,6 @@ from ds_hf.engine.checkpoint.interface import (
     module_buffers,
     names_of,
 )
-from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedParameter
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hf.checkpoint.digest import digest_of, digests_of
+from ds_hf.checkpoint.zero_to_fp32 import SavedCut, SavedFragment, cover_fault
 from ds_hf.engine.checkpoint.agreement import collect
-from ds_hf.engine.checkpoint.digest import digest_of, digests_of
 from ds_hf.engine.checkpoint.interface import (
     Checkpointable,
     aliases,
@@ -29,7 +30,6 @@ from ds_hf.engine.checkpoint.interface import (
     names_of,
     world_of,
 )
-from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut, SavedFragment, cover_fault
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.cut import Cut, cut_of
 from ds_hf.engine.zero.model_parallel import check_copies

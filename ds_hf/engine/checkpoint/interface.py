@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from ds_hf.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.config.plan import StatePlan
 from ds_hf.engine.accumulation import Accumulation, BatchSizes
-from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.unfreezing import Unfreezing
@@ -28,7 +27,6 @@ __all__ = [
     "adapter_names",
     "aliases",
     "cut_in",
-    "dtype_name",
     "extra_states",
     "flat_buffers",
     "is_left_out",
@@ -80,11 +78,6 @@ def cut_in(param: Tensor) -> SavedCut | None:
 
 def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def parameter_name(engine: Checkpointable, param: Tensor, otherwise: str = "") -> str:

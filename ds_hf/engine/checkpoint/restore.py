@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.checkpoint.deepspeed.read_universal import STATES
+from ds_hf.checkpoint.scalars import newest
+from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedParameter, TensorFiles
 from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.fit import Fit
-from ds_hf.engine.checkpoint.import_universal import STATES
 from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, names_of, world_of
-from ds_hf.engine.checkpoint.source import Kind, Source
-from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, newest, pieces, segments_of
-from ds_hf.engine.checkpoint.zero_to_fp32 import Manifest, SavedParameter, TensorFiles
+from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, pieces, segments_of
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.trust.pickled import read_pickled
+from ds_hf.checkpoint.zero_to_fp32 import MANIFEST, Manifest
 from ds_hf.engine.checkpoint.agreement import collect
+from ds_hf.engine.checkpoint.describe import mesh_sizes
 from ds_hf.engine.checkpoint.interface import Checkpointable, world_of
-from ds_hf.engine.checkpoint.manifest import mesh_sizes
-from ds_hf.engine.checkpoint.pickled import read_pickled
-from ds_hf.engine.checkpoint.source import Kind, Source
-from ds_hf.engine.checkpoint.zero_to_fp32 import MANIFEST, Manifest
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.errors import CheckpointError
 

@@ -14,24 +14,18 @@ import time
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ds_hf.checkpoint.commit import announce, check_space, commit, hidden_beside, make_folder, remove_leftovers
+from ds_hf.checkpoint.files import model_states_name
+from ds_hf.checkpoint.reports import RankReport
+from ds_hf.checkpoint.tags import checked_tag
+from ds_hf.checkpoint.zero_to_fp32 import Hold, folder_of, this_writer
 from ds_hf.engine.checkpoint.agreement import collect, together
 from ds_hf.engine.checkpoint.background import Job, SaveTimes
-from ds_hf.engine.checkpoint.commit import (
-    announce,
-    check_space,
-    commit,
-    hidden_beside,
-    make_folder,
-    remove_leftovers,
-)
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict, save_16bit_model
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
-from ds_hf.engine.checkpoint.files import model_states_name
+from ds_hf.engine.checkpoint.describe import describe
 from ds_hf.engine.checkpoint.holders import find_holders
 from ds_hf.engine.checkpoint.interface import Checkpointable, world_of
-from ds_hf.engine.checkpoint.manifest import RankReport, describe
-from ds_hf.engine.checkpoint.tags import checked_tag
-from ds_hf.engine.checkpoint.zero_to_fp32 import Hold, folder_of, this_writer
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
 

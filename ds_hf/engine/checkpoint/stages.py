@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hf.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.holders import Holders
 from ds_hf.engine.checkpoint.interface import (
@@ -21,7 +22,6 @@ from ds_hf.engine.checkpoint.interface import (
     names_of,
     world_of,
 )
-from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.zero.cut import Cut, whole_shape
 

@@ -7,7 +7,6 @@ that covers exactly the same elements.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.interface import Checkpointable, cut_in, dtype_name, names_of
-from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.engine.checkpoint.interface import Checkpointable, cut_in, names_of
 from ds_hf.engine.optim.base import StreamingOptimizer
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.layout import Fragment
 from ds_hf.errors import CheckpointError
 
-__all__ = ["SCRIPTS_OWN", "Piece", "decode_scalar", "encode_scalar", "kinds", "newest", "pieces", "segments_of"]
+__all__ = ["SCRIPTS_OWN", "Piece", "decode_scalar", "kinds", "pieces", "segments_of"]
 
 # Options of a group that are the script's and in no checkpoint: which positions have gradients (1-bit optimizers).
 SCRIPTS_OWN = ("exp_avg_mask",)
@@ -92,13 +91,8 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
 
 
-def encode_scalar(value: Any) -> Any:
-    """``value`` for JSON: tensors become ``[dtype, number]``."""
-    return [dtype_name(value.dtype), value.item()] if isinstance(value, Tensor) else value
-
-
 def decode_scalar(optimizer: ShardedOptimizer, segment: Segment, key: str, value: Any) -> Any:
-    """What ``encode_scalar`` gave, on the device where the optimizer wants it.
+    """What ``scalars.encode_scalar`` gave, on the device where the optimizer wants it.
 
     Raises:
         CheckpointError: it is not what it should be.
@@ -116,13 +110,3 @@ def decode_scalar(optimizer: ShardedOptimizer, segment: Segment, key: str, value
     # torch keeps counters on the host unless a fused or captured kernel reads them; ds_hf's own beside the master.
     beside = group.get("fused") or group.get("capturable") or isinstance(optimizer.optimizer, StreamingOptimizer)
     return torch.tensor(value[1], dtype=dtype, device=segment.param.device if beside else "cpu")
-
-
-def newest(values: list[Any]) -> Any:
-    """One scalar for a segment whose parameters were saved with several: that of the most steps."""
-
-    def rank_of(value: Any) -> float:
-        number = value[1] if isinstance(value, list) else value
-        return float(number) if isinstance(number, int | float) and not math.isnan(number) else -math.inf
-
-    return max(values, key=rank_of)

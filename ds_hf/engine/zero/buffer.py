@@ -75,6 +75,13 @@ class ParamHome:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
+    def leave(self, param: Tensor) -> None:
+        """Make ``param``, whose home this is, an ordinary parameter."""
+        self.buffer.give_up(param)
+        wake(param)
+        unmark(param)
+        del param._ds_home  # type: ignore[attr-defined]
+
 
 def _no_home() -> None:
     return None
@@ -587,10 +594,7 @@ def leave_home(param: Tensor) -> None:
     """Make ``param`` an ordinary parameter that its buffer does not touch any more; the caller gives it values."""
     home = home_of(param)
     if home is not None:
-        home.buffer.give_up(param)
-        wake(param)
-        unmark(param)
-        del param._ds_home  # type: ignore[attr-defined]
+        home.leave(param)
 
 
 def _source_dtype(param: Tensor) -> torch.dtype:

@@ -97,7 +97,7 @@ def mean_over_data(cell: Cell, values: list[float]) -> list[float]:
 
 def weights_of(cell: Cell, engine: Any, folder: Path) -> dict[str, Any]:
     """Whole weights at the end, those of a pipeline's layers here; of 16 bits their masters too, from a checkpoint."""
-    from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     named = engine.module.named_parameters() if cell.mesh == "pp2" else engine.named_weights(torch.float32)
     inside = "base_model.model." if cell.mesh == "pp2" and cell.model == "lora" else ""  # what PEFT put around it

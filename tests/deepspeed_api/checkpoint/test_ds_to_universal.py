@@ -22,14 +22,14 @@ from deepspeed.checkpoint.ds_to_universal import (
 )
 from torch import nn
 
+from ds_hf.checkpoint.deepspeed.pickles import load_any, save_pickled
+from ds_hf.checkpoint.formats import open_source
 from ds_hf.deepspeed_api.checkpoint.opened import DeepSpeedCheckpoint
 from ds_hf.deepspeed_api.checkpoint.universal_checkpoint import enable_universal_checkpoint
-from ds_hf.engine.checkpoint.deepspeed_pickle import load_any, save_pickled
-from ds_hf.engine.checkpoint.formats import open_source
 from ds_hf.errors import CheckpointError
+from tests.checkpoint.deepspeed.sliced_files import write_slices
+from tests.checkpoint.deepspeed.test_slices import INFO, SHAPES, check_values, split, whole_values
 from tests.engine.checkpoint import workload
-from tests.engine.checkpoint.sliced_files import write_slices
-from tests.engine.checkpoint.test_import_slices import INFO, SHAPES, check_values, split, whole_values
 from tests.helpers.distributed import run_distributed
 
 NAMES = {"master": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -20,9 +20,9 @@ from deepspeed.checkpoint.reshape_meg_2d import meg_2d_parallel_map
 from deepspeed.checkpoint.reshape_utils import get_zero_files, partition_data, sort_zero_files
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
-from ds_hf.engine.checkpoint.deepspeed_pickle import load_pickled, save_pickled
-from tests.engine.checkpoint.sliced_files import write_slices
-from tests.engine.checkpoint.test_import_slices import INFO, split, whole_values
+from ds_hf.checkpoint.deepspeed.pickles import load_pickled, save_pickled
+from tests.checkpoint.deepspeed.sliced_files import write_slices
+from tests.checkpoint.deepspeed.test_slices import INFO, split, whole_values
 
 
 def test_ranks_of_a_smaller_mesh() -> None:

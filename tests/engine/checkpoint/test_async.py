@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf.checkpoint.verify import verify
 from ds_hf.engine.checkpoint import background
 from ds_hf.engine.checkpoint.background import HostCopy
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
 from ds_hf.engine.checkpoint.holders import find_holders
-from ds_hf.engine.checkpoint.verify import verify
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
 from tests.helpers.distributed import run_distributed

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 import ds_hf
-from ds_hf.engine.checkpoint import load as load_module
-from ds_hf.engine.checkpoint.checksum import (
+from ds_hf.checkpoint.checksum import (
     Checksum,
     _sum_on_device,
     add,
@@ -28,9 +27,10 @@ from ds_hf.engine.checkpoint.checksum import (
     sum_of_slice,
     sum_of_tensor,
 )
-from ds_hf.engine.checkpoint.digest import digest_of
-from ds_hf.engine.checkpoint.verify import verify
-from ds_hf.engine.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.checkpoint.digest import digest_of
+from ds_hf.checkpoint.verify import verify
+from ds_hf.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.engine.checkpoint import load as load_module
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, build, config, engine_of, train
 from tests.helpers.distributed import run_distributed

@@ -24,15 +24,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_hf.engine.checkpoint import background, commit, contents, zero_to_fp32
-from ds_hf.engine.checkpoint.checksum import hexadecimal, sum_of_tensor
-from ds_hf.engine.checkpoint.commit import check_space, hidden_beside
-from ds_hf.engine.checkpoint.dcp import write_dcp
-from ds_hf.engine.checkpoint.export_universal import write_universal
-from ds_hf.engine.checkpoint.formats import open_folder
+from ds_hf.checkpoint import commit, zero_to_fp32
+from ds_hf.checkpoint.checksum import hexadecimal, sum_of_tensor
+from ds_hf.checkpoint.commit import check_space, hidden_beside
+from ds_hf.checkpoint.dcp import write_dcp
+from ds_hf.checkpoint.deepspeed.write_universal import write_universal
+from ds_hf.checkpoint.formats import open_folder
+from ds_hf.checkpoint.verify import verify
+from ds_hf.checkpoint.zero_to_fp32 import Hold, boot_of, find_folder, this_writer
+from ds_hf.engine.checkpoint import background, contents
 from ds_hf.engine.checkpoint.holders import find_holders
-from ds_hf.engine.checkpoint.verify import verify
-from ds_hf.engine.checkpoint.zero_to_fp32 import Hold, boot_of, find_folder, this_writer
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
 from tests.helpers.distributed import PRELOAD, RankSpec, _rank_main, free_port, run_distributed

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import ds_hf
+from ds_hf.checkpoint.formats import open_source
+from ds_hf.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.checkpoint.export import export_source, write_single
-from ds_hf.engine.checkpoint.formats import open_source
-from ds_hf.engine.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
-from tests.engine.checkpoint.hostile import killed_at
+from tests.checkpoint.hostile import killed_at
 from tests.engine.checkpoint.workload import Model, config, engine_of, on_both, states, train
 from tests.helpers.distributed import run_distributed
 
@@ -367,7 +367,7 @@ _FROM_FOLDER = """
 import sys
 from pathlib import Path
 from ds_hf.engine.checkpoint.export import export_source
-from ds_hf.engine.checkpoint.formats import open_source
+from ds_hf.checkpoint.formats import open_source
 from tests.engine.checkpoint.test_export import _Peak
 source = open_source(sys.argv[1])
 peak = _Peak()

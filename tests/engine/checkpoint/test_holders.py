@@ -13,16 +13,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ds_hf
+from ds_hf.checkpoint.convert import write_own
+from ds_hf.checkpoint.cuts import Cut
+from ds_hf.checkpoint.dcp import write_dcp
+from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
+from ds_hf.checkpoint.formats import open_source
+from ds_hf.checkpoint.inspect import inspect
+from ds_hf.checkpoint.verify import verify
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
-from ds_hf.engine.checkpoint.convert import write_own
-from ds_hf.engine.checkpoint.dcp import write_dcp
 from ds_hf.engine.checkpoint.export import export_source
-from ds_hf.engine.checkpoint.export_deepspeed import Target, write_deepspeed
-from ds_hf.engine.checkpoint.formats import open_source
-from ds_hf.engine.checkpoint.inspect import inspect
-from ds_hf.engine.checkpoint.verify import verify
-from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
-from ds_hf.engine.zero.cut import Cut, set_cut
+from ds_hf.engine.zero.cut import set_cut
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import config
 from tests.helpers.distributed import run_distributed

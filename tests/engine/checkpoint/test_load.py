@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_hf
-from ds_hf.engine.checkpoint import zero_to_fp32
+from ds_hf.checkpoint import zero_to_fp32
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, config, differences, engine_of, states, train

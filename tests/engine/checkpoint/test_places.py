@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 
-from ds_hf.engine.checkpoint import load as loading
-from ds_hf.engine.checkpoint.zero_to_fp32 import (
+from ds_hf.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_state_dict,
     find_folder,
     get_fp32_state_dict_from_zero_checkpoint,
 )
+from ds_hf.engine.checkpoint import load as loading
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import build, config, differences, engine_of, states, train
 
@@ -155,7 +155,7 @@ def test_tag_that_leads_elsewhere(engine: Any, folder: Path) -> None:
 PROBE = """
 import os, sys
 from pathlib import Path
-from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.engine.checkpoint.workload import build, config
 from ds_hf.errors import CheckpointError
 engine = build(config(2))

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hf.engine.checkpoint import commit, contents
-from ds_hf.engine.checkpoint.manifest import complete
+from ds_hf.checkpoint import commit
+from ds_hf.checkpoint.reports import complete
+from ds_hf.engine.checkpoint import contents
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import forget_said
 from tests.engine.checkpoint.workload import Model, build, config, differences, engine_of, states, train

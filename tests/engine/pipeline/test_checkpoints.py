@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ds_hf import initialize
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.deepspeed_api.checkpoint_engine import TorchCheckpointEngine
-from ds_hf.engine.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.errors import CheckpointError
 from tests.engine.pipeline.models import batches, pairs, pipeline
 from tests.helpers.distributed import run_distributed

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_hf.engine.zero.cut import Cut, cut_of, even_cut, set_cut, tiles, whole_shape
+from ds_hf.checkpoint.cuts import Cut, tiles
+from ds_hf.engine.zero.cut import cut_of, even_cut, set_cut, whole_shape
 
 
 @pytest.mark.parametrize(

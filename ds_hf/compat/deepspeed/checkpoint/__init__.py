@@ -12,7 +12,7 @@ from ds_hf.deepspeed_api.checkpoint.reshape import (
     reshape_meg_2d_parallel,
 )
 from ds_hf.deepspeed_api.checkpoint.universal_checkpoint import SubparamShape, enable_universal_checkpoint
-from ds_hf.engine.checkpoint.deepspeed_layout import (
+from ds_hf.checkpoint.deepspeed.layout import (
     get_layer_ckpt_name_for_rank,
     get_model_ckpt_name_for_rank,
     get_zero_ckpt_name_for_rank,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.checkpoint.zero_to_fp32 import main
+from ds_hf.checkpoint.zero_to_fp32 import main
 
 from .._missing import missing
 

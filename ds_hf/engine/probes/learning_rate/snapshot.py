@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.digest import digest_of
+from ds_hf.checkpoint.digest import digest_of
 from ds_hf.engine.checkpoint.interface import extra_states
 from ds_hf.engine.checkpoint.rng import random_states, restore_random_states
 from ds_hf.engine.optim.sharded import ShardedOptimizer

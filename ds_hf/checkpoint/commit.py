@@ -1,0 +1,210 @@
+"""Making a checkpoint visible, and what saves that were killed have left.
+
+Files are written into ``.TAG.saving-HOST-PID-ID`` beside the target. The target appears by one rename; a former one of
+the same tag is renamed to ``.TAG.old-HOST-PID-ID`` before and removed after, so at every moment one of the two is
+whole, and ``recover`` finds it. Their writer holds these folders (``Hold``): one that is not held is left over, also
+where the number of its process is another's today. What else lay in a replaced folder, a user's notes or a checkpoint
+of a tag below, moves to the new one. ``latest`` is written last. Only rank 0 calls what is here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ds_hf.checkpoint import zero_to_fp32
+from ds_hf.checkpoint.files import replace_text, sync_folder, write_text
+from ds_hf.checkpoint.reports import RankReport, complete
+from ds_hf.checkpoint.tags import is_checkpoint_file
+from ds_hf.checkpoint.zero_to_fp32 import Hold, boot_of, this_writer, untouched
+from ds_hf.errors import CheckpointError
+from ds_hf.log import logger
+
+__all__ = [
+    "announce",
+    "check_space",
+    "commit",
+    "hidden_beside",
+    "make_folder",
+    "publish_over",
+    "remove_leftovers",
+    "staging",
+]
+
+SCRIPT = "zero_to_fp32.py"
+_HIDDEN = re.compile(
+    r"\.(?P<tag>.+)\.(?P<kind>saving|old)-(?:(?P<host>\w+)-(?P<pid>\d+)-)?"
+    r"(?:(?P<boot>[0-9a-f]{16})_)?(?P<id>\w+)"
+)
+_STAGED_TEXT = re.compile(rf"\.(latest|{re.escape(SCRIPT)})\.(?P<pid>\d+)\.new")
+
+
+def hidden_beside(target: Path, kind: str, writer: str | None = None) -> Path:
+    """A new name beside ``target`` that no search for checkpoints finds; ``kind`` is "saving" or "old"."""
+    return target.with_name(f".{target.name}.{kind}-{writer or this_writer()}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that their names survive a crash of the machine."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_folder(path.parent)
+
+
+@contextmanager
+def staging(target: Path, nbytes: int) -> Iterator[Path]:
+    """A new folder beside ``target``, which its caller renames when it is whole; what killed writers left goes first.
+
+    Raises:
+        CheckpointError: ``nbytes`` do not fit there.
+    """
+    remove_leftovers(target.parent, target)
+    check_space(target.parent, nbytes)
+    make_folder(target.parent)
+    staged = hidden_beside(target, "saving")
+    hold = Hold(staged, made=True)
+    try:
+        yield staged
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        hold.close()
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise ``CheckpointError`` if ``nbytes`` do not fit on the file system of ``folder``."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        usage = shutil.disk_usage(place)
+    except OSError:  # a file system that does not tell
+        return
+    if usage.total and usage.free < nbytes:
+        raise CheckpointError(
+            f"{folder} has {_gb(usage.free)} free and the checkpoint needs {_gb(nbytes)}; nothing was written. Remove "
+            "something there or save elsewhere (a checkpoint of the same tag is only removed once the new one is whole)"
+        )
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3f} GB"
+
+
+def commit(staged: Path, target: Path, description: dict[str, Any], reports: Sequence[RankReport]) -> None:
+    """Manifest and script, then the rename that makes the checkpoint exist."""
+    for rank, report in enumerate(reports):
+        for name, nbytes in report.files.items():
+            path = staged / name
+            if not path.is_file() or path.stat().st_size != nbytes:
+                raise CheckpointError(
+                    f"rank 0 does not see {path}, which rank {rank} wrote: save_dir must be on a file system that all "
+                    "ranks share"
+                )
+    manifest = complete(description, reports)
+    write_text(staged / SCRIPT, _script(), 0o755)
+    write_text(staged / zero_to_fp32.MANIFEST, zero_to_fp32.sealed(manifest))
+    sync_folder(staged)
+    publish_over(staged, target)
+
+
+def publish_over(staged: Path, target: Path) -> None:
+    """Give a folder that is whole its name, in place of what had it; a reader between finds that: ``recover``."""
+    former = hidden_beside(target, "old")
+    replaced = os.path.lexists(target)
+    hold = Hold(target) if target.is_dir() else None  # before another process may find it under its hidden name
+    if replaced:
+        os.rename(target, former)
+    try:
+        os.rename(staged, target)
+    except OSError:
+        if replaced:
+            os.rename(former, target)
+        raise
+    sync_folder(target.parent)
+    if replaced:
+        _replace(former, target)
+    if hold is not None:
+        hold.close()
+
+
+def _replace(former: Path, target: Path) -> None:
+    """Remove a checkpoint that was replaced, and leave what does not belong to it."""
+    if former.is_dir() and not former.is_symlink():
+        for path in former.iterdir():
+            if not is_checkpoint_file(path.name) and not os.path.lexists(target / path.name):
+                os.rename(path, target / path.name)
+    _remove(former)
+
+
+def announce(save_dir: Path, tag: str, save_latest: bool) -> None:
+    """Put the script where DeepSpeed's users look for it, and at last let ``latest`` name the checkpoint."""
+    replace_text(save_dir / SCRIPT, _script(), 0o755)
+    if save_latest:
+        replace_text(save_dir / "latest", tag)
+
+
+def _script() -> str:
+    return Path(zero_to_fp32.__file__).read_text(encoding="utf-8")
+
+
+# -- leftovers ------------------------------------------------------------------------------------------------------
+
+
+def remove_leftovers(save_dir: Path, target: Path) -> None:
+    """Remove what killed processes have left; a whole checkpoint among it that is the only one gets its name back."""
+    Hold.remove_unnamed(target.parent)
+    for path in [*target.parent.glob(".*.saving-*"), *target.parent.glob(".*.old-*")]:
+        match = _HIDDEN.fullmatch(path.name)
+        if match is None or not _is_dead(path, match, match["tag"] == target.name):
+            continue
+        home = path.with_name(match["tag"])
+        if match["kind"] == "saving":
+            _remove(path)
+        elif os.path.lexists(home):
+            _replace(path, home)
+        elif zero_to_fp32.recover(home) == path:
+            logger.warning("%s: a save that was killed left it as %s; it has its name again", home, path.name)
+            os.rename(path, home)
+    for path in save_dir.glob(".*.new"):
+        text = _STAGED_TEXT.fullmatch(path.name)
+        if text is not None and not _runs(int(text["pid"]), path):
+            _remove(path)
+
+
+def _is_dead(path: Path, writer: re.Match[str], same_tag: bool) -> bool:
+    """Whether ``path`` is not being written to any more, as far as can be told."""
+    lives = Hold.lives(path)
+    if lives:
+        return False
+    host, pid, boot, here = writer["host"], writer["pid"], writer["boot"], boot_of()
+    if host is None or pid is None:  # a name of an earlier version
+        return same_tag or untouched(path)
+    if boot is not None and boot[:8] == here[:8] and lives is False:
+        return True
+    if (boot == here) if boot is not None else (host == this_writer().partition("-")[0]):
+        return not _runs(int(pid), path)
+    return untouched(path)  # another machine, process namespace or start, whose processes and locks are not seen here
+
+
+def _runs(pid: int, path: Path) -> bool:
+    """Whether the process with that number may be the one that made ``path``: neither younger nor dead."""
+    try:
+        process = psutil.Process(pid)
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= path.stat().st_mtime + 1)
+    except (psutil.NoSuchProcess, OSError):
+        return False
+    except psutil.Error:
+        return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,303 @@
+"""What the files ``*_model_states.pt`` of DeepSpeed say: all but the states of the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.checkpoint.deepspeed.grid import Grid
+from ds_hf.checkpoint.deepspeed.layout import count_of
+from ds_hf.checkpoint.deepspeed.options import of
+from ds_hf.checkpoint.deepspeed.pickles import load_pickled
+from ds_hf.checkpoint.deepspeed.slices import INFO, Place, Rules, given_info
+from ds_hf.checkpoint.deepspeed.whole import Found, Local
+from ds_hf.checkpoint.source import Kind, MappedFiles, Source
+from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedFragment, SavedParameter
+from ds_hf.dtypes import name_of
+from ds_hf.errors import CheckpointError
+
+__all__ = ["ModelStates"]
+
+_OWN_KEYS = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts",
+}  # fmt: skip
+_ALIKE = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+
+
+class ModelStates:
+    """The models' files of a folder, loaded.
+
+    Attributes:
+        content: by model-parallel rank, then by data-parallel rank.
+        pipe, tensor: stages of the pipeline, tensor-parallel ranks.
+
+    Raises:
+        CheckpointError: they do not belong together.
+    """
+
+    def __init__(self, folder: Path, grid: Grid, *, assumed: bool = False) -> None:
+        self.folder, self.grid = folder, grid
+        self.content = [[load_pickled(folder / name) for name in row] for row in grid.models]
+        self.first: dict[str, Any] = self.content[0][0]
+        self._check_alike()
+        self.pipe, self.tensor = self._degrees()
+        self.world_size = count_of(self.first.get("dp_world_size", 1))
+        self.info = given_info(folder, self.first.get(INFO))
+        self.rules = Rules(self.info, folder, self.tensor, assumed=assumed)
+
+    def _fail(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.folder}: {reason}")
+
+    def _check_alike(self) -> None:
+        for row, names in zip(self.content, self.grid.models, strict=True):
+            for state, name in zip(row, names, strict=True):
+                for key in _ALIKE:
+                    if state.get(key) != self.first.get(key):
+                        raise self._fail(
+                            f"{key} is {self.first.get(key)!s:.40} in {self.grid.models[0][0]} and "
+                            f"{state.get(key)!s:.40} in {name}: the files are of different saves"
+                        )
+
+    def _degrees(self) -> tuple[int, int]:
+        ranks = len(self.content)
+        known = self.first.get("checkpoint_parallel_dimensions")
+        if isinstance(known, Mapping):
+            pipe, tensor = count_of(known.get("pp_degree", 1)), count_of(known.get("tp_degree", 1))
+        else:
+            tensors = {tensor for _, tensor, _ in self.grid.layers}
+            tensor = len(tensors) or count_of(self.first.get("mp_world_size", 1)) or 1
+            pipe = max(1, ranks // tensor) if tensors else 1
+        if pipe * tensor != ranks:
+            raise self._fail(
+                f"{pipe * tensor} model-parallel ranks wrote it (tensor {tensor}, pipeline {pipe}), but there are "
+                f"models of {ranks}: the files of some ranks are missing"
+            )
+        return pipe, tensor
+
+    def column(self, pipe: int, tensor: int) -> int:
+        """Number of a model-parallel rank."""
+        return pipe * self.tensor + tensor
+
+    def file(self, column: int) -> str:
+        """The first file of a model-parallel rank."""
+        return self.grid.models[column][0]
+
+    def module(self, column: int) -> dict[str, Any]:
+        """The state dict of a model-parallel rank; empty in a pipeline, which keeps it in files of its layers."""
+        found = self.content[column][0].get("module")
+        if found is None and self.grid.layers:
+            return {}
+        return of(dict, found, self.folder / self.file(column), "module")  # type: ignore[no-any-return]
+
+    def shapes(self, column: int) -> list[dict[str, tuple[int, ...]]]:
+        """Shapes on a model-parallel rank, by flat tensor."""
+        path = self.folder / self.file(column)
+        found = self.content[column][0].get("param_shapes")
+        if isinstance(found, Mapping):  # one group, in old versions
+            found = [found]
+        return [
+            {str(name): _shape(shape) for name, shape in of(Mapping, each, path, "param_shapes").items()}
+            for each in of(list, found, path, "param_shapes")
+        ]
+
+    def place(self, name: str, slices: Sequence[tuple[int, ...]]) -> Place | None:
+        """See ``Rules.place``; ``None`` where no rank has slices."""
+        return None if self.tensor == 1 else self.rules.place(name, slices)
+
+    def common(self) -> dict[str, Any]:
+        """What is no tensor and one for all."""
+        client = {key: value for key, value in self.first.items() if key not in _OWN_KEYS}
+        return {"extra_state": {}, "client_state": client, "lr_scheduler": self.first.get("lr_scheduler")}
+
+    def tied(self) -> dict[str, str]:
+        """Further names of parameters, each with the first."""
+        found: dict[str, str] = {}
+        for pipe in range(self.pipe):
+            column = self.column(pipe, 0)
+            shared = self.content[column][0].get("shared_params")
+            found.update(
+                _shared(self.module(column))
+                if shared is None
+                else {str(alias): str(name) for alias, name in shared.items()}
+            )
+        return found
+
+    def rest(self, found: Found, tied: Mapping[str, str], extra_state: dict[str, Any]) -> dict[str, SavedBuffer]:
+        """Frozen parameters, buffers and extra states: what is not in ``found`` yet."""
+        buffers: dict[str, SavedBuffer] = {}
+        for pipe in range(self.pipe):
+            columns = [self.column(pipe, tensor) for tensor in range(self.tensor)]
+            frozen = [self._frozen_shapes(column) for column in columns]
+            self._of_module(found, tied, extra_state, columns, frozen[0], buffers)
+            self._of_layers(found, pipe, buffers)
+            for name in frozen[0]:
+                held = [
+                    self._frozen(found, name, shapes.get(name), column)
+                    for shapes, column in zip(frozen, columns, strict=True)
+                ]
+                found.add(name, held, self.place(name, [local.shape for local in held]), trainable=False)
+        return buffers
+
+    def _frozen_shapes(self, column: int) -> dict[str, tuple[int, ...]]:
+        shapes = self.content[column][0].get("frozen_param_shapes") or {}
+        return {str(name): _shape(shape) for name, shape in shapes.items()}
+
+    def _of_module(
+        self,
+        found: Found,
+        tied: Mapping[str, str],
+        extra_state: dict[str, Any],
+        columns: Sequence[int],
+        frozen: Mapping[str, Any],
+        buffers: dict[str, SavedBuffer],
+    ) -> None:
+        modules = [self.module(column) for column in columns]
+        named = {str(name) for name in self.content[columns[0]][0].get("buffer_names") or ()}
+        for name, value in modules[0].items():
+            if name in found.parameters or name in tied or name in frozen:
+                if isinstance(value, Tensor):
+                    found.dtypes[name] = name_of(value.dtype)
+            elif not isinstance(value, Tensor):
+                extra_state[name] = value
+            elif name in named:
+                self._buffer(found, name, [module.get(name) for module in modules], columns, buffers)
+            else:  # at stages 0 and 1 nothing tells frozen parameters from others
+                found.dtypes[name] = name_of(value.dtype)
+                held = [self._whole(found, name, module, c) for module, c in zip(modules, columns, strict=True)]
+                found.add(name, held, self.place(name, [local.shape for local in held]), trainable=False)
+
+    def _whole(self, found: Found, name: str, module: dict[str, Any], column: int) -> Local:
+        value, file, key = module.get(name), self.file(column), f"module.{name}"
+        if not isinstance(value, Tensor):
+            raise self._fail(f"{file} does not have {name}, which other ranks have")
+        found.tensors[file, key] = value.detach()
+        rows = [SavedFragment(file, 0, 0, value.numel())] if value.numel() else []
+        return Local(tuple(value.shape), {"weight": key}, rows)
+
+    def _buffer(
+        self, found: Found, name: str, values: Sequence[Any], columns: Sequence[int], buffers: dict[str, SavedBuffer]
+    ) -> None:
+        first = values[0]
+        if not all(isinstance(v, Tensor) and v.dtype == first.dtype and torch.equal(v, first) for v in values[1:]):
+            found.excluded.add(name)  # each rank has built its own, as one that says where its slice begins
+            return
+        file = self.file(columns[0])
+        found.tensors[file, f"module.{name}"] = first.detach()
+        buffers[name] = SavedBuffer(name, tuple(first.shape), file, f"module.{name}")
+
+    def _of_layers(self, found: Found, pipe: int, buffers: dict[str, SavedBuffer]) -> None:
+        """Buffers and dtypes in the files of a pipeline's layers, where names lack the number of the layer."""
+        if pipe:
+            return
+        named = {str(n) for row in self.content for n in row[0].get("buffer_names") or ()}
+        for layer, tensor, file in self.grid.layers:
+            if tensor:
+                continue
+            for key, value in load_pickled(self.folder / file).items():
+                name = f"{layer}.{key}"
+                if isinstance(value, Tensor) and name in found.parameters:
+                    found.dtypes[name] = name_of(value.dtype)
+                elif isinstance(value, Tensor) and name in named:
+                    found.tensors[file, f"module.{name}"] = value.detach()
+                    buffers[name] = SavedBuffer(name, tuple(value.shape), file, f"module.{name}")
+
+    def _frozen(self, found: Found, name: str, shape: tuple[int, ...] | None, column: int) -> Local:
+        """A frozen parameter: whole at stage 2, at stage 3 a part on each data-parallel rank, the last one padded."""
+        if shape is None:
+            raise self._fail(f"{self.file(column)} does not have the frozen {name}, which other ranks have")
+        rows, start = [], 0
+        key = f"frozen.{name}"
+        for file, state in zip(self.grid.models[column], self.content[column], strict=True):
+            value = (state.get("frozen_param_fragments") or {}).get(name)
+            if not isinstance(value, Tensor) or start >= math.prod(shape):
+                continue
+            found.tensors[file, key] = value.detach()
+            numel = min(value.numel(), math.prod(shape) - start)
+            rows.append(SavedFragment(file, start, 0, numel))
+            start += numel
+        return Local(shape, {"weight": key}, rows)
+
+    def source(
+        self,
+        kind: Kind,
+        found: Found,
+        stage: int | None,
+        buffers: dict[str, SavedBuffer],
+        tied: Mapping[str, str],
+        common: dict[str, Any],
+        files: Sequence[str],
+    ) -> Source:
+        """What was found, as any other checkpoint is."""
+        order = {name: None for column in range(len(self.content)) for name in self.module(column)}
+        parameters = _ordered(found.parameters, list(order))
+        nbytes = {name: (self.folder / name).stat().st_size for name in files}
+        if sum(p.numel for p in parameters.values()) > sum(nbytes.values()):
+            raise self._fail("its parameters are larger than all files together")
+        known = {alias: name for alias, name in tied.items() if name in parameters or name in buffers}
+        world_size = self.world_size * len(self.content)
+        manifest = Manifest(
+            self.folder, world_size, parameters, buffers, known, frozenset(found.excluded), nbytes, self._extra(found)
+        )
+        return Source(kind, manifest, MappedFiles(self.folder, found.tensors), common, stage, tuple(found.checks))
+
+    def _extra(self, found: Found) -> dict[str, Any]:
+        config = self.first.get("ds_config")
+        settings = config if isinstance(config, dict) else {}
+        steps = count_of(self.first.get("global_steps", 0))
+        accumulation = settings.get("gradient_accumulation_steps", 1)
+        extra: dict[str, Any] = {
+            "written_by": {"deepspeed": str(self.first.get("ds_version", "unknown"))},
+            "counters": {
+                "global_steps": steps,
+                "global_samples": count_of(self.first.get("global_samples", 0)),
+                "skipped_steps": count_of(self.first.get("skipped_steps", 0)),
+                "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
+            },
+            "optimizer": {
+                "class": str((settings.get("optimizer") or {}).get("type", "")),
+                "whole": False,
+                "counts_in_tensors": found.counts_in_tensors,
+            },
+            "groups": found.groups or None,
+            "parameters": {name: {"dtype": dtype} for name, dtype in found.dtypes.items()},
+        }
+        if len(self.content) > 1:
+            extra["mesh"] = {"pipe": self.pipe, "data": self.world_size, "sequence": 1, "tensor": self.tensor}
+        if self.info is not None:
+            extra[INFO] = self.info  # of the checkpoint, or what lies beside its files
+        if found.keys:
+            extra["universal"] = found.keys
+            extra["vocabulary"] = [name for name, keys in found.keys.items() if keys.get("vocab_tensor") is True]
+        return extra
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    sizes = tuple(count_of(n) for n in shape)
+    if len(sizes) > 64 or math.prod(sizes) >= 2**63:
+        raise ValueError("it has an impossible shape")
+    return sizes
+
+
+def _shared(module: Mapping[str, Any]) -> dict[str, str]:
+    """Further names of tensors that are there under another name; without ZeRO nothing else tells of tied weights."""
+    first: dict[Any, str] = {}
+    found: dict[str, str] = {}
+    for name, value in module.items():
+        if isinstance(value, Tensor) and value.numel():
+            known = first.setdefault((value.data_ptr(), value.shape, value.stride()), name)
+            if known != name:
+                found[name] = known
+    return found
+
+
+def _ordered(parameters: dict[str, SavedParameter], names: list[str]) -> dict[str, SavedParameter]:
+    place = {name: index for index, name in enumerate(names)}
+    return dict(sorted(parameters.items(), key=lambda item: place.get(item[0], len(place))))

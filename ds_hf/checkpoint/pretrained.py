@@ -1,0 +1,311 @@
+"""Sharded safetensors as transformers writes and reads them: cutting into shards, writing tensor by tensor, reading.
+
+Invariant: what was in the folder is read until the new files are whole and synced, then these and nothing else, see
+``publish_weights``. Only the tensor given to ``put`` is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ds_hf.checkpoint.files import _DTYPE_CODES
+from ds_hf.checkpoint.model_files import Switched
+from ds_hf.checkpoint.source import Kind, MappedFiles, Report, Source, TensorPiece
+from ds_hf.checkpoint.trust.pickled import reason_of
+from ds_hf.checkpoint.zero_to_fp32 import (
+    Manifest,
+    SavedFragment,
+    SavedParameter,
+    _nbytes,
+    pointed_at,
+    publish_weights,
+    weights_aside,
+)
+from ds_hf.dtypes import name_of
+from ds_hf.errors import CheckpointError
+from ds_hf.log import logger
+from ds_hf.printable import harmless
+from ds_hf.regular_files import check_regular, read_regular
+
+__all__ = ["ShardedWriter", "Spec", "is_pretrained", "open_weights", "read_pretrained", "weight_files", "weights_in"]
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+_INDEX_NBYTES = 2**28  # that an index may have
+_ASIDE = re.compile(r"\.weights\.saving-[\w-]+/(?P<name>[^/]+)")  # of a writer that was killed between two names
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that is going to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Shard:
+    """One safetensors file that is filled in any order."""
+
+    def __init__(self, folder: Path, name: str, specs: Sequence[Spec], metadata: dict[str, str]) -> None:
+        self.name, self.path = name, folder / name
+        self.missing = len(specs)
+        self._file: BinaryIO | None = None
+        self._offsets: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": metadata}
+        end = 0
+        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):  # so that each starts aligned
+            if spec.dtype not in _DTYPE_CODES:
+                raise CheckpointError(f"{spec.name}: tensors of {spec.dtype} cannot be stored in safetensors")
+            start, end = end, end + spec.nbytes
+            self._offsets[spec.name] = start
+            header[spec.name] = {
+                "dtype": _DTYPE_CODES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        self._head = struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+
+    def write(self, name: str, value: Tensor) -> None:
+        if self._file is None:
+            self._file = self.path.open("xb")
+            self._file.write(self._head)
+        self._file.seek(len(self._head) + self._offsets[name])
+        self._file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self.missing -= 1
+        if not self.missing:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make the file durable and close it; also one that has no tensors."""
+        if self._file is None and not self.path.exists():
+            self.path.write_bytes(self._head)
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class ShardedWriter:
+    """Writes ``specs`` into ``folder``, in any order; use it as a context manager.
+
+    Args:
+        max_shard_size: bytes, text such as ``"5GB"``, or None for one file.
+        single: name of the one file to write instead of ``model*.safetensors``.
+        metadata: text kept in each file's header.
+        report: told how many bytes of how many are written.
+        fill: puts the files into a folder that belong to the weights and come with them, see ``Switched``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        specs: Sequence[Spec],
+        max_shard_size: str | int | None = "5GB",
+        *,
+        single: str | None = None,
+        metadata: dict[str, str] | None = None,
+        report: Report | None = None,
+        fill: Callable[[Path], object] | None = None,
+    ) -> None:
+        self.folder, self._report, self._single, self._fill = folder, report, single, fill
+        self._specs = {spec.name: spec for spec in specs}
+        self._total, self._done = sum(spec.nbytes for spec in specs), 0
+        parts = list(_cut(specs, _nbytes(None if single else max_shard_size)))
+        self._home: dict[str, _Shard] = {}
+        self._shards: list[_Shard] = []
+        with ExitStack() as stack:  # what is wrong with a spec leaves nothing there
+            aside = stack.enter_context(weights_aside(folder))
+            for number, part in enumerate(parts, 1):
+                name = single or (f"model-{number:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else SINGLE)
+                shard = _Shard(aside, name, part, {"format": "pt", **(metadata or {})})
+                self._shards.append(shard)
+                self._home.update({spec.name: shard for spec in part})
+            self._aside = stack.pop_all()
+
+    def __enter__(self) -> ShardedWriter:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            for shard in self._shards:
+                shard.close()
+            self._aside.close()
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Write one tensor; its values take the dtype that was announced."""
+        spec = self._specs[name]
+        assert tuple(value.shape) == spec.shape, name
+        self._home[name].write(name, value.detach().to("cpu", spec.dtype))
+        self._done += spec.nbytes
+        if self._report is not None:
+            self._report(self._done, self._total)
+
+    def _finish(self) -> None:
+        missing = [shard.name for shard in self._shards if shard.missing]
+        assert not missing, f"tensors of {missing} were never written"
+        for shard in self._shards:
+            shard.sync()
+        names = [shard.name for shard in self._shards]
+        index = self._index() if len(names) > 1 else None
+        aside = self._shards[0].path.parent
+        beside = None if self._fill is None else Switched(aside, self.folder, self._fill)
+        publish_weights(aside, self.folder, names, index, sole=self._single is None, beside=beside)
+
+    def _index(self) -> dict[str, Any]:
+        parameters = sum(math.prod(spec.shape) for spec in self._specs.values())
+        return {
+            "metadata": {"total_parameters": parameters, "total_size": self._total},
+            "weight_map": {name: self._home[name].name for name in sorted(self._home)},
+        }
+
+
+def _cut(specs: Sequence[Spec], limit: float) -> Iterator[list[Spec]]:
+    """Runs of specs that together stay within ``limit`` bytes; a larger tensor is alone."""
+    part: list[Spec] = []
+    held = 0
+    for spec in specs:
+        if part and held + spec.nbytes > limit:
+            yield part
+            part, held = [], 0
+        part.append(spec)
+        held += spec.nbytes
+    yield part
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def is_pretrained(path: Path) -> bool:
+    """Whether ``path`` is a safetensors file or a folder that holds a model's."""
+    if not path.is_dir():
+        return path.exists() and path.suffix == ".safetensors"
+    entries = [SINGLE, INDEX, *([pointed] if isinstance(pointed := pointed_at(path), str) else [])]
+    return any(place.exists() and not place.is_dir() for place in (path / entry for entry in entries))
+
+
+def read_pretrained(path: Path) -> Source:
+    """Open weights in safetensors; there are neither moments nor counters.
+
+    Raises:
+        CheckpointError: the index or a file is damaged, or they are not of one model.
+    """
+    folder = path if path.is_dir() else path.parent
+    tensors: dict[tuple[str, str], Any] = {}
+    parameters: dict[str, SavedParameter] = {}
+    dtypes: dict[str, Any] = {}
+    files, listed = weight_files(folder) if path.is_dir() else ([path.name], {})
+    handles = {file: open_weights(folder / file) for file in files}
+    for name, file in _homes(folder, {file: list(handle.keys()) for file, handle in handles.items()}, listed).items():
+        view = handles[file].get_slice(name)
+        tensors[file, name] = view
+        shape = tuple(view.get_shape())
+        rows = (SavedFragment(file, 0, 0, math.prod(shape)),) if math.prod(shape) else ()
+        parameters[name] = SavedParameter(name, shape, True, {"weight": name}, rows, {})
+        dtypes[name] = {"dtype": name_of(TensorPiece(folder / file, name, view).dtype)}
+    sizes = {file: (folder / file).stat().st_size for file in files}
+    extra: dict[str, Any] = {"parameters": dtypes, "counters": {}, "groups": None}
+    manifest = Manifest(folder, 1, parameters, {}, {}, frozenset(), sizes, extra)
+    return Source(Kind.HF, manifest, MappedFiles(folder, tensors), {"client_state": {}, "extra_state": {}})
+
+
+def weights_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names of the tensors in a folder of weights, each with its file.
+
+    Raises:
+        CheckpointError: as ``read_pretrained``.
+    """
+    files, listed = weight_files(folder)
+    held = {file: list(open_weights(folder / file).keys()) for file in files}
+    yield from ((name, folder / file) for name, file in _homes(folder, held, listed).items())
+
+
+def open_weights(path: Path) -> Any:
+    """A file in safetensors, open.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or no file.
+    """
+    try:
+        check_regular(path)
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
+
+
+def _homes(folder: Path, held: Mapping[str, Sequence[str]], listed: Mapping[str, str]) -> dict[str, str]:
+    """The file of each tensor: where it lies in one, that one; in several, the one that the index names."""
+    homes: dict[str, str] = {}
+    for file, names in held.items():
+        for name in names:
+            if name in homes and listed.get(name) not in (file, homes[name]):
+                raise CheckpointError(f"{folder}: {name} lies in {homes[name]} and in {file}: which is right?")
+            if listed.get(name) == file or name not in homes:
+                homes[name] = file
+    lost = [name for name in listed if name not in homes]
+    if lost:
+        more = f" and {len(lost) - 1} more" if lost[1:] else ""
+        raise CheckpointError(
+            f"{folder}: the index says that {listed[lost[0]]} has {lost[0]}{more}, and no file has: two models' files?"
+        )
+    return homes
+
+
+def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The files that transformers reads, and in which of them an index says that each tensor lies.
+
+    Raises:
+        CheckpointError: the index is damaged, or names what is no file of the folder.
+    """
+    pointed = pointed_at(folder)
+    entry = SINGLE if os.path.lexists(folder / SINGLE) or not os.path.lexists(folder / INDEX) else INDEX
+    if isinstance(pointed, str) and pointed.endswith((".safetensors", ".safetensors.index.json")):
+        entry = pointed
+    elif entry == SINGLE and os.path.lexists(folder / INDEX):
+        logger.warning("%s is read, as transformers does, and not the files of %s beside it", folder / SINGLE, INDEX)
+    _require_plain(folder / "config.json", entry)
+    if not entry.endswith(".json"):
+        return [entry], {}
+    index = folder / entry
+    try:
+        listed = json.loads(read_regular(index, _INDEX_NBYTES))["weight_map"]
+        names = sorted(set(listed.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read: {reason_of(error)}") from harmless(error)
+    for name in names:
+        _require_plain(index, name)
+    return names, listed
+
+
+def _require_plain(path: Path, name: Any) -> None:
+    plain = _ASIDE.sub(r"\g<name>", name) if isinstance(name, str) else ""
+    if Path(plain).name != plain or plain in ("", ".", "..") or "\0" in plain:
+        raise CheckpointError(f"{path}: {name!r} is not a plain file name")

@@ -1,0 +1,75 @@
+"""What the engine of rank 0 tells of a checkpoint: the part of the manifest that no rank's files hold.
+
+It is taken at the moment that is saved; ``reports.complete`` adds what the ranks wrote, perhaps much later.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from ds_hf.checkpoint.zero_to_fp32 import FORMAT, VERSION
+from ds_hf.config.types.mesh import AXES
+from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, loose_parameters, names_of, world_of
+
+__all__ = ["counters", "describe", "mesh_sizes"]
+
+Json = dict[str, Any]
+
+
+def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
+    """What the engine of rank 0 alone tells of a checkpoint that is taken of it now."""
+    world = world_of(engine)
+    order = [name for buffer in flat_buffers(engine) for name in names_of(engine, buffer)]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "written_by": {"ds_hf": _version(), "torch": torch.__version__},
+        "tag": tag,
+        "world_size": world.world_size,
+        **mesh_sizes(engine),
+        "counters": counters(engine),
+        "common_file": common_file,
+        "optimizer": _optimizer(engine),
+        "groups": _given_groups(engine),
+        "parameters": [*order, *loose_parameters(engine)],
+    }
+
+
+def mesh_sizes(engine: Checkpointable) -> Json:
+    """How the processes are divided, where not all of them are data-parallel."""
+    sizes = {axis: getattr(engine.mesh.shape, axis) for axis in AXES}
+    return {} if sizes["data"] == world_of(engine).world_size else {"mesh": sizes}
+
+
+def counters(engine: Checkpointable) -> dict[str, int]:
+    """How far training has come."""
+    return {
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "micro_steps": engine.accumulation.micro_steps,
+    }
+
+
+def _optimizer(engine: Checkpointable) -> dict[str, Any] | None:
+    """Class of the optimizer, and whether it saw parameters whole or in the pieces that the fragments are."""
+    if engine.optimizer is None:
+        return None
+    return {"class": type(engine.optimizer.optimizer).__name__, "whole": engine.optimizer.whole}
+
+
+def _given_groups(engine: Checkpointable) -> list[list[str]] | None:
+    """Names of each parameter group in the user's order, by which DeepSpeed knows parameters; ``None`` without one."""
+    if engine.optimizer is None:
+        return None
+    return [[engine.param_names.get(id(param), "") for param in group] for group in engine.optimizer.given]
+
+
+def _version() -> str:
+    try:
+        return version("ds-hf")
+    except PackageNotFoundError:
+        return "unknown"
