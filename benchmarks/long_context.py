@@ -216,7 +216,8 @@ def contender(name: str) -> type[training.Contender]:
 def measure(part: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every row of a part: all engines in turns."""
     found = []
-    for model, micro_batch, length, engines in (SMALL if args.cpu else ROWS)[part]:
+    rows = [(args.row[0], int(args.row[1]), int(args.row[2]), args.row[3])] if args.row else None
+    for model, micro_batch, length, engines in rows or (SMALL if args.cpu else ROWS)[part]:
         names = [name for name in engines.split(",") if args.deepspeed_path or not name.startswith("deepspeed")]
         training.ENGINES.update({name: contender(name) for name in names})
         row = argparse.Namespace(
@@ -355,6 +356,7 @@ def say(text: str) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="", help="of peak,budget,offload,longest,sp; default the first three")
+    parser.add_argument("--row", nargs=4, metavar=("MODEL", "MICRO", "LENGTH", "ENGINES"), help="instead of the part's")
     parser.add_argument("--cpu", action="store_true", help="small shapes, without a GPU")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--steps", type=int, default=0, help="timed, of each engine; default 10, with --cpu 2")

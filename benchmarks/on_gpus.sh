@@ -19,6 +19,8 @@
 #   profile 2, 1    where the time of a step goes
 #   masters 2, 2    6.7 B with split masters and whole ones, in turns, and where the time of both goes
 #   autotune 2, 8   a search and its result, against the user's file and real DeepSpeed
+#   many 4 or 8, 10 tests of four GPUs; 8 B, the scaling curve, layers, sequences and pipelines on all GPUs there are.
+#                   Rows whose file lies in $OUT or DONE are passed over; ONLY=8b for those whose name begins so
 #
 # Each part says how it ended; a part that fails does not keep the others from running. Figures: $OUT/*.json.
 set -uo pipefail
@@ -143,17 +145,43 @@ masters() {
 
 host() { OMP_NUM_THREADS=1 python3 benchmarks/host_cost.py --json "$OUT/host.json"; }
 
+many() {
+  local gpus name; gpus=$(nvidia-smi -L | wc -l)
+  row() { # name, seconds, script and arguments
+    name=${gpus}xh100-$1
+    [[ $1 == ${ONLY-}* && ! -e $OUT/$name.json && ! -e ${DONE:-/nowhere}/$name.json ]] || return 0
+    OMP_NUM_THREADS=1 timeout "$2" torchrun --standalone --nproc-per-node "$gpus" "${@:3}" --json "$OUT/$name.json" \
+      2> "$OUT/$name.err"
+    echo "-- $name ended with $? after $SECONDS s"
+  }
+  local train=(benchmarks/training.py --rounds 1 "${WITH[@]}") eight=(--model 8b --micro-batch 1 --seq 8192 --stage 3)
+  local small=(--model 1b3 --micro-batch 4 --seq 2048) all=ds_hf,fsdp2,floor,deepspeed
+  local shared=(benchmarks/long_context.py --parts sp --stage 3)
+  row 8b-compile 130 "${train[@]}" "${eight[@]}" --checkpointing --compile --engines ds_hf,fsdp2,floor
+  row 8b 170 "${train[@]}" "${eight[@]}" --checkpointing --engines $all
+  row 1b3-stage2 90 "${train[@]}" "${small[@]}" --stage 2 --engines $all
+  row 1b3-stage3 90 "${train[@]}" "${small[@]}" --stage 3 --engines $all
+  row tensor-1b3 120 benchmarks/tensor_parallel.py --part step --model 1b3 --micro-batch 8 --seq 2048 \
+    --engines ds_hf,transformers,half,deepspeed "${WITH[@]}"
+  row sequence-1b3 100 "${shared[@]}" --row 1b3 2 8192 ds_hf+whole,ds_hf+sp
+  row sequence-8b 150 "${shared[@]}" --steps 3 --row 8b 1 32768 ds_hf+sp+loss+tiles,ds_hf+sp+offload+loss+tiles
+  name=${gpus}xh100-pipeline
+  [[ pipeline == ${ONLY-}* && ! -e $OUT/$name.json && ! -e ${DONE:-/nowhere}/$name.json ]] || return 0
+  timeout 200 python3 benchmarks/pipeline.py --device cuda --stages "$gpus" --layers 32 --width 4096 --batch 2 \
+    --length 2048 --micro-batches "$gpus,$((2 * gpus)),$((4 * gpus))" --rounds 1 --deepspeed "$BESIDE" --json "$OUT/$name.json"
+}
+
 autotune() {
   python3 benchmarks/autotune.py --model 1b --folder /tmp/ds_hf-tuning "${WITH[@]}" --micros 4:4 --budget 4m \
     --parts own,deepspeed,search,tuned --json "$OUT/autotune.json"
 }
 
-(($#)) || { sed -n '2,23s/^# \{0,1\}//p' "$0"; exit 2; }
+(($#)) || { sed -n '2,25s/^# \{0,1\}//p' "$0"; exit 2; }
 for part in "$@"; do
   case $part in
     wheels) wheels || exit 1 ;;
     prepare) prepare && build_deepspeed ;;
-    kernels | tests | training | offload | offload2 | memory | long | tensor | host | profile | masters | autotune)
+    kernels | tests | training | offload | offload2 | memory | long | tensor | host | profile | masters | autotune | many)
       [[ -v PREPARED ]] || { prepare; PREPARED=1; }
       SECONDS=0
       "$part"

@@ -7,6 +7,10 @@ medians count. Ways: ``ds_hf`` (1F1B), ``chunks`` (ds_hf with two chunks a stage
 torch.distributed.pipelining over the same layers, with the optimizer of torch), and ``deepspeed``, if ``--deepspeed
 FOLDER`` names where ``pip install --target`` has put it.
 
+With ``--device cuda`` all is in bf16 over NCCL; torch then has bf16 parameters, which is less work for its optimizer.
+*idle* is there what is left of a batch's time without forward and backward of the stage's layers by themselves, so the
+optimizer's step counts as idle, and the other measurements below are left out.
+
 - *idle*: which part of a batch the stage spent in neither forward nor backward, against the bubble of 1F1B,
   ``(S - 1) / (M + S - 1)``.
 - *idle, asleep*: the same, of layers that sleep for 20 ms in forward and 40 in backward. They need no core, so what
@@ -94,9 +98,9 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
 def items_of(args: argparse.Namespace, micro_batches: int, length: int, width: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(SEED)
     size = (args.batch, length, width)
-    return [
-        (torch.randn(size, generator=generator), torch.randn(size, generator=generator)) for _ in range(micro_batches)
-    ]
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    values = torch.randn((micro_batches, 2, *size), generator=generator).to(args.device, dtype)
+    return [(inputs, labels) for inputs, labels in values]
 
 
 # -- ways ---------------------------------------------------------------------------------------------------------
@@ -110,14 +114,15 @@ def engine_way(
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     if args.way == "deepspeed":
-        deepspeed.init_distributed("gloo")  # it asks for that; the group of torch stays
+        deepspeed.init_distributed(dist.get_backend())  # it asks for that; the group of torch stays
     layers = [LayerSpec(kind, width) for _ in range(count_of(args, kind, chunks))]
     module = PipelineModule(layers, num_stages=args.stages, loss_fn=loss_of, partition_method="uniform")
     config: dict[str, Any] = {
         "train_batch_size": args.batch * micro_batches,
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": args.device == "cpu"}},
+        "bf16": {"enabled": args.device == "cuda"},
         "zero_optimization": {"stage": 0},
     }
     if args.way != "deepspeed":
@@ -137,16 +142,21 @@ def count_of(args: argparse.Namespace, kind: type[nn.Module], chunks: int) -> in
     return int(args.layers) if kind is Block else int(args.stages) * chunks
 
 
+def layers_of(args: argparse.Namespace, count: int, width: int, kind: type[nn.Module]) -> nn.Module:
+    layers = nn.Sequential(*(kind(width) for _ in range(count)))
+    return layers.to(args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
+
+
 def torch_way(
     args: argparse.Namespace, micro_batches: int, width: int, kind: type[nn.Module]
 ) -> tuple[Callable[..., Any], Any]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     rank, each = dist.get_rank(), count_of(args, kind, 1) // args.stages
-    module = nn.Sequential(*(kind(width) for _ in range(each)))
-    stage = PipelineStage(module, rank, args.stages, torch.device("cpu"))
+    module = layers_of(args, each, width, kind)
+    stage = PipelineStage(module, rank, args.stages, torch.device(args.device))
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=args.device == "cuda")
 
     def run(items: list[Any]) -> None:
         inputs, labels = (torch.cat([item[place] for item in items]) for place in (0, 1))
@@ -155,7 +165,7 @@ def torch_way(
         schedule.step(*given, **({"target": labels, "losses": losses} if rank == args.stages - 1 else {}))
         optimizer.step()
         optimizer.zero_grad()
-        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        loss = torch.stack(losses).mean().detach().float() if losses else torch.zeros((), device=args.device)
         dist.broadcast(loss, args.stages - 1)  # train_batch gives it to all stages, too
 
     return run, None
@@ -175,12 +185,33 @@ def end(engine: Any) -> None:
         engine.destroy()
 
 
-def timed(run: Callable[..., Any], items: list[Any]) -> float:
+def timed(args: argparse.Namespace, run: Callable[..., Any], items: list[Any]) -> float:
     dist.barrier()
+    wait(args)
     begun = time.perf_counter()
     run(items)
+    wait(args)
     dist.barrier()
     return time.perf_counter() - begun
+
+
+def wait(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def alone(args: argparse.Namespace, items: list[Any]) -> float:
+    """Seconds of forward and backward of one stage's layers over all micro-batches, without sending anything."""
+    layers = layers_of(args, args.layers // args.stages, args.width, Block)
+
+    def run(items: list[Any]) -> None:
+        for inputs, labels in items:
+            loss_of(layers(inputs.requires_grad_()), labels).backward()  # type: ignore[no-untyped-call]
+
+    run(items)
+    seconds = torch.tensor(statistics.median(timed(args, run, items) for _ in range(args.repeats)), device=args.device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 # -- one process ----------------------------------------------------------------------------------------------------
@@ -195,15 +226,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         run(items)
         times, idle = [], []
         for _ in range(args.repeats):
-            times.append(timed(run, items))
-            if hasattr(engine, "executor"):
+            times.append(timed(args, run, items))
+            if args.device == "cpu" and hasattr(engine, "executor"):
                 idle.append(engine.executor.idle_share)
         found[f"M={micro_batches}"] = {
             "seconds": statistics.median(times),
             "idle": statistics.median(idle) if idle else None,
         }
         end(engine)
-        found[f"M={micro_batches}"]["asleep"] = asleep(args, micro_batches)
+        del run, engine
+        if args.device == "cpu":
+            found[f"M={micro_batches}"]["asleep"] = asleep(args, micro_batches)
+        else:
+            seconds = statistics.median(times)
+            found[f"M={micro_batches}"]["idle"] = max(0.0, 1 - alone(args, items) / seconds)
+    if args.device == "cuda":
+        return found
     if args.way != "torch":  # whose lengths cannot change
         found["changing"] = changing(args)
     found["overhead"] = overhead(args)
@@ -215,7 +253,7 @@ def asleep(args: argparse.Namespace, micro_batches: int) -> float:
     run, engine = make(args, micro_batches, 8, Asleep)
     items = items_of(args, micro_batches, 4, 8)
     run(items)
-    seconds = min(timed(run, items) for _ in range(2))
+    seconds = min(timed(args, run, items) for _ in range(2))
     end(engine)
     return 1 - 3 * ASLEEP * micro_batches * (2 if args.way == "chunks" else 1) / seconds
 
@@ -254,7 +292,7 @@ def changing(args: argparse.Namespace) -> dict[str, float]:
     tokens = args.batch * 8 * sum(lengths)
     for name, each, count in (("own", batches, tokens), ("padded", padded, args.batch * 8 * max(lengths) * 8)):
         before = time.process_time()
-        found[name] = sum(timed(run, items) for items in each) / count
+        found[name] = sum(timed(args, run, items) for items in each) / count
         found[f"{name}, processor"] = (time.process_time() - before) / count
     end(engine)
     return found
@@ -262,7 +300,9 @@ def changing(args: argparse.Namespace) -> dict[str, float]:
 
 def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     found = measure(args)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
@@ -283,7 +323,7 @@ def run_way(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
     root = Path(__file__).resolve().parents[1]
     path = [str(root), args.deepspeed if way == "deepspeed" else str(root / "ds_hf" / "compat")]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.stages)}
-    environment |= {"PYTHONPATH": os.pathsep.join(path[::-1]), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment |= {"PYTHONPATH": os.pathsep.join(path[::-1]), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": args.device}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--out", str(out)]
@@ -316,10 +356,9 @@ def summarise(args: argparse.Namespace, rounds: dict[str, list[list[dict[str, An
             works = count * (2 if way == "chunks" else 1)
             key, bubble = f"M={count}", (args.stages - 1) / (works + args.stages - 1)
             row[key] = {"ms": round(statistics.median(each[0][key]["seconds"] for each in found) * 1e3, 1)}
-            row[key] |= {
-                "idle, asleep": round(statistics.median(each[0][key]["asleep"] for each in found), 3),
-                "bubble": round(bubble, 3),
-            }
+            row[key]["bubble"] = round(bubble, 3)
+            if args.device == "cpu":
+                row[key]["idle, asleep"] = round(statistics.median(each[0][key]["asleep"] for each in found), 3)
             if way != "ds_hf" and "ds_hf" in rounds:
                 pairs = zip(rounds["ds_hf"], found, strict=True)
                 ratio = [own[0][key]["seconds"] / other[0][key]["seconds"] for own, other in pairs]
@@ -327,7 +366,7 @@ def summarise(args: argparse.Namespace, rounds: dict[str, list[list[dict[str, An
             if found[0][0][key]["idle"] is not None:
                 idle = [statistics.median(each[stage][key]["idle"] for each in found) for stage in range(args.stages)]
                 row[key]["idle"] = [round(share, 3) for share in idle]
-        for name in ("ms", "wall ms"):
+        for name in ("ms", "wall ms") if "overhead" in found[0][0] else ():
             worst = [max(stage["overhead"][name] for stage in each) for each in found]
             row[f"overhead {name}"] = round(statistics.median(worst), 3)
         if "changing" in found[0][0]:
@@ -340,6 +379,7 @@ def summarise(args: argparse.Namespace, rounds: dict[str, list[list[dict[str, An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--micro-batches", default="4,8,16")
     parser.add_argument("--layers", type=int, default=8)

