@@ -13,8 +13,11 @@ from torch import nn
 
 from ds_hf import Engine, initialize
 from ds_hf.engine.zero.access import safe_get_full_grad, safe_set_full_grad
+from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import DsHfError
+from ds_hf.log import forget_said, logger
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 from tests.helpers.parity import base_config
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
@@ -274,3 +277,135 @@ def assigned_where_sharded() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_assigned_where_it_is_sharded(world: int) -> None:
     run_distributed(assigned_where_sharded, world, timeout=60)
+
+
+# -- what torch does to gradients that are elsewhere ------------------------------------------------------------------
+
+
+def clipped_by_torch() -> None:
+    """Right at stage 0; told once elsewhere, with what to write, which is right."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for stage, clips in ((0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, 0.1), (3, 0.1)):
+        forget_said()
+        logger.addHandler(lines := Lines())
+        model = two_layers()
+        plain, params = copy.deepcopy(model), list(model.parameters())
+        optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+        engine = initialize(model=model, config=base_config(stage, optimizer=SGD, gradient_clipping=clips))[0]
+        for index in range(3):
+            engine.backward(engine(batch(index, rank)).square().mean())
+            torch.nn.utils.clip_grad_norm_(params, 0.1)
+            engine.step()
+            sum(plain(batch(index, other)).square().mean() / world for other in range(world)).backward()  # type: ignore[union-attr]
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        logger.removeHandler(lines)
+        told = [text for text in lines.texts if "clip_grad_norm_() changes nothing" in text]
+        assert len(told) == (stage > 0 and not clips and rank == 0), (stage, lines.texts)
+        assert all("2.weight" in text or "0.weight" in text for text in told)
+        assert all('"gradient_clipping": 0.1' in text for text in told)
+        if not stage or clips:
+            with GatheredParameters(params):
+                for mine, theirs in zip(params, plain.parameters(), strict=True):
+                    torch.testing.assert_close(mine.data, theirs.data, rtol=1e-5, atol=1e-6)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_clipped_by_torch(world: int) -> None:
+    run_distributed(clipped_by_torch, world, timeout=60)
+
+
+def looked_for() -> None:
+    """By a script's own hand; a copy made meanwhile is an ordinary one, and after the step parameters are as before."""
+    for stage in (1, 3):
+        forget_said()
+        logger.addHandler(lines := Lines())
+        model = two_layers()
+        kinds = [type(param) for param in model.parameters()]
+        engine = initialize(model=model, config=base_config(stage, optimizer=SGD))[0]
+        kinds = kinds if stage < 3 else [type(param) for param in model.parameters()]
+        engine.backward(engine(batch(0, dist.get_rank())).square().mean())
+        assert not lines.texts or "`.grad` is None" not in str(lines.texts)
+        with GatheredParameters(list(model.parameters())):
+            copied = copy.deepcopy(model)
+        assert [type(param) for param in copied.parameters()] == [nn.Parameter] * 4
+        engine.step()
+        assert [type(param) for param in model.parameters()] == kinds
+        engine.backward(engine(batch(0, dist.get_rank())).square().mean())
+        assert [param.grad for param in model.parameters()] == [None] * 4
+        logger.removeHandler(lines)
+        assert ("`.grad` is None between backward() and step()" in str(lines.texts)) == (dist.get_rank() == 0)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_looked_for(world: int) -> None:
+    run_distributed(looked_for, world, timeout=60)
+
+
+# -- parameters without a gradient ------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """``sometimes`` is in the loss of some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if both else x
+
+
+def without_gradients(stage: int, decay: float, frozen: bool) -> list[str]:
+    """Three steps, the second without a part: as torch with gradients of zero, frozen meanwhile as torch without."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    forget_said()
+    logger.addHandler(lines := Lines())
+    model = Branches()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=decay)
+    wanted = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": decay}}
+    engine = initialize(model=model, config=base_config(stage, optimizer=wanted))[0]
+    for index in range(3):
+        both = index != 1
+        if frozen:
+            model.sometimes.requires_grad_(both)
+        engine.backward(engine(batch(index, rank), both).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        sum(plain(batch(index, other), both).square().mean() / world for other in range(world)).backward()  # type: ignore[union-attr]
+        for param in () if frozen else plain.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+    logger.removeHandler(lines)
+    with GatheredParameters(list(model.parameters())):
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.data, theirs.data, rtol=1e-4, atol=1e-5)
+    engine.destroy()
+    return [text for text in lines.texts if "no gradient in this step" in text]
+
+
+def parts_without_gradients() -> None:
+    for stage in (0, 1, 3):
+        for decay in (0.0, 0.1):
+            told = [text for each in every(without_gradients(stage, decay, False)) for text in each]
+            assert "sometimes.weight" in told[0]
+            assert not any("always" in text for text in told)
+            assert len(told) <= dist.get_world_size()
+            assert not without_gradients(stage, decay, True)
+
+
+def every(mine: list[str]) -> list[list[str]]:
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, mine)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parts_without_gradients(world: int) -> None:
+    run_distributed(parts_without_gradients, world, timeout=60)

@@ -348,7 +348,7 @@ def _read_rest(
     """Optimizer, scheduler, counters and random state; local to this rank."""
     manifest, common = source.manifest, source.common
     if wanted.optimizer and engine.optimizer is not None:
-        restore_states(engine, fit, source.files, ranks.irregular)
+        restore_states(engine, fit, source, ranks.irregular)
         options = _known_options(engine.optimizer, source)
         if ranks.own is not None:  # with what each rank counts for itself
             options = ranks.own.get("param_groups", options)

@@ -5,6 +5,7 @@ One buffer's moment is in memory at a time beside the optimizer's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from ds_hf.checkpoint.deepspeed.read_universal import STATES
 from ds_hf.checkpoint.scalars import newest
 from ds_hf.checkpoint.source import Kind, Source
-from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedParameter, TensorFiles
+from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedParameter
 from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.fit import Fit
@@ -24,7 +25,7 @@ from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, pi
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
-from ds_hf.log import logger
+from ds_hf.log import logger, warn_once
 
 __all__ = [
     "check_options",
@@ -59,6 +60,8 @@ _ALWAYS = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "FusedLamb"), _ADAM),
     **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), _ADAM[:1]),
 }
+# Sums and means of squares, and sizes.
+_NEVER_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf")
 # Written into a group by steps alone: a checkpoint from before the first one has none.
 _COUNTED = ("roundings",)
 # How the update is computed, not what: these fit the device it runs on now.
@@ -116,12 +119,14 @@ def _bound_names(manifest: Manifest, optimizer: str) -> set[str]:
 
 
 @torch.no_grad()
-def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregular: Sequence[dict[str, Any]]) -> None:
+def restore_states(engine: Checkpointable, fit: Fit, source: Source, irregular: Sequence[dict[str, Any]]) -> None:
     """Fill the optimizer's state for everything this rank owns.
 
     Args:
         irregular: entries of the ranks' pickled files.
 
+    Raises:
+        CheckpointError: a state cannot have such values, as where files have been exchanged.
     """
     optimizer = engine.optimizer
     assert optimizer is not None
@@ -135,8 +140,8 @@ def restore_states(engine: Checkpointable, fit: Fit, files: TensorFiles, irregul
         found = [(piece, fit.parameters[piece.name]) for piece in owned if piece.name in fit.parameters]
         for segment in segments_of(optimizer, buffer):
             _forget(optimizer, segment)
-        _restore_moments(optimizer, buffer, found, files)
-        _restore_scalars(optimizer, found)
+        _restore_moments(optimizer, buffer, found, source)
+        _restore_scalars(optimizer, found, source)
         for piece, _ in found:
             if piece.where in known:
                 optimizer.state[piece.segment.param].update(_on_device(known[piece.where], piece.segment.param.device))
@@ -168,9 +173,9 @@ def _forget(optimizer: ShardedOptimizer, segment: Segment) -> None:
 
 
 def _restore_moments(
-    optimizer: ShardedOptimizer, buffer: FlatBuffer, found: list[tuple[Piece, SavedParameter]], files: TensorFiles
+    optimizer: ShardedOptimizer, buffer: FlatBuffer, found: list[tuple[Piece, SavedParameter]], source: Source
 ) -> None:
-    numel, device = optimizer.masters[buffer].numel(), optimizer.states_device(buffer)
+    files, numel, device = source.files, optimizer.masters[buffer].numel(), optimizer.states_device(buffer)
     for key in dict.fromkeys(key for _, saved in found for key in saved.moments):
         holders = [(piece, saved) for piece, saved in found if key in saved.states]
         first = holders[0][1]
@@ -183,6 +188,10 @@ def _restore_moments(
             end = start + piece.fragment.numel
             files.fill(flat[start:end], saved, key, piece.fragment.start, piece.cut)
         flat[end:].zero_()
+        if not _can_be(key, flat):
+            for piece, saved in holders:
+                start = piece.fragment.shard_start
+                _check_values(source, saved, key, flat[start : start + piece.fragment.numel])
         segments = {id(piece.segment): piece.segment for piece, _ in holders}
         if len(segments) == len(segments_of(optimizer, buffer)):
             optimizer.set_moment(buffer, key, flat, take=True)
@@ -191,11 +200,41 @@ def _restore_moments(
             optimizer.state[segment.param][key] = flat[segment.start : segment.end].view(segment.shape).clone()
 
 
-def _restore_scalars(optimizer: ShardedOptimizer, found: list[tuple[Piece, SavedParameter]]) -> None:
+def _can_be(key: str, values: Tensor) -> bool:
+    """Whether all are finite, and not negative where they are sums or means of squares or sizes."""
+    if not values.numel() or not values.is_floating_point():
+        return True
+    low, high = torch.stack(torch.aminmax(values)).tolist()
+    return math.isfinite(low) and math.isfinite(high) and (low >= 0 or key not in _NEVER_NEGATIVE)
+
+
+def _check_values(source: Source, saved: SavedParameter, key: str, values: Tensor) -> None:
+    """Refuse negative values where there cannot be any, and tell of those that are not finite."""
+    if _can_be(key, values):
+        return
+    if key in _NEVER_NEGATIVE and (values < 0).any():
+        raise CheckpointError(
+            f"{_place_of(source, saved, key)} has negative values, which {key} of an optimizer never has: it is "
+            "damaged, or another state's (exp_avg in the place of exp_avg_sq). Copy the checkpoint again, or load with "
+            "load_optimizer_states=False"
+        )
+    warn_once(
+        f"{_place_of(source, saved, key)} has values that are not finite (said once, for the first): they are loaded "
+        f"as they are, and the next step spreads them to {saved.name}. Load an earlier checkpoint, or with "
+        "load_optimizer_states=False",
+        about="states that are not finite",
+        everywhere=True,  # each process sees what it owns
+    )
+
+
+def _restore_scalars(optimizer: ShardedOptimizer, found: list[tuple[Piece, SavedParameter]], source: Source) -> None:
     values: dict[int, tuple[Segment, dict[str, list[Any]]]] = {}
     for piece, saved in found:
         _, collected = values.setdefault(id(piece.segment), (piece.segment, {}))
         for key, value in saved.scalars.items():
+            number = value[1] if isinstance(value, list) and len(value) == 2 else None
+            if isinstance(number, float):
+                _check_values(source, saved, key, torch.tensor([number]))
             collected.setdefault(key, []).append(value)
     for segment, collected in values.values():
         for key, candidates in collected.items():

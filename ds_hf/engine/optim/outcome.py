@@ -12,28 +12,34 @@ what was queued after it, the update, goes on meanwhile.
 norms are finite, all that happens is that the host compares a number that it has anyway: nothing is launched, sent or
 waited for. Ranks speak to each other only where all of them have the norm before the update: on the CPU, and with
 "error". On a GPU the host learns of it at the next step, and each rank tells what it sees itself.
+
+``Unused`` names parameters that no process has a gradient of and that the step changes all the same.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ds_hf.config.plan import NonFiniteMode
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.report import ranks_text
 from ds_hf.engine.ops import library as ops
+from ds_hf.engine.optim.segments import Segment, fragments_of
+from ds_hf.engine.zero.at_rest import name_of
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.errors import NonFiniteError
-from ds_hf.log import logger
+from ds_hf.log import logger, warn_once
 
-__all__ = ["NonFinite", "Outcome", "global_scale_and_skip", "remember_schedule", "shared"]
+__all__ = ["NonFinite", "Outcome", "Unused", "global_scale_and_skip", "remember_schedule", "shared"]
 
 
 class Outcome:
@@ -286,3 +292,63 @@ class NonFinite:
         elif complete and self._past:
             parts.append(f"The loss was finite{'' if alone else ' on every rank'}: backward made it so.")
         return " ".join([*parts, _ENDS[self.mode]])
+
+
+# -- gradients that did not come ---------------------------------------------------------------------------------------
+
+
+class Unused:
+    """Tells of parameters without a gradient that the update changes, which torch's would not: once, with names.
+
+    Looked at are the first steps in which one is without here: gradients and moments are asked whether they are zero.
+    """
+
+    def __init__(self) -> None:
+        self._looks = 10
+
+    def look(
+        self, inner: Optimizer, groups: Mapping[GradientBuffer, Sequence[Segment]], states: Any, *, whole: bool
+    ) -> None:
+        """Before an update.
+
+        Args:
+            states: of the segments, those that are in memory.
+            whole: every rank owns everything.
+        """
+        lacking = {gradient: found for gradient in groups if (found := gradient.without)} if self._looks else {}
+        if not lacking or not getattr(inner, "reduces", True):  # processes have gradients of their own
+            return
+        self._looks -= 1
+        names = [n for g, found in lacking.items() for n in _moved(inner, groups[g], states, set(found), whole=whole)]
+        if not names:
+            return
+        self._looks = 0
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        warn_once(
+            f"{', '.join(names[:3])}{more}: no gradient in this step (said once, for the first such step). The step "
+            "takes a gradient of zero, as DeepSpeed's does, so that weight decay and momentum go on changing them; "
+            "torch passes over parameters without a gradient. Where they are not used on purpose, freeze them "
+            "(requires_grad_(False)) for as long, which leaves them and their moments as they are, or give them a "
+            "group with weight_decay 0",
+            everywhere=not whole,  # each process sees what it owns
+        )
+
+
+def _moved(
+    inner: Optimizer, segments: Sequence[Segment], states: Any, lacking: set[int], *, whole: bool
+) -> Iterator[str]:
+    """Those of ``lacking`` whose gradient is zero wherever it is owned here and that the update changes."""
+    for segment, inside in fragments_of(segments, whole=whole):
+        owned, state = segment.gradient.settled(), states.get(segment.param, {})
+        decays = bool(inner.param_groups[segment.group].get("weight_decay"))
+        moments = [state[key].reshape(-1) for key in ("exp_avg", "momentum_buffer") if state.get(key) is not None]
+        for fragment in inside if decays or moments else ():
+            if fragment.slot.index not in lacking or not fragment.numel:
+                continue
+            here = slice(fragment.shard_start, fragment.shard_start + fragment.numel)
+            there = slice(here.start - segment.start, here.stop - segment.start)
+            if owned is not None and owned[here].any():
+                continue
+            if decays or any(bool(moment[there].any()) for moment in moments):
+                lacking.discard(fragment.slot.index)
+                yield name_of(segment.gradient.buffer.params[fragment.slot.index])

@@ -27,7 +27,7 @@ from ds_hf.engine.optim.base import StreamingOptimizer, TensorwiseOptimizer
 from ds_hf.engine.optim.buffer_states import BufferStates
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
-from ds_hf.engine.optim.outcome import NonFinite, Outcome, global_scale_and_skip, shared
+from ds_hf.engine.optim.outcome import NonFinite, Outcome, Unused, global_scale_and_skip, shared
 from ds_hf.engine.optim.segments import Segment, cut_segments, fragments_of, part_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
 from ds_hf.engine.optim.store import StateStore
@@ -95,7 +95,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self._groups = groups
         self._mixed: set[GradientBuffer] = set()  # of which some parameters are frozen
         self._gradients: dict[FlatBuffer, GradientBuffer] = {}
-        self._outcome = Outcome()
+        self._outcome, self._unused = Outcome(), Unused()
         device = next((buffer.device for buffer in masters), policy.device)
         self._apply = Stepping(inner, None, self.segments, groups, masters, policy, device, store)
         self._connect()
@@ -283,9 +283,12 @@ class ShardedOptimizer(BufferStates, Optimizer):
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
         if not self.reducer.asked:
             self.before_step()
+        self.reducer.watch.end()
         self._tell_lost_writes()
         self.reducer.finish()
         self._choose_active()
+        in_memory = {} if self.store.splits else self.optimizer.state
+        self._unused.look(self.optimizer, self.segments, in_memory, whole=self.policy.whole)
         scale, checked = self.loss_scaler.scale, self.policy.check_overflow
         owned = [(g.owned, self.owners(g)) for g in self.segments if g.owned is not None and g.squares is None]
         known = [shared(g.squares, self.owners(g)) for g in self.segments if g.squares is not None]

@@ -1,16 +1,22 @@
-"""Parameters at rest: their values are in shards, and what they show has no elements.
+"""Parameters at rest: their values are in shards, and what they show has no elements; and gradients that are elsewhere.
 
 While a sharded buffer is released, its parameters are of a class of their own: a copy of one would be empty, and what
 is written to it goes nowhere. So a copy is an error, and a write is told. When the buffer is gathered they are ordinary
 parameters. Asking for anything but values (``requires_grad``, ``grad``, hooks) takes no longer than of those.
 
 Parameters of a class that a library made keep it; they show their emptiness only by their shape.
+
+Between backward and the step the gradients of sharded plans are not in ``.grad``, and torch's clipping of nothing is
+silent. In the first steps one parameter of each buffer is of a class that tells who asks for it (``GradientWatch``).
 """
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterable
 from enum import IntEnum
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,6 +33,7 @@ __all__ = [
     "HARMLESS",
     "LOST_WRITES",
     "AtRest",
+    "GradientWatch",
     "ParamStatus",
     "Released",
     "is_ordinary",
@@ -259,3 +266,82 @@ for _name in _WRITES:
     setattr(Released, _name, _telling(_name, _tell_write))
 for _name in _READS:
     setattr(Released, _name, _telling(_name, _tell_read))
+
+
+# -- gradients that are elsewhere --------------------------------------------------------------------------------------
+
+_GRAD = vars(torch._C.TensorBase)["grad"]
+_CLIPPING = torch.nn.utils.clip_grad.__name__
+
+
+def _read_grad(param: Tensor) -> Tensor | None:
+    grad: Tensor | None = _GRAD.__get__(param)
+    if grad is None:
+        reader = sys._getframe(1)
+        name = str(reader.f_globals.get("__name__"))
+        if name == _CLIPPING or name.partition(".")[0] not in ("torch", "ds_hf"):
+            _tell_no_gradient(param, reader if name == _CLIPPING else None)
+    return grad
+
+
+def _tell_no_gradient(param: Tensor, clipping: FrameType | None) -> None:
+    clips = float(getattr(param._ds_home.buffer.states, "policy").max_norm)  # type: ignore[attr-defined]  # noqa: B009
+    while clipping is not None and "parameters" not in clipping.f_locals:  # a comprehension
+        clipping = clipping.f_back
+    wanted = clips if clipping is None else clipping.f_locals.get("max_norm")
+    if clipping is not None and wanted == clips:
+        return  # the step does what is asked for here
+    what = "`.grad` is None" if clipping is None else f"{clipping.f_code.co_name}() changes nothing"
+    warn_once(
+        f"{what} between backward() and step() (said once, for {name_of(param)}): in this configuration gradients are "
+        f"in shards or another dtype, not in `.grad`. The engine clips at its gradient_clipping, {clips:g} (0: never); "
+        f'write "gradient_clipping": {float(wanted or 1.0):g} in the configuration to have the norm of all gradients '
+        "clipped at that. To read or change single gradients (as clip_grad_value_ does) call "
+        "deepspeed.utils.safe_get_full_grad(param) and safe_set_full_grad(param, value)",
+        about="gradients that are elsewhere",
+    )
+
+
+class _Watched(nn.Parameter):
+    """A parameter whose gradient is elsewhere."""
+
+    grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        self.__class__ = nn.Parameter  # type: ignore[assignment]  # torch's own makes one of the same class
+        return copy.deepcopy(self, memo)
+
+
+class _WatchedAtRest(Released):
+    """As ``_Watched``, and at rest."""
+
+    grad = property(_read_grad, _GRAD.__set__, _GRAD.__delete__)
+
+
+_WATCHING: dict[type[nn.Parameter], type[nn.Parameter]] = {nn.Parameter: _Watched, Released: _WatchedAtRest}
+
+
+class GradientWatch:
+    """In the first steps, tells who reads the ``.grad`` of the first parameter of a buffer."""
+
+    def __init__(self) -> None:
+        self._steps = 3
+        self._watched: list[nn.Parameter] = []
+
+    def begin(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Gradients of ``buffers`` are complete, and elsewhere."""
+        if not self._steps:
+            return
+        for param in (buffer.params[0] for buffer in buffers):
+            if type(param) in _WATCHING:
+                param.__class__ = _WATCHING[type(param)]
+                self._watched.append(param)
+
+    def end(self) -> None:
+        """Before the step, or when gradients are dropped; parameters are of the classes that they were of."""
+        self._steps -= bool(self._watched)
+        for param in self._watched:
+            for ordinary, watching in _WATCHING.items():
+                if type(param) is watching:
+                    param.__class__ = ordinary
+        self._watched.clear()

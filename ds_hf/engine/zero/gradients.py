@@ -210,6 +210,14 @@ class GradientBuffer:
         return len(self.unasked) == len(self.buffer.params)
 
     @property
+    def without(self) -> list[int]:
+        """Parameters that train and have had no gradient here since all were cleared."""
+        count = len(self.buffer.params)
+        if len(self._received) + len(self.unasked) >= count:
+            return []
+        return [index for index in range(count) if index not in self._received and index not in self.unasked]
+
+    @property
     def silent(self) -> bool:
         """All parameters are frozen now: the present backward gives nothing."""
         return len(self.idle) == len(self.buffer.params)

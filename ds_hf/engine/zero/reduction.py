@@ -25,6 +25,7 @@ import torch
 from ds_hf.engine.accumulation import Accumulation
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.zero.at_rest import GradientWatch
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
@@ -106,6 +107,7 @@ class Reducer:
         self.shown = False  # gradients are in ``.grad``
         self._gave_way = False  # and are again when the backward of another engine is over
         self.optimizer: Callable[[], Any] = lambda: None  # a weak reference
+        self.watch = GradientWatch()
         self.renew()
 
     def renew(self) -> None:
@@ -287,6 +289,8 @@ class Reducer:
                 self._agree()
         self._end_backward()
         self.show()
+        if self.accumulation.at_boundary:
+            self.watch.begin(buffer.buffer for buffer in self.buffers if not buffer.shown)
 
     def show(self) -> None:
         """Let users see the gradients in ``.grad``, where every rank has the whole of them."""
@@ -350,6 +354,7 @@ class Reducer:
         """Drop all gradients."""
         self.held, self.backwards, self.asked = False, 0, False
         self.shown = self._gave_way = False
+        self.watch.end()
         for buffer in self.buffers:
             buffer.clear()
 

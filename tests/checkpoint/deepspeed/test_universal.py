@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_hf import initialize
 from ds_hf.checkpoint.convert import write_own
+from ds_hf.checkpoint.dcp import write_dcp
 from ds_hf.checkpoint.deepspeed.pickles import SubparamShape, load_any, load_pickled, save_pickled
 from ds_hf.checkpoint.deepspeed.read_universal import read_universal
 from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
@@ -26,6 +27,7 @@ from ds_hf.checkpoint.source import Source
 from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import CheckpointError
+from ds_hf.log import forget_said, logger
 from tests.checkpoint.deepspeed import deepspeed_universal
 from tests.checkpoint.deepspeed.sliced_files import values_of, write_slices
 from tests.checkpoint.deepspeed.test_read import _places, _replace
@@ -33,6 +35,7 @@ from tests.checkpoint.deepspeed.test_slices import INFO, SHAPES, check_values, s
 from tests.contract.test_mesh_checkpoints import STEPS, digests, load, save
 from tests.engine.checkpoint import workload
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 
 
 def same(source: Source, other: Source) -> None:
@@ -455,6 +458,43 @@ def test_states_are_missing(tmp_path: Path, trained: Any, gone: str, named: str,
         with pytest.raises(CheckpointError, match=re.escape(named.replace("first", first) + " ")):
             engine.load_checkpoint(folder)
         assert engine.load_checkpoint(folder, load_optimizer_states=False)[0] == str(folder)
+
+
+@pytest.mark.parametrize("way", ["read", "ours", "deepspeed", "dcp"])
+def test_states_in_each_others_place(tmp_path: Path, trained: Any, way: str) -> None:
+    """A mean of squares is never negative: refused, by name, in every format; what is not finite is told."""
+    folder = write_universal(open_source(trained[0]), tmp_path / "universal")
+    name = next(path.parent for path in sorted(folder.glob("zero/*/exp_avg.pt")) if load_any(path)["param"].min() < 0)
+    first, second = name / "exp_avg.pt", name / "exp_avg_sq.pt"
+    other = first.rename(name / "other")
+    second.rename(first)
+    other.rename(second)
+    wrong = _as(way, folder, tmp_path / "wrong")
+    with workload.engine_of(workload.config(2, "fp16")) as engine:
+        with pytest.raises(
+            CheckpointError, match=rf"{re.escape(name.name)}.* has negative values|exp_avg_sq.pt has neg"
+        ):
+            engine.load_checkpoint(wrong)
+        assert engine.load_checkpoint(wrong, load_optimizer_states=False)[0] == str(wrong)
+        content = load_any(second)
+        content["param"] = torch.full_like(content["param"], float("nan"))
+        save_pickled(second, content)
+        forget_said()
+        logger.addHandler(lines := Lines())
+        assert engine.load_checkpoint(_as(way, folder, tmp_path / "nan"))[0]
+        logger.removeHandler(lines)
+        assert [name.name in text and "not finite" in text for text in lines.texts if "exp_avg_sq" in text] == [True]
+
+
+def _as(way: str, folder: Path, target: Path) -> Path:
+    if way == "ours":
+        return write_own(open_source(folder), target)
+    if way == "deepspeed":
+        return write_deepspeed(open_source(folder), target, Target(2, 2))
+    if way == "dcp":
+        write_dcp(open_source(folder), target)
+        return target
+    return folder
 
 
 def test_damage_is_found(tmp_path: Path, trained: Any) -> None:
