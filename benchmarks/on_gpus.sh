@@ -167,8 +167,8 @@ many() {
   row sequence-8b 150 "${shared[@]}" --steps 3 --row 8b 1 32768 ds_hf+sp+loss+tiles,ds_hf+sp+offload+loss+tiles
   name=${gpus}xh100-pipeline
   [[ pipeline == ${ONLY-}* && ! -e $OUT/$name.json && ! -e ${DONE:-/nowhere}/$name.json ]] || return 0
-  timeout 200 python3 benchmarks/pipeline.py --device cuda --stages "$gpus" --layers 32 --width 4096 --batch 2 \
-    --length 2048 --micro-batches "$gpus,$((2 * gpus)),$((4 * gpus))" --rounds 1 --deepspeed "$BESIDE" --json "$OUT/$name.json"
+  timeout 200 python3 benchmarks/pipeline.py --device cuda --stages "$gpus" --layers $((2 * gpus)) --width 4096 --batch 1 \
+    --length 2048 --micro-batches 4,8,16 --repeats 3 --rounds 1 --deepspeed "$BESIDE" --json "$OUT/$name.json"
 }
 
 autotune() {
