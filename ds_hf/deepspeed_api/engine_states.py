@@ -12,9 +12,9 @@ from torch import Tensor
 from ds_hf.config.plan import SAFE_MODULES, dtype_name
 from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.throughput import ThroughputTimer
-from ds_hf.engine.breakdown import SynchronizedWallClockTimer
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.generation import Generation
+from ds_hf.engine.timers import SynchronizedWallClockTimer
 from ds_hf.engine.zero.second_shard import SecondShard
 
 if TYPE_CHECKING:
@@ -42,12 +42,18 @@ class StatesNames(CoreEngine):
     @cached_property
     def timers(self) -> SynchronizedWallClockTimer:
         """The engine's where the configuration asks for a breakdown (``breakdown.py``), and the user's own."""
-        return self.breakdown.timers
+        breakdown = self._breakdown
+        return SynchronizedWallClockTimer() if breakdown is None else breakdown.timers
+
+    @property
+    def _breakdown(self) -> Any:
+        """What times the engine's phases, if anything does."""
+        return next((each for each in self.events.observers if hasattr(each, "timers")), None)
 
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of the latest micro-batch (``fwd_microstep``, ...) and step (``fwd``, ``bwd``, ``step``), where
         ``wall_clock_breakdown`` asks for them."""
-        return dict(self.breakdown.latest)
+        return {} if self._breakdown is None else dict(self._breakdown.latest)
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:

@@ -276,7 +276,8 @@ class PipelineEngine(Engine):
         self._compared = True
         outcome = self.executor.train(items, self.micro_batches)
         self.agg_train_loss = self._mean_loss(outcome)
-        self.feed.on_loss(self.agg_train_loss)
+        for listen in self.events.on_loss:
+            listen(self.agg_train_loss, 1.0)
         self.accumulation.micro_steps += self.micro_batches - 1
         CoreEngine.step(self)
         self._report()

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ds_hf.engine.breakdown import SynchronizedWallClockTimer
 from ds_hf.engine.comm.device import synchronize
+from ds_hf.engine.timers import SynchronizedWallClockTimer
 from ds_hf.log import logger
 
 __all__ = ["ThroughputTimer"]

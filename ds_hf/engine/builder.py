@@ -23,13 +23,13 @@ from ds_hf.config.mesh import MODEL_TOPOLOGY, TOPOLOGY, Claim, divides_layers, g
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.config.types.mesh import MeshShape
-from ds_hf.engine import activations, generation, progress, tiling
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
 from ds_hf.engine.comm.mpu import check_same_groups
 from ds_hf.engine.comm.together import Building, building
 from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.engine import CoreEngine
+from ds_hf.engine.features import attach_features
 from ds_hf.engine.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
 from ds_hf.engine.monitor import open_monitors
 from ds_hf.engine.optim.build import build_optimizer
@@ -37,13 +37,10 @@ from ds_hf.engine.optim.muon_groups import mark_matrices
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import make_parts
 from ds_hf.engine.pipeline.module import StageModule
-from ds_hf.engine.probes import trial
-from ds_hf.engine.probes.learning_rate import script as lr_script
 from ds_hf.engine.quantized.settings import quantize_by_settings
 from ds_hf.engine.schedules.build import build_scheduler
 from ds_hf.engine.sparse.models import prepare_attention
 from ds_hf.engine.tensor.divide import divide
-from ds_hf.engine.tensor.same_batch import compare_first_batch
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.packed import is_packed
@@ -51,6 +48,7 @@ from ds_hf.errors import ConfigError
 from ds_hf.host import known_processes, local_world_size
 from ds_hf.log import set_log_level_from_string, warn_once
 from ds_hf.measure.protocol import TRIAL_ENV
+from ds_hf.measure.saving import LR_ENV
 
 __all__ = ["WORTH_SAYING", "build_engine", "training_ranks", "whole_model_advice"]
 
@@ -87,7 +85,7 @@ def build_engine(
     """
     with building("initialize()", training_ranks(model, mpu, mesh_param, claims)) as others:
         claims = _all_claims(model, mpu, mesh_param, claims)
-        settings, plan, shape, divides = _load(source, model, mpu, claims)
+        settings, plan, shape, divides = _load(source, model, mpu, claims, compiled=compiled)
         others.compare(describe_settings(settings, optimizer, model_parameters, lr_scheduler))
         others.compare(describe_model(model), _same_model(model, mpu), doubtful=describe_users_modules(model))
         mesh = _make_mesh(settings, shape, model, mpu, divides=divides)
@@ -113,7 +111,7 @@ def build_engine(
         engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler, others)
         if training_data is not None:
             engine.training_dataloader = _loader_of(engine, training_data, collate_fn)
-        _attach(engine, compiled=compiled)
+        attach_features(engine)
         record(engine)
         return engine
 
@@ -152,7 +150,7 @@ def _recording(folder: str | None) -> Callable[[CoreEngine], Any]:
 
 def _is_measured(model: nn.Module) -> bool:
     """Whether this is a run of the autotuner or the LR finder."""
-    measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(lr_script.ENVIRONMENT))
+    measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(LR_ENV))
     if measured and isinstance(model, StageModule):
         raise ConfigError(
             "the autotuner and the LR finder run forward and backward of an engine by themselves, which are parts of "
@@ -179,22 +177,6 @@ def _divide(
     if isinstance(model, StageModule):
         return _set_chunks(model, settings.ds_hf.pipeline.chunks, optimizer, model_parameters)
     return model_parameters
-
-
-def _attach(engine: CoreEngine, *, compiled: bool) -> None:
-    """What looks at a finished engine, or changes how it runs its module."""
-    if engine.mesh.shape.tensor > 1 and not engine.mesh.is_given:
-        compare_first_batch(engine.module, engine.mesh)
-    activations.attach(engine)
-    tiling.attach(engine)
-    generation.attach(engine)
-    progress.attach(engine)
-    if compiled or engine.settings.ds_hf.compile:
-        engine.compile()
-    if os.environ.get(lr_script.ENVIRONMENT):
-        lr_script.attach(engine)
-    if request := os.environ.get(TRIAL_ENV):
-        trial.attach(engine, request)
 
 
 def _all_claims(model: nn.Module, mpu: Any, mesh_param: Any, known: Sequence[Claim]) -> list[Claim]:
@@ -236,13 +218,15 @@ def _same_model(model: nn.Module, mpu: Any) -> list[int] | None:
 
 
 def _load(
-    source: Any, model: nn.Module, mpu: Any, claims: Sequence[Claim]
+    source: Any, model: nn.Module, mpu: Any, claims: Sequence[Claim], *, compiled: bool
 ) -> tuple[Config, StatePlan, MeshShape, bool]:
     """The configuration, its plan, the sizes of the mesh that it and everything else ask for, and whether the engine
     divides the model over the tensor axis. Nothing is sent."""
     processes = len(_training_ranks(mpu, claims))
     settings = load_config(source, world_size=processes, given=claims)
     assert settings.mesh is not None
+    if compiled:
+        settings = replace(settings, ds_hf=replace(settings.ds_hf, compile="blocks"))
     plan, shape = plan_states(settings), settings.mesh
     if plan.inner is None:  # asked for at a stage that does not
         shape = replace(shape, inner=None)

@@ -18,7 +18,7 @@ from torch import nn
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.log import logger
 
-__all__ = ["CompileReport", "ModuleCompiler", "StandIn", "blocks_of", "tell_of_compilation"]
+__all__ = ["CompileReport", "ModuleCompiler", "StandIn", "attach", "blocks_of", "tell_of_compilation"]
 
 _ENOUGH_CALLS = 2  # optimizer steps after which everything that recurs has been compiled
 
@@ -109,6 +109,11 @@ class ModuleCompiler:
 def blocks_of(units: Iterable[Unit], model: nn.Module) -> list[nn.Module]:
     """The repeated blocks, or else the whole model: what ``engine.compile()`` compiles."""
     return [m for unit in units if unit.name for m in unit.modules if any(m.children())] or [model]
+
+
+def attach(engine: Any) -> None:
+    """Compile the blocks of ``engine``."""
+    engine.compile()
 
 
 def tell_of_compilation(engine: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ds_hf.config.types import Config
 from ds_hf.engine.accumulation import BatchSizes
-from ds_hf.engine.breakdown import NoBreakdown, breakdown_of
 from ds_hf.engine.casting import autocast_of, cast_floats, hint_at_buffers
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.compiling import ModuleCompiler, blocks_of, tell_of_compilation
-from ds_hf.engine.monitor import MonitorMaster, NoFeed, feed_of
+from ds_hf.engine.events import Phase
+from ds_hf.engine.monitor import MonitorMaster
 from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
@@ -42,16 +42,15 @@ _NO_OPTIMIZER = "this engine has no optimizer: give initialize() one, or name on
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _phase(name: str) -> Callable[[F], F]:
-    """A method of the engine is one of its phases, see ``breakdown``."""
+def _phase(name: Phase) -> Callable[[F], F]:
+    """A method of the engine is one of its phases."""
 
     def decorate(method: F) -> F:
         @wraps(method)
         def run(self: CoreEngine, *args: Any, **kwargs: Any) -> Any:
-            if not self.breakdown.on:
+            if not self.events.watched:
                 return method(self, *args, **kwargs)
-            with self.breakdown(name):  # type: ignore[operator]  # only one that is on is called
-                return method(self, *args, **kwargs)
+            return self.events.run(name, partial(method, self), args, kwargs)
 
         return cast(F, run)
 
@@ -68,7 +67,9 @@ class CoreEngine(nn.Module):
         config: the configuration as the plain dict that was given.
         settings: the same, validated and typed.
         plan: where each row of the model states lives.
+        events: what watches the engine listens here.
         monitor: writes events where the configuration says; users may give it theirs.
+        step_hooks: called with the engine after each optimizer step; users may append theirs.
         global_steps: optimizer steps tried; ``skipped_steps`` of them were skipped for an overflow.
     """
 
@@ -100,10 +101,9 @@ class CoreEngine(nn.Module):
         self.parking = Parking()
         self.global_steps = self.global_samples = self._skipped_steps = 0
         self.step_samples = 0  # of the last step, of all processes
-        self.step_hooks: list[Callable[[CoreEngine], None]] = []
+        self.events = parts.events
+        self.step_hooks: list[Callable[[CoreEngine], None]] = self.events.step_hooks
         self.monitor = monitor
-        self.feed: NoFeed = feed_of(self, monitor)
-        self.breakdown: NoBreakdown = breakdown_of(self)
         self._no_collector = switch_off_for(self) if settings.disable_python_gc else _nothing
         self._applied = False
         self._undo: Callable[[], None] | None = None  # of a step that may turn out to have been skipped
@@ -113,7 +113,6 @@ class CoreEngine(nn.Module):
         self.hooks.install(module)
         budget = self.settings.ds_hf.activation_memory_budget
         self.compiler = ModuleCompiler((m for unit in parts.units for m in unit.modules), budget)
-        self.step_hooks.append(tell_of_compilation)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class CoreEngine(nn.Module):
             args, kwargs = cast_floats(args, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
         try:
             with autocast_of(self.plan, self.device):
-                return self.module(*args, **kwargs)
+                return self._modules["module"](*args, **kwargs)  # type: ignore[misc]  # past __getattr__
         except RuntimeError as error:
             hint_at_buffers(error, self.module, self.compute_dtype)
             raise
@@ -158,7 +157,8 @@ class CoreEngine(nn.Module):
             return loss
         with self.hooks.driving():
             self._scaled(loss).backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
-        self.feed.on_loss(loss)
+        for listen in self.events.on_loss:
+            listen(loss, 1.0)
         return loss
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
@@ -175,7 +175,8 @@ class CoreEngine(nn.Module):
         self._require_alive()
         _check_loss(loss)
         self.reducer.scaled = True
-        self.feed.on_loss(loss, 1 / self.accumulation.steps)
+        for listen in self.events.on_loss:
+            listen(loss, 1 / self.accumulation.steps)
         return self._scaled(loss)
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -244,7 +245,8 @@ class CoreEngine(nn.Module):
         self._applied = not self.optimizer.skipped
         if not self._applied:
             self._take_back(undo)
-        self.feed.on_outcome()
+        for listen in self.events.on_outcome:
+            listen()
 
     def _take_back(self, undo: Callable[[], None]) -> None:
         """The last step was skipped: so was the schedule's."""
@@ -359,6 +361,7 @@ class CoreEngine(nn.Module):
 
     # -- files ----------------------------------------------------------------------------------------------------
 
+    @_phase("save_checkpoint")
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -407,6 +410,7 @@ class CoreEngine(nn.Module):
         """
         self.checkpoint_writer.wait()
 
+    @_phase("load_checkpoint")
     def load_checkpoint(
         self,
         load_dir: str | Path,
@@ -460,6 +464,8 @@ class CoreEngine(nn.Module):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ValueError("engine.compile() compiles blocks: it takes no schedule and no compiled autograd")
+        if tell_of_compilation not in self.step_hooks:
+            self.step_hooks.append(tell_of_compilation)
         for block in blocks_of(self.units, self.module):
             self.compiler.compile(block, backend=backend, **(compile_kwargs or {}), **kwargs)
 
@@ -478,7 +484,7 @@ class CoreEngine(nn.Module):
             last.callback(self._no_collector)
             last.callback(self._free)
             last.callback(self.checkpoint_writer.close)
-            last.callback(self.feed.close)
+            last.callback(self.events.close)
 
     def collect_python_gc(self) -> int:
         """Collect Python's cycles of objects, which ``disable_python_gc`` leaves to the caller; how many there were."""

@@ -24,6 +24,7 @@ from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
 from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.peers import Peers, open_peers
 from ds_hf.engine.comm.streams import CommStream
+from ds_hf.engine.events import Events
 from ds_hf.engine.offloading import Offload, accumulation_dtype, build_offload
 from ds_hf.engine.ops import library
 from ds_hf.engine.ops.blocks import BlockFormat
@@ -69,7 +70,7 @@ class EngineParts:
     """Attributes:
     plan: the state plan. mesh: the processes. device: where the model computes.
     compute_dtype: 16-bit dtype of the model, ``None`` when it keeps its own.
-    units, accumulation, reducer, hooks, optimizer, unfreezing: see their modules.
+    units, accumulation, reducer, hooks, optimizer, unfreezing, events: see their modules.
     param_names: id of each parameter -> its first name in the model.
     """
 
@@ -84,6 +85,7 @@ class EngineParts:
     optimizer: ShardedOptimizer | None
     unfreezing: Unfreezing
     param_names: dict[int, str]
+    events: Events
 
 
 def make_parts(
@@ -133,7 +135,8 @@ def make_parts(
         for buffer in unit.buffers:
             buffer.count_users()
             buffer.param_names = tuple(names[id(param)] for param in buffer.owners)
-    hooks = _hooks_of(settings, plan, units, reducer, sharing)
+    events = Events()
+    hooks = _hooks_of(settings, plan, units, reducer, sharing, events)
 
     def add(unit: Unit, params: Sequence[nn.Parameter], groups: Mapping[int, int]) -> None:
         whole = any(param is params[0] for param in unit.whole)
@@ -141,8 +144,8 @@ def make_parts(
             states.add(unit, spec, synchronize=False)
 
     unfreezing = Unfreezing(model, waiting, add, units, reducer, hooks, optimizer, names, _fixes(inner))
-    parts = plan, mesh, device, policy.dtype, units, accumulation, reducer, hooks, optimizer, unfreezing, names
-    return EngineParts(*parts)
+    made = accumulation, reducer, hooks, optimizer, unfreezing, names, events
+    return EngineParts(plan, mesh, device, policy.dtype, units, *made)
 
 
 def _place_rest(
@@ -157,10 +160,14 @@ def _place_rest(
     place_buffers(model, mesh.replicas, device)
 
 
-def _hooks_of(settings: Config, plan: StatePlan, units: list[Unit], reducer: Reducer, sharing: Sharing) -> UnitHooks:
+def _hooks_of(
+    settings: Config, plan: StatePlan, units: list[Unit], reducer: Reducer, sharing: Sharing, events: Events
+) -> UnitHooks:
     zero, shards = settings.zero_optimization, plan.shards_parameters
     prefetch = Prefetch(zero.stage3_prefetch_bucket_size > 0, zero.stage3_max_live_parameters)
-    return UnitHooks(units, reducer, prefetch, needs_scale=plan.scales_loss, sharing=sharing, shards=shards)
+    return UnitHooks(
+        units, reducer, prefetch, needs_scale=plan.scales_loss, sharing=sharing, shards=shards, events=events
+    )
 
 
 def _fixes(inner: Optimizer | None) -> str:

@@ -9,11 +9,12 @@ import json
 import math
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ds_hf.engine.events import Observer, Phase
 from ds_hf.engine.model_flops import ModelFlops, count_tokens, matrix_rate
 from ds_hf.engine.monitor.late import HostCopy, later
 from ds_hf.log import logger, say
@@ -37,6 +38,8 @@ def attach(engine: CoreEngine) -> None:
     if every is not None and math.isfinite(every):
         throughput = engine.settings.timers.throughput.enabled
         tokens = _Tokens(engine) if throughput else None
+        if tokens is not None:
+            engine.events.add(tokens)
         engine.step_hooks.append(_Progress(max(int(every), 1), throughput, tokens))
 
 
@@ -79,23 +82,25 @@ def precisions(engine: CoreEngine) -> dict[str, str]:
     return {row: " and ".join(dtypes) for row, dtypes in named.items() if dtypes}
 
 
-class _Tokens:
-    """Counts the tokens that ``engine`` trains with, and knows what they take. Its forward is replaced for that."""
+class _Tokens(Observer):
+    """Counts the tokens that ``engine`` trains with, and knows what they take."""
 
     def __init__(self, engine: CoreEngine) -> None:
-        forward, self._counts = engine.forward, list[Any]()
+        self._counts = list[Any]()
         self._flops: ModelFlops | None = None
         self._module = weakref.ref(engine.module)
         dtype = engine.compute_dtype or next((p.dtype for p in engine.module.parameters()), torch.float32)
         self._device, self._dtype = engine.device, dtype
         self._same = engine.mesh.shape.data * engine.mesh.shape.sequence
+        self._engine = weakref.ref(engine)
 
-        def count(*args: Any, **kwargs: Any) -> Any:
-            if engine.training and torch.is_grad_enabled() and (found := count_tokens(args, kwargs)) is not None:
-                self._counts.append(later(found))
-            return forward(*args, **kwargs)
-
-        engine.forward = count  # type: ignore[method-assign]  # nn.Module calls what the object has
+    def on_phase(self, name: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count those of a forward that trains."""
+        engine = self._engine()
+        if name != "forward" or engine is None or not engine.training or not torch.is_grad_enabled():
+            return
+        if (found := count_tokens(args, kwargs)) is not None:
+            self._counts.append(later(found))
 
     def drop(self) -> None:
         """Count from here on."""

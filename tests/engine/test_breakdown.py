@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf import Engine, initialize
-from ds_hf.engine.breakdown import Breakdown, NoBreakdown
+from ds_hf.engine.breakdown import Breakdown
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config
 
@@ -162,11 +162,11 @@ def test_operations_of_one_forward(tmp_path: Path) -> None:
 
 def unasked() -> None:
     engine = make()
-    assert type(engine.breakdown) is NoBreakdown
+    assert not engine.events.watched
     assert train(engine, 2) == ""
     assert not engine.timers.get_timers()
     assert engine.get_wall_clock_timers() == {}
-    assert isinstance(make(wall_clock_breakdown=True).breakdown, Breakdown)
+    assert [type(each) for each in make(wall_clock_breakdown=True).events.observers] == [Breakdown]
 
 
 def test_who_does_not_ask_is_told_nothing() -> None:

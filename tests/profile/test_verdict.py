@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ds_hf.config import load_config
 from ds_hf.engine.comm import collectives
+from ds_hf.engine.events import told
 from ds_hf.engine.offload import aio
 from ds_hf.profile.analysis import Analysis, analyse
 from ds_hf.profile.load import read_run
@@ -119,7 +120,7 @@ def slow_disk(folder: Path) -> None:
         time.sleep(0.02)
         return wait(request)
 
-    aio.Request.wait = slowly  # type: ignore[method-assign]
+    aio.Request.wait = told(slowly)  # type: ignore[method-assign]
     offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder / "disk")}}
     engine = make_engine(3, folder, TinyLM(width=32, depth=3), zero_optimization=offload)
     train(engine, 6)

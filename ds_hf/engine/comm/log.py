@@ -21,9 +21,10 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 import torch
@@ -35,7 +36,7 @@ from ds_hf.engine.comm.comms_logger import comms_logger
 if TYPE_CHECKING:
     from ds_hf.engine.comm.watch import Watch
 
-__all__ = ["Board", "CollectiveLog", "Entry", "open_board"]
+__all__ = ["Board", "CollectiveLog", "Entry", "LogObserver", "open_board"]
 
 LENGTH = 4096  # entries of a row, a power of two: how far ranks may be apart
 _ROW = LENGTH + 8  # the count has a cache line of its own
@@ -135,6 +136,22 @@ _DEEPSPEED = {  # what DeepSpeed calls an operation, on a tensor or on an object
 Entry = tuple[str, str, int, str]  # operation, on what, elements, dtype
 
 
+class LogObserver(Protocol):
+    """What hears of the collectives of a log."""
+
+    def begin(self, log: CollectiveLog) -> None:
+        """The latest of ``log.entries`` is being issued."""
+
+    def end(self, log: CollectiveLog) -> None:
+        """The call that issued it is over, or failed."""
+
+    def waiting(self, log: CollectiveLog) -> AbstractContextManager[Any]:
+        """Around the wait, later, for what the latest of ``log.entries`` is."""
+
+    def awaiting(self, log: CollectiveLog, peer: int) -> AbstractContextManager[Any]:
+        """Around the wait for a message of the process with global rank ``peer``."""
+
+
 class CollectiveLog:
     """The log of one axis.
 
@@ -151,6 +168,7 @@ class CollectiveLog:
         watch: who compares and reports, over all axes of the process; ``None`` until an engine starts it.
         before: called before each collective; may raise instead of it (``memory``).
         agreement: what ``memory`` keeps for the axis.
+        observer: hears of each collective, ``None`` where nothing does.
         world_size: number of ranks on the axis.
         compared: all ranks have the same log.
         at: what this process is doing, for people; "" where the stack tells it.
@@ -173,6 +191,7 @@ class CollectiveLog:
         self.watch: Watch | None = None
         self.before: Callable[[], None] | None = None
         self.agreement: Any = None
+        self.observer: LogObserver | None = None
         self._stop: Callable[[], None] | None = None
         self._known: dict[tuple[str, str, int, torch.dtype | None], tuple[Entry, int]] = {}
 
@@ -222,12 +241,15 @@ class CollectiveLog:
     def waiting(self, wait: Callable[[], Any]) -> Callable[[], None]:
         """``wait`` for a collective that was noted and issued before, as if it lasted until then."""
 
+        around = nullcontext() if self.observer is None else self.observer.waiting(self)
+
         def call() -> None:
             self.inside = True
             try:
-                wait()
+                with around:
+                    wait()
             except RuntimeError as error:
-                self.__exit__(type(error), error, error.__traceback__)
+                self._failed(error)
                 raise
             self.inside = False
 
@@ -235,6 +257,8 @@ class CollectiveLog:
 
     def __enter__(self) -> None:
         self.inside = True
+        if self.observer is not None:
+            self.observer.begin(self)
         if comms_logger.enabled:
             operation, what, numel, dtype = self.entries[-1]
             itemsize = getattr(torch, dtype).itemsize if dtype else 0
@@ -245,10 +269,18 @@ class CollectiveLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.inside = False
+        if self.observer is not None:
+            self.observer.end(self)
         if self._stop is not None:
             stop, self._stop = self._stop, None
             if error is None:
                 stop()
-        if isinstance(error, RuntimeError) and self.watch is not None:
+        self.inside = False
+        if isinstance(error, RuntimeError):
+            self._failed(error)
+
+    def _failed(self, error: RuntimeError) -> None:
+        self.inside = False
+        self._stop = None
+        if self.watch is not None:
             self.watch.failed(error)

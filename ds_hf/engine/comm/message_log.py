@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -51,7 +51,8 @@ class MessageLog(CollectiveLog):
         """
         self.peer, self.inside = peer, True
         try:
-            yield
+            with nullcontext() if self.observer is None else self.observer.awaiting(self, peer):
+                yield
         except RuntimeError as error:
             if self.watch is not None:
                 self.watch.failed(error)

@@ -26,6 +26,7 @@ from torch import Tensor
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.streams import CommStream
+from ds_hf.engine.events import Waits, told
 from ds_hf.log import logger
 
 __all__ = ["LEAST_COPIED_NBYTES", "Peers", "Region", "open_peers"]
@@ -48,6 +49,8 @@ class Peers:
             argument keeps meetings on two streams at once apart.
     """
 
+    waits: Waits | None = None
+
     def __init__(self, axis: Axis, comm_stream: CommStream, mapping: Mapping, meet: Callable[[int], None]) -> None:
         self.axis, self.comm_stream = axis, comm_stream
         self._mapping, self._meet = mapping, meet
@@ -61,6 +64,7 @@ class Peers:
         """
         return Region(self, self._mapping(numel, dtype), visible)
 
+    @told
     def meet_on_main(self) -> None:
         """What all ranks have asked for so far, gathers too, comes before what this rank asks for next."""
         self.comm_stream.join()

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ds_hf.engine.events import Waits
 
 __all__ = ["Awaited", "CommStream", "wait"]
 
@@ -42,6 +45,8 @@ class CommStream:
         device: ``None``, or one that is not CUDA: no stream.
         under_way_nbytes: of collectives of the CPU that may be under way; default ``UNDER_WAY_NBYTES``.
     """
+
+    waits: Waits | None = None
 
     def __init__(self, device: torch.device | None = None, under_way_nbytes: float | None = None) -> None:
         self.stream: torch.cuda.Stream | None = None
@@ -97,6 +102,15 @@ class CommStream:
         Args:
             spared_nbytes: so much of the latest may stay kept, and is not waited for.
         """
+        if self._kept_nbytes <= spared_nbytes:
+            return
+        if self.waits is None:
+            self._let_go(spared_nbytes)
+        else:
+            with self.waits(self, "settle") or nullcontext():
+                self._let_go(spared_nbytes)
+
+    def _let_go(self, spared_nbytes: int) -> None:
         while self._kept_nbytes > spared_nbytes:
             event, _, nbytes = self._kept.popleft()
             wait(event)
@@ -125,12 +139,20 @@ class CommStream:
         """The current stream goes on when this one has done all it was given."""
         if self._under_way:
             self.arrive()
-        if self.stream is not None and self._behind:
-            _stream_of(torch._C._cuda_getCurrentStream(self._index)).wait_stream(self.stream)
-            self._behind = False
-            self._idle += (event for event, _, _ in self._kept)
-            self._kept.clear()
-            self._kept_nbytes = 0
+        if self.stream is None or not self._behind:
+            return
+        if self.waits is None:
+            self._join(self.stream)
+        else:
+            with self.waits(self, "join") or nullcontext():
+                self._join(self.stream)
+
+    def _join(self, stream: torch.cuda.Stream) -> None:
+        _stream_of(torch._C._cuda_getCurrentStream(self._index)).wait_stream(stream)
+        self._behind = False
+        self._idle += (event for event, _, _ in self._kept)
+        self._kept.clear()
+        self._kept_nbytes = 0
 
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}

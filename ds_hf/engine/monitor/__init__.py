@@ -8,7 +8,6 @@ process of global rank 0 opens or writes anything.
 from ds_hf.engine.monitor.base import Event, Monitor
 from ds_hf.engine.monitor.comet import CometMonitor
 from ds_hf.engine.monitor.csv_files import CsvMonitor
-from ds_hf.engine.monitor.feed import Feed, NoFeed, feed_of
 from ds_hf.engine.monitor.master import MonitorMaster, open_monitors
 from ds_hf.engine.monitor.tensorboard import TensorBoardMonitor
 from ds_hf.engine.monitor.wandb import WandbMonitor
@@ -17,12 +16,9 @@ __all__ = [
     "CometMonitor",
     "CsvMonitor",
     "Event",
-    "Feed",
     "Monitor",
     "MonitorMaster",
-    "NoFeed",
     "TensorBoardMonitor",
     "WandbMonitor",
-    "feed_of",
     "open_monitors",
 ]

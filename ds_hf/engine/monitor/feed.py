@@ -21,11 +21,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ds_hf.config.types import Config
+from ds_hf.engine.events import Observer
 from ds_hf.engine.monitor.late import HostCopy, later
 from ds_hf.engine.monitor.master import MonitorMaster, wait_at_exit
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 
-__all__ = ["Feed", "NoFeed", "feed_of"]
+__all__ = ["Feed", "attach"]
 
 
 class Trained(Protocol):
@@ -40,20 +41,7 @@ class Trained(Protocol):
         """Find out what became of the last step."""
 
 
-class NoFeed:
-    """Of an engine without monitors, and on ranks that write nothing: it keeps nothing and launches nothing."""
-
-    def on_loss(self, loss: Tensor, factor: float = 1.0) -> None:
-        """``loss`` times ``factor`` is a micro-batch's part of the coming step."""
-
-    def on_outcome(self) -> None:
-        """It is known whether the last step was applied."""
-
-    def close(self) -> None:
-        """Write what is known; the engine will make no more steps."""
-
-
-class Feed(NoFeed):
+class Feed(Observer):
     """Writes the events of ``engine`` to ``monitor``."""
 
     def __init__(self, engine: Trained, monitor: MonitorMaster) -> None:
@@ -102,6 +90,6 @@ def _settle_at_exit(reference: weakref.ref[Feed]) -> None:
         feed.engine._settle()
 
 
-def feed_of(engine: Trained, monitor: MonitorMaster) -> NoFeed:
-    """The feed for ``monitor``: one that does something only where it would write."""
-    return Feed(engine, monitor) if monitor.writes and engine.optimizer is not None else NoFeed()
+def attach(engine: Any) -> None:
+    """Write what ``engine`` does to its monitor."""
+    engine.events.add(Feed(engine, engine.monitor))

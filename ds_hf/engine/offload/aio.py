@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ds_hf.engine.events import Waits, told
 from ds_hf.engine.ops.cpu import FOLDER, REPORT
 from ds_hf.errors import OffloadError
 
@@ -54,6 +55,8 @@ class Request:
         direct: whether O_DIRECT was used; known after ``wait``.
     """
 
+    waits: Waits | None = None
+
     def __init__(self, aio: Aio, number: int, memory: Tensor, path: str, *, write: bool) -> None:
         self._aio, self._number, self._memory = aio, number, memory
         self._path, self._write = path, write
@@ -65,6 +68,7 @@ class Request:
         """Whether ``wait`` would return at once."""
         return self._over or bool(self._aio.library.ds_hf_aio_done(self._aio.handle, self._number))
 
+    @told
     def wait(self) -> int:
         """Return the number of bytes moved, all of them.
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.engine.events import Waits, told
+
 __all__ = ["DONE", "Arrival", "Link", "new_stream"]
 
 _IN_FLIGHT = 3  # gradients that may be on their way down, each kept alive on the device
@@ -37,14 +39,18 @@ class Arrival:
         event: recorded behind it, ``None`` when it is over.
     """
 
+    waits: Waits | None = None
+
     def __init__(self, event: Any = None) -> None:
         self._event = event
 
+    @told
     def on_host(self) -> None:
         """Return when the copy is over."""
         if self._event is not None:
             self._event.synchronize()
 
+    @told
     def on_stream(self) -> None:
         """Let what the current stream gets from now on come after the copy."""
         if self._event is not None:

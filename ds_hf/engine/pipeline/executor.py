@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ds_hf.config.plan import StatePlan
 from ds_hf.engine.accumulation import WholeBatches
-from ds_hf.engine.breakdown import NoBreakdown
 from ds_hf.engine.casting import autocast_of, cast_floats
 from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.engine.events import Events, Phase
 from ds_hf.engine.pipeline.messages import Links, Received
 from ds_hf.engine.pipeline.module import StageModule
 from ds_hf.engine.pipeline.schedule import Work, interleaved
@@ -43,7 +43,7 @@ class Trained(Protocol):
     compute_dtype: torch.dtype | None
     hooks: UnitHooks
     accumulation: WholeBatches
-    breakdown: NoBreakdown
+    events: Events
 
     def _scaled(self, loss: Tensor) -> Tensor: ...
 
@@ -93,20 +93,17 @@ class _Telling:
 
 
 class _Computing:
-    """The time inside is not idle; it is that of a phase of the breakdown."""
+    """The time inside is not idle; it is that of a phase of the engine."""
 
-    def __init__(self, executor: Executor, phase: str) -> None:
-        self.executor, breakdown = executor, executor.engine.breakdown
-        self.phase = breakdown(phase) if breakdown.on else None  # type: ignore[operator]  # only one that is on is called
+    def __init__(self, executor: Executor, phase: Phase) -> None:
+        self.executor, self.phase = executor, executor.engine.events.phase(phase)
 
     def __enter__(self) -> None:
         self.begun = time.perf_counter()
-        if self.phase is not None:
-            self.phase.__enter__()
+        self.phase.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self.phase is not None:
-            self.phase.__exit__(*error)
+        self.phase.__exit__(*error)
         self.executor.busy_seconds += time.perf_counter() - self.begun
 
 
@@ -138,7 +135,7 @@ class Executor:
         """
         order = interleaved(micro_batches, self.stages, self.stage, self.chunks)
         accumulation = self.engine.accumulation
-        with self._batch():
+        with self._batch(), self.engine.events.phase("schedule"):
             outcome = Outcome()
             for place, work in enumerate(order):
                 accumulation.last = place == len(order) - 1
@@ -204,7 +201,7 @@ class Executor:
             inputs = received.value
         self._expect(following)
         self.module.chunk = work.chunk
-        with self._computing("forward"):
+        with _Computing(self, "forward"):
             with autocast_of(self.engine.plan, self.engine.device):
                 outputs = self.module(inputs)
             if self._is_last(work):
@@ -240,7 +237,7 @@ class Executor:
         if link is not None:
             gradients = list(link.receive_gradients(kept.outputs))
         self._expect(following)
-        with self._computing("backward"), self.engine.hooks.driving():
+        with _Computing(self, "backward"), self.engine.hooks.driving():
             if link is None:
                 self._last_backward(kept.outputs)
             elif kept.outputs:
@@ -249,10 +246,6 @@ class Executor:
             back = self.links.gradients_before[work.chunk]
             assert back is not None
             back.send_gradients(kept.received.leaves)
-
-    def _computing(self, phase: str) -> AbstractContextManager[None]:
-        """Around the work of a layer; what watches an executor (``engine/report``) takes its place."""
-        return _Computing(self, phase)
 
     def _last_backward(self, outputs: list[Tensor]) -> None:
         if len(outputs) != 1 or outputs[0].numel() != 1:

@@ -18,6 +18,7 @@ from ds_hf.engine.report.finisher import Finisher
 from ds_hf.engine.report.header import header_of
 from ds_hf.engine.report.memory import MEMORY_STEP, MemoryWatch
 from ds_hf.engine.report.recorder import DeviceRecorder, Recorder, Step
+from ds_hf.engine.report.spans import Key
 from ds_hf.engine.report.wiring import Wiring
 from ds_hf.errors import ConfigError
 from ds_hf.log import logger, say, warn_once
@@ -83,17 +84,22 @@ class Report:
         self._samples: dict[int, int] = {}  # that were trained with when a step ended, for monitors
         self._monitor = engine.monitor if engine.mesh.world.rank == 0 and engine.monitor.enabled else None
         self.recorder.listeners.append(self._on_step)
-        self._wiring = Wiring(engine, self.recorder)
-        self._wiring.before(engine, "destroy", self.close)
+        self._wiring = Wiring(engine, self.recorder, self.close)
         self._closed = False
         engine.step_hooks.append(self._after_step)
         if self._last is not None:
-            self._guard = SaveGuard(lambda what: logger.warning("%s is left out: ds-hf profile saves nothing", what))
+            self._guard = SaveGuard(self._left_out)
         self._at_exit = _Closing(self)
         atexit.register(self._at_exit)
         self._first = engine.global_steps
         self._memory: MemoryWatch | None = None
         self.recorder.begin(engine.global_steps + 1)
+
+    def _left_out(self, what: str) -> None:
+        """The script wanted to save: not a usual step, though nothing is saved."""
+        logger.warning("%s is left out: ds-hf profile saves nothing", what)
+        if self.recorder.on:
+            self.recorder.close(self.recorder.open(self.recorder.number(Key("checkpoint", what))))
 
     def _after_step(self, engine: CoreEngine) -> None:
         """Step hook: one step ends here, and the next begins."""

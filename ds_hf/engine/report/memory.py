@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_hf.engine.probes.trial.memory import _Tracker
 from ds_hf.engine.report.recorder import Recorder
+from ds_hf.engine.report.spans import Key
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
@@ -41,23 +42,21 @@ class MemoryWatch:
         self._points: list[tuple[float, ...]] = []
         self._places: list[str] = []
         self._begun = time.perf_counter()
-        self._open, self._close = recorder.open, recorder.close
-        recorder.open, recorder.close = self._on_open, self._on_close  # type: ignore[method-assign]
-        recorder.guard = self._guard  # type: ignore[method-assign]
+        recorder.memory = self
         self._look("the beginning of the step")
 
     @contextmanager
-    def _guard(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
+        """Around each phase: tensors that it makes are counted."""
         with self._mode:
             yield
 
-    def _on_open(self, key: int) -> int:
-        name = self._recorder.keys[key]
-        self._look(f"before {name.operation} of {name.place}" if name.operation else f"before {name.place}")
-        return self._open(key)
+    def before(self, key: Key) -> None:
+        """A span begins."""
+        self._look(f"before {key.operation} of {key.place}" if key.operation else f"before {key.place}")
 
-    def _on_close(self, turn: int) -> None:
-        self._close(turn)
+    def after(self) -> None:
+        """One has ended."""
         self._look("")
 
     def _look(self, place: str) -> None:
@@ -75,8 +74,7 @@ class MemoryWatch:
 
     def result(self, number: int, rank: int) -> dict[str, Any]:
         """The line for the file; the recorder is as it was."""
-        for name in ("open", "close", "guard"):
-            self._recorder.__dict__.pop(name, None)
+        self._recorder.memory = None
         totals = [sum(point[1:]) for point in self._points]
         peak = max(range(len(totals)), key=totals.__getitem__)
         stride = -(-len(totals) // MOST_POINTS)

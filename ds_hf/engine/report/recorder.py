@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -76,6 +76,19 @@ def _rounded(span: Span) -> tuple[int, float, float, int]:
     return span.key, round(span.start * 1e6, 1), round(span.seconds * 1e6, 1), span.depth
 
 
+class Looks(Protocol):
+    """What looks at memory in the marks of a step."""
+
+    def before(self, key: Key) -> None:
+        """A span of ``key`` begins."""
+
+    def after(self) -> None:
+        """One has ended."""
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around each phase."""
+
+
 class Recorder:
     """Records the steps of one engine on a CPU.
 
@@ -90,6 +103,7 @@ class Recorder:
         keys: those that were used so far, by number.
         listeners: told of each step that is complete.
         turn: grows with each step: a span that a step's end has closed is not closed again.
+        memory: looks at memory wherever a span begins or ends, ``None`` in most steps.
     """
 
     def __init__(self, file: ReportFile, *, every: bool = False, clock: Callable[[], int] = time.perf_counter_ns):
@@ -98,6 +112,7 @@ class Recorder:
         self.phase = ""
         self.keys: list[Key] = []
         self.listeners: list[Callable[[Step], None]] = []
+        self.memory: Looks | None = None
         self.turn = 0
         self.depth = self._base = 0
         self._numbers: dict[Key, int] = {}
@@ -119,17 +134,24 @@ class Recorder:
 
     def open(self, key: int) -> int:
         """A span begins; what ``close`` wants."""
+        if self.memory is not None:
+            self.memory.before(self.keys[key])
         self.depth += 1
         self._codes.append(key)
-        self._times.append(self._clock())
+        self._stamp()
         return self.turn
+
+    def _stamp(self) -> None:
+        self._times.append(self._clock())
 
     def close(self, turn: int) -> None:
         """The innermost span ends, unless the end of a step has closed it."""
         if turn == self.turn and self.depth:
             self.depth -= 1
             self._codes.append(CLOSE)
-            self._times.append(self._clock())
+            self._stamp()
+        if self.memory is not None:
+            self.memory.after()
 
     def open_collective(self, key: int) -> int:
         """A span of a collective, on the stream that is current."""
@@ -141,7 +163,7 @@ class Recorder:
 
     def guard(self) -> AbstractContextManager[None]:
         """Around each phase of a recorded step."""
-        return _NOTHING
+        return _NOTHING if self.memory is None else self.memory.guard()
 
     def close_to(self, depth: int, turn: int) -> None:
         """All spans end but the ``depth`` outermost."""
@@ -252,18 +274,6 @@ class DeviceRecorder(Recorder):
         if self._times:
             self._kept_up.append(self._times[-1].query())
         self._times.append(self._event())
-
-    def open(self, key: int) -> int:
-        self.depth += 1
-        self._codes.append(key)
-        self._stamp()
-        return self.turn
-
-    def close(self, turn: int) -> None:
-        if turn == self.turn and self.depth:
-            self.depth -= 1
-            self._codes.append(CLOSE)
-            self._stamp()
 
     def add_tokens_of(self, count: Any) -> None:
         super().add_tokens_of(later(count) if isinstance(count, torch.Tensor) else count)

@@ -1,17 +1,15 @@
 """Puts a recorder on a finished engine, and takes it off again.
 
-Methods of the engine's own objects are replaced on these objects, and hooks put on its modules; so without a report
-there is nothing to ask for on the way of a step. Three things belong to the process and not to the engine: the class of
-the logs of collectives, torch's DataLoader, and the waits for copies and files. They get their methods back with
-``Wiring.remove``.
+The engine's events tell of its phases, the logs of their collectives, and streams, copies and files of what waits for
+them; modules have hooks. Copies, files and torch's DataLoader belong to the process and not to the engine, and the last
+knows no listeners: its method alone is replaced, until ``Wiring.close``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import MethodType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ds_hf.engine.comm.log import CollectiveLog, Entry
-from ds_hf.engine.comm.message_log import MessageLog
+from ds_hf.engine.events import Observer, Phase, Waits
 from ds_hf.engine.model_flops import count_tokens
 from ds_hf.engine.offload.aio import Request
 from ds_hf.engine.offload.link import Arrival
 from ds_hf.engine.report.recorder import Recorder
 from ds_hf.engine.report.spans import NEXT_BATCH, Key, kind_of
-from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.hooks import in_backward, tensors_in
 
 if TYPE_CHECKING:
@@ -40,96 +37,67 @@ class _Handle(Protocol):
     def remove(self) -> None: ...
 
 
-class _Replaced:
-    """A method that was replaced, on an object or a class."""
+class _Listening:
+    """A listener in an attribute of an object or a class."""
 
     def __init__(self, target: Any, name: str, value: Any) -> None:
         self._target, self._name = target, name
-        self._had = name in vars(target)
-        self._before = vars(target).get(name)
+        self._before = getattr(target, name)
         setattr(target, name, value)
 
     def remove(self) -> None:
         """What was there is there again."""
-        if self._had:
-            setattr(self._target, self._name, self._before)
-        else:
-            delattr(self._target, self._name)
+        setattr(self._target, self._name, self._before)
 
 
-class _LogsBack:
-    def __init__(self, log: Any, before: type) -> None:
-        self._log, self._before = log, before
+class _Collectives:
+    """How long this process was in each collective, and waited for messages: those are the bubbles of a pipeline."""
 
-    def remove(self) -> None:
-        """The log is as it was made."""
-        self._log.__class__ = self._before
-        for name in ("recorder", "numbers", "_turn"):
-            vars(self._log).pop(name, None)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._numbers: dict[tuple[CollectiveLog, Entry], int] = {}  # of the keys
+        self._turns: list[int] = []
 
+    def begin(self, log: CollectiveLog) -> None:
+        recorder = self._recorder
+        self._turns.append(recorder.open_collective(self._key(log)) if recorder.on else -1)
 
-class _RecordedLog(CollectiveLog):
-    """A log that also tells the recorder how long its process was in each collective.
+    def end(self, log: CollectiveLog) -> None:
+        if self._turns and (turn := self._turns.pop()) >= 0 and self._recorder.on:
+            self._recorder.close_collective(turn)
 
-    Attributes:
-        numbers: of the keys, by entry.
-    """
-
-    recorder: Recorder
-    numbers: dict[Entry, int]
-    _turn: int
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        recorder = self.recorder
-        if recorder.on:
-            self._turn = recorder.open_collective(self._key())
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self.recorder.on:
-            self.recorder.close_collective(self._turn)
-        super().__exit__(kind, error, trace)
-
-    def waiting(self, wait: Callable[[], Any]) -> Callable[[], None]:
-        recorder, inner = self.recorder, super().waiting(wait)
+    @contextmanager
+    def _span(self, key: Key) -> Iterator[None]:
+        recorder = self._recorder
         if not recorder.on:
-            return inner
-        key = recorder.number(
-            recorder.keys[self._key()]._replace(operation=f"wait for {self.entries[-1][0]}", nbytes=0)
-        )
+            yield
+            return
+        turn = recorder.open_collective(recorder.number(key))
+        yield
+        recorder.close_collective(turn)
 
-        def call() -> None:
-            turn = recorder.open_collective(key)
-            inner()
-            recorder.close_collective(turn)
+    def waiting(self, log: CollectiveLog) -> AbstractContextManager[None]:
+        key = self._recorder.keys[self._key(log)]
+        return self._span(key._replace(operation=f"wait for {log.entries[-1][0]}", nbytes=0))
 
-        return call
+    @contextmanager
+    def awaiting(self, log: CollectiveLog, peer: int) -> Iterator[None]:
+        recorder = self._recorder
+        turn = recorder.open(recorder.number(Key("pipeline", f"rank {peer}"))) if recorder.on else -1
+        yield
+        recorder.close(turn)
 
-    def _key(self) -> int:
+    def _key(self, log: CollectiveLog) -> int:
         """Of the latest entry."""
-        entry = self.entries[-1]
-        found = self.numbers.get(entry)
+        entry = log.entries[-1]
+        found = self._numbers.get((log, entry))
         if found is None:
             operation, what, numel, dtype = entry
             nbytes = numel * getattr(torch, dtype).itemsize if dtype else 0
-            nbytes *= self.world_size if operation == "reduce-scatter" else 1  # noted is what comes out
-            kind = kind_of(operation, what, self.name)
-            found = self.numbers[entry] = self.recorder.number(Key(kind, what, operation, nbytes, self.world_size))
+            nbytes *= log.world_size if operation == "reduce-scatter" else 1  # noted is what comes out
+            key = Key(kind_of(operation, what, log.name), what, operation, nbytes, log.world_size)
+            found = self._numbers[log, entry] = self._recorder.number(key)
         return found
-
-
-class _RecordedMessages(MessageLog):
-    """Waits for messages of other stages are the bubbles of a pipeline."""
-
-    recorder: Recorder
-
-    @contextmanager
-    def awaiting(self, peer: int) -> Iterator[None]:
-        recorder = self.recorder
-        with super().awaiting(peer):
-            turn = recorder.open(recorder.number(Key("pipeline", f"rank {peer}"))) if recorder.on else -1
-            yield
-            recorder.close(turn)
 
 
 def places_of(model: nn.Module, units: set[int]) -> dict[str, nn.Module]:
@@ -164,142 +132,81 @@ def places_of(model: nn.Module, units: set[int]) -> dict[str, nn.Module]:
     return dict(list(usable.items())[:MOST_PLACES])
 
 
-class Wiring:
-    """The connections between ``engine`` and ``recorder``."""
+# The span of each phase; a forward that does not train is told apart.
+_SPANS: dict[Phase, Key] = {
+    "forward": Key("compute", "forward"),
+    "backward": Key("compute", "backward"),
+    "own backward": Key("compute", "backward"),
+    "flush": Key("compute", "end of backward"),
+    "step": Key("update", "step"),
+    "schedule": Key("pipeline", "the schedule"),
+    "save_checkpoint": Key("checkpoint", "save_checkpoint"),
+    "load_checkpoint": Key("checkpoint", "load_checkpoint"),
+}
+_EVALUATION = Key("evaluation", "forward")
+_GUARDED = ("forward", "backward", "step")  # where memory can be looked at
 
-    def __init__(self, engine: CoreEngine, recorder: Recorder) -> None:
-        self._recorder = recorder
+
+class Wiring(Observer):
+    """The connections between ``engine`` and ``recorder``.
+
+    Args:
+        closed: called when the engine is destroyed.
+    """
+
+    def __init__(self, engine: CoreEngine, recorder: Recorder, closed: Callable[[], None]) -> None:
+        self._engine, self._recorder, self.close = engine, recorder, closed  # type: ignore[method-assign]
         self._handles: list[_Handle] = []
-        self._watch_phases(engine)
+        engine.events.add(self)
         self._watch_places(engine)
         self._watch_waits(engine)
         self._watch_logs(engine)
-        self._watch_others()
+        self._listen(Arrival, "waits", staticmethod(self._in_main_thread(_of_copy)))
+        self._listen(Request, "waits", staticmethod(self._in_main_thread(_of_file)))
+        self._watch_loaders()
 
     def remove(self) -> None:
         """Everything is as it was."""
+        self._engine.events.remove(self)
         while self._handles:
             self._handles.pop().remove()
 
-    def before(self, target: Any, name: str, first: Callable[[], None]) -> None:
-        """Have ``first`` called before a method of ``target``."""
-        inner = getattr(target, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            first()
-            return inner(*args, **kwargs)
-
-        self._replace(target, name, call)
-
-    def _replace(self, target: Any, name: str, value: Any) -> None:
-        self._handles.append(_Replaced(target, name, value))
-
-    def _within(self, target: Any, name: str, key: Key, *, phase: str = "", guarded: bool = False) -> None:
-        """Calls of a method are spans of ``key``; where they are ``guarded``, memory can be looked at in them."""
-        recorder, inner, number = self._recorder, getattr(target, name), self._recorder.number(key)
-
-        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            given = (owner, *args) if isinstance(target, type) else args
-            if not recorder.on:
-                return inner(*given, **kwargs)
-            depth, turn = recorder.depth, recorder.open(number)
-            if phase:
-                recorder.enter_phase(phase)
-            try:
-                if guarded:
-                    with recorder.guard():
-                        return inner(*given, **kwargs)
-                return inner(*given, **kwargs)
-            finally:
-                recorder.close_to(depth, turn)
-                if phase:
-                    recorder.phase = ""
-
-        # A method still: torch's schedulers ask that of an optimizer for its function.
-        self._replace(target, name, call if isinstance(target, type) else MethodType(call, target))
+    def _listen(self, target: Any, name: str, value: Any) -> None:
+        self._handles.append(_Listening(target, name, value))
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
-    def _watch_phases(self, engine: CoreEngine) -> None:
+    def on_phase(
+        self, name: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[None] | None:
+        """A span of what the engine does."""
         recorder = self._recorder
-        executor: Any = getattr(engine, "executor", None)
-        self._within(engine, "backward", Key("compute", "backward"), phase="backward", guarded=True)
-        self._within(engine, "step", Key("update", "step"), guarded=True)
-        assert engine.optimizer is not None
-        self._within(engine.optimizer, "step", Key("update", "step"))
-        for name in ("save_checkpoint", "load_checkpoint"):
-            self._within(engine, name, Key("checkpoint", name))
-        self._within(engine.hooks, "flush", Key("compute", "end of backward"))
-        self._watch_own_backward(engine)
-        forward = engine.forward
-        number, other = recorder.number(Key("compute", "forward")), recorder.number(Key("evaluation", "forward"))
+        # A backward of the script's begins where the model's output gets its gradient; one in a forward is part of it.
+        if not recorder.on or (name == "own backward" and recorder.phase):
+            return None
+        key, inside = _SPANS[name], {"own backward": "backward"}.get(name, name)
+        if name == "forward" and not (self._engine.training and torch.is_grad_enabled()):
+            key, inside = _EVALUATION, ""
+        elif name == "forward" and (args or kwargs):
+            recorder.add_tokens_of(count_tokens(args, kwargs))
+        return self._span(key, inside if name in ("forward", "backward", "own backward") else None, name in _GUARDED)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not recorder.on:
-                return forward(*args, **kwargs)
-            trains = engine.training and torch.is_grad_enabled()
-            if trains:
-                recorder.add_tokens_of(count_tokens(args, kwargs))
-            depth, turn = recorder.depth, recorder.open(number if trains else other)
-            recorder.enter_phase("forward" if trains else "")
-            try:
-                with recorder.guard():
-                    return forward(*args, **kwargs)
-            finally:
-                recorder.close_to(depth, turn)
-                recorder.phase = ""
-
-        self._replace(engine, "forward", run)
-        if executor is not None:
-            self._watch_stages(executor)
-
-    def _watch_stages(self, executor: Any) -> None:
-        recorder, computing = self._recorder, executor._computing
-        numbers = {phase: recorder.number(Key("compute", phase)) for phase in ("forward", "backward")}
-
-        @contextmanager
-        def run(phase: str) -> Iterator[None]:
-            if not recorder.on:
-                with computing(phase):
-                    yield
-                return
-            depth, turn = recorder.depth, recorder.open(numbers[phase])
+    @contextmanager
+    def _span(self, key: Key, phase: str | None, guarded: bool) -> Iterator[None]:
+        recorder = self._recorder
+        depth, turn = recorder.depth, recorder.open(recorder.number(key))
+        if phase is not None:
             recorder.enter_phase(phase)
-            try:
-                with computing(phase):
+        try:
+            if guarded:
+                with recorder.guard():
                     yield
-            finally:
-                recorder.close_to(depth, turn)
+            else:
+                yield
+        finally:
+            recorder.close_to(depth, turn)
+            if phase is not None:
                 recorder.phase = ""
-
-        self._replace(executor, "_computing", run)
-        self._within(executor, "train", Key("pipeline", "the schedule"))
-        log = executor.links.log
-        log.recorder = recorder
-        self._handles.append(_LogsBack(log, type(log)))
-        log.__class__ = _RecordedMessages
-
-    def _watch_own_backward(self, engine: CoreEngine) -> None:
-        """A ``loss.backward()`` of one's own: it begins where the model's output gets its gradient."""
-        recorder, hooks = self._recorder, engine.hooks
-        queue, over = hooks._queue_flush, hooks._flush_callback
-        number = recorder.number(Key("compute", "backward"))
-        opened: list[tuple[int, int]] = []
-
-        def begin() -> None:
-            if recorder.on and not hooks.driven and not hooks._flush_queued and not recorder.phase:
-                opened[:] = [(recorder.depth, recorder.open(number))]
-                recorder.enter_phase("backward")
-            queue()
-
-        def end() -> None:
-            over()
-            while opened:
-                recorder.close_to(*opened.pop())
-                recorder.phase = ""
-
-        self._replace(hooks, "_queue_flush", begin)
-        self._replace(hooks, "_flush_callback", end)
 
     # -- modules --------------------------------------------------------------------------------------------------
 
@@ -312,50 +219,63 @@ class Wiring:
 
     # -- waits ----------------------------------------------------------------------------------------------------
 
+    def _waits(self, key: Key) -> Waits:
+        """Waits are spans of ``key``."""
+        recorder, number = self._recorder, self._recorder.number(key)
+
+        @contextmanager
+        def span() -> Iterator[None]:
+            turn = recorder.open(number)
+            yield
+            recorder.close(turn)
+
+        return lambda target, method: span() if recorder.on else None
+
     def _watch_waits(self, engine: CoreEngine) -> None:
         """Where the computation waits for communication streams."""
-        streams = set()
-        peers = set()
+        streams = {}
         for unit in engine.units:
             for buffer in unit.buffers:
-                self._watch_gather(buffer)
-                streams.add((buffer.comm_stream, "gather", "weights"))
-                if buffer.peers is not None:
-                    peers.add(buffer.peers)
+                self._listen(buffer, "waits", self._waits(Key("gather", buffer.labels.weights)))
+                streams[buffer.comm_stream] = Key("gather", "weights: the end of what was asked for")
+                if buffer.peers is not None and buffer.peers.waits is None:
+                    self._listen(buffer.peers, "waits", self._waits(Key("gather", "weights: a meeting of the ranks")))
         for gradient in engine.reducer.buffers:
-            streams.add((gradient.comm_stream, "reduction", "gradients"))
-        for stream, kind, what in streams:
+            key = Key("reduction", "gradients: the end of what was asked for")
+            streams.setdefault(gradient.comm_stream, key)
+        for stream, key in streams.items():
             if stream.stream is not None:
-                for name in ("join", "settle"):
-                    self._within(stream, name, Key(kind, f"{what}: the end of what was asked for"))
-        for each in peers:
-            self._within(each, "meet_on_main", Key("gather", "weights: a meeting of the ranks"))
-
-    def _watch_gather(self, buffer: FlatBuffer) -> None:
-        recorder, inner = self._recorder, buffer.gather
-        number = recorder.number(Key("gather", buffer.labels.weights))
-
-        def gather() -> None:
-            if not recorder.on or buffer.state is BufferState.GATHERED:
-                return inner()
-            turn = recorder.open(number)
-            inner()
-            return recorder.close(turn)
-
-        self._replace(buffer, "gather", gather)
+                self._listen(stream, "waits", self._waits(key))
 
     def _watch_logs(self, engine: CoreEngine) -> None:
-        axes = {id(axis.log): axis for axis in engine.mesh.axes}
+        logs = [axis.log for axis in engine.mesh.axes]
         for unit in engine.units:
             for buffer in unit.buffers:
-                for axis in (buffer.axis, buffer.gathered_over, buffer.replicas.axis):
-                    axes.setdefault(id(axis.log), axis)
-        for axis in axes.values():
-            log: Any = axis.log
-            if type(log) is CollectiveLog:
-                vars(log).update(recorder=self._recorder, numbers={}, _turn=-1)
-                self._handles.append(_LogsBack(log, CollectiveLog))
-                log.__class__ = _RecordedLog
+                logs += (axis.log for axis in (buffer.axis, buffer.gathered_over, buffer.replicas.axis))
+        executor = getattr(engine, "executor", None)
+        if executor is not None:
+            logs.append(executor.links.log)
+        observer = _Collectives(self._recorder)
+        for log in dict.fromkeys(logs):
+            self._listen(log, "observer", observer)
+
+    def _in_main_thread(self, key_of: Callable[[Any], Key | None]) -> Waits:
+        """Waits of the script's threads; the key of what is waited for, ``None`` where that is over."""
+        recorder = self._recorder
+
+        @contextmanager
+        def span(key: Key) -> Iterator[None]:
+            turn = recorder.open_collective(recorder.number(key))
+            yield
+            recorder.close_collective(turn)
+
+        def waits(target: Any, method: str) -> AbstractContextManager[None] | None:
+            key = key_of(target) if recorder.on else None
+            if key is None or threading.current_thread().name.startswith("ds_hf"):
+                return None
+            return span(key)
+
+        return waits
 
     def _watch_loaders(self) -> None:
         """Of whatever script: torch's class is the only place where all loaders come by."""
@@ -371,37 +291,18 @@ class Wiring:
             finally:
                 recorder.close_to(depth, turn)
 
-        self._replace(_BaseDataLoaderIter, "__next__", following)
+        self._listen(_BaseDataLoaderIter, "__next__", following)
 
-    def _watch_others(self) -> None:
-        """What belongs to the process: the loaders, copies between host and device, files."""
-        recorder = self._recorder
-        self._watch_loaders()
 
-        def recorded(inner: Callable[[Any], Any], key_of: Callable[[Any], Key | None]) -> Callable[[Any], Any]:
-            def wait(self: Any) -> Any:
-                key = key_of(self) if recorder.on else None
-                if key is None or threading.current_thread().name.startswith("ds_hf"):
-                    return inner(self)
-                turn = recorder.open_collective(recorder.number(key))
-                found = inner(self)
-                recorder.close_collective(turn)
-                return found
+def _of_copy(arrival: Any) -> Key | None:
+    return None if arrival._event is None else Key("offload", "copies between host and device")
 
-            return wait
 
-        def of_copy(arrival: Any) -> Key | None:
-            return None if arrival._event is None else Key("offload", "copies between host and device")
-
-        def of_file(request: Any) -> Key | None:
-            if request._over:
-                return None
-            name = request._path.rpartition("/")[2]
-            return Key("offload", f"disk: {name}", "write" if request._write else "read", request._memory.nbytes)
-
-        self._replace(Arrival, "on_host", recorded(Arrival.on_host, of_copy))
-        self._replace(Arrival, "on_stream", recorded(Arrival.on_stream, of_copy))
-        self._replace(Request, "wait", recorded(Request.wait, of_file))
+def _of_file(request: Any) -> Key | None:
+    if request._over:
+        return None
+    name = request._path.rpartition("/")[2]
+    return Key("offload", f"disk: {name}", "write" if request._write else "read", request._memory.nbytes)
 
 
 class _Place:

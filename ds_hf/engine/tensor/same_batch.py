@@ -19,12 +19,17 @@ from ds_hf.engine.zero.hooks import tensors_in
 from ds_hf.errors import DsHfError
 from ds_hf.log import logger
 
-__all__ = ["compare_first_batch"]
+__all__ = ["attach", "compare_first_batch"]
 
 # DeepSpeed's words, which its users look for.
 _MESSAGE = "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
 _MODULUS = (1 << 61) - 1
 _CHUNK = 1 << 22  # bytes
+
+
+def attach(engine: Any) -> None:
+    """Compare the first batch of ``engine``."""
+    compare_first_batch(engine.module, engine.mesh)
 
 
 def compare_first_batch(model: nn.Module, mesh: Mesh) -> RemovableHandle:

@@ -17,7 +17,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +30,7 @@ from ds_hf.engine.comm.block_collectives import all_gather_blocks
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.peers import Peers, Region
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
+from ds_hf.engine.events import Waits
 from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary, wake
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Slot
@@ -195,6 +196,7 @@ class FlatBuffer:
     """
 
     _next_id = 0
+    waits: Waits | None = None
 
     def __init__(
         self,
@@ -365,6 +367,13 @@ class FlatBuffer:
         """Make the whole parameters available. Collective when sharded over several processes."""
         if self.state is BufferState.GATHERED:
             return
+        if self.waits is None:
+            self._arrive()
+        else:
+            with self.waits(self, "gather") or nullcontext():
+                self._arrive()
+
+    def _arrive(self) -> None:
         self.start_gather()
         wait(self._arrival)
         self._arrival = None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_hf.engine.events import Events
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.external import ExternalParameters, external_parameters, unwatch, watch
 from ds_hf.engine.zero.gradients import GradientBuffer
@@ -122,6 +123,7 @@ class UnitHooks:
         needs_scale: gradients carry a loss scale.
         sharing: what is to be done about engines that have some of the parameters too.
         shards: the parameters are shards between uses.
+        events: told of the ends of backwards, and of those that are not the engine's.
     """
 
     def __init__(
@@ -133,8 +135,11 @@ class UnitHooks:
         needs_scale: bool = False,
         sharing: Sharing | None = None,
         shards: bool = False,
+        events: Events | None = None,
     ) -> None:
         self.units = units
+        self.events = events or Events()
+        self._own_backward = ExitStack()  # what is around a backward that is not the engine's
         self.reducer = reducer
         self.prefetch = prefetch or Prefetch(enabled=False)
         reducer.on_order = self.prefetch.follow
@@ -389,6 +394,7 @@ class UnitHooks:
         self._begun.clear()
         self._first.clear()
         self._flush_queued = False
+        self._own_backward.close()
         self._note()
         self.reducer.abandon()
 
@@ -559,6 +565,8 @@ class UnitHooks:
     def _queue_flush(self) -> None:
         """Have backward end with a flush also when user code calls ``loss.backward()`` itself."""
         if not self.driven and not self._flush_queued:
+            if self.events.watched:
+                self._own_backward.enter_context(self.events.phase("own backward"))
             self._flush_queued = True
             self._note()
             for other in _others(self):
@@ -566,6 +574,10 @@ class UnitHooks:
             torch.autograd.Variable._execution_engine.queue_callback(self._flush_callback)
 
     def _flush_callback(self) -> None:
+        with self._own_backward:
+            self._end_own_backward()
+
+    def _end_own_backward(self) -> None:
         self._flush_queued = False
         for other in _others(self):
             other.reducer.receive()
@@ -586,6 +598,13 @@ class UnitHooks:
 
     def flush(self) -> None:
         """End of backward."""
+        if self.events.watched:
+            with self.events.phase("flush"):
+                self._flush()
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
         for unit in self.units:
             unit.open_calls.clear()
         self._begun.clear()

@@ -17,8 +17,7 @@ from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.optim.stream_share import Room
-from ds_hf.engine.probes.learning_rate import snapshot as lr_probe
-from ds_hf.engine.probes.trial import snapshot as trial
+from ds_hf.engine.probes.snapshot import Snapshot
 from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
@@ -189,8 +188,8 @@ def comes_back(stage: int) -> None:
     """After a trial of the autotuner, and after a learning-rate range test."""
     engine = make(stage, True)
     train(engine, 2)
-    for take in (trial.Snapshot, lr_probe.Snapshot):
-        snapshot = take(engine)
+    for gradients in (True, False):
+        snapshot = Snapshot(engine, gradients=gradients)
         before, values = masters(engine), weights(engine)
         losses = train(engine, 3)
         after = masters(engine)

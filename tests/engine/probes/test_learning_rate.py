@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import ds_hf
 from ds_hf.engine.probes.learning_rate import script as script_module
-from ds_hf.engine.probes.learning_rate.script import ENVIRONMENT
-from ds_hf.engine.probes.learning_rate.snapshot import Snapshot
+from ds_hf.engine.probes.snapshot import Snapshot
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.lr import LrOptions, LrResult
+from ds_hf.measure.saving import LR_ENV
 from tests.engine.checkpoint.workload import VOCABULARY, Model, build, config, differences, engine_of, states, train
 from tests.helpers.distributed import run_distributed
 
@@ -158,6 +158,8 @@ def test_an_error_inside_leaves_the_engine_as_it_was() -> None:
     with engine_of(config(3)) as engine:
         train(engine, 2)
         before, calls = states(engine), []
+        steps: list[Any] = []
+        engine.step_hooks.append(steps.append)
 
         def loss_of(engine: Any, batch: Tensor) -> Tensor:
             calls.append(1)
@@ -169,8 +171,9 @@ def test_an_error_inside_leaves_the_engine_as_it_was() -> None:
             engine.lr_range_test(batches(8), loss_of=loss_of, **SMALL)
         assert differences(before, states(engine)) == []
         assert engine.lr_scheduler is not None
-        assert engine.step_hooks
+        assert not steps
         train(engine, 1)
+        assert steps == [engine]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,7 @@ class External(nn.Module):
 def job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     content = {"options": SMALL, "result": str(folder / "result.json"), "progress": str(folder / "progress.jsonl")}
     (folder / "job.json").write_text(json.dumps(content))
-    monkeypatch.setenv(ENVIRONMENT, str(folder / "job.json"))
+    monkeypatch.setenv(LR_ENV, str(folder / "job.json"))
     monkeypatch.setattr(script_module, "leave", sys.exit)  # the process is pytest's
     monkeypatch.setattr(script_module, "SaveGuard", mock.MagicMock())
     return folder / "result.json"
@@ -296,7 +299,7 @@ def test_a_script_that_fails_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_without_the_variable_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with engine_of(config(1)) as engine:
         assert not {"forward", "backward", "step"} & set(engine.__dict__)
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "missing.json"))
+    monkeypatch.setenv(LR_ENV, str(tmp_path / "missing.json"))
     with pytest.raises(ConfigError, match="a job that cannot be read"):
         build(config(1))
 

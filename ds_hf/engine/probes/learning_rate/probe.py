@@ -24,8 +24,7 @@ from torch import Tensor
 
 from ds_hf.engine.comm.collectives import all_reduce_sum
 from ds_hf.engine.comm.mesh import compute_device
-from ds_hf.engine.monitor import NoFeed
-from ds_hf.engine.probes.learning_rate.snapshot import Snapshot
+from ds_hf.engine.probes.snapshot import Snapshot
 from ds_hf.errors import DsHfError, LossScaleError
 from ds_hf.log import logger
 from ds_hf.lr import LrOptions, LrResult, Run, RunResult, Sweep, decide, landmarks, run_lr
@@ -222,10 +221,10 @@ class _Work:
             fed = yield Want(batch, micro, held_out=False)
             losses.append(fed.loss.detach().float() * fed.share)
             engine.accumulation.forced = micro == self.micro_batches - 1
-            type(engine).backward(engine, fed.loss, **fed.backward)
+            engine.backward(fed.loss, **fed.backward)
             self._set_lr(lr)  # only now: a script that steps a schedule of its own has written its rate meanwhile
             with contextlib.suppress(LossScaleError):  # an overflow at the smallest scale: noticed as divergence
-                type(engine).step(engine)
+                engine.step()
         self.updates += 1
         return self._mean(losses)
 
@@ -246,7 +245,7 @@ class _Work:
                 fed = yield Want(batch, micro, held_out=True)
                 losses.append(fed.loss.detach().float() * fed.share / count)
                 if not fed.evaluated:  # its graph has to be used up: units wait for their backward
-                    type(engine).backward(engine, fed.loss, **fed.backward)
+                    engine.backward(fed.loss, **fed.backward)
                     self.optimizer.zero_grad()
         torch.set_rng_state(states)
         engine.train()
@@ -298,15 +297,14 @@ class _Divergence:
 def _quiet(engine: CoreEngine) -> Iterator[None]:
     """Monitors are not told of the updates, and no schedule counts them."""
     engine._settle()  # the step before was the script's
-    hooks, engine.step_hooks = engine.step_hooks, []
-    feed, engine.feed = engine.feed, NoFeed()
     scheduler, engine.lr_scheduler = engine.lr_scheduler, None
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with engine.events.paused():
+            yield
     finally:
-        engine.step_hooks, engine.lr_scheduler, engine.feed = hooks, scheduler, feed
+        engine.lr_scheduler = scheduler
         logger.setLevel(level)
 
 

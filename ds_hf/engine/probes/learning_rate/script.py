@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map
 
 from ds_hf.engine.comm.collectives import all_reduce_max, barrier
 from ds_hf.engine.comm.mesh import compute_device
+from ds_hf.engine.events import Phase
 from ds_hf.engine.probes.learning_rate.feeding import drive, loss_in
 from ds_hf.engine.probes.learning_rate.probe import Fed, Search, Want, search
 from ds_hf.errors import ConfigError, DsHfError
@@ -43,9 +44,8 @@ from ds_hf.regular_files import read_object
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
 
-__all__ = ["ENVIRONMENT", "attach"]
+__all__ = ["attach"]
 
-ENVIRONMENT = LR_ENV
 ALIKE = 1e-3  # how far losses of script and model may differ in ratio
 
 
@@ -55,7 +55,7 @@ def attach(engine: CoreEngine) -> None:
     Raises:
         ConfigError: the job cannot be read.
     """
-    path = os.environ.get(ENVIRONMENT)
+    path = os.environ.get(LR_ENV)
     if not path or engine.optimizer is None:
         return
     try:
@@ -63,11 +63,10 @@ def attach(engine: CoreEngine) -> None:
         script = _Script(engine, LrOptions(**job["options"]), Path(job["result"]), Path(job["progress"]))
     except (OSError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
-            f"{ENVIRONMENT} names a job that cannot be read ({error!s:.300}): it is for ds-hf lr-find; unset it",
+            f"{LR_ENV} names a job that cannot be read ({error!s:.300}): it is for ds-hf lr-find; unset it",
             source=path[:300],
         ) from harmless(error)
-    replaced = {"forward": script.forward, "backward": script.backward, "step": script.step}
-    engine.__dict__.update(replaced)
+    engine.events.intercept(script)
 
 
 @dataclass(frozen=True)
@@ -114,17 +113,23 @@ class _Script:
         self.guard = SaveGuard(self._before_saving)
         atexit.register(self._ended_early, None)
 
-    # -- in place of the engine's methods -----------------------------------------------------------------------------
+    # -- in place of the engine ------------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = type(self.engine).forward(self.engine, *args, **kwargs)
+    def call(self, name: Phase, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Forwards are noted, backwards end micro-batches, and the search makes the steps."""
+        if name == "forward":
+            return self.forward(method, args, kwargs)
+        if name == "backward":
+            return self.backward(*args, **kwargs)
+        return None if name == "step" else method(*args, **kwargs)
+
+    def forward(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Keep a copy of what the model was given, and of the loss that it returned."""
+        output = method(*args, **kwargs)
         if self.recording and torch.is_grad_enabled():
             loss = loss_in(output)  # a copy is kept: the Trainer multiplies it in place by the number of processes
             self.forwards.append((*tree_map(_held, (args, kwargs)), None if loss is None else loss.detach().clone()))
         return output
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """The search makes the steps."""
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Tensor:
         """One micro-batch of the script is complete."""
@@ -158,7 +163,7 @@ class _Script:
         args, kwargs, _ = self.forwards[-1] if self.forwards else ((), {}, None)
         self.forwards.clear()
         self.calls.append(_Call(args, kwargs, factor, further, share))
-        type(engine).backward(engine, loss, **further)  # units wait for it
+        engine.backward(loss, **further)  # units wait for it
         assert engine.optimizer is not None
         engine.optimizer.zero_grad()
         self._tell({"phase": "record", "step": len(self.calls), "of": self.options.batches * self.steps})

@@ -13,6 +13,7 @@ import atexit
 import json
 import math
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -21,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from ds_hf.engine.comm import collectives
+from ds_hf.engine.events import Phase
+from ds_hf.engine.probes.snapshot import Snapshot
 from ds_hf.engine.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch, resized
 from ds_hf.engine.probes.trial.clock import Clock
-from ds_hf.engine.probes.trial.memory import memory_meter
+from ds_hf.engine.probes.trial.memory import memory_meter, room_for_snapshot
 from ds_hf.engine.probes.trial.probe import Probe
 from ds_hf.engine.probes.trial.replay import NoLoss, Replay
-from ds_hf.engine.probes.trial.snapshot import Snapshot, room_for_snapshot
 from ds_hf.engine.probes.trial.split import split_of
 from ds_hf.engine.probes.trial.survey import facts, set_checkpointing, survey
 from ds_hf.errors import ConfigError
@@ -73,8 +75,7 @@ class Driver:
         self.loaders = LoaderWatch()
         if request.gradient_checkpointing is not None and not set_checkpointing(engine, request.gradient_checkpointing):
             self.emit("note", text="the model has no gradient checkpointing to switch on")
-        self._forward = engine.forward
-        engine.forward = self.forward  # type: ignore[method-assign]  # nn.Module calls what the object has
+        engine.events.intercept(self)
         engine.step_hooks.append(self.after_step)
         self._clock = Clock(engine.device)
         self._waits: list[float] = []  # for data, since the step before
@@ -91,20 +92,20 @@ class Driver:
             self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
             self._file.flush()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the engine's: the first one that trains is where everything is measured."""
-        if not self.measured and torch.is_grad_enabled() and self.engine.module.training:
+    def call(self, name: Phase, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first forward that trains is where everything is measured."""
+        if name == "forward" and not self.measured and torch.is_grad_enabled() and self.engine.module.training:
             self.measured = True
             if self.request.finish:
                 self._guard.watch_files()
-            self._measure(args, kwargs)
+            self._measure(args, dict(kwargs))
             if self.request.natural_steps == 0:
                 self._finish()
             else:
                 self._machine = Probe(self.engine).read(least=NATURAL_BEATS)
             self._clock.mark()
             self._waited = self.loaders.waited
-        return self._forward(*args, **kwargs)
+        return method(*args, **kwargs)
 
     def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         numel = batch_numel(args, kwargs)
@@ -118,7 +119,7 @@ class Driver:
         keep = None
         ends = self.request.finish and not self.request.natural_steps  # the state would not be seen again
         if not self.request.finish or (not ends and room_for_snapshot(self.engine)):
-            keep = Snapshot(self.engine)
+            keep = Snapshot(self.engine, gradients=True)
         replay = Replay(self.engine, Batch(args, kwargs, numel), self.request, self.meter, self.emit)
         try:
             with replay.prepared():
@@ -234,7 +235,7 @@ class Driver:
             self._file.close()
             self._file = None
         if not self.request.finish:
-            self.engine.__dict__.pop("forward", None)
+            self.engine.events.intercept(None)
             return
         collectives.barrier(self.engine.mesh.world)
         with suppress(Exception):

@@ -20,10 +20,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_hf import host
+
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
 
-__all__ = ["CudaMeter", "MemoryMeter", "TensorMeter", "is_out_of_memory", "memory_meter", "resident_tensors"]
+__all__ = [
+    "CudaMeter",
+    "MemoryMeter",
+    "TensorMeter",
+    "is_out_of_memory",
+    "memory_meter",
+    "resident_tensors",
+    "room_for_snapshot",
+]
+
+HOST_SHARE = 0.5  # of the free host memory of this rank
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -188,3 +200,11 @@ def agree_max(engine: CoreEngine, value: int, reduce: Callable[[Tensor], Any]) -
     tensor = torch.tensor([value], dtype=torch.int64, device=engine.device)
     reduce(tensor)
     return int(tensor)
+
+
+def room_for_snapshot(engine: CoreEngine) -> bool:
+    """Whether the host can hold a copy of what this rank owns."""
+    if engine.optimizer is not None and engine.optimizer.store.splits:
+        return False
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in resident_tensors(engine)}
+    return bool(sum(storages.values()) <= HOST_SHARE * host.available_memory() / host.local_world_size())

@@ -99,18 +99,17 @@ class Replay:
         engine = self.engine
         optimizer = engine.optimizer
         assert optimizer is not None
-        hooks, scheduler, forced = list(engine.step_hooks), engine.lr_scheduler, engine.accumulation.forced
+        scheduler, forced = engine.lr_scheduler, engine.accumulation.forced
         sizes, steps = engine.batch, engine.accumulation.steps
         rates = [group.get("lr") for group in optimizer.param_groups]
-        engine.step_hooks.clear()
         engine.lr_scheduler = None
         for group in optimizer.param_groups:
             if isinstance(group.get("lr"), float | int):
                 group["lr"] = 0.0
         try:
-            yield
+            with engine.events.paused():
+                yield
         finally:
-            engine.step_hooks[:] = hooks
             engine.lr_scheduler, engine.accumulation.forced = scheduler, forced
             engine.batch, engine.accumulation.steps = sizes, steps
             for group, rate in zip(optimizer.param_groups, rates, strict=True):

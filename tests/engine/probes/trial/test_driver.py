@@ -275,7 +275,7 @@ def test_an_engine_outside_of_trials_is_untouched() -> None:
 
 def untouched() -> bool:
     engine = make_engine(0)
-    return "forward" not in engine.__dict__ and len(engine.step_hooks) == 1
+    return not engine.events.watched and not engine.step_hooks
 
 
 def test_tensor_meter_counts_what_lives() -> None:

@@ -1,8 +1,9 @@
 """Everything that training changes, kept in host memory on each rank, and put back bit for bit.
 
 Kept: parameters and masters as far as the rank holds them, the optimizer's states and options, the loss scaler,
-counters, buffers of the model, random states, the position in ``training_data``, train and eval modes. Tensors are
-written back in place, so that what holds one (a captured graph, pinned memory) holds the right one afterwards.
+counters, buffers of the model, random states, the position in ``training_data``, train and eval modes, and if asked for
+the gradients of an unfinished accumulation. Tensors are written back in place, so that what holds one (a captured
+graph, pinned memory) holds the right one afterwards.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ds_hf.engine.checkpoint.interface import extra_states
 from ds_hf.engine.checkpoint.rng import random_states, restore_random_states
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.weight_sync import sync_weights
 from ds_hf.errors import DsHfError
 
@@ -33,30 +35,40 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "_applied")
 class Snapshot:
     """The state of ``engine`` now. Taking one is local; ``restore`` is collective.
 
+    Args:
+        gradients: keep those of an unfinished accumulation too; otherwise there may be none.
+
     Raises:
         DsHfError: the engine has no optimizer, is inside an accumulation, or has its states in files.
     """
 
-    def __init__(self, engine: CoreEngine) -> None:
+    def __init__(self, engine: CoreEngine, *, gradients: bool = False) -> None:
         if engine.optimizer is None:
-            raise DsHfError("a learning-rate test needs an engine with an optimizer")
+            raise DsHfError("a test that brings everything back needs an engine with an optimizer")
         if engine.optimizer.store.splits:
             raise DsHfError(
-                f"a learning-rate test keeps a copy of everything, but {engine.optimizer.store.splits}: run it with "
+                f"a test that brings everything back keeps a copy, but {engine.optimizer.store.splits}: run it with "
                 '"device": "cpu" in offload_optimizer, or on a smaller model'
             )
         engine._settle()
         engine._finish_update()
-        if not all(gradient.empty for gradient in engine.reducer.buffers):
+        if not gradients and not all(gradient.empty for gradient in engine.reducer.buffers):
             raise DsHfError("a learning-rate test begins between optimizer steps, not inside an accumulation")
         self.engine = engine
         self.optimizer: ShardedOptimizer = engine.optimizer
+        self.gradients = [self._gradient(gradient) for gradient in engine.reducer.buffers] if gradients else []
         self.tensors = {key: _host(value) for key, value in self._live_tensors()}
         self.states = [(param, _kept(state)) for param, state in self.optimizer.state.items()]
         self.rest = copy.deepcopy(self._live_rest())
         self.modes = [(module, module.training) for module in engine.module.modules()]
         self.outcome = engine.optimizer._outcome
         self.random = random_states()
+
+    def _gradient(self, gradient: GradientBuffer) -> tuple[GradientBuffer, list[tuple[Tensor, torch.device] | None]]:
+        """What one holds, and where: before its reduction, and after it."""
+        gradient.collect(self.engine.reducer.factor)
+        held = gradient.partial, gradient.settled()
+        return gradient, [None if value is None else (_host(value), value.device) for value in held]
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
@@ -107,6 +119,9 @@ class Snapshot:
             sync_weights([buffer], whole=optimizer.whole)
         self._restore_states()
         self._restore_rest()
+        for gradient, held in self.gradients:
+            gradient.clear()
+            gradient.partial, gradient.owned = (None if kept is None else kept[0].to(kept[1]) for kept in held)
         for module, mode in self.modes:
             module.training = mode
         restore_random_states(self.random)

@@ -1,0 +1,74 @@
+"""What looks at a finished engine, or changes how it runs its module: one row each, and a room of its own that is
+entered where the configuration, the mesh or the environment asks for it.
+
+``ds_hf.report`` is not among them: its processes agree on a folder before anything is built, see ``builder``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
+
+from ds_hf.engine.engine import CoreEngine
+from ds_hf.measure.protocol import TRIAL_ENV
+from ds_hf.measure.saving import LR_ENV
+
+__all__ = ["FEATURES", "Feature", "attach_features"]
+
+
+class Feature(NamedTuple):
+    """One of them.
+
+    Attributes:
+        wanted: whether this engine has it.
+        attach: module and function, which is given the engine.
+    """
+
+    name: str
+    wanted: Callable[[CoreEngine], object]
+    attach: str
+
+
+def _prints(engine: CoreEngine) -> bool:
+    return engine.mesh.world.rank == 0
+
+
+# In this order: what comes later sees what came before it.
+FEATURES = (
+    Feature("monitors", lambda e: e.monitor.writes and e.optimizer is not None, "ds_hf.engine.monitor.feed:attach"),
+    Feature(
+        "times, memory and operations of phases",
+        lambda e: e.settings.wall_clock_breakdown or e.settings.memory_breakdown or e.settings.flops_profiler.enabled,
+        "ds_hf.engine.breakdown:attach",
+    ),
+    Feature(
+        "the first batch compared over the tensor axis",
+        lambda e: e.mesh.shape.tensor > 1 and not e.mesh.is_given,
+        "ds_hf.engine.tensor.same_batch:attach",
+    ),
+    Feature(
+        "activations in host memory",
+        lambda e: e.settings.activation_checkpointing.cpu_checkpointing or e.settings.ds_hf.offload_activations,
+        "ds_hf.engine.activations:attach",
+    ),
+    Feature(
+        "tiled MLPs, chunked losses, losses of cut heads",
+        lambda e: e.settings.ds_hf.tiled_mlp is not None or e.settings.ds_hf.chunked_loss or e.mesh.shape.tensor > 1,
+        "ds_hf.engine.tiling:attach",
+    ),
+    Feature("generation", lambda e: True, "ds_hf.engine.generation:attach"),
+    Feature("what it says of itself", _prints, "ds_hf.engine.progress:attach"),
+    Feature("compiled blocks", lambda e: e.settings.ds_hf.compile, "ds_hf.engine.compiling:attach"),
+    Feature("the LR finder's run", lambda e: os.environ.get(LR_ENV), "ds_hf.engine.probes.learning_rate.script:attach"),
+    Feature("the autotuner's trial", lambda e: os.environ.get(TRIAL_ENV), "ds_hf.engine.probes.trial:attach"),
+)
+
+
+def attach_features(engine: CoreEngine) -> None:
+    """Give ``engine`` all that it is to have."""
+    for feature in FEATURES:
+        if feature.wanted(engine):
+            module, function = feature.attach.split(":")
+            getattr(import_module(module), function)(engine)
