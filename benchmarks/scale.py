@@ -39,7 +39,7 @@ import training
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_hf.checkpoint.zero_to_fp32 import TensorFiles
+from ds_hf.checkpoint.tensors import TensorFiles
 from ds_hf.engine.comm import collectives, mesh
 
 THIN = (128, 344, 32, 4, 4, 1000)  # hidden, intermediate, layers, heads, key and value heads, vocabulary
@@ -117,12 +117,13 @@ class Rank:
 
     def manifest(self) -> dict[str, float]:
         """Bytes of a checkpoint's manifest and of one rank's report, and seconds to make, write, read, and plan."""
-        from ds_hf.checkpoint import zero_to_fp32
+        from ds_hf.checkpoint.format import MANIFEST
+        from ds_hf.checkpoint.manifest import read_manifest, sealed
         from ds_hf.checkpoint.reports import complete
         from ds_hf.engine.checkpoint.describe import describe
-        from ds_hf.engine.checkpoint.fit import check_fit
         from ds_hf.engine.checkpoint.holders import find_holders
-        from ds_hf.engine.checkpoint.interface import flat_buffers
+        from ds_hf.engine.checkpoint.live import flat_buffers
+        from ds_hf.engine.checkpoint.resume import check_fit
         from ds_hf.engine.checkpoint.states import pieces
 
         engine = self.engine
@@ -131,13 +132,13 @@ class Rank:
         content = complete(describe(engine, "global_step3", "common.pt"), reports)
         times.append(time.perf_counter())
         with tempfile.TemporaryDirectory() as name:
-            path = Path(name) / zero_to_fp32.MANIFEST
-            path.write_text(zero_to_fp32.sealed(content), "utf-8")
+            path = Path(name) / MANIFEST
+            path.write_text(sealed(content), "utf-8")
             nbytes = path.stat().st_size
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
             times.append(time.perf_counter())
-            manifest = zero_to_fp32.read_manifest(name)
+            manifest = read_manifest(name)
             times.append(time.perf_counter())
             fit = check_fit(engine, find_holders(engine), manifest, strict=True)
             files = _Plan(Path(name))
@@ -205,8 +206,7 @@ def _report(engine: Any, rank: int) -> Any:
     from ds_hf.checkpoint.reports import RankReport
     from ds_hf.engine.checkpoint.contents import live_entries
     from ds_hf.engine.checkpoint.holders import Holders
-    from ds_hf.engine.checkpoint.interface import flat_buffers, world_of
-    from ds_hf.engine.checkpoint.rng import random_states
+    from ds_hf.engine.checkpoint.live import flat_buffers, random_states, world_of
 
     report, before = RankReport(), [buffer.axis for buffer in flat_buffers(engine)]
     holders = Holders(dataclasses.replace(world_of(engine), rank=rank), alike=True)

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut, boxes
+from ds_hf.checkpoint.boxes import boxes
+from ds_hf.checkpoint.format import SavedCut
 from ds_hf.host import rank_cores
 from ds_hf.regular_files import open_regular
 

@@ -1,10 +1,14 @@
-"""Making a checkpoint visible, and what saves that were killed have left.
+"""Making a checkpoint visible, under which tags, and what saves that were killed have left.
 
 Files are written into ``.TAG.saving-HOST-PID-ID`` beside the target. The target appears by one rename; a former one of
 the same tag is renamed to ``.TAG.old-HOST-PID-ID`` before and removed after, so at every moment one of the two is
 whole, and ``recover`` finds it. Their writer holds these folders (``Hold``): one that is not held is left over, also
 where the number of its process is another's today. What else lay in a replaced folder, a user's notes or a checkpoint
 of a tag below, moves to the new one. ``latest`` is written last. Only rank 0 calls what is here.
+
+Tags are names of folders of any depth. What DeepSpeed's users take as tags is fine: numbers, losses, ``global_step10``,
+``epoch=1-step=10``, ``run/best``, names in any script, with spaces and dots. Refused is what would lead elsewhere, what
+``latest`` could not name (it is read without the spaces at its ends), and what readers take for files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,31 +18,34 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psutil
 
-from ds_hf.checkpoint import zero_to_fp32
-from ds_hf.checkpoint.files import replace_text, sync_folder, write_text
+from ds_hf.checkpoint.files import replace_text, write_text
+from ds_hf.checkpoint.format import MANIFEST, SCRIPT
+from ds_hf.checkpoint.holds import Hold, boot_of, sync, this_writer, untouched
+from ds_hf.checkpoint.manifest import sealed
+from ds_hf.checkpoint.places import recover, tag_fault
 from ds_hf.checkpoint.reports import RankReport, complete
-from ds_hf.checkpoint.tags import is_checkpoint_file
-from ds_hf.checkpoint.zero_to_fp32 import Hold, boot_of, this_writer, untouched
-from ds_hf.errors import CheckpointError
+from ds_hf.checkpoint.standalone import standalone_script
+from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
 
 __all__ = [
     "announce",
     "check_space",
+    "checked_tag",
     "commit",
     "hidden_beside",
-    "make_folder",
-    "publish_over",
+    "is_checkpoint_file",
+    "make_room",
+    "publish",
     "remove_leftovers",
-    "staging",
+    "stage",
 ]
 
-SCRIPT = "zero_to_fp32.py"
 _HIDDEN = re.compile(
     r"\.(?P<tag>.+)\.(?P<kind>saving|old)-(?:(?P<host>\w+)-(?P<pid>\d+)-)?"
     r"(?:(?P<boot>[0-9a-f]{16})_)?(?P<id>\w+)"
@@ -51,31 +58,41 @@ def hidden_beside(target: Path, kind: str, writer: str | None = None) -> Path:
     return target.with_name(f".{target.name}.{kind}-{writer or this_writer()}")
 
 
-def make_folder(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     """Make a folder and those above it, so that their names survive a crash of the machine."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 @contextmanager
-def staging(target: Path, nbytes: int) -> Iterator[Path]:
-    """A new folder beside ``target``, which its caller renames when it is whole; what killed writers left goes first.
+def stage(target: Path, nbytes: int, *, over: bool = False) -> Iterator[Path]:
+    """A new folder beside ``target``, to be given to ``publish`` when it is whole.
+
+    Args:
+        over: ``target`` may exist, and is then replaced.
 
     Raises:
-        CheckpointError: ``nbytes`` do not fit there.
+        CheckpointError: ``target`` exists, or ``nbytes`` do not fit there.
     """
-    remove_leftovers(target.parent, target)
-    check_space(target.parent, nbytes)
-    make_folder(target.parent)
+    if not over and target.exists():
+        raise CheckpointError(f"{target} exists: give another tag or folder")
     staged = hidden_beside(target, "saving")
-    hold = Hold(staged, made=True)
+    hold = make_room(staged, target, nbytes)
     try:
         yield staged
     finally:
         shutil.rmtree(staged, ignore_errors=True)
         hold.close()
+
+
+def make_room(staged: Path, target: Path, nbytes: int, save_dir: Path | None = None) -> Hold:
+    """The new folder ``staged``, held, on a disk with room; what killed writers left beside ``target`` goes first."""
+    remove_leftovers(target.parent if save_dir is None else save_dir, target)
+    check_space(target.parent, nbytes)
+    _make_folder(staged.parent)
+    return Hold(staged, made=True)
 
 
 def check_space(folder: Path, nbytes: int) -> None:
@@ -107,17 +124,17 @@ def commit(staged: Path, target: Path, description: dict[str, Any], reports: Seq
                     "ranks share"
                 )
     manifest = complete(description, reports)
-    write_text(staged / SCRIPT, _script(), 0o755)
-    write_text(staged / zero_to_fp32.MANIFEST, zero_to_fp32.sealed(manifest))
-    sync_folder(staged)
-    publish_over(staged, target)
+    write_text(staged / SCRIPT, standalone_script(), 0o755)
+    write_text(staged / MANIFEST, sealed(manifest))
+    publish(staged, target, over=True)
 
 
-def publish_over(staged: Path, target: Path) -> None:
-    """Give a folder that is whole its name, in place of what had it; a reader between finds that: ``recover``."""
+def publish(staged: Path, target: Path, *, over: bool = False) -> None:
+    """Give a folder that is whole its name; ``over``: in place of what had it, which readers in between ``recover``."""
+    sync(staged)
     former = hidden_beside(target, "old")
-    replaced = os.path.lexists(target)
-    hold = Hold(target) if target.is_dir() else None  # before another process may find it under its hidden name
+    replaced = over and os.path.lexists(target)
+    hold = Hold(target) if replaced and target.is_dir() else None  # before another finds it under its hidden name
     if replaced:
         os.rename(target, former)
     try:
@@ -126,7 +143,7 @@ def publish_over(staged: Path, target: Path) -> None:
         if replaced:
             os.rename(former, target)
         raise
-    sync_folder(target.parent)
+    sync(target.parent)
     if replaced:
         _replace(former, target)
     if hold is not None:
@@ -144,13 +161,9 @@ def _replace(former: Path, target: Path) -> None:
 
 def announce(save_dir: Path, tag: str, save_latest: bool) -> None:
     """Put the script where DeepSpeed's users look for it, and at last let ``latest`` name the checkpoint."""
-    replace_text(save_dir / SCRIPT, _script(), 0o755)
+    replace_text(save_dir / SCRIPT, standalone_script(), 0o755)
     if save_latest:
         replace_text(save_dir / "latest", tag)
-
-
-def _script() -> str:
-    return Path(zero_to_fp32.__file__).read_text(encoding="utf-8")
 
 
 # -- leftovers ------------------------------------------------------------------------------------------------------
@@ -168,7 +181,7 @@ def remove_leftovers(save_dir: Path, target: Path) -> None:
             _remove(path)
         elif os.path.lexists(home):
             _replace(path, home)
-        elif zero_to_fp32.recover(home) == path:
+        elif recover(home) == path:
             logger.warning("%s: a save that was killed left it as %s; it has its name again", home, path.name)
             os.rename(path, home)
     for path in save_dir.glob(".*.new"):
@@ -208,3 +221,43 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
+
+
+# -- tags --------------------------------------------------------------------------------------------------------------
+
+
+_IN_A_CHECKPOINT = r"manifest\.json|zero_to_fp32\.py|rank_\d+\.safetensors|.*_states\.pt|\.metadata|__\d+_\d+\.distcp"
+_BESIDE_ONE = r"latest|model.*\.safetensors(\.index\.json)?"
+_STAGED = re.compile(r"\..+\.(saving-.+|old-.+|new)")
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of that name in a checkpoint's folder is a part of it, of ours or of another library's."""
+    return re.fullmatch(_IN_A_CHECKPOINT, name) is not None
+
+
+def checked_tag(tag: str) -> str:
+    """``tag`` in its plain form (``a/b`` for ``a//b/``), if a checkpoint can be written under it.
+
+    Raises:
+        CheckpointPlaceError: it cannot; nothing was looked at on disk.
+    """
+    fault = tag_fault(tag) or _unwritable(tag)
+    if fault:
+        raise CheckpointPlaceError(
+            f"{tag[:200]!r} cannot be the tag of a checkpoint: {fault}. Give the name of a folder, as global_step10 is"
+        )
+    return str(PurePosixPath(tag))
+
+
+def _unwritable(tag: str) -> str:
+    if "\\" in tag:
+        return "it has a backslash"
+    for part in PurePosixPath(tag).parts:
+        if part != part.strip():
+            return "it has spaces at an end, which 'latest' does not keep"
+        if re.fullmatch(f"{_IN_A_CHECKPOINT}|{_BESIDE_ONE}", part.lower()):
+            return f"{part!r} is the name of a file that readers of checkpoints look for"
+        if _STAGED.fullmatch(part):
+            return f"{part!r} is what an unfinished save is called, which the next save removes"
+    return ""

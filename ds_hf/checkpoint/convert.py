@@ -6,37 +6,33 @@ name or not at all, and ``latest`` names it last.
 
 from __future__ import annotations
 
-import os
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint import zero_to_fp32
 from ds_hf.checkpoint.checksum import checksum_of_file
-from ds_hf.checkpoint.commit import announce, staging
+from ds_hf.checkpoint.commit import announce, checked_tag, publish, stage
 from ds_hf.checkpoint.files import (
     check_loadable,
     model_states_name,
     optimizer_states_name,
-    sync_folder,
     tensors_name,
+    write_pickled,
     write_text,
 )
+from ds_hf.checkpoint.format import FORMAT, MANIFEST, SCRIPT, VERSION, SavedParameter
+from ds_hf.checkpoint.manifest import sealed
+from ds_hf.checkpoint.places import folder_of
 from ds_hf.checkpoint.pretrained import ShardedWriter, Spec
 from ds_hf.checkpoint.source import Report, Source, Weight
-from ds_hf.checkpoint.tags import checked_tag
-from ds_hf.checkpoint.zero_to_fp32 import FORMAT, MANIFEST, SavedParameter, folder_of
+from ds_hf.checkpoint.standalone import standalone_script
 from ds_hf.dtypes import name_of
-from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["default_tag", "place", "publish_folder", "stage", "state_bytes", "write_own"]
-
-SCRIPT = "zero_to_fp32.py"
+__all__ = ["default_tag", "state_bytes", "target_of", "write_own"]
 
 
 def default_tag(source: Source) -> str:
@@ -45,7 +41,7 @@ def default_tag(source: Source) -> str:
     return f"global_step{int(counters.get('global_steps', 0))}"
 
 
-def place(source: Source, save_dir: str | Path, tag: str | None) -> tuple[Path, Path]:
+def target_of(source: Source, save_dir: str | Path, tag: str | None) -> tuple[Path, Path]:
     """``save_dir`` and the folder inside it that is going to be written.
 
     Raises:
@@ -62,32 +58,25 @@ def write_own(source: Source, save_dir: str | Path, tag: str | None = None, repo
         CheckpointError: the source is damaged, or the tag exists.
     """
     source.check()
-    root, target = place(source, save_dir, tag)
+    root, target = target_of(source, save_dir, tag)
     with stage(target, state_bytes(source)) as staged:
         common = {key: value for key, value in source.common.items() if key not in _identity(source)}
         check_loadable(common, str(source.folder))
         files = {tensors_name(0): _write_tensors(source, staged, report)}
         bf16 = any(weight.dtype is torch.bfloat16 for weight in source.weights())
-        files[optimizer_states_name(0, bf16=bf16)] = _pickle(
-            staged / optimizer_states_name(0, bf16=bf16), {**_identity(source), "rng": {}, "irregular": []}
+        files[optimizer_states_name(0, bf16=bf16)] = write_pickled(
+            staged / optimizer_states_name(0, bf16=bf16), _owned({**_identity(source), "rng": {}, "irregular": []})
         )
         name = model_states_name(0, sharded=False)
-        files[name] = _pickle(staged / name, {**_identity(source), **common})
-        write_text(staged / SCRIPT, Path(zero_to_fp32.__file__).read_text(encoding="utf-8"), 0o755)
+        files[name] = write_pickled(staged / name, _owned({**_identity(source), **common}))
+        write_text(staged / SCRIPT, standalone_script(), 0o755)
         manifest = _manifest(source, target.name, name, files)
         manifest["checksums"] = {file: checksum_of_file(staged / file) for file in files}
-        write_text(staged / MANIFEST, zero_to_fp32.sealed(manifest))
-        publish_folder(staged, target)
+        write_text(staged / MANIFEST, sealed(manifest))
+        publish(staged, target)
     announce(root, str(target.relative_to(root)), save_latest=True)
     _warn_of_losses(source)
     return target
-
-
-def stage(target: Path, nbytes: int) -> AbstractContextManager[Path]:
-    """A new hidden folder beside ``target``, which does not exist yet."""
-    if target.exists():
-        raise CheckpointError(f"{target} exists: give another tag or folder")
-    return staging(target, nbytes)
 
 
 def state_bytes(source: Source) -> int:
@@ -98,13 +87,6 @@ def state_bytes(source: Source) -> int:
         for state in saved.states
     )
     return sum(states) + sum(source.files.buffer(buffer).nbytes for buffer in source.manifest.buffers.values())
-
-
-def publish_folder(staged: Path, target: Path) -> None:
-    """Give a folder that is whole its name."""
-    sync_folder(staged)
-    os.rename(staged, target)
-    sync_folder(target.parent)
 
 
 def _identity(source: Source) -> dict[str, Any]:
@@ -139,16 +121,8 @@ def _write_tensors(source: Source, folder: Path, report: Report | None) -> int:
     return (folder / tensors_name(0)).stat().st_size
 
 
-def _pickle(path: Path, content: dict[str, Any]) -> int:
-    """Write a file for ``torch.load(weights_only=True)``; tensors do not drag along the file they were read from."""
-    with path.open("xb") as file:
-        torch.save(_owned(content), file)
-        file.flush()
-        os.fsync(file.fileno())
-    return path.stat().st_size
-
-
 def _owned(content: Any) -> Any:
+    """Tensors that do not drag along the file they were read from."""
     if isinstance(content, Tensor):
         return content.detach().clone()
     if type(content) is dict:
@@ -163,7 +137,7 @@ def _manifest(source: Source, tag: str, common_file: str, files: dict[str, int])
     weights = {weight.name: weight for weight in source.weights()}
     return {
         "format": FORMAT,
-        "version": zero_to_fp32.VERSION,
+        "version": VERSION,
         "written_by": {"converted_from": source.kind.value, **(known.extra.get("written_by") or {})},
         "tag": tag,
         "world_size": 1,

@@ -28,14 +28,16 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ds_hf.checkpoint.convert import publish_folder, stage, state_bytes
+from ds_hf.checkpoint.commit import publish, stage
+from ds_hf.checkpoint.convert import state_bytes
 from ds_hf.checkpoint.deepspeed.layout import count_of
+from ds_hf.checkpoint.format import SavedBuffer, SavedFragment, SavedParameter
+from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.scalars import encode_scalar
 from ds_hf.checkpoint.source import Kind, MappedFiles, Report, Source
 from ds_hf.checkpoint.trust.archive import Window
 from ds_hf.checkpoint.trust.pickle_walk import FrugalUnpickler, walk
-from ds_hf.checkpoint.trust.pickled import check_archive, reason_of
-from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedFragment, SavedParameter
+from ds_hf.checkpoint.trust.pickled import check_archive, reading
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 from ds_hf.printable import harmless
@@ -85,7 +87,7 @@ def write_dcp(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there is intended
             save(state, storage_writer=writer, planner=_LazyPlanner(make, report), no_dist=True)
-        publish_folder(staged, target)
+        publish(staged, target)
 
 
 def _state(source: Source, dtype: torch.dtype | None, make: dict[str, Callable[[], Tensor]]) -> dict[str, Any]:
@@ -202,12 +204,10 @@ class _Reader(FileSystemReader):
 
 def _metadata(folder: Path) -> Metadata:
     path = folder / _METADATA
-    try:
+    with reading(path):
         content = read_regular(path, TEXT_NBYTES + sum(_sizes(folder).values()))
         walk(content, "", {}, len(content))
         metadata = _Unpickler(io.BytesIO(content)).load()
-    except Exception as error:  # damaged pickles make it raise anything
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
     storage = getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(storage, dict):
         raise CheckpointError(f"{path} is not metadata of torch.distributed.checkpoint")
@@ -272,16 +272,11 @@ class _Folder:
         """The item's archives, once."""
         for info in self._parts.pop(name, ()):
             path = self.folder / info.relative_path
-            try:
-                with open_regular(path) as file:
-                    window = Window(file, count_of(info.offset), info.length)
-                    archive = check_archive(io.BufferedReader(window), info.length, sums=True)
-                    if self._sums is not None:
-                        self._sums.append(archive.summed)
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-            except Exception as error:  # damaged pickles and archives make Python raise anything
-                raise CheckpointError(f"{path}: {name} cannot be read: {reason_of(error)}") from harmless(error)
+            with reading(path, f": {name}"), open_regular(path) as file:
+                window = Window(file, count_of(info.offset), info.length)
+                archive = check_archive(io.BufferedReader(window), info.length, sums=True)
+                if self._sums is not None:
+                    self._sums.append(archive.summed)
 
     def load(self, name: str) -> Any:
         self._check(name)
@@ -359,14 +354,10 @@ def _own_part(found: _Folder) -> dict[str, Any]:
     """What ``_rest`` wrote; nothing in folders of others."""
     if _OWN not in found.items:
         return {}
-    try:
+    with reading(found.folder, f": {_OWN}"):
         content = found.load(_OWN).numpy().tobytes()
         check_archive(io.BytesIO(content), len(content), sums=True)
         rest = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # damaged pickles and archives make Python raise anything
-        raise CheckpointError(f"{found.folder}: {_OWN} cannot be read: {reason_of(error)}") from harmless(error)
     return rest if isinstance(rest, dict) else {}
 
 

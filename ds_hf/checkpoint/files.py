@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +23,15 @@ import torch
 from torch import Tensor
 
 from ds_hf.checkpoint.checksum import Checksum, add, sum_of_slice
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.checkpoint.format import SavedCut
+from ds_hf.checkpoint.holds import sync
+from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 
 __all__ = [
-    "Source",
     "Stretch",
     "TensorEntry",
+    "Values",
     "WrittenFile",
     "check_loadable",
     "drop_unloadable",
@@ -41,7 +44,7 @@ __all__ = [
     "optimizer_states_name",
     "pickled",
     "replace_text",
-    "sync_folder",
+    "safetensors_header",
     "tensors_name",
     "write_bytes",
     "write_pickled",
@@ -150,7 +153,7 @@ class Stretch:
         return sum_of_slice(elements, self.shape, self.cut, self.start)
 
 
-class Source(Protocol):
+class Values(Protocol):
     """Where the elements of a stored tensor come from."""
 
     def value(self) -> Tensor:
@@ -185,7 +188,7 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    source: Source
+    source: Values
     stretches: tuple[Stretch, ...] = ()
 
     @classmethod
@@ -198,7 +201,7 @@ class TensorEntry:
 
     def state_key(self, stretch: Stretch) -> str:
         """What the sum of a stretch is called: sums of other dtypes cannot be compared."""
-        return f"{stretch.state}:{str(self.dtype).removeprefix('torch.')}"
+        return f"{stretch.state}:{name_of(self.dtype)}"
 
 
 @dataclass
@@ -220,18 +223,26 @@ def in_file_order(entries: Mapping[str, TensorEntry]) -> list[tuple[str, TensorE
     return sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize)
 
 
-def _header(ordered: Sequence[tuple[str, TensorEntry]]) -> bytes:
-    header: dict[str, Any] = {}
+def safetensors_header(
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """What a safetensors file of these tensors begins with, and where the bytes of each begin after it.
+
+    Raises:
+        CheckpointError: a dtype that such files cannot have.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    places: dict[str, int] = {}
     end = 0
-    for key, entry in ordered:
-        code = _DTYPE_CODES.get(entry.dtype)
-        if code is None:
-            raise CheckpointError(f"{key}: tensors of dtype {entry.dtype} cannot be stored in safetensors")
-        start, end = end, end + entry.nbytes
-        header[key] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [start, end]}
+    for name, shape, dtype in tensors:
+        if dtype not in _DTYPE_CODES:
+            raise CheckpointError(f"{name}: tensors of dtype {dtype} cannot be stored in safetensors")
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        places[name] = start
+        header[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    return struct.pack("<Q", len(text)) + text, places
 
 
 def write_tensor_file(path: Path, entries: Mapping[str, TensorEntry]) -> WrittenFile:
@@ -240,7 +251,7 @@ def write_tensor_file(path: Path, entries: Mapping[str, TensorEntry]) -> Written
     written = WrittenFile(0, "")
     with _named(path), path.open("xb", buffering=0) as file:
         out = _SummingWriter(file)
-        out.write(_header(ordered))
+        out.write(safetensors_header((key, entry.shape, entry.dtype) for key, entry in ordered)[0])
         for key, entry in ordered:
             value = entry.source.value().detach()
             assert (value.dtype, tuple(value.shape)) == (entry.dtype, entry.shape), key
@@ -315,7 +326,8 @@ def write_text(path: Path, text: str, mode: int = 0o644) -> int:
     """Write a new text file and return its size in bytes."""
     with _named(path), path.open("x", encoding="utf-8") as file:
         file.write(text)
-        _sync(file.fileno(), file)
+        file.flush()
+        os.fsync(file.fileno())
     path.chmod(mode)
     return path.stat().st_size
 
@@ -329,23 +341,7 @@ def replace_text(path: Path, text: str, mode: int = 0o644) -> None:
         os.replace(staged, path)
     finally:
         staged.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def _sync(descriptor: int, file: Any) -> None:
-    file.flush()
-    os.fsync(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names that were created or renamed in ``folder`` survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # some network file systems cannot; their names are durable by themselves
-        pass
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _loads(value: Any) -> str | None:

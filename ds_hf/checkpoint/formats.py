@@ -9,13 +9,16 @@ from typing import Any
 from ds_hf.checkpoint.deepspeed.read import is_deepspeed, read_deepspeed
 from ds_hf.checkpoint.deepspeed.read_universal import LATEST as LATEST_UNIVERSAL
 from ds_hf.checkpoint.deepspeed.read_universal import is_universal, read_universal
+from ds_hf.checkpoint.format import LATEST, MANIFEST
+from ds_hf.checkpoint.manifest import Manifest, open_own, read_manifest
+from ds_hf.checkpoint.places import find_folder, folder_of
 from ds_hf.checkpoint.pretrained import is_pretrained, read_pretrained
 from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.tensors import TensorFiles
 from ds_hf.checkpoint.trust.pickled import read_pickled
-from ds_hf.checkpoint.zero_to_fp32 import LATEST, MANIFEST, Manifest, TensorFiles, find_folder, folder_of, read_manifest
 from ds_hf.errors import CheckpointError
 
-__all__ = ["kind_of", "locate", "named_by_latest", "open_folder", "open_source"]
+__all__ = ["kind_of", "locate", "named_by_latest", "open_folder", "open_source", "open_whole"]
 
 DCP_METADATA = ".metadata"
 
@@ -103,6 +106,23 @@ def open_folder(folder: Path) -> Source:
         return read_dcp(folder)
     manifest = read_manifest(folder)
     return Source(Kind.DS_HF, manifest, TensorFiles(folder), _read_common(folder, manifest))
+
+
+def open_whole(path: str | Path, tag: str | None = None) -> tuple[Manifest, TensorFiles]:
+    """Manifest and tensors of a checkpoint that was read as far as it has to be to know that it is whole.
+
+    Raises:
+        CheckpointError: it is missing, incomplete or damaged.
+    """
+    try:
+        kind, folder = locate(path, tag)
+    except (CheckpointError, OSError):  # the search for ours says what is wrong
+        return open_own(path, tag)
+    if kind in (Kind.DS_HF, Kind.HF):
+        return open_own(path, tag)
+    source = open_folder(folder)
+    source.check()
+    return source.manifest, source.files
 
 
 def _read_common(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_hf.checkpoint.format import SavedParameter
+from ds_hf.checkpoint.formats import locate, open_folder
+from ds_hf.checkpoint.manifest import read_manifest
+from ds_hf.checkpoint.pretrained import read_pretrained
 from ds_hf.checkpoint.source import Kind, Source
 from ds_hf.checkpoint.trust.pickled import check_pickled
 from ds_hf.checkpoint.verify import verify
-from ds_hf.checkpoint.zero_to_fp32 import SavedParameter, read_manifest
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 
@@ -181,8 +184,6 @@ def verdict_of(path: str | Path, tag: str | None = None, report: Any = None) -> 
     Ours have checksums and digests, files of ``torch.save`` (DeepSpeed's, and the items of torch.distributed) a
     checksum of each record, safetensors none. Sizes, headers and cover are checked in all, and every tensor is read.
     """
-    from ds_hf.checkpoint.formats import locate
-
     try:
         kind, folder = locate(path, tag)
         if kind is Kind.DS_HF:
@@ -196,9 +197,6 @@ def verdict_of(path: str | Path, tag: str | None = None, report: Any = None) -> 
 
 def _read_all(kind: Kind, folder: Path, report: Any) -> str:
     """Read every tensor of another library's checkpoint; what of it has no checksums."""
-    from ds_hf.checkpoint.formats import open_folder
-    from ds_hf.checkpoint.pretrained import read_pretrained
-
     sums: list[bool] = []
     if kind is Kind.DCP:
         from ds_hf.checkpoint.dcp import read_dcp

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ds_hf.checkpoint.files import replace_text, sync_folder, write_text
-from ds_hf.checkpoint.zero_to_fp32 import CONFIG, POINTER, is_folder, sync
+from ds_hf.checkpoint.aside import CONFIG, POINTER, is_folder
+from ds_hf.checkpoint.files import replace_text, write_text
+from ds_hf.checkpoint.holds import sync
 from ds_hf.errors import CheckpointError
-from ds_hf.regular_files import TEXT_NBYTES, check_regular, read_regular
+from ds_hf.regular_files import check_regular, read_object
 
 __all__ = ["Switched", "copy_model_files", "find_model_folder", "require_config", "set_dtype"]
 
@@ -139,14 +140,14 @@ class Switched:
             leading = self.staged / ".leading"  # no name in the folder itself, where a kill would leave it
             write_text(leading, json.dumps(content, indent=2, sort_keys=True) + "\n")
             os.replace(leading, self.folder / CONFIG)
-            sync_folder(self.folder)
+            sync(self.folder)
 
     def end(self) -> None:
         """Give all their names."""
         for name in self.changed:
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(self.staged / name, self.folder / name)
-        sync_folder(self.folder)
+        sync(self.folder)
 
     def _is_same(self, name: str) -> bool:
         place = self.folder / name
@@ -166,15 +167,9 @@ def _has_code(path: Path) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        nbytes = path.stat().st_size
-        if nbytes > _CONFIG_NBYTES:
-            raise ValueError(f"it has {nbytes} bytes")
-        content = json.loads(read_regular(path, TEXT_NBYTES))
-        if not isinstance(content, dict):
-            raise ValueError("it should be an object in braces")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return content
+        return read_object(path, _CONFIG_NBYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', '') or error}") from error
 
 
 def set_dtype(path: Path, dtype: str) -> None:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,29 +17,34 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from ds_hf.checkpoint.files import _DTYPE_CODES
-from ds_hf.checkpoint.model_files import Switched
+from ds_hf.checkpoint.aside import in_shards, pointed_at, publish_weights, weights_aside
+from ds_hf.checkpoint.files import safetensors_header
+from ds_hf.checkpoint.format import SavedFragment, SavedParameter
+from ds_hf.checkpoint.manifest import Manifest
+from ds_hf.checkpoint.model_files import Switched, copy_model_files, find_model_folder, require_config
 from ds_hf.checkpoint.source import Kind, MappedFiles, Report, Source, TensorPiece
-from ds_hf.checkpoint.trust.pickled import reason_of
-from ds_hf.checkpoint.zero_to_fp32 import (
-    Manifest,
-    SavedFragment,
-    SavedParameter,
-    _nbytes,
-    pointed_at,
-    publish_weights,
-    weights_aside,
-)
+from ds_hf.checkpoint.trust.pickled import reading
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
-from ds_hf.printable import harmless
 from ds_hf.regular_files import check_regular, read_regular
 
-__all__ = ["ShardedWriter", "Spec", "is_pretrained", "open_weights", "read_pretrained", "weight_files", "weights_in"]
+__all__ = [
+    "ShardedWriter",
+    "Spec",
+    "export_source",
+    "floating",
+    "is_pretrained",
+    "main_dtype",
+    "open_weights",
+    "read_pretrained",
+    "weight_files",
+    "weights_in",
+    "write_single",
+]
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -68,21 +72,9 @@ class _Shard:
         self.name, self.path = name, folder / name
         self.missing = len(specs)
         self._file: BinaryIO | None = None
-        self._offsets: dict[str, int] = {}
-        header: dict[str, Any] = {"__metadata__": metadata}
-        end = 0
-        for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):  # so that each starts aligned
-            if spec.dtype not in _DTYPE_CODES:
-                raise CheckpointError(f"{spec.name}: tensors of {spec.dtype} cannot be stored in safetensors")
-            start, end = end, end + spec.nbytes
-            self._offsets[spec.name] = start
-            header[spec.name] = {
-                "dtype": _DTYPE_CODES[spec.dtype],
-                "shape": list(spec.shape),
-                "data_offsets": [start, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        self._head = struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+        ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)  # so that each starts aligned
+        tensors = ((spec.name, spec.shape, spec.dtype) for spec in ordered)
+        self._head, self._offsets = safetensors_header(tensors, metadata)
 
     def write(self, name: str, value: Tensor) -> None:
         if self._file is None:
@@ -134,7 +126,7 @@ class ShardedWriter:
         self.folder, self._report, self._single, self._fill = folder, report, single, fill
         self._specs = {spec.name: spec for spec in specs}
         self._total, self._done = sum(spec.nbytes for spec in specs), 0
-        parts = list(_cut(specs, _nbytes(None if single else max_shard_size)))
+        parts = in_shards(((spec, spec.nbytes) for spec in specs), None if single else max_shard_size)
         self._home: dict[str, _Shard] = {}
         self._shards: list[_Shard] = []
         with ExitStack() as stack:  # what is wrong with a spec leaves nothing there
@@ -186,17 +178,92 @@ class ShardedWriter:
         }
 
 
-def _cut(specs: Sequence[Spec], limit: float) -> Iterator[list[Spec]]:
-    """Runs of specs that together stay within ``limit`` bytes; a larger tensor is alone."""
-    part: list[Spec] = []
-    held = 0
+# -- a whole checkpoint --------------------------------------------------------------------------------------------
+
+
+def floating(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    """``dtype`` for a tensor of floating-point ``own``."""
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def export_source(
+    source: Source,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: str | int | None = "5GB",
+    model_folder: str | Path | None = None,
+    report: Report | None = None,
+) -> list[str]:
+    """Write the weights of a checkpoint as ``model*.safetensors``; one tensor is in memory at a time.
+
+    Args:
+        dtype: of floating-point weights; default what each had in the model.
+        model_folder: where ``config.json``, the generation configuration, the tokenizer and a model's own code are
+            copied from; default a folder beside the checkpoint that has them, see ``find_model_folder``.
+
+    Returns:
+        what was copied.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; what was in ``folder`` is as it was.
+    """
+    if model_folder is not None:
+        require_config(Path(model_folder))
+    source.check()
+    weights = list(source.weights())
+    specs = [Spec(w.name, w.shape, floating(dtype, w.dtype)) for w in weights]
+    found = find_model_folder(source.folder) if model_folder is None else Path(model_folder)
+    copied: list[str] = []
+
+    def fill(place: Path) -> None:
+        if found is not None:
+            copied.extend(copy_model_files(found, place, main_dtype(specs), links=model_folder is not None))
+
+    with ShardedWriter(Path(folder), specs, max_shard_size, report=report, fill=fill) as writer:
+        for weight in weights:
+            writer.put(weight.name, weight.read())
+    return copied
+
+
+def write_single(
+    source: Source, path: str | Path, *, dtype: torch.dtype | None = torch.float32, report: Report | None = None
+) -> None:
+    """Write all weights into one file: streamed if it is ``.safetensors``, otherwise pickled by torch.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    source.check()
+    path = Path(path)
+    weights = list(source.weights())
+    if path.suffix == ".safetensors":
+        specs = [Spec(w.name, w.shape, floating(dtype, w.dtype)) for w in weights]
+        further = dict(source.manifest.tied)  # as safetensors.torch.load_model wants it
+        with ShardedWriter(path.parent, specs, single=path.name, metadata=further, report=report) as writer:
+            for weight in weights:
+                writer.put(weight.name, weight.read())
+        return
+    state: dict[str, Tensor] = {}
+    total = sum(torch.Size(w.shape).numel() for w in weights)
+    for weight in weights:
+        value = weight.read()
+        state[weight.name] = value.to(floating(dtype, value.dtype))
+        if report is not None:
+            report(sum(tensor.numel() for tensor in state.values()), total)
+    state.update({alias: state[name] for alias, name in source.manifest.tied.items() if name in state})
+    with weights_aside(path.parent) as aside:
+        torch.save(state, aside / path.name)
+        publish_weights(aside, path.parent, [path.name], sole=False)
+
+
+def main_dtype(specs: Sequence[Spec]) -> str:
+    """The floating-point dtype that most elements have."""
+    sizes: dict[torch.dtype, int] = {}
     for spec in specs:
-        if part and held + spec.nbytes > limit:
-            yield part
-            part, held = [], 0
-        part.append(spec)
-        held += spec.nbytes
-    yield part
+        if spec.dtype.is_floating_point:
+            sizes[spec.dtype] = sizes.get(spec.dtype, 0) + torch.Size(spec.shape).numel()
+    return name_of(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32))
 
 
 # -- reading --------------------------------------------------------------------------------------------------------
@@ -252,13 +319,9 @@ def open_weights(path: Path) -> Any:
     Raises:
         CheckpointError: it is missing, damaged, or no file.
     """
-    try:
+    with reading(path):
         check_regular(path)
         return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
 
 
 def _homes(folder: Path, held: Mapping[str, Sequence[str]], listed: Mapping[str, str]) -> dict[str, str]:
@@ -295,11 +358,9 @@ def weight_files(folder: Path) -> tuple[list[str], dict[str, str]]:
     if not entry.endswith(".json"):
         return [entry], {}
     index = folder / entry
-    try:
+    with reading(index):
         listed = json.loads(read_regular(index, _INDEX_NBYTES))["weight_map"]
         names = sorted(set(listed.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read: {reason_of(error)}") from harmless(error)
     for name in names:
         _require_plain(index, name)
     return names, listed

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_hf.checkpoint.boxes import cover_fault
 from ds_hf.checkpoint.checksum import add, hexadecimal
 from ds_hf.checkpoint.files import tensors_name
-from ds_hf.checkpoint.zero_to_fp32 import SLICED_VERSION, SavedCut, SavedFragment, cover_fault
+from ds_hf.checkpoint.format import SLICED_VERSION, SavedCut, SavedFragment
 from ds_hf.errors import CheckpointError
 
 __all__ = ["RankReport", "buffer_key", "complete", "flat_key", "loose_key"]

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedParameter, TensorFiles, _Piece
-from ds_hf.dtypes import name_of
+from ds_hf.checkpoint.format import SavedBuffer, SavedParameter
+from ds_hf.checkpoint.manifest import Manifest
+from ds_hf.checkpoint.tensors import StoredTensor, TensorFiles
+from ds_hf.dtypes import torch_dtype
 from ds_hf.errors import CheckpointError
 
-__all__ = ["Kind", "MappedFiles", "Report", "Source", "TensorPiece", "Weight", "dtype_of", "model_dtypes"]
+__all__ = ["Kind", "MappedFiles", "Report", "Source", "TensorPiece", "Weight", "model_dtypes"]
 
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -108,22 +110,12 @@ class Weight:
         return self.source.files.value(self.saved)
 
 
-def dtype_of(text: object) -> torch.dtype | None:
-    """``torch.bfloat16`` for ``"bfloat16"``, ``"torch.bfloat16"`` and ``"bf16"``; ``None`` for what is no dtype."""
-    short = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16"}
-    if not isinstance(text, str):
-        return None
-    name = text.removeprefix("torch.")
-    found = getattr(torch, short.get(name, name), None)
-    return found if isinstance(found, torch.dtype) and name_of(found) == short.get(name, name) else None
-
-
 def model_dtypes(manifest: Manifest) -> dict[str, torch.dtype]:
     """Dtypes that parameters had in the model, where the checkpoint tells."""
     entries = manifest.extra.get("parameters")
     if not isinstance(entries, Mapping):
         return {}
-    found = {name: dtype_of(entry.get("dtype")) for name, entry in entries.items() if isinstance(entry, Mapping)}
+    found = {name: torch_dtype(entry.get("dtype")) for name, entry in entries.items() if isinstance(entry, Mapping)}
     return {name: dtype for name, dtype in found.items() if dtype is not None}
 
 
@@ -138,7 +130,7 @@ class MappedFiles(TensorFiles):
         """One more tensor."""
         self._found[file, key] = value
 
-    def piece(self, file: str, key: str) -> _Piece:
+    def piece(self, file: str, key: str) -> StoredTensor:
         known = self._pieces.get((file, key))
         if known is None:
             value = self._found.get((file, key))
@@ -148,7 +140,7 @@ class MappedFiles(TensorFiles):
         return known
 
 
-class TensorPiece(_Piece):
+class TensorPiece(StoredTensor):
     """A tensor, or what can be sliced along its first dim like one, seen flat."""
 
     def __init__(self, path: Path, key: str, value: Any) -> None:
@@ -156,14 +148,14 @@ class TensorPiece(_Piece):
         self.whole_shape = tuple(value.shape if isinstance(value, Tensor) else value.get_shape())
         self.shape = self.whole_shape
 
-    def _check(self, stop: int) -> None:
+    def check_length(self, stop: int) -> None:
         if stop > math.prod(self.whole_shape):
             raise CheckpointError(
                 f"{self.path}: tensor {self.key} has shape {list(self.whole_shape)}, but {stop} elements are expected"
             )
 
     def read(self, start: int, stop: int) -> Tensor:
-        self._check(stop)
+        self.check_length(stop)
         if len(self.whole_shape) <= 1:
             return self._guard(
                 lambda: self.whole().reshape(-1)[start:stop] if not self.shape else self._cut(start, stop)

@@ -10,9 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ds_hf.checkpoint.checksum import add, checksum_of_file, hexadecimal, sum_of_slice, sum_of_tensor
-from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedParameter, TensorFiles, find_folder
-from ds_hf.checkpoint.zero_to_fp32 import read_manifest as read
+from ds_hf.checkpoint.checksum import add, hexadecimal, sum_of_slice, sum_of_tensor
+from ds_hf.checkpoint.format import SavedBuffer, SavedParameter
+from ds_hf.checkpoint.manifest import Manifest
+from ds_hf.checkpoint.manifest import read_manifest as read
+from ds_hf.checkpoint.places import find_folder
+from ds_hf.checkpoint.tensors import TensorFiles
+from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 
 __all__ = ["checksum_faults", "quick_faults", "verify"]
@@ -48,19 +52,11 @@ def quick_faults(folder: Path) -> list[str]:
     """What sizes, headers and the manifest itself show; reads no tensor."""
     if not folder.is_dir():
         return [f"{folder} does not exist"]
-    faults: list[str] = []
     try:
         manifest = read(folder)
     except CheckpointError as error:
         return [str(error)]
-    for name, nbytes in manifest.files.items():
-        try:
-            found = (folder / name).stat().st_size
-        except OSError as error:
-            faults.append(f"{folder / name} is missing: the checkpoint is incomplete ({error.strerror})")
-            continue
-        if found != nbytes:
-            faults.append(f"{folder / name} has {found} bytes where {nbytes} were written: the checkpoint is damaged")
+    faults = list(manifest.size_faults())
     if manifest.extra.get("common_file") not in manifest.files:
         faults.append(f"{folder}: the manifest names no common file")
     if not faults:
@@ -85,16 +81,11 @@ def checksum_faults(
     for name in sorted(manifest.files):
         if _rank_of(name) % world_size != rank:
             continue
-        path = manifest.folder / name
-        try:
-            if name in known and checksum_of_file(path) != known[name]:
-                faults.append(f"{path} does not have the checksum that was written: the checkpoint is damaged")
-        except OSError as error:
-            faults.append(f"{path} cannot be read: {error}")
+        faults.append(manifest.sum_fault(name))
         done += manifest.files[name]
         if progress is not None:
             progress(done, sum(manifest.files.values()))
-    return faults
+    return [fault for fault in faults if fault]
 
 
 def _rank_of(file: str) -> int:
@@ -126,7 +117,7 @@ def _digest_faults(manifest: Manifest) -> list[str]:
 def _sums(files: TensorFiles, saved: SavedParameter | SavedBuffer) -> Iterator[tuple[str, str]]:
     if isinstance(saved, SavedBuffer):
         value = files.buffer(saved)
-        yield f"buffer:{str(value.dtype).removeprefix('torch.')}", hexadecimal(sum_of_tensor(value))
+        yield f"buffer:{name_of(value.dtype)}", hexadecimal(sum_of_tensor(value))
         return
     for state, key in saved.states.items():
         total, dtype = (0, 0), ""
@@ -136,7 +127,7 @@ def _sums(files: TensorFiles, saved: SavedParameter | SavedBuffer) -> Iterator[t
             if found is None:
                 break
             total = add(total, found)
-            dtype = str(part.dtype).removeprefix("torch.")
+            dtype = name_of(part.dtype)
         else:
             if saved.fragments:
                 yield f"{state}:{dtype}", hexadecimal(total)

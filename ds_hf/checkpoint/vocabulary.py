@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ds_hf.checkpoint.format import SavedCut, SavedFragment, SavedParameter
 from ds_hf.checkpoint.source import MappedFiles, Source
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut, SavedFragment, SavedParameter
 
 __all__ = ["padded"]
 

@@ -194,10 +194,10 @@ def _convert(
 
         return write_deepspeed(source, output, Target(*target), tag, report), None
     if to is Format.universal:
-        from ds_hf.checkpoint.convert import place
+        from ds_hf.checkpoint.convert import target_of
         from ds_hf.checkpoint.deepspeed.write_universal import default_universal_tag, write_universal
 
-        folder = place(source, output, default_universal_tag(source) if tag is None else tag)[1]
+        folder = target_of(source, output, default_universal_tag(source) if tag is None else tag)[1]
         return write_universal(source, folder, strict=False, report=report), None
     if to is Format.dcp:
         from ds_hf.checkpoint.dcp import write_dcp
@@ -240,7 +240,7 @@ def _weights(
     source: Source, output: Path, dtype: torch.dtype | None, max_shard_size: str, model: Path | None, report: Report
 ) -> tuple[Path, list[str] | None]:
     """Weights into a folder, or into one file if ``output`` has the name of one; see ``_convert``."""
-    from ds_hf.engine.checkpoint.export import export_source, write_single
+    from ds_hf.checkpoint.pretrained import export_source, write_single
 
     if output.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         if model is not None:
@@ -269,9 +269,9 @@ def _require(path: Path) -> None:
 def _dtype(text: str | None) -> torch.dtype | None:
     if text is None or text == "auto":
         return None
-    from ds_hf.checkpoint.source import dtype_of
+    from ds_hf.dtypes import torch_dtype
 
-    found = dtype_of(text)
+    found: torch.dtype | None = torch_dtype(text)
     if found is None or not found.is_floating_point:
         _usage(f"--dtype {text}: use fp32, bf16, fp16 or auto")
     return found

@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
+from ds_hf.dtypes import canonical
+
 if TYPE_CHECKING:
     from ds_hf.config.types import Config
 
@@ -54,16 +56,6 @@ Over = Literal["replicas", "inner"]
 SAFE_MODULES = tuple(
     f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
 )
-
-_DTYPE_NAMES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-}
 
 
 class Placement(Enum):
@@ -182,7 +174,7 @@ def less_divided(rows: Iterable[Placement]) -> tuple[int, ...]:
 
 def dtype_name(value: str | None) -> str | None:
     """Torch's name of a DeepSpeed dtype word (``"bf16"`` -> ``"bfloat16"``)."""
-    return None if value is None else _DTYPE_NAMES[value.lower()]
+    return None if value is None else canonical(value.lower())
 
 
 def plan_states(config: Config) -> StatePlan:

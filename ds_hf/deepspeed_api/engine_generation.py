@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.checkpoint.named import named_weights
+from ds_hf.engine.checkpoint.weights import named_weights
 from ds_hf.engine.engine import CoreEngine
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_hf.config.mesh import Claim
 from ds_hf.config.types import Config
+from ds_hf.dtypes import SHORT, torch_dtype
 from ds_hf.errors import ConfigError
 
 __all__ = [
@@ -75,8 +76,7 @@ class Asked:
         used = torch.bfloat16 if settings.bf16.enabled else torch.float16 if settings.fp16.enabled else None
         if None not in (used, self.dtype) and used != self.dtype:
             raise ConfigError(f"Conflicting dtype: config uses {used} but tp_model_init requested {self.dtype}.")
-        names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        if given in names and self.dtype is not None and names[given] != self.dtype:
+        if given in SHORT.values() and self.dtype is not None and torch_dtype(given) != self.dtype:
             raise ConfigError(
                 f"Conflicting tensor_parallel.dtype in config ({given}) and tp_model_init ({self.dtype})."
             )

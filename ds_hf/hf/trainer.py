@@ -193,8 +193,8 @@ def _unfinished(folder: Path) -> str:
     """What a Trainer's checkpoint lacks to resume from it."""
     if not (folder / "trainer_state.json").is_file():
         return "it has no trainer_state.json: its saving was interrupted"
+    from ds_hf.checkpoint.places import find_folder
     from ds_hf.checkpoint.verify import quick_faults
-    from ds_hf.checkpoint.zero_to_fp32 import find_folder
     from ds_hf.errors import CheckpointError
 
     if not any(folder.glob("*global_step*")):

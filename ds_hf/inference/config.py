@@ -20,21 +20,14 @@ from ds_hf.config.check import check_against
 from ds_hf.config.draft import Draft
 from ds_hf.config.load import grouped
 from ds_hf.config.source import Source, read_source
+from ds_hf.dtypes import SHORT, canonical
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
 __all__ = ["DTYPES", "InferenceConfig", "dtype_name_of", "load_inference_config"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_NAMES = {
-    "float32": "fp32",
-    "float": "fp32",
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "qint8": "int8",
-}
+_NAMES = {**SHORT, "qint8": "int8"}
 _OBJECTS = (("mpu",), ("tensor_parallel", "mpu"), ("tensor_parallel", "tp_group"), ("ep_group",), ("ep_mp_group",))
 _SOURCE = "init_inference"
 
@@ -113,7 +106,7 @@ def load_inference_config(config: Any, kwargs: Mapping[str, Any]) -> InferenceCo
 
 def dtype_name_of(value: Any) -> Any:
     """``"bf16"`` for ``torch.bfloat16``, ``"torch.bfloat16"`` and ``"bfloat16"``; other values as they are."""
-    text = str(value).removeprefix("torch.").lower() if isinstance(value, torch.dtype | str) else value
+    text = canonical(str(value).lower()) if isinstance(value, torch.dtype | str) else value
     return _NAMES.get(text, text) if isinstance(text, str) else text
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hf.checkpoint.format import SavedCut
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.pretrained import read_pretrained
 from ds_hf.checkpoint.trust.pickled import read_pickled
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.zero.cut import Cut, cut_of, whole_shape
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger

@@ -16,17 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_hf.checkpoint import zero_to_fp32
+from ds_hf.checkpoint import tensors as reading
+from ds_hf.checkpoint.boxes import boxes, cover_fault
 from ds_hf.checkpoint.cuts import Cut
-from ds_hf.checkpoint.zero_to_fp32 import (
-    Manifest,
-    SavedCut,
-    TensorFiles,
-    boxes,
-    cover_fault,
-    get_fp32_state_dict_from_zero_checkpoint,
-    read_manifest,
-)
+from ds_hf.checkpoint.format import FORMAT, MANIFEST, SLICED_VERSION, SavedCut
+from ds_hf.checkpoint.manifest import Manifest, read_manifest
+from ds_hf.checkpoint.standalone import standalone_script
+from ds_hf.checkpoint.tensors import TensorFiles
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.errors import CheckpointError
 from tests.checkpoint.hostile import mutated
 
@@ -72,8 +69,8 @@ def write(folder: Path, whole: dict[str, Tensor], slices: dict[str, Cuts], parts
     for file, tensors in files.items():
         save_file(tensors, folder / file)
     content = {
-        "format": zero_to_fp32.FORMAT,
-        "version": zero_to_fp32.SLICED_VERSION,
+        "format": FORMAT,
+        "version": SLICED_VERSION,
         "world_size": 1,
         "files": {file: (folder / file).stat().st_size for file in files},
         "parameters": entries,
@@ -83,7 +80,7 @@ def write(folder: Path, whole: dict[str, Tensor], slices: dict[str, Cuts], parts
         "cuts": [[cut.dim, [list(pair) for pair in cut.ranges]] for cut in table],
         **changes,
     }
-    (folder / zero_to_fp32.MANIFEST).write_text(json.dumps(content))
+    (folder / MANIFEST).write_text(json.dumps(content))
     return folder
 
 
@@ -97,7 +94,7 @@ def opened(folder: Path) -> tuple[Manifest, TensorFiles]:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_stretch_of_every_slice(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = random.Random(seed)
-    monkeypatch.setattr(zero_to_fp32, "_READ_AT_ONCE", source.choice([3, 17, 2**24]))
+    monkeypatch.setattr(reading, "_READ_AT_ONCE", source.choice([3, 17, 2**24]))
     shape = tuple(source.randint(2, 7) for _ in range(source.randint(1, 4)))
     whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     folder = write(tmp_path, {"w": whole}, {"w": random_cuts(source, shape)}, parts=source.randint(1, 3))
@@ -151,7 +148,7 @@ def test_the_script_alone_gives_whole_tensors(tmp_path: Path) -> None:
     }
     folder = write(tmp_path / "saved", whole, cuts, parts=2)
     script = folder / "zero_to_fp32.py"
-    script.write_text(Path(zero_to_fp32.__file__).read_text())
+    script.write_text(standalone_script())
     block = "import sys; sys.modules['ds_hf'] = None; import runpy; sys.argv = sys.argv[1:]; "
     command = [sys.executable, "-I", "-c", block + "runpy.run_path(sys.argv[0], run_name='__main__')"]
     env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # it would import ds_hf

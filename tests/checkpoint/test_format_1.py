@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_hf.checkpoint.manifest import read_manifest
 from ds_hf.checkpoint.verify import verify
-from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.engine.checkpoint.workload import config, engine_of, states, train
 from tests.helpers.archives import unpack
 from tests.helpers.distributed import run_distributed

@@ -15,12 +15,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
-from ds_hf.checkpoint.zero_to_fp32 import main, publish_weights, weights_aside
-from ds_hf.engine.checkpoint.consolidate import (
+from ds_hf.checkpoint.aside import publish_weights, weights_aside
+from ds_hf.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
+    main,
     to_torch_tensor,
 )
 from ds_hf.errors import CheckpointError

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.source import Source
-from ds_hf.checkpoint.zero_to_fp32 import SavedParameter
 from ds_hf.cli import checkpoint
 from ds_hf.cli.root import app
 from tests.engine.checkpoint.workload import Model, config, engine_of, train

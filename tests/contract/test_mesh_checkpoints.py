@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 import ds_hf
+from ds_hf.checkpoint.manifest import read_manifest
 from ds_hf.checkpoint.verify import verify
-from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.engine.checkpoint.workload import config, on_both
 from tests.helpers.distributed import run_distributed
 from tests.helpers.megatron import Mpu, divide

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.checkpoint.deepspeed.layout import count_of
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.checkpoint.format import SavedCut
 
 __all__ = ["AffineMap", "parse_affine_map"]
 

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.deepspeed.grid import Grid
-from ds_hf.checkpoint.deepspeed.layout import count_of
-from ds_hf.checkpoint.deepspeed.options import of
-from ds_hf.checkpoint.deepspeed.pickles import load_pickled
+from ds_hf.checkpoint.deepspeed.layout import Grid, count_of
+from ds_hf.checkpoint.deepspeed.pickles import load_pickled, of
 from ds_hf.checkpoint.deepspeed.slices import INFO, Place, Rules, given_info
 from ds_hf.checkpoint.deepspeed.whole import Found, Local
+from ds_hf.checkpoint.format import SavedBuffer, SavedFragment, SavedParameter
+from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.source import Kind, MappedFiles, Source
-from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedBuffer, SavedFragment, SavedParameter
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 

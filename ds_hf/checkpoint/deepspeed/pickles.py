@@ -12,14 +12,16 @@ import os
 import pickle
 import re
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ds_hf.checkpoint.trust.pickled import check_pickled, reason_of
+from ds_hf.checkpoint.trust.pickled import check_pickled, reading, reason_of
 from ds_hf.errors import CheckpointError
 from ds_hf.log import warn_once
 from ds_hf.printable import harmless
@@ -30,12 +32,17 @@ __all__ = [
     "StaticScaler",
     "SubparamShape",
     "ZeroStage",
+    "as_step",
+    "base_groups",
     "is_summed",
     "load_any",
     "load_pickled",
+    "names_of_groups",
+    "of",
+    "options_of",
     "save_pickled",
+    "scaler_of",
 ]
-
 
 _RANKED = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states")
 _ADMITTING = threading.Lock()  # torch's list of admitted classes is the process's; leaving restores what entering saw
@@ -140,7 +147,7 @@ def load_any(path: Path, *, sums: bool = True) -> Any:
         sums: compare the archive's own checksums, which reads all of a file that is not too large for that.
     """
     admitted: list[Any] = [*_NAMES.items(), *((_member, name) for name in _GETATTR)]
-    try:
+    with reading(path):
         archive = check_pickled(path, sums=sums and is_summed(path))
         if archive.folder != path.stem and _RANKED.fullmatch(archive.folder):
             raise CheckpointError(f"{path} was written as {archive.folder}.pt: give the ranks' files their names back")
@@ -152,12 +159,6 @@ def load_any(path: Path, *, sums: bool = True) -> Any:
             )
         with _ADMITTING, torch.serialization.safe_globals(admitted):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except CheckpointError:
-        raise
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-    except Exception as error:  # damaged files make torch raise anything
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
 
 
 class _Pickler(pickle._Pickler):
@@ -187,3 +188,64 @@ def save_pickled(path: Path, content: Any) -> int:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return path.stat().st_size
+
+
+# -- options of parameter groups and the loss scaler, as they stand beside flat tensors --------------------------------
+
+
+def of(kind: type[Any], value: Any, path: Path, what: str) -> Any:
+    """``value`` if it is of the type ``kind``, else a ``CheckpointError`` that names it."""
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{path}: {what} should be a {kind.__name__}, not a {type(value).__name__}")
+    return value
+
+
+def base_groups(base: Any) -> list[dict[str, Any]] | None:
+    """The list ``param_groups`` of a torch optimizer's state, ``None`` where there is none."""
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    return groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else None
+
+
+def options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each group all but its parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def names_of_groups(groups: Sequence[dict[str, Any]], shapes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Names of the parameters of each group: at stage 3 it may lie in several flat tensors."""
+    found = []
+    for group in groups:
+        params = group.get("params", ())
+        indices = [i for i in params if isinstance(i, int) and 0 <= i < len(shapes)] if isinstance(params, list) else []
+        found.append([str(name) for index in indices for name in shapes[index]])
+    return found
+
+
+def scaler_of(scaler: Any) -> dict[str, Any] | None:
+    """The loss scaler as our checkpoints have it."""
+    if isinstance(scaler, DynamicScaler):
+        return {"kind": "DynamicLossScaler", "state": _scaler_state(scaler)}
+    if isinstance(scaler, StaticScaler):
+        return {"kind": "StaticLossScaler", "state": {"scale": float(scaler.get("cur_scale", 1))}}
+    return None
+
+
+def as_step(key: str, value: Any) -> Any:
+    """torch keeps the step as an fp32 tensor, DeepSpeed's own optimizers as a number."""
+    return torch.tensor(float(value)) if key == "step" and not isinstance(value, Tensor) else value
+
+
+def _scaler_state(scaler: DynamicScaler) -> dict[str, Any]:
+    return {
+        "scale": float(scaler.get("cur_scale", 1.0)),
+        "boundary": int(scaler.get("cur_iter", 0)),
+        "last_overflow": int(scaler.get("last_overflow_iter", -1)),
+        "hysteresis_left": int(scaler.get("cur_hysteresis", 1)),
+        "consecutive_overflows": 0,
+        "settings": {
+            "loss_scale_window": int(scaler.get("scale_window", 1000)),
+            "hysteresis": int(scaler.get("delayed_shift", 2)),
+            "consecutive_hysteresis": bool(scaler.get("consecutive_hysteresis", False)),
+            "min_loss_scale": float(scaler.get("min_scale", 1.0)),
+        },
+    }

@@ -8,29 +8,37 @@ whole parameters ``deepspeed_slices`` knows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.deepspeed.grid import find_grid, is_model_file
-from ds_hf.checkpoint.deepspeed.layout import addressed, count_of, even_parts, in_order
+from ds_hf.checkpoint.deepspeed.layout import addressed, count_of, even_parts, find_grid, in_order, is_model_file
 from ds_hf.checkpoint.deepspeed.module import ModelStates
-from ds_hf.checkpoint.deepspeed.options import as_step, base_groups, names_of_groups, of, options_of, scaler_of
-from ds_hf.checkpoint.deepspeed.pickles import load_pickled
+from ds_hf.checkpoint.deepspeed.pickles import (
+    as_step,
+    base_groups,
+    load_pickled,
+    names_of_groups,
+    of,
+    options_of,
+    scaler_of,
+)
 from ds_hf.checkpoint.deepspeed.whole import Found, Local
+from ds_hf.checkpoint.format import SavedFragment
 from ds_hf.checkpoint.scalars import encode_scalar
 from ds_hf.checkpoint.source import Kind, Source
-from ds_hf.checkpoint.zero_to_fp32 import SavedFragment
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 from ds_hf.printable import harmless
 
-__all__ = ["is_deepspeed", "read_deepspeed"]
+__all__ = ["as_written", "is_deepspeed", "read_deepspeed"]
 
 _COMPARED = 256  # elements of a tensor that are looked at before all are
-FAULTS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError)
+_FAULTS = (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError)
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -47,14 +55,20 @@ def read_deepspeed(folder: Path, *, assumed: bool = False) -> Source:
     Raises:
         CheckpointError: it is incomplete, damaged, or of a kind that cannot be read (experts).
     """
-    try:
+    with as_written(folder, "DeepSpeed"):
         return _Reader(folder, assumed).read()
+
+
+@contextmanager
+def as_written(folder: Path, writer: str) -> Iterator[None]:
+    """What a folder lacks of its writer's layout is a ``CheckpointError``."""
+    try:
+        yield
     except CheckpointError:
         raise
-    except FAULTS as error:
-        raise CheckpointError(f"{folder} is not as DeepSpeed writes it: {type(error).__name__}: {error}") from harmless(
-            error
-        )
+    except _FAULTS as error:
+        told = f"{folder} is not as {writer} writes it: {type(error).__name__}: {error}"
+        raise CheckpointError(told) from harmless(error)
 
 
 class _Flat:

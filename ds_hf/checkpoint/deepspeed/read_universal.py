@@ -19,19 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.deepspeed.grid import find_grid, is_model_file
+from ds_hf.checkpoint.deepspeed.layout import find_grid, is_model_file
 from ds_hf.checkpoint.deepspeed.module import ModelStates
-from ds_hf.checkpoint.deepspeed.options import as_step, base_groups, names_of_groups, options_of, scaler_of
-from ds_hf.checkpoint.deepspeed.pickles import is_summed, load_any, load_pickled
-from ds_hf.checkpoint.deepspeed.read import FAULTS
+from ds_hf.checkpoint.deepspeed.pickles import (
+    as_step,
+    base_groups,
+    is_summed,
+    load_any,
+    load_pickled,
+    names_of_groups,
+    options_of,
+    scaler_of,
+)
+from ds_hf.checkpoint.deepspeed.read import as_written
 from ds_hf.checkpoint.deepspeed.slices import RULES_FILE
 from ds_hf.checkpoint.deepspeed.whole import Found, Local
+from ds_hf.checkpoint.format import SavedFragment
 from ds_hf.checkpoint.scalars import encode_scalar
 from ds_hf.checkpoint.source import Kind, Source
 from ds_hf.checkpoint.trust.pickled import check_pickled
-from ds_hf.checkpoint.zero_to_fp32 import SavedFragment
 from ds_hf.errors import CheckpointError
-from ds_hf.printable import harmless
 
 __all__ = ["LATEST", "OPTIMIZER_STATE", "STATES", "is_universal", "read_universal"]
 
@@ -55,14 +62,8 @@ def read_universal(folder: Path) -> Source:
     Raises:
         CheckpointError: it is incomplete, damaged, or not as DeepSpeed writes it.
     """
-    try:
+    with as_written(folder, "DeepSpeed's ds_to_universal"):
         return _Reader(folder).read()
-    except CheckpointError:
-        raise
-    except FAULTS as error:
-        raise CheckpointError(
-            f"{folder} is not as DeepSpeed's ds_to_universal writes it: {type(error).__name__}: {error}"
-        ) from harmless(error)
 
 
 class _Reader:

@@ -26,7 +26,8 @@ from ds_hf.checkpoint.deepspeed.affine import VERSION as AFFINE_VERSION
 from ds_hf.checkpoint.deepspeed.affine import AffineMap, parse_affine_map
 from ds_hf.checkpoint.deepspeed.layout import count_of
 from ds_hf.checkpoint.deepspeed.pickles import SubparamShape
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.checkpoint.format import SavedCut
+from ds_hf.checkpoint.trust.pickled import reading
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import read_regular
 
@@ -93,10 +94,8 @@ def given_info(folder: Path, info: Any) -> Any:
     path = folder / RULES_FILE
     if not path.exists():
         return info
-    try:
+    with reading(path):
         return json.loads(read_regular(path, 2**26))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
 class Rules:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.checkpoint.boxes import cover_fault
 from ds_hf.checkpoint.deepspeed.slices import INFO, Place
-from ds_hf.checkpoint.zero_to_fp32 import SavedFragment, SavedParameter, cover_fault
+from ds_hf.checkpoint.format import SavedFragment, SavedParameter
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 

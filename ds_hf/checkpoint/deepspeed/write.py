@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.convert import place, publish_folder, stage, state_bytes
+from ds_hf.checkpoint.commit import publish, stage
+from ds_hf.checkpoint.convert import state_bytes, target_of
 from ds_hf.checkpoint.deepspeed.layout import even_parts, in_order
 from ds_hf.checkpoint.deepspeed.pickles import DynamicScaler, FragmentAddress, StaticScaler, ZeroStage, save_pickled
 from ds_hf.checkpoint.deepspeed.slices import INFO
-from ds_hf.checkpoint.files import replace_text
+from ds_hf.checkpoint.files import model_states_name, optimizer_states_name, replace_text
+from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.source import Report, Source
-from ds_hf.checkpoint.zero_to_fp32 import SavedParameter
 from ds_hf.errors import CheckpointError
 
 __all__ = [
@@ -84,22 +85,20 @@ def write_deepspeed(
     if target.stage not in (1, 2, 3) or target.world_size < 1:
         raise CheckpointError("DeepSpeed's files are written for stage 1, 2 or 3 and at least one rank")
     flats = flats_of(source, target)
-    root, folder = place(source, save_dir, tag)
+    root, folder = target_of(source, save_dir, tag)
     bf16 = any(weight.dtype is torch.bfloat16 for weight in source.weights())
     with stage(folder, state_bytes(source)) as staged:
         for rank in range(target.world_size):
-            name = f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            name = optimizer_states_name(rank, bf16=bf16)
             state = _optimizer_state(source, flats, target, rank)
             content = {"optimizer_state_dict": state, "ds_config": {}, "ds_version": DEEPSPEED_VERSION}
             save_pickled(staged / name, content)
             if rank == 0 or target.sharded:
-                name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if target.sharded else (
-                    "mp_rank_00_model_states.pt"
-                )  # fmt: skip
+                name = model_states_name(rank, sharded=target.sharded)
                 save_pickled(staged / name, model_state(source, flats, target, rank))
             if report is not None:
                 report(rank + 1, target.world_size)
-        publish_folder(staged, folder)
+        publish(staged, folder)
     replace_text(root / "latest", os.fspath(folder.relative_to(root)))
     return folder
 

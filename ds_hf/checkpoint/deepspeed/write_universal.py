@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.commit import publish_over, staging
+from ds_hf.checkpoint.commit import publish, stage
 from ds_hf.checkpoint.convert import default_tag, state_bytes
 from ds_hf.checkpoint.deepspeed.pickles import SubparamShape, save_pickled
 from ds_hf.checkpoint.deepspeed.read_universal import LATEST, OPTIMIZER_STATE, STATES, is_universal
@@ -29,10 +29,12 @@ from ds_hf.checkpoint.deepspeed.write import (
     param_groups_of,
     scaler_state,
 )
-from ds_hf.checkpoint.files import replace_text, sync_folder
+from ds_hf.checkpoint.files import model_states_name, replace_text
+from ds_hf.checkpoint.format import SavedParameter
+from ds_hf.checkpoint.holds import sync
+from ds_hf.checkpoint.places import folder_of
 from ds_hf.checkpoint.scalars import newest
 from ds_hf.checkpoint.source import Report, Source
-from ds_hf.checkpoint.zero_to_fp32 import SavedParameter, folder_of
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
@@ -69,7 +71,7 @@ def write_universal(
     source.check()
     keys = _Keys(source)
     flats = flats_of(source, Target(2, 1))
-    with staging(target, state_bytes(source)) as staged:
+    with stage(target, state_bytes(source), over=True) as staged:
         (staged / STATES).mkdir()
         trained = [saved for flat in flats for saved in flat.parameters]
         _write_states(source, staged / STATES, trained, keys, workers, report)
@@ -84,12 +86,12 @@ def write_universal(
             staged / STATES / OPTIMIZER_STATE,
             {**options, "optimizer_state_dict": _at_stage_3(source, trained, options)},
         )
-        for stage, name in ((2, "mp_rank_00_model_states.pt"), (3, "zero_pp_rank_0_mp_rank_00_model_states.pt")):
-            state = model_state(source, flats, Target(stage, 1), 0)
+        for level in (2, 3):
+            state = model_state(source, flats, Target(level, 1), 0)
+            name = model_states_name(0, sharded=level == 3)
             save_pickled(staged / name, state if keys.info is None else {**state, INFO: keys.info})
-        for path in (staged / STATES, staged):
-            sync_folder(path)
-        publish_over(staged, target)
+        sync(staged / STATES)
+        publish(staged, target, over=True)
     replace_text(target.parent / LATEST, target.name)
     return target
 
@@ -116,7 +118,7 @@ def _write_states(
             save_pickled(inside / f"{_FILE_OF.get(state, state)}.pt", {**said, "param": value})
         if "step" in saved.scalars:
             save_pickled(inside / "step.pt", _step(source, saved.scalars["step"]))
-        sync_folder(inside)
+        sync(inside)
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         for done, _ in enumerate(pool.map(write, range(len(trained))), 1):

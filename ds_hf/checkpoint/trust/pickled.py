@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +25,7 @@ from ds_hf.errors import CheckpointError
 from ds_hf.printable import harmless
 from ds_hf.regular_files import open_regular
 
-__all__ = ["FrugalUnpickler", "check_archive", "check_pickled", "read_pickled", "reason_of"]
+__all__ = ["FrugalUnpickler", "check_archive", "check_pickled", "read_pickled", "reading", "reason_of"]
 
 
 def read_pickled(path: Path) -> dict[str, Any]:
@@ -33,10 +35,8 @@ def read_pickled(path: Path) -> dict[str, Any]:
         CheckpointError: it is damaged, would run code, or claims more than it has.
     """
     check_pickled(path)
-    try:
+    with reading(path):
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files make torch raise anything
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a dict")
     return content
@@ -48,13 +48,24 @@ def check_pickled(path: Path, *, sums: bool = True) -> Archive:
     Args:
         sums: compare the archive's own checksums too, which reads all of it.
     """
+    with reading(path), open_regular(path) as file:
+        return check_archive(file, os.fstat(file.fileno()).st_size, sums=sums)
+
+
+@contextmanager
+def reading(path: Path, what: str = "") -> Iterator[None]:
+    """Whatever goes wrong in the block is a ``CheckpointError`` that names the file and ``what`` was read of it.
+
+    Damaged pickles and archives make Python and torch raise anything.
+    """
     try:
-        with open_regular(path) as file:
-            return check_archive(file, os.fstat(file.fileno()).st_size, sums=sums)
+        yield
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
-    except Exception as error:  # damaged pickles and archives make Python raise anything
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from harmless(error)
+    except Exception as error:
+        raise CheckpointError(f"{path}{what} cannot be read: {reason_of(error)}") from harmless(error)
 
 
 def check_archive(file: BinaryIO, nbytes: int, *, sums: bool) -> Archive:

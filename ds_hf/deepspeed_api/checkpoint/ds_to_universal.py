@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.deepspeed.grid import find_grid
+from ds_hf.checkpoint.deepspeed.layout import find_grid
 from ds_hf.checkpoint.deepspeed.module import ModelStates
 from ds_hf.checkpoint.deepspeed.pickles import load_any, load_pickled, save_pickled
 from ds_hf.checkpoint.deepspeed.read import read_deepspeed

@@ -1,4 +1,4 @@
-"""Whole state dicts: of a live engine, gathered unit by unit, and of a checkpoint on disk (from ``zero_to_fp32``).
+"""Whole state dicts of a live engine, gathered unit by unit; those of a checkpoint are ``checkpoint.zero_to_fp32``'s.
 
 Invariant: tied tensors stay tied - one tensor under several names - and peak memory on the device is one unit.
 """
@@ -13,20 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ds_hf.checkpoint.files import get_checkpoint_files, get_model_state_file, get_model_state_files, get_optim_files
-from ds_hf.checkpoint.zero_to_fp32 import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    convert_zero_checkpoint_to_state_dict,
-    folder_of,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-    publish_weights,
-    to_torch_tensor,
-    weights_aside,
-)
+from ds_hf.checkpoint.aside import publish_weights, weights_aside
+from ds_hf.checkpoint.places import folder_of
+from ds_hf.checkpoint.zero_to_fp32 import write_shard
 from ds_hf.engine.checkpoint.agreement import together
-from ds_hf.engine.checkpoint.holders import find_holders, whole_value
-from ds_hf.engine.checkpoint.interface import (
+from ds_hf.engine.checkpoint.holders import whole_value
+from ds_hf.engine.checkpoint.live import (
     Checkpointable,
     adapter_names,
     aliases,
@@ -36,26 +28,12 @@ from ds_hf.engine.checkpoint.interface import (
     parameter_name,
     world_of,
 )
-from ds_hf.engine.checkpoint.stages import find_stages, values_of
+from ds_hf.engine.checkpoint.weights import find_whole, values_of
 from ds_hf.engine.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import buffers_of, unshard
 from ds_hf.log import logger
 
-__all__ = [
-    "clone_tensors_for_torch_save",
-    "consolidated_state_dict",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "get_checkpoint_files",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_model_state_files",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-    "save_16bit_model",
-    "to_torch_tensor",
-    "whole_state_dict",
-]
+__all__ = ["clone_tensors_for_torch_save", "consolidated_state_dict", "save_16bit_model", "whole_state_dict"]
 
 
 def consolidated_state_dict(
@@ -66,11 +44,7 @@ def consolidated_state_dict(
     Args:
         exclude_frozen_parameters: leave out what does not train; adapters stay, also those that are switched off.
     """
-    holders = find_holders(engine)
-    holders.check(engine, "gathering whole weights")
-    stages = find_stages(engine, holders)
-    if not stages.remote:
-        holders.check_first()
+    holders, stages = find_whole(engine, "gathering whole weights")
     first = holders.rank == 0
     adapters = adapter_names(engine.module)
     readable = values_of_blocks(engine.module)
@@ -166,14 +140,7 @@ def _write_whole(path: Path, state: dict[str, Tensor]) -> None:
     with weights_aside(path.parent) as aside:
         staged = aside / path.name
         if path.suffix == ".safetensors":
-            from safetensors.torch import save_file
-
-            first: dict[int, str] = {}
-            metadata = {"format": "pt"}
-            for name, value in state.items():
-                if first.setdefault(id(value), name) != name:
-                    metadata[name] = first[id(value)]  # as safetensors.torch.load_model wants it
-            save_file({name: state[name].contiguous() for name in first.values()}, staged, metadata)
+            write_shard(staged, list(state), state)
         else:
             torch.save(state, staged)
         publish_weights(aside, path.parent, [path.name], sole=False)

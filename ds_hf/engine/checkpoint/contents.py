@@ -34,20 +34,20 @@ from ds_hf.checkpoint.scalars import encode_scalar
 from ds_hf.dtypes import name_of
 from ds_hf.engine.checkpoint.describe import counters
 from ds_hf.engine.checkpoint.holders import Holders
-from ds_hf.engine.checkpoint.interface import (
+from ds_hf.engine.checkpoint.live import (
     Checkpointable,
     aliases,
     cut_in,
+    data_position,
     extra_states,
     flat_buffers,
     is_left_out,
     loose_parameters,
     module_buffers,
     names_of,
+    random_states,
     world_of,
 )
-from ds_hf.engine.checkpoint.position import data_position
-from ds_hf.engine.checkpoint.rng import random_states
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, kinds, pieces, segments_of
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.cut import whole_shape

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ds_hf.checkpoint.zero_to_fp32 import FORMAT, VERSION
+from ds_hf.checkpoint.format import FORMAT, VERSION
 from ds_hf.config.types.mesh import AXES
-from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, loose_parameters, names_of, world_of
+from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, loose_parameters, names_of, world_of
 
 __all__ = ["counters", "describe", "mesh_sizes"]
 

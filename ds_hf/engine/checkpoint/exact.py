@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from ds_hf.checkpoint.digest import digest_of, digests_of, moving
+from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.reports import RankReport
 from ds_hf.checkpoint.scalars import encode_scalar
-from ds_hf.checkpoint.zero_to_fp32 import Manifest
 from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.contents import live_entries
 from ds_hf.engine.checkpoint.describe import counters
-from ds_hf.engine.checkpoint.fit import Fit
 from ds_hf.engine.checkpoint.holders import Holders
-from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, world_of
-from ds_hf.engine.checkpoint.resume import same_mesh
-from ds_hf.engine.checkpoint.rng import random_states
+from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, random_states, world_of
+from ds_hf.engine.checkpoint.resume import Fit, same_mesh
 from ds_hf.engine.checkpoint.states import kinds, pieces
 from ds_hf.engine.comm.collectives import all_reduce_sum
 from ds_hf.engine.comm.mesh import compute_device

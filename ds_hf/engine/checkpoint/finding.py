@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from ds_hf.checkpoint.format import MANIFEST
+from ds_hf.checkpoint.manifest import read_manifest
+from ds_hf.checkpoint.places import recover
 from ds_hf.checkpoint.verify import checksum_faults, quick_faults
-from ds_hf.checkpoint.zero_to_fp32 import MANIFEST, read_manifest, recover
 from ds_hf.engine.checkpoint.agreement import collect, share, together
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.errors import CheckpointError

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hf.checkpoint.boxes import cover_fault
 from ds_hf.checkpoint.digest import digest_of, digests_of
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut, SavedFragment, cover_fault
+from ds_hf.checkpoint.format import SavedCut, SavedFragment
 from ds_hf.engine.checkpoint.agreement import collect
-from ds_hf.engine.checkpoint.interface import (
+from ds_hf.engine.checkpoint.live import (
     Checkpointable,
     aliases,
     cut_in,

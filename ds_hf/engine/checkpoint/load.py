@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 from ds_hf.checkpoint.deepspeed.read_universal import LATEST as LATEST_UNIVERSAL
+from ds_hf.checkpoint.format import LATEST, MANIFEST
 from ds_hf.checkpoint.formats import kind_of, named_by_latest, open_folder
+from ds_hf.checkpoint.manifest import Manifest
+from ds_hf.checkpoint.places import find_folder, folder_of
 from ds_hf.checkpoint.plain import restore
 from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.tensors import TensorFiles
 from ds_hf.checkpoint.vocabulary import padded
-from ds_hf.checkpoint.zero_to_fp32 import LATEST, MANIFEST, Manifest, TensorFiles, find_folder, folder_of
 from ds_hf.engine.checkpoint.agreement import collect, share, together
 from ds_hf.engine.checkpoint.exact import Restored, check_restored
 from ds_hf.engine.checkpoint.finding import undamaged, whole_or_newest
-from ds_hf.engine.checkpoint.fit import Fit, check_fit, model_shapes
 from ds_hf.engine.checkpoint.holders import Holders, find_holders
-from ds_hf.engine.checkpoint.interface import (
+from ds_hf.engine.checkpoint.live import (
     Checkpointable,
     cut_in,
     extra_states,
@@ -34,9 +36,10 @@ from ds_hf.engine.checkpoint.interface import (
     loose_parameters,
     module_buffers,
     names_of,
+    restore_data_position,
+    restore_random_states,
     world_of,
 )
-from ds_hf.engine.checkpoint.position import restore_data_position
 from ds_hf.engine.checkpoint.restore import (
     check_options,
     check_pieces,
@@ -47,15 +50,17 @@ from ds_hf.engine.checkpoint.restore import (
     restore_states,
 )
 from ds_hf.engine.checkpoint.resume import (
+    Fit,
     RankStates,
     check_common,
     check_extra,
+    check_fit,
     identity_of,
+    model_shapes,
     naming,
     rank_states,
     same_for_all,
 )
-from ds_hf.engine.checkpoint.rng import restore_random_states
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, unshard
 from ds_hf.engine.zero.weight_sync import sync_weights

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ds_hf.checkpoint.deepspeed.read_universal import STATES
+from ds_hf.checkpoint.format import SavedParameter
+from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.scalars import newest
 from ds_hf.checkpoint.source import Kind, Source
-from ds_hf.checkpoint.zero_to_fp32 import Manifest, SavedParameter
 from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.engine.checkpoint.agreement import collect
-from ds_hf.engine.checkpoint.fit import Fit
-from ds_hf.engine.checkpoint.interface import Checkpointable, flat_buffers, names_of, world_of
+from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, names_of, world_of
+from ds_hf.engine.checkpoint.resume import Fit
 from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, pieces, segments_of
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer

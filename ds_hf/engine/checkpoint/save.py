@@ -14,18 +14,24 @@ import time
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ds_hf.checkpoint.commit import announce, check_space, commit, hidden_beside, make_folder, remove_leftovers
+from ds_hf.checkpoint.commit import (
+    announce,
+    checked_tag,
+    commit,
+    hidden_beside,
+    make_room,
+)
 from ds_hf.checkpoint.files import model_states_name
+from ds_hf.checkpoint.holds import Hold, this_writer
+from ds_hf.checkpoint.places import folder_of
 from ds_hf.checkpoint.reports import RankReport
-from ds_hf.checkpoint.tags import checked_tag
-from ds_hf.checkpoint.zero_to_fp32 import Hold, folder_of, this_writer
 from ds_hf.engine.checkpoint.agreement import collect, together
 from ds_hf.engine.checkpoint.background import Job, SaveTimes
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict, save_16bit_model
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
 from ds_hf.engine.checkpoint.describe import describe
 from ds_hf.engine.checkpoint.holders import find_holders
-from ds_hf.engine.checkpoint.interface import Checkpointable, world_of
+from ds_hf.engine.checkpoint.live import Checkpointable, world_of
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
 
@@ -147,10 +153,7 @@ def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> Hold:
     """Rank 0: an empty folder to write to, on a disk with room for all ranks' parts."""
     if target.is_file():
         raise CheckpointPlaceError(f"{target} is a file: give another tag, or move it away")
-    remove_leftovers(root, target)
-    check_space(target.parent, nbytes + _OVERHEAD)
-    make_folder(staged.parent)
-    hold = Hold(staged, made=True)
+    hold = make_room(staged, target, nbytes + _OVERHEAD, root)
     logger.info("saving %s: %.3f GB", target, nbytes / 1e9)
     return hold
 

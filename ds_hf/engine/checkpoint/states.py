@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut
-from ds_hf.engine.checkpoint.interface import Checkpointable, cut_in, names_of
+from ds_hf.checkpoint.format import SavedCut
+from ds_hf.engine.checkpoint.live import Checkpointable, cut_in, names_of
 from ds_hf.engine.optim.base import StreamingOptimizer
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer

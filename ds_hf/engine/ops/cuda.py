@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ds_hf.dtypes import name_of
 from ds_hf.engine.ops import cuda_build, cuda_launch
 from ds_hf.engine.ops.cuda_build import Macros
 from ds_hf.engine.ops.cuda_lamb import lamb_, lamb_apply_, lamb_moments_
@@ -80,8 +81,7 @@ def unsupported(op: str, *dtypes: torch.dtype) -> str | None:
     """Why tensors of ``dtypes`` are not for this module; ``None`` if they are."""
     for dtype in dtypes:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            name = str(dtype).removeprefix("torch.")
-            return f"the CUDA kernel of {op} takes float32, bfloat16 and float16, not {name}"
+            return f"the CUDA kernel of {op} takes float32, bfloat16 and float16, not {name_of(dtype)}"
     return None
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from ds_hf.dtypes import name_of
 from ds_hf.engine.ops import reference
 from ds_hf.engine.ops.split_master import LOW
 from ds_hf.log import log_once
@@ -150,7 +151,7 @@ def choose(device: torch.device, dtypes: Collection[torch.dtype] = (torch.float3
     reason = cast("str | None", backend.available())
     takes = _GRADIENT if device.type == "cpu" else (*_GRADIENT, LOW)
     if reason is None and (other := [dtype for dtype in dtypes if dtype not in takes]):
-        reason = f"the kernels do not take {_short(other[0])}"
+        reason = f"the kernels do not take {name_of(other[0])}"
     return (reference, reason) if reason else (backend, None)
 
 
@@ -226,13 +227,13 @@ def _check_list(
         if params[0].dtype is not torch.bfloat16:
             raise TypeError(f"{op.name}: outs are low bits of masters, whose high ones, params, must be bfloat16")
     elif dtype not in _FLOATING:
-        raise TypeError(f"{op.name}: {name} are {_short(dtype)}, not floating-point tensors")
+        raise TypeError(f"{op.name}: {name} are {name_of(dtype)}, not floating-point tensors")
     for index, tensor in enumerate(tensors):
         if tensor.device != device:
             raise ValueError(f"{op.name}: {name}[{index}] is on {tensor.device} and {op.lists[0]}[0] on {device}")
         if tensor.dtype != dtype:
             raise TypeError(
-                f"{op.name}: {name}[{index}] is {_short(tensor.dtype)} and {name}[0] {_short(dtype)}; "
+                f"{op.name}: {name}[{index}] is {name_of(tensor.dtype)} and {name}[0] {name_of(dtype)}; "
                 "one call takes one dtype a list"
             )
         if not tensor.is_contiguous():
@@ -253,11 +254,7 @@ def _check_small(op: Op, name: str, tensor: Tensor, numel: int, device: torch.de
 
 
 def _describe(tensor: Tensor) -> str:
-    return f"{_short(tensor.dtype)} {list(tensor.shape)} on {tensor.device}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{name_of(tensor.dtype)} {list(tensor.shape)} on {tensor.device}"
 
 
 # -- torch.library ------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.checkpoint.digest import digest_of
-from ds_hf.engine.checkpoint.interface import extra_states
-from ds_hf.engine.checkpoint.rng import random_states, restore_random_states
+from ds_hf.engine.checkpoint.live import extra_states, random_states, restore_random_states
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer

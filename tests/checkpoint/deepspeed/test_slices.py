@@ -14,15 +14,15 @@ from ds_hf.checkpoint.convert import write_own
 from ds_hf.checkpoint.deepspeed.pickles import load_pickled, save_pickled
 from ds_hf.checkpoint.deepspeed.read import read_deepspeed
 from ds_hf.checkpoint.deepspeed.slices import RULES_FILE, Rules
+from ds_hf.checkpoint.format import SavedCut
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.inspect import faults_of
+from ds_hf.checkpoint.pretrained import export_source
 from ds_hf.checkpoint.source import Kind, Source
 from ds_hf.checkpoint.zero_to_fp32 import (
-    SavedCut,
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
 )
-from ds_hf.engine.checkpoint.export import export_source
 from ds_hf.errors import CheckpointError
 from tests.checkpoint.deepspeed.sliced_files import values_of, write_slices
 from tests.checkpoint.deepspeed.test_read import _places, _replace

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ds_hf
-from ds_hf.engine.checkpoint.interface import flat_buffers
+from ds_hf.engine.checkpoint.live import flat_buffers
 from ds_hf.engine.checkpoint.states import kinds, pieces
 from ds_hf.engine.zero.access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from ds_hf.engine.zero.gather import GatheredParameters

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
+from ds_hf.checkpoint.manifest import read_manifest
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, build, config, differences, engine_of, states, train
 

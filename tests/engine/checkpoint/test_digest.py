@@ -28,8 +28,8 @@ from ds_hf.checkpoint.checksum import (
     sum_of_tensor,
 )
 from ds_hf.checkpoint.digest import digest_of
+from ds_hf.checkpoint.format import SavedCut
 from ds_hf.checkpoint.verify import verify
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut
 from ds_hf.engine.checkpoint import load as load_module
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, build, config, engine_of, train

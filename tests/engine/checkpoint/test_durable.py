@@ -24,14 +24,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ds_hf.checkpoint import commit, zero_to_fp32
+from ds_hf.checkpoint import commit, holds
 from ds_hf.checkpoint.checksum import hexadecimal, sum_of_tensor
 from ds_hf.checkpoint.commit import check_space, hidden_beside
 from ds_hf.checkpoint.dcp import write_dcp
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_folder
+from ds_hf.checkpoint.holds import Hold, boot_of, this_writer
+from ds_hf.checkpoint.places import find_folder
 from ds_hf.checkpoint.verify import verify
-from ds_hf.checkpoint.zero_to_fp32 import Hold, boot_of, find_folder, this_writer
 from ds_hf.engine.checkpoint import background, contents
 from ds_hf.engine.checkpoint.holders import find_holders
 from ds_hf.errors import CheckpointError
@@ -302,7 +303,7 @@ def test_locks_that_a_file_system_does_not_have(tmp_path: Path, monkeypatch: pyt
     def refused(*args: Any) -> None:
         raise OSError(errno.ENOTSUP, "not supported")
 
-    monkeypatch.setattr(zero_to_fp32.fcntl, "flock", refused)
+    monkeypatch.setattr(holds.fcntl, "flock", refused)
     host, mine, number = this_writer().split("-")
     living, gone = tmp_path / f".t.saving-{host}-{mine}-{number}", tmp_path / f".u.saving-{host}-{mine}-{number}"
     for path in (living, gone):

@@ -20,8 +20,7 @@ from torch import nn
 
 import ds_hf
 from ds_hf.checkpoint.formats import open_source
-from ds_hf.checkpoint.pretrained import ShardedWriter, Spec
-from ds_hf.engine.checkpoint.export import export_source, write_single
+from ds_hf.checkpoint.pretrained import ShardedWriter, Spec, export_source, write_single
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
 from tests.checkpoint.hostile import killed_at
@@ -366,7 +365,7 @@ def test_a_live_export_needs_one_unit(tmp_path: Path) -> None:
 _FROM_FOLDER = """
 import sys
 from pathlib import Path
-from ds_hf.engine.checkpoint.export import export_source
+from ds_hf.checkpoint.pretrained import export_source
 from ds_hf.checkpoint.formats import open_source
 from tests.engine.checkpoint.test_export import _Peak
 source = open_source(sys.argv[1])

@@ -19,10 +19,11 @@ from ds_hf.checkpoint.dcp import write_dcp
 from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.inspect import inspect
+from ds_hf.checkpoint.manifest import read_manifest
+from ds_hf.checkpoint.pretrained import export_source
 from ds_hf.checkpoint.verify import verify
-from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, read_manifest
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
-from ds_hf.engine.checkpoint.export import export_source
 from ds_hf.engine.zero.cut import set_cut
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import config

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ds_hf
-from ds_hf.checkpoint import zero_to_fp32
+from ds_hf.checkpoint import tensors
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import CheckpointError
 from tests.engine.checkpoint.workload import Model, config, differences, engine_of, states, train
@@ -243,7 +243,7 @@ def _rank_1_cannot_read(folder: Path) -> str:
             def fails(*_: Any, **__: Any) -> None:
                 raise OSError(5, "Input/output error")
 
-            zero_to_fp32.TensorFiles.fill = fails  # type: ignore[method-assign]  # this process is the test's alone
+            tensors.TensorFiles.fill = fails  # type: ignore[method-assign]  # this process is the test's alone
         try:
             engine.load_checkpoint(folder)
         except CheckpointError as error:

@@ -293,7 +293,7 @@ def test_overwriting_replaces_all_of_it(engine: Any, tmp_path: Path) -> None:
         (contents, "write_tensor_file"),
         (contents, "write_bytes"),
         (commit, "complete"),
-        (commit, "sync_folder"),
+        (commit, "sync"),
         (commit, "write_text"),
     ],
 )

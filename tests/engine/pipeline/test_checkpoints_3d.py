@@ -13,8 +13,8 @@ from ds_hf import initialize
 from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_source
+from ds_hf.checkpoint.manifest import read_manifest
 from ds_hf.checkpoint.verify import verify
-from ds_hf.checkpoint.zero_to_fp32 import read_manifest
 from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.pipeline.grid import PipelineParallelGrid
 from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec

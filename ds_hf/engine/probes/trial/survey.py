@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_hf import host
+from ds_hf.dtypes import name_of
 from ds_hf.engine.probes.trial.batches import Batch, inputs_of, resized, shapes_of
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import whole_shape
@@ -92,7 +93,7 @@ def _dtype(engine: CoreEngine) -> str:
         for buffer in unit.buffers:
             counts[buffer.dtype] = counts.get(buffer.dtype, 0) + buffer.layout.numel
     dtype = max(counts, key=lambda key: counts[key], default=torch.float32)
-    return str(dtype).removeprefix("torch.")
+    return name_of(dtype)
 
 
 def set_checkpointing(engine: CoreEngine, on: bool) -> bool:

@@ -15,9 +15,9 @@ from unittest import mock
 
 import pytest
 
+from ds_hf.checkpoint.places import find_folder
 from ds_hf.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_state_dict,
-    find_folder,
     get_fp32_state_dict_from_zero_checkpoint,
 )
 from ds_hf.engine.checkpoint import load as loading
@@ -69,7 +69,7 @@ def refused(engine: Any, folder: Path, match: str, tag: str | None = None) -> No
         ("\u202egat".encode(), r"latest names '\\u202egat': it has a tab"),
         (b"secret\nlines", "latest does not name a checkpoint: it has a tab, line break"),
         (b"\xff\xfe", "latest cannot be read"),
-        (b"x" * 5000, "latest cannot be read: it has 5000 bytes, too many"),
+        (b"x" * 5000, "latest cannot be read: it has 5000 bytes where at most 4096"),
         (b"x" * 1000, "latest does not name a checkpoint: it is too long"),
         (b"x/" * 1000, "latest does not name a checkpoint: it is too long"),
     ],

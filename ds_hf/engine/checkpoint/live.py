@@ -2,16 +2,22 @@
 
 Names of parameters are those of ``module.named_parameters()`` when the engine was built, the first one of tied names;
 wrappers that torch.compile puts around blocks later (``_orig_mod``) are no part of a name.
+
+Gradients are not saved, so an accumulation that is under way begins anew after loading: the position in the data that
+is saved is the one where it began.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from ds_hf.checkpoint.zero_to_fp32 import SavedCut
+from ds_hf.checkpoint.format import SavedCut
 from ds_hf.config.plan import StatePlan
 from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.comm.mesh import Axis, Mesh
@@ -21,12 +27,14 @@ from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import packed_parts
 from ds_hf.engine.zero.unit import Unit
+from ds_hf.errors import CheckpointError
 
 __all__ = [
     "Checkpointable",
     "adapter_names",
     "aliases",
     "cut_in",
+    "data_position",
     "extra_states",
     "flat_buffers",
     "is_left_out",
@@ -34,6 +42,9 @@ __all__ = [
     "module_buffers",
     "names_of",
     "parameter_name",
+    "random_states",
+    "restore_data_position",
+    "restore_random_states",
     "world_of",
 ]
 
@@ -162,3 +173,74 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
                 yield _plain(f"{prefix}.{name}" if prefix else name), buffer
+
+
+# -- the position in the data ------------------------------------------------------------------------------------------
+
+
+def data_position(engine: Checkpointable) -> dict[str, Any] | None:
+    """The loader's state, ``None`` without one."""
+    loader = engine.training_dataloader
+    if not hasattr(loader, "state_dict"):
+        return None
+    state = dict(loader.state_dict())
+    begun = engine.begun_micro_batches
+    handed_out = begun * engine.batch.micro * engine.mesh.shape.data
+    if begun and state.get("samples", 0) >= handed_out:  # else it began in the epoch before, which is over
+        state["samples"] -= handed_out
+    return state
+
+
+def restore_data_position(engine: Checkpointable, saved: Any) -> None:
+    """Let the next pass over the loader begin where ``saved`` stood.
+
+    Raises:
+        CheckpointError: it is not a position.
+    """
+    loader = engine.training_dataloader
+    if saved is None or not hasattr(loader, "load_state_dict"):
+        return
+    keys = ("epoch", "samples", "seed")
+    if not isinstance(saved, dict) or not all(type(saved.get(k)) is int and saved[k] >= 0 for k in keys[:2]):
+        raise CheckpointError(f"the checkpoint's position in the data is {saved!r} instead of {', '.join(keys)}")
+    if type(saved.get("seed")) is not int:
+        raise CheckpointError(f"the checkpoint's position in the data has no seed: {saved!r}")
+    loader.load_state_dict(saved)
+
+
+# -- random states, in what ``weights_only`` can load ------------------------------------------------------------------
+
+
+def random_states() -> dict[str, Any]:
+    """The present states."""
+    name, keys, *rest = np.random.get_state()
+    states: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(saved: Any) -> None:
+    """Bring back what ``random_states`` gave, so that dropout and shuffling go on as they would have.
+
+    Raises:
+        CheckpointError: it is not what it should be.
+    """
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"the checkpoint's random states are a {type(saved).__name__} instead of a dict")
+    try:
+        if isinstance(saved.get("cpu"), Tensor):
+            torch.set_rng_state(saved["cpu"])
+        if isinstance(saved.get("cuda"), Tensor) and torch.cuda.is_available():
+            torch.cuda.set_rng_state(saved["cuda"])
+        if "python" in saved:
+            random.setstate(saved["python"])
+        if "numpy" in saved:
+            name, keys, *rest = saved["numpy"]
+            np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    except (AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's random states are not what was saved: {error}") from error

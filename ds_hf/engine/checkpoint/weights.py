@@ -1,0 +1,208 @@
+"""Whole weights of a live engine: those that other stages of a pipeline hold, and all of them by name on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hf.checkpoint.format import SavedCut
+from ds_hf.engine.checkpoint.agreement import collect
+from ds_hf.engine.checkpoint.holders import Holders, find_holders
+from ds_hf.engine.checkpoint.live import (
+    Checkpointable,
+    aliases,
+    cut_in,
+    flat_buffers,
+    loose_parameters,
+    module_buffers,
+    names_of,
+    world_of,
+)
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Axis, compute_device
+from ds_hf.engine.zero.buffer import unshard
+from ds_hf.engine.zero.cut import Cut, cut_of, whole_shape
+
+__all__ = ["Remote", "Stages", "find_whole", "named_weights", "values_of"]
+
+# -- what other stages hold, brought to process 0 one tensor at a time -------------------------------------------------
+
+
+class Remote(NamedTuple):
+    """A parameter or buffer that process 0 does not hold.
+
+    Attributes:
+        shape: of the whole.
+        holders: who sends it, or each slice of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool
+    holders: dict[SavedCut | None, int]
+
+
+class Stages(NamedTuple):
+    """What is on which stage.
+
+    Attributes:
+        here: this process is in the first stage, whose parameters process 0 puts together itself.
+        remote: what the others hold, in the order of the stages.
+        tied: further names of it.
+    """
+
+    here: bool
+    remote: list[Remote]
+    tied: dict[str, str]
+
+
+def find_whole(engine: Checkpointable, doing: str) -> tuple[Holders, Stages]:
+    """Who holds what, for whole weights on process 0. Collective.
+
+    Raises:
+        CheckpointError: on all processes: ``doing`` needs what cannot be put together there.
+    """
+    holders = find_holders(engine)
+    holders.check(engine, doing)
+    stages = _find_stages(engine, holders)
+    if not stages.remote:
+        holders.check_first()
+    return holders, stages
+
+
+def _find_stages(engine: Checkpointable, holders: Holders) -> Stages:
+    """Ask the other stages what they hold. Collective where there are any."""
+    if engine.mesh.shape.pipe == 1:
+        return Stages(True, [], {})
+    world, own = world_of(engine), _own(engine)
+    table = [(name, tuple(whole_shape(t, t.shape)), t.dtype, t.requires_grad) for name, t in own.items()]
+    further = {**aliases(engine), **module_buffers(engine.module)[1]}
+    answers = collect(world, (table if engine.mesh.replicas.rank == 0 else [], further))
+    senders: dict[str, dict[SavedCut | None, int]] = {}
+    for (name, cut), rank in {**holders.whole, **holders.divided}.items():
+        senders.setdefault(name, {})[cut] = rank
+    first = {name for name, *_ in answers[0][0]}
+    remote = {
+        name: Remote(name, shape, dtype, trains, senders[name])
+        for each, _ in answers
+        for name, shape, dtype, trains in each
+        if name not in first and name not in holders.own
+    }
+    tied = {alias: name for _, each in answers for alias, name in each.items()}
+    return Stages(engine.mesh.stage_rank == 0, list(remote.values()), tied)
+
+
+def _own(engine: Checkpointable) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of this process by name, in the order of its stage."""
+    found: dict[str, Tensor] = {}
+    for buffer in flat_buffers(engine):
+        found.update(zip(names_of(engine, buffer), buffer.owners, strict=True))
+    return {**found, **loose_parameters(engine), **module_buffers(engine.module)[0]}
+
+
+def values_of(
+    engine: Checkpointable, stages: Stages, wanted: Callable[[Remote], bool] = lambda remote: True
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``stages.remote`` by name, whole: on process 0, and nothing elsewhere. All processes exhaust it.
+
+    Args:
+        wanted: alike on all processes.
+    """
+    world, device = world_of(engine), compute_device()
+    own: dict[str, Any] = _own(engine) if stages.remote else {}
+    for remote in filter(wanted, stages.remote):
+        if world.rank:
+            param = own.get(remote.name)
+            if param is not None and remote.holders.get(cut_in(param)) == world.rank:
+                dist.send(param.detach().to(device).contiguous(), world.global_rank(0), group=world.group)
+            continue
+        whole = torch.empty(remote.shape, dtype=remote.dtype, device=device)
+        for cut, rank in remote.holders.items():
+            part = whole if cut is None else torch.empty(cut.shape(remote.shape), dtype=remote.dtype, device=device)
+            dist.recv(part, world.global_rank(rank), group=world.group)
+            if cut is not None:
+                Cut(cut.dim, cut.ranges, torch.Size(remote.shape)).put(whole, part.view(cut.shape(remote.shape)))
+        yield remote.name, whole
+
+
+# -- by name, one unit at a time: what another program loads (vLLM) ----------------------------------------------------
+
+
+def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of this rank's layers, whole, by every name that the model has for them.
+
+    All ranks run through it together. A flat buffer is gathered in one collective, and in another where tensor
+    parallelism has cut it.
+
+    Args:
+        dtype: of floating-point weights; default what each has in the model.
+    """
+    axis = engine.mesh.axis("tensor") if engine.mesh.shape.tensor > 1 else None
+    own = find_holders(engine).own
+    further: dict[str, list[str]] = {}
+    for alias, name in {**aliases(engine), **module_buffers(engine.module)[1]}.items():
+        further.setdefault(name, []).append(alias)
+
+    def every_name(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        value = value.detach()
+        if dtype is not None and value.is_floating_point():
+            value = value.to(dtype)
+        for each in (name, *further.get(name, ())):
+            yield each, value
+
+    for unit in engine.units:
+        for buffer in unit.buffers:
+            names, params = names_of(engine, buffer), buffer.params
+            with unshard([buffer] if buffer.sharded else []):
+                if not buffer.sharded:
+                    buffer.gather()
+                for name, value in zip(names, _whole(params, axis, buffer.labels.weights), strict=True):
+                    yield from every_name(name, value)
+    rest = {**loose_parameters(engine), **module_buffers(engine.module)[0]}
+    rest = {name: value for name, value in rest.items() if name not in own}
+    for name, value in zip(rest, _whole(list(rest.values()), axis, "weights that are in no unit"), strict=True):
+        yield from every_name(name, value)
+
+
+@torch.no_grad()
+def _whole(params: Sequence[Tensor], axis: Axis | None, what: str) -> list[Tensor]:
+    """``params`` without cuts; those that have one are put together from the slices of all ranks of ``axis``."""
+    cuts = [cut_of(param) for param in params]
+    values = [param.detach() for param in params]
+    cut = [index for index, each in enumerate(cuts) if each is not None]
+    if axis is None or not cut:
+        return values
+    for dtype in dict.fromkeys(values[index].dtype for index in cut):
+        chosen = [index for index in cut if values[index].dtype == dtype]
+        for index, value in zip(chosen, _put_together(values, cuts, chosen, axis, what), strict=True):
+            values[index] = value
+    return values
+
+
+def _put_together(
+    values: Sequence[Tensor], cuts: Sequence[Cut | None], chosen: Sequence[int], axis: Axis, what: str
+) -> Iterator[Tensor]:
+    """The whole of each of ``chosen``, all of which travel in one gather."""
+    mine = torch.cat([values[index].reshape(-1) for index in chosen])
+    told = [(cut.dim, cut.ranges) for index in chosen if (cut := cuts[index]) is not None]
+    tables = collect(axis, (told, mine.numel()))
+    longest = max(numel for _, numel in tables)  # heads that do not divide
+    gathered = mine.new_empty(axis.world_size * longest)
+    collectives.all_gather(gathered, torch.nn.functional.pad(mine, (0, longest - mine.numel())), axis, what)
+    parts = gathered.view(axis.world_size, longest)
+    place = [0] * axis.world_size
+    for position, index in enumerate(chosen):
+        own = cuts[index]
+        assert own is not None
+        whole = torch.empty(own.whole, dtype=mine.dtype, device=mine.device)
+        for rank, (table, _) in enumerate(tables):
+            cut = Cut(*table[position], own.whole)
+            numel = cut.shape.numel()
+            cut.put(whole, parts[rank, place[rank] : place[rank] + numel].view(cut.shape))
+            place[rank] += numel
+        yield whole
