@@ -224,9 +224,9 @@ def _load(
     divides the model over the tensor axis. Nothing is sent."""
     processes = len(_training_ranks(mpu, claims))
     settings = load_config(source, world_size=processes, given=claims)
-    assert settings.mesh is not None
     if compiled:
         settings = replace(settings, ds_hf=replace(settings.ds_hf, compile="blocks"))
+    assert settings.mesh is not None
     plan, shape = plan_states(settings), settings.mesh
     if plan.inner is None:  # asked for at a stage that does not
         shape = replace(shape, inner=None)
