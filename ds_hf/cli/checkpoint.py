@@ -139,7 +139,9 @@ def convert_command(
     max_shard_size: ShardSize = "5GB",
     model: Model = None,
     stage: Annotated[int, typer.Option("--stage", min=1, max=3, help="ZeRO stage (deepspeed).")] = 2,
-    world_size: Annotated[int, typer.Option("--world-size", "-w", min=1, help="Number of processes (deepspeed).")] = 1,
+    world_size: Annotated[
+        int, typer.Option("--world-size", "-w", min=1, max=2**16, help="Number of processes (deepspeed).")
+    ] = 1,
     sub_group_size: Annotated[int, typer.Option("--sub-group-size", min=1, help="For deepspeed at stage 3.")] = 10**9,
     as_json: AsJson = False,
 ) -> None:

@@ -30,6 +30,7 @@ from ds_hf.errors import SHOWN_FAULTS, ConfigError, Fault
 from ds_hf.log import complain
 from ds_hf.measure.links import load_links
 from ds_hf.printable import printable, printable_json
+from ds_hf.regular_files import check_regular
 
 __all__ = ["config_app"]
 
@@ -157,9 +158,12 @@ def _write(text: str, output: Path | None, force: bool) -> None:
     if output is None:
         sys.stdout.write(text)
         return
-    if output.exists() and not force:
+    exists = output.exists()
+    if exists and not force:
         _usage(f"{output} exists; --force overwrites it")
     try:
+        if exists:
+            check_regular(output)  # a pipe would be waited for
         output.write_text(text, "utf-8")
     except OSError as error:
         _usage(f"cannot write {output}: {error.strerror}")

@@ -6,14 +6,17 @@ stand among those of the command.
 
 from __future__ import annotations
 
+import errno
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 import ds_hf
+from ds_hf.log import complain
 
-__all__ = ["FORMER", "one_name", "version_option"]
+__all__ = ["FORMER", "Commands", "one_name", "version_option"]
 
 FORMER = {
     "nproc": "num-gpus",
@@ -24,6 +27,19 @@ FORMER = {
     "memory-limit": "device-memory",
     "timeout": "budget",
 }
+
+
+class Commands(TyperGroup):
+    """Commands in which a path that the system refuses is a sentence: no permission, a name too long, a full disk."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.filename is None or error.errno == errno.EPIPE:  # who reads the output is gone
+                raise
+            complain(f"{error.filename}: {error.strerror}")
+            raise typer.Exit(2) from None
 
 
 def one_name(token: str) -> str:

@@ -14,13 +14,14 @@ from ds_hf.cli.doctor import doctor_command
 from ds_hf.cli.generate import generate_command
 from ds_hf.cli.launch import add_run_command
 from ds_hf.cli.memory import SETTINGS, memory_command
-from ds_hf.cli.options import one_name, version_option
+from ds_hf.cli.options import Commands, one_name, version_option
 from ds_hf.profile.cli import AS_GIVEN as BEFORE_SCRIPT
 from ds_hf.profile.cli import profile_command
 
 __all__ = ["app"]
 
 app = typer.Typer(
+    cls=Commands,
     help="Train HuggingFace models with ZeRO, from a DeepSpeed JSON file.",
     no_args_is_help=True,
     context_settings={"token_normalize_func": one_name},  # of all commands, unless they have their own

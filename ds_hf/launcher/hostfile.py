@@ -18,6 +18,7 @@ __all__ = ["DEFAULT_HOSTFILE", "Pool", "check_host_name", "parse_hostfile", "rea
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 MAX_SLOTS = 4096
+MAX_PROCESSES = 2**20  # of all hosts
 _WORD = re.compile(r"\S+")
 # name, user@name, IPv4 or IPv6 address
 _HOST = re.compile(
@@ -68,11 +69,15 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Pool:
     """
     pool: dict[str, tuple[int, ...]] = {}
     first_seen: dict[str, int] = {}
+    total = 0
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         entry = _parse_line(line.removesuffix("\r"), number, source)
         if entry is None:
             continue
         host, slots, column = entry
+        total += slots
+        if total > MAX_PROCESSES:
+            raise mistake(source, number, column, line, f"more than {MAX_PROCESSES} slots in all", "give fewer")
         if host in pool:
             message = f"host {host} is already in line {first_seen[host]}"
             raise mistake(source, number, column, line, message, "give each host one line with all its slots")

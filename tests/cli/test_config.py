@@ -210,3 +210,19 @@ def test_a_file_of_very_many_unknown_keys_is_told_in_a_page(tmp_path: Path) -> N
         assert len(result.output) < 12000
         assert "... and 31 more" in result.output
         assert "x" * 100 not in result.output
+
+
+def test_paths_that_the_system_refuses(tmp_path: Path) -> None:
+    """In any command: a sentence with the path, and no wait."""
+    os.mkfifo(tmp_path / "pipe")
+    long = str(tmp_path / ("x" * 300))
+    commands = [["config", "new", "-p", "zero2", "-fo"], ["config", "schema", "-o"], ["checkpoint", "inspect"]]
+    for command in [*commands, ["checkpoint", "verify"], ["config", "check"]]:
+        result = run(app, [*command, long])
+        assert result.exit_code in (1, 2), result
+        assert "File name too long" in result.output
+        assert long in result.output
+    for command in commands[:2]:
+        result = run(app, [*command, str(tmp_path / "pipe"), "--force"])
+        assert result.exit_code == 2
+        assert "not a regular file but a pipe" in result.output

@@ -39,6 +39,7 @@ def test_hosts_slots_comments() -> None:
         ("a\x00b slots=1", 1, 1, "is not a host name"),
         ("'a b' slots=1", 1, 1, "is not a host name"),
         ("x" * 300 + " slots=1", 1, 1, "too many"),
+        ("".join(f"h{host} slots=4096\n" for host in range(300)), 257, 1, "more than 1048576 slots in all"),
     ],
 )
 def test_mistakes_name_line_and_column(text: str, line: int, column: int, message: str) -> None:

@@ -19,12 +19,13 @@ import os
 import platform
 import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from zlib import crc32
 
 import torch
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ds_hf.engine.comm.comms_logger import comms_logger
+from ds_hf.errors import DsHfError
 
 if TYPE_CHECKING:
     from ds_hf.engine.comm.watch import Watch
@@ -194,6 +196,7 @@ class CollectiveLog:
         self.observer: LogObserver | None = None
         self._stop: Callable[[], None] | None = None
         self._known: dict[tuple[str, str, int, torch.dtype | None], tuple[Entry, int]] = {}
+        _logs.add(self)
 
     def __call__(self, operation: str, what: str, tensor: Tensor | None = None) -> CollectiveLog:
         """Note a collective that is about to be issued.
@@ -284,3 +287,25 @@ class CollectiveLog:
         self._stop = None
         if self.watch is not None:
             self.watch.failed(error)
+
+
+_logs: weakref.WeakSet[CollectiveLog] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """Of a fork: it has the connections and the board of the process that trains, and would write into both. Groups
+    that it makes itself are its own."""
+    for log in list(_logs):
+        if log.world_size > 1:
+            log.board, log.before = None, _refuse
+
+
+def _refuse() -> NoReturn:
+    raise DsHfError(
+        "a model in training was used in a process made by fork (multiprocessing, a worker of a DataLoader), which is "
+        "none of those that hold it together. Use it where it trains, or give the process a copy: copy.deepcopy(model) "
+        "inside `with deepspeed.zero.GatheredParameters(list(model.parameters())):`, on all processes"
+    )
+
+
+os.register_at_fork(after_in_child=_in_child)

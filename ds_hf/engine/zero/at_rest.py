@@ -152,6 +152,12 @@ def _tell_read(param: Tensor, what: str) -> None:
     )
 
 
+def _check_reader(param: Tensor, reader: FrameType) -> None:
+    """Of its address: safetensors writes what lies there."""
+    if reader.f_globals.get("__name__") == "safetensors.torch":
+        _refuse_copy(param, "a file")
+
+
 class Released(AtRest):
     """A parameter of a model that trains, or will."""
 
@@ -175,6 +181,10 @@ class Released(AtRest):
 
     def clone(self, *args: Any, **kwargs: Any) -> Tensor:
         _refuse_copy(self, "a clone")
+
+    def data_ptr(self) -> int:
+        _check_reader(self, sys._getframe(1))
+        return Tensor.data_ptr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         buffer: FlatBuffer = self._ds_home.buffer  # type: ignore[attr-defined]
@@ -208,6 +218,10 @@ class _Nothing(Tensor):
         if name in _COPIES and isinstance(args[0], _Nothing):
             # no error: transformers' save_pretrained copies what it then leaves to the first process
             warn_once(f"{_empty(args[0]._of, f'`.{name}()`')}", about="copies of parameters at rest")
+        if name == "pad" and args[0].__class__ is _Nothing and not any(args[1]):
+            return args[0]  # by nothing: transformers, when it ties weights
+        if name == "data_ptr":
+            _check_reader(args[0]._of, sys._getframe(1))
         if name in _WRITES and isinstance(args[0], _Nothing):
             _tell_write(args[0]._of, f"`.data.{name}()`")
         with torch._C.DisableTorchFunctionSubclass():
