@@ -163,7 +163,7 @@ many() {
   row 1b3-stage3 90 "${train[@]}" "${small[@]}" --stage 3 --engines $all
   row tensor-1b3 120 benchmarks/tensor_parallel.py --part step --model 1b3 --micro-batch 8 --seq 2048 \
     --engines ds_hf,transformers,half,deepspeed "${WITH[@]}"
-  row sequence-1b3 100 "${shared[@]}" --row 1b3 2 8192 ds_hf+whole,ds_hf+sp
+  row sequence-1b3 100 "${shared[@]}" --row 1b3 "$gpus" 8192 ds_hf+whole,ds_hf+sp
   row sequence-8b 150 "${shared[@]}" --steps 3 --row 8b 1 32768 ds_hf+sp+loss+tiles,ds_hf+sp+offload+loss+tiles
   name=${gpus}xh100-pipeline
   [[ pipeline == ${ONLY-}* && ! -e $OUT/$name.json && ! -e ${DONE:-/nowhere}/$name.json ]] || return 0

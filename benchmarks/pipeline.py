@@ -96,10 +96,10 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def items_of(args: argparse.Namespace, micro_batches: int, length: int, width: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(args.device).manual_seed(SEED)
     size = (args.batch, length, width)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    values = torch.randn((micro_batches, 2, *size), generator=generator).to(args.device, dtype)
+    values = torch.randn((micro_batches, 2, *size), generator=generator, device=args.device, dtype=dtype)
     return [(inputs, labels) for inputs, labels in values]
 
 
@@ -143,7 +143,8 @@ def count_of(args: argparse.Namespace, kind: type[nn.Module], chunks: int) -> in
 
 
 def layers_of(args: argparse.Namespace, count: int, width: int, kind: type[nn.Module]) -> nn.Module:
-    layers = nn.Sequential(*(kind(width) for _ in range(count)))
+    with torch.device(args.device):
+        layers = nn.Sequential(*(kind(width) for _ in range(count)))
     return layers.to(args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
 
 
@@ -175,9 +176,10 @@ def make(
     args: argparse.Namespace, micro_batches: int, width: int, kind: type[nn.Module] = Block
 ) -> tuple[Callable[..., Any], Any]:
     torch.manual_seed(SEED)
-    if args.way == "torch":
-        return torch_way(args, micro_batches, width, kind)
-    return engine_way(args, micro_batches, width, kind, chunks=2 if args.way == "chunks" else 1)
+    with torch.device(args.device):  # of many GPUs' processes each has one core: values are drawn on the device
+        if args.way == "torch":
+            return torch_way(args, micro_batches, width, kind)
+        return engine_way(args, micro_batches, width, kind, chunks=2 if args.way == "chunks" else 1)
 
 
 def end(engine: Any) -> None:
