@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ds_hf.config.types import SparseAttentionSection
-from ds_hf.engine.sparse.attention import attention
-from ds_hf.engine.sparse.block_layout import BlockLayout
-from ds_hf.engine.sparse.choice import Patterns
+from ds_hf.engine.modules.sparse.attention import attention
+from ds_hf.engine.modules.sparse.block_layout import BlockLayout
+from ds_hf.engine.modules.sparse.choice import Patterns
 
 ENOUGH = 0.5  # of 1 / density
 

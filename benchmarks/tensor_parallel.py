@@ -75,7 +75,7 @@ class Gathered(DsHf):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        from ds_hf.engine.tiling.models import PartialLoss
+        from ds_hf.engine.modules.tiling.models import PartialLoss
 
         for handle in self.engine.hooks.handles:
             if isinstance(handle, PartialLoss):
@@ -235,8 +235,8 @@ def whole_pair() -> nn.Module:
 
 def cut_pair() -> nn.Module:
     from ds_hf.engine.comm.mesh import Axis
-    from ds_hf.engine.tensor.functions import Place
-    from ds_hf.engine.tensor.styles import STYLES, swap_class
+    from ds_hf.engine.parallel.tensor.functions import Place
+    from ds_hf.engine.parallel.tensor.styles import STYLES, swap_class
 
     pair, axis, copied = whole_pair(), Axis(None, 0, 2), [None]
     for index, style, dim in ((0, "colwise", 0), (1, "rowwise", 1)):

@@ -116,7 +116,7 @@ def _without_values(facts: Mapping[str, Any]) -> Any:
 
 def _cuts(model: Any, size: int, tree: Mapping[str, Any], facts: Mapping[str, Any], survey: Mapping[str, Any]) -> str:
     """Why the layers of ``model`` do not divide over ``size`` processes; empty where they do."""
-    from ds_hf.engine.tensor.plan import plan_division
+    from ds_hf.engine.parallel.tensor.plan import plan_division
 
     section = tree.get("tensor_parallel")
     asked = {**(section if isinstance(section, Mapping) else {}), "autotp_size": size}
@@ -130,7 +130,7 @@ def _cuts(model: Any, size: int, tree: Mapping[str, Any], facts: Mapping[str, An
 
 def _shares(model: Any, size: int, tree: Mapping[str, Any], facts: Mapping[str, Any], survey: Mapping[str, Any]) -> str:
     """Why ``size`` processes cannot share a sample; empty where they can."""
-    from ds_hf.engine.sequence.heads import plan_heads
+    from ds_hf.engine.parallel.sequence.heads import plan_heads
 
     text = model.config.get_text_config()
     if facts["model"]["attention"] in (None, "eager"):

@@ -1,6 +1,6 @@
 """What makes a pattern of block-sparse attention impossible, as sentences.
 
-The section ``sparse_attention`` of a file and the constructors of ``ds_hf.engine.sparse.layouts`` ask the same
+The section ``sparse_attention`` of a file and the constructors of ``ds_hf.engine.modules.sparse.layouts`` ask the same
 functions. Each returns ``None``, or what is wrong.
 """
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hf.config import load_config
 from ds_hf.deepspeed_api.accelerator import get_accelerator
-from ds_hf.engine.activations.attach import Offloading
-from ds_hf.engine.activations.offload import ActivationOffload
+from ds_hf.engine.modules.activations.attach import Offloading
+from ds_hf.engine.modules.activations.offload import ActivationOffload
 from ds_hf.errors import ConfigError
 from ds_hf.log import logger, warn_once
 

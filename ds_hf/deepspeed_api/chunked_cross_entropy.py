@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.tiling.loss import causal_lm_loss, rows_cross_entropy
+from ds_hf.engine.modules.tiling.loss import causal_lm_loss, rows_cross_entropy
 
 __all__ = [
     "BACKENDS",

@@ -25,15 +25,15 @@ from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.export import export_engine
 from ds_hf.engine.comm.process_group import get_local_rank
-from ds_hf.engine.data import ShardedLoader, build_dataloader
-from ds_hf.engine.monitor import MonitorMaster
+from ds_hf.engine.observe.monitor import MonitorMaster
+from ds_hf.engine.observe.probes.learning_rate.feeding import range_test
+from ds_hf.engine.parallel.data import ShardedLoader, build_dataloader
 from ds_hf.engine.parts import EngineParts
-from ds_hf.engine.probes.learning_rate.feeding import range_test
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.lr import LrOptions, LrResult
 
 if TYPE_CHECKING:
-    from ds_hf.engine.compiling import CompileReport
+    from ds_hf.engine.modules.compiling import CompileReport
 
 __all__ = ["Engine"]
 

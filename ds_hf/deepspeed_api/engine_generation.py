@@ -13,7 +13,7 @@ from ds_hf.engine.checkpoint.weights import named_weights
 from ds_hf.engine.engine import CoreEngine
 
 if TYPE_CHECKING:
-    from ds_hf.engine.generation import Generation
+    from ds_hf.engine.modules.generation import Generation
 
 __all__ = ["GenerationNames", "let_decode"]
 

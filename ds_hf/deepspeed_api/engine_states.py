@@ -13,8 +13,8 @@ from ds_hf.config.plan import SAFE_MODULES, dtype_name
 from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.throughput import ThroughputTimer
 from ds_hf.engine.engine import CoreEngine
-from ds_hf.engine.generation import Generation
-from ds_hf.engine.timers import SynchronizedWallClockTimer
+from ds_hf.engine.modules.generation import Generation
+from ds_hf.engine.observe.timers import SynchronizedWallClockTimer
 from ds_hf.engine.zero.second_shard import SecondShard
 
 if TYPE_CHECKING:

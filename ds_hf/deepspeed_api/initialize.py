@@ -28,7 +28,7 @@ from ds_hf.engine.builder import build_engine, training_ranks
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.comm.together import building
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.pipeline.module import StageModule
+from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.errors import ConfigError
 
 __all__ = ["initialize", "rehearsing"]

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ds_hf.checkpoint.files import replace_text
 from ds_hf.deepspeed_api.checkpoint_engine import CheckpointEngine
-from ds_hf.engine.pipeline.module import StageModule
+from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.errors import CheckpointError
 from ds_hf.printable import harmless
 from ds_hf.regular_files import read_regular

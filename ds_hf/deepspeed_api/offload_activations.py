@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_hf.engine.activations.offload import ActivationOffload, Offloaded
+from ds_hf.engine.modules.activations.offload import ActivationOffload, Offloaded
 
 __all__ = [
     "CheckpointActivationOffloadStats",

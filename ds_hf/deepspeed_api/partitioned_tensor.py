@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hf.engine.pipeline.partition import partition_uniform
+from ds_hf.engine.parallel.pipeline.partition import partition_uniform
 
 __all__ = ["PartitionedTensor"]
 

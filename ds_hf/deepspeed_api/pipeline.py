@@ -17,14 +17,14 @@ from ds_hf.deepspeed_api.checkpoint_engine import CheckpointEngine
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.engine.accumulation import WholeBatches
 from ds_hf.engine.comm import collectives
-from ds_hf.engine.data import RepeatingLoader, ShardedLoader
 from ds_hf.engine.engine import CoreEngine
-from ds_hf.engine.monitor import MonitorMaster
+from ds_hf.engine.observe.monitor import MonitorMaster
+from ds_hf.engine.parallel.data import RepeatingLoader, ShardedLoader
+from ds_hf.engine.parallel.pipeline.batches import pull
+from ds_hf.engine.parallel.pipeline.executor import Executor, Outcome
+from ds_hf.engine.parallel.pipeline.module import StageModule
+from ds_hf.engine.parallel.pipeline.topology import ProcessTopology
 from ds_hf.engine.parts import EngineParts
-from ds_hf.engine.pipeline.batches import pull
-from ds_hf.engine.pipeline.executor import Executor, Outcome
-from ds_hf.engine.pipeline.module import StageModule
-from ds_hf.engine.pipeline.topology import ProcessTopology
 from ds_hf.errors import ConfigError, PipelineError
 from ds_hf.log import say
 

@@ -19,7 +19,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from ds_hf.deepspeed_api.accelerator import get_accelerator
-from ds_hf.engine.pipeline.partition import partition_balanced, partition_uniform
+from ds_hf.engine.parallel.pipeline.partition import partition_balanced, partition_uniform
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.log import logger
 

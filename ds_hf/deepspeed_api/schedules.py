@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from ds_hf.engine.schedules.build import POLICIES, param_names
+from ds_hf.engine.optim.schedules.build import POLICIES, param_names
 
 __all__ = [
     "COS_MIN_RATIO",

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.engine.sparse.attention import attention
-from ds_hf.engine.sparse.block_layout import BlockLayout
-from ds_hf.engine.sparse.choice import KEYS
-from ds_hf.engine.sparse.layouts import FixedSparsityConfig, SparsityConfig
+from ds_hf.engine.modules.sparse.attention import attention
+from ds_hf.engine.modules.sparse.block_layout import BlockLayout
+from ds_hf.engine.modules.sparse.choice import KEYS
+from ds_hf.engine.modules.sparse.layouts import FixedSparsityConfig, SparsityConfig
 
 __all__ = ["BertSparseSelfAttention", "SparseSelfAttention", "get_sparse_attention"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_hf.deepspeed_api.sparse_attention import BertSparseSelfAttention
-from ds_hf.engine.sparse.layouts import SparsityConfig
+from ds_hf.engine.modules.sparse.layouts import SparsityConfig
 from ds_hf.inference.static import given_cache
 from ds_hf.log import logger
 

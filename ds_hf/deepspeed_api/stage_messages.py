@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hf.engine.pipeline.grid import PipelineParallelGrid
+from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
 from ds_hf.errors import PipelineError
 
 __all__ = ["can_send_recv", "init_process_groups", "recv", "recv_obj", "send", "send_obj", "wait"]

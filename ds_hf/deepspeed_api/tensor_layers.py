@@ -1,7 +1,7 @@
 """``deepspeed.module_inject.layers``: single cut layers, made of a whole one and a process group, and their names.
 
-The engine's own cut modules (``engine/tensor/styles.py``) are instances of the classes that DeepSpeed would have put in
-their place, so ``isinstance`` answers as there. Layers that are made by hand may be divided unequally.
+The engine's own cut modules (``engine/parallel/tensor/styles.py``) are instances of the classes that DeepSpeed would
+have put in their place, so ``isinstance`` answers as there. Layers that are made by hand may be divided unequally.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from ds_hf.engine.comm.mesh import axis_of
-from ds_hf.engine.tensor.functions import Place, copy_to, gather_last, reduce_from
-from ds_hf.engine.tensor.gathered import divided_over
-from ds_hf.engine.tensor.rules import Rule, sizes_of_shape
-from ds_hf.engine.tensor.styles import Colwise, ColwiseFused, Rowwise, RowwiseFused, RowwiseSplit
+from ds_hf.engine.parallel.tensor.functions import Place, copy_to, gather_last, reduce_from
+from ds_hf.engine.parallel.tensor.gathered import divided_over
+from ds_hf.engine.parallel.tensor.rules import Rule, sizes_of_shape
+from ds_hf.engine.parallel.tensor.styles import Colwise, ColwiseFused, Rowwise, RowwiseFused, RowwiseSplit
 from ds_hf.engine.zero.cut import Cut, set_cut
 
 __all__ = [

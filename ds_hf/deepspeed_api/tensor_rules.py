@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_hf.config.load import load_config
 from ds_hf.config.types.parallel import TensorParallelSection
-from ds_hf.engine.tensor.presets import PRESETS, preset_specs
+from ds_hf.engine.parallel.tensor.presets import PRESETS, preset_specs
 
 __all__ = [
     "AutoTPConfig",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_hf.engine.comm.device import synchronize
-from ds_hf.engine.timers import SynchronizedWallClockTimer
+from ds_hf.engine.observe.timers import SynchronizedWallClockTimer
 from ds_hf.log import logger
 
 __all__ = ["ThroughputTimer"]

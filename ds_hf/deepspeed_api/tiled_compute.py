@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.tiling.compute import bounds, compute_tiles
-from ds_hf.engine.tiling.loss import tiled_loss
+from ds_hf.engine.modules.tiling.compute import bounds, compute_tiles
+from ds_hf.engine.modules.tiling.loss import tiled_loss
 
 __all__ = ["SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledMLP", "sequence_tiled_compute"]
 

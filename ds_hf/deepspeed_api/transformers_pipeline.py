@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ds_hf.checkpoint.pretrained import INDEX, SINGLE, is_pretrained, open_weights, weight_files, weights_in
 from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.comm.mesh import compute_device
-from ds_hf.engine.pipeline.holes import PLAN, Skip, Swapped, is_tied, layers_of, parts_of, with_holes
-from ds_hf.engine.pipeline.topology import ProcessTopology
+from ds_hf.engine.parallel.pipeline.holes import PLAN, Skip, Swapped, is_tied, layers_of, parts_of, with_holes
+from ds_hf.engine.parallel.pipeline.topology import ProcessTopology
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
 

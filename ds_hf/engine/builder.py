@@ -27,20 +27,20 @@ from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
 from ds_hf.engine.comm.mpu import check_same_groups
 from ds_hf.engine.comm.together import Building, building
-from ds_hf.engine.data import build_dataloader
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.features import attach_features
-from ds_hf.engine.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
-from ds_hf.engine.monitor import open_monitors
+from ds_hf.engine.modules.quantized.settings import quantize_by_settings
+from ds_hf.engine.modules.sparse.models import prepare_attention
+from ds_hf.engine.observe.monitor import open_monitors
 from ds_hf.engine.optim.build import build_optimizer
 from ds_hf.engine.optim.muon_groups import mark_matrices
+from ds_hf.engine.optim.schedules.build import build_scheduler
 from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.parallel.data import build_dataloader
+from ds_hf.engine.parallel.likeness import describe_model, describe_scheduler, describe_settings, describe_users_modules
+from ds_hf.engine.parallel.pipeline.module import StageModule
+from ds_hf.engine.parallel.tensor.divide import divide
 from ds_hf.engine.parts import make_parts
-from ds_hf.engine.pipeline.module import StageModule
-from ds_hf.engine.quantized.settings import quantize_by_settings
-from ds_hf.engine.schedules.build import build_scheduler
-from ds_hf.engine.sparse.models import prepare_attention
-from ds_hf.engine.tensor.divide import divide
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.packed import is_packed
@@ -142,7 +142,7 @@ def _recording(folder: str | None) -> Callable[[CoreEngine], Any]:
     """
     if folder is None:
         return lambda engine: None
-    from ds_hf.engine.report import attach as report
+    from ds_hf.engine.observe.report import attach as report
 
     path = report.agree_on_folder(folder)
     return lambda engine: report.attach(engine, path)

@@ -22,14 +22,12 @@ from ds_hf.engine.casting import autocast_of, cast_floats, hint_at_buffers
 from ds_hf.engine.checkpoint import load as checkpoint_load
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
-from ds_hf.engine.compiling import ModuleCompiler, blocks_of, tell_of_compilation
 from ds_hf.engine.events import Phase
-from ds_hf.engine.monitor import MonitorMaster
+from ds_hf.engine.modules.compiling import ModuleCompiler, blocks_of, tell_of_compilation
 from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.optim.outcome import remember_schedule
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
-from ds_hf.engine.python_gc import switch_off_for
 from ds_hf.errors import DsHfError, LossError, NonFiniteError
 from ds_hf.log import logger
 
@@ -81,7 +79,7 @@ class CoreEngine(nn.Module):
         )
 
     def __init__(
-        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: MonitorMaster
+        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: Any
     ) -> None:
         super().__init__()
         self.module = module
@@ -104,7 +102,6 @@ class CoreEngine(nn.Module):
         self.events = parts.events
         self.step_hooks: list[Callable[[CoreEngine], None]] = self.events.step_hooks
         self.monitor = monitor
-        self._no_collector = switch_off_for(self) if settings.disable_python_gc else _nothing
         self._applied = False
         self._undo: Callable[[], None] | None = None  # of a step that may turn out to have been skipped
         self._destroyed = False
@@ -481,7 +478,6 @@ class CoreEngine(nn.Module):
             return
         self._destroyed = True
         with ExitStack() as last:  # all of them, whatever one of them raises; the last first
-            last.callback(self._no_collector)
             last.callback(self._free)
             last.callback(self.checkpoint_writer.close)
             last.callback(self.events.close)

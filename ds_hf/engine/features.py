@@ -23,7 +23,7 @@ class Feature(NamedTuple):
 
     Attributes:
         wanted: whether this engine has it.
-        attach: module and function, which is given the engine.
+        attach: module in ``ds_hf.engine`` and function, which is given the engine.
     """
 
     name: str
@@ -37,32 +37,37 @@ def _prints(engine: CoreEngine) -> bool:
 
 # In this order: what comes later sees what came before it.
 FEATURES = (
-    Feature("monitors", lambda e: e.monitor.writes and e.optimizer is not None, "ds_hf.engine.monitor.feed:attach"),
+    Feature("monitors", lambda e: e.monitor.writes and e.optimizer is not None, "observe.monitor.feed:attach"),
     Feature(
         "times, memory and operations of phases",
         lambda e: e.settings.wall_clock_breakdown or e.settings.memory_breakdown or e.settings.flops_profiler.enabled,
-        "ds_hf.engine.breakdown:attach",
+        "observe.breakdown:attach",
     ),
     Feature(
         "the first batch compared over the tensor axis",
         lambda e: e.mesh.shape.tensor > 1 and not e.mesh.is_given,
-        "ds_hf.engine.tensor.same_batch:attach",
+        "parallel.tensor.same_batch:attach",
     ),
     Feature(
         "activations in host memory",
         lambda e: e.settings.activation_checkpointing.cpu_checkpointing or e.settings.ds_hf.offload_activations,
-        "ds_hf.engine.activations:attach",
+        "modules.activations:attach",
     ),
     Feature(
         "tiled MLPs, chunked losses, losses of cut heads",
         lambda e: e.settings.ds_hf.tiled_mlp is not None or e.settings.ds_hf.chunked_loss or e.mesh.shape.tensor > 1,
-        "ds_hf.engine.tiling:attach",
+        "modules.tiling:attach",
     ),
-    Feature("generation", lambda e: True, "ds_hf.engine.generation:attach"),
-    Feature("what it says of itself", _prints, "ds_hf.engine.progress:attach"),
-    Feature("compiled blocks", lambda e: e.settings.ds_hf.compile, "ds_hf.engine.compiling:attach"),
-    Feature("the LR finder's run", lambda e: os.environ.get(LR_ENV), "ds_hf.engine.probes.learning_rate.script:attach"),
-    Feature("the autotuner's trial", lambda e: os.environ.get(TRIAL_ENV), "ds_hf.engine.probes.trial:attach"),
+    Feature("Python's collector off", lambda e: e.settings.disable_python_gc, "observe.python_gc:attach"),
+    Feature("generation", lambda e: True, "modules.generation:attach"),
+    Feature("what it says of itself", _prints, "observe.progress:attach"),
+    Feature("compiled blocks", lambda e: e.settings.ds_hf.compile, "modules.compiling:attach"),
+    Feature(
+        "the LR finder's run",
+        lambda e: os.environ.get(LR_ENV),
+        "observe.probes.learning_rate.script:attach",
+    ),
+    Feature("the autotuner's trial", lambda e: os.environ.get(TRIAL_ENV), "observe.probes.trial:attach"),
 )
 
 
@@ -71,4 +76,4 @@ def attach_features(engine: CoreEngine) -> None:
     for feature in FEATURES:
         if feature.wanted(engine):
             module, function = feature.attach.split(":")
-            getattr(import_module(module), function)(engine)
+            getattr(import_module(f"ds_hf.engine.{module}"), function)(engine)

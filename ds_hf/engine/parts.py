@@ -25,18 +25,18 @@ from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.peers import Peers, open_peers
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.events import Events
-from ds_hf.engine.offloading import Offload, accumulation_dtype, build_offload
 from ds_hf.engine.ops import library
 from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.ops.split_master import write_split
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
+from ds_hf.engine.optim.offloading import Offload, accumulation_dtype, build_offload
 from ds_hf.engine.optim.onebit.base import OneBitOptimizer
 from ds_hf.engine.optim.outcome import NonFinite
 from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
-from ds_hf.engine.unfreezing import Unfreezing
+from ds_hf.engine.optim.unfreezing import Unfreezing
 from ds_hf.engine.zero.buffer import FlatBuffer, Labels, Rounding, home_of, logical_shape
 from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
 from ds_hf.engine.zero.cut import is_cut

@@ -1,7 +1,7 @@
 """Hook on ``transformers.generation.utils``: ``generate`` of an engine's model goes through the engine.
 
-It holds the whole weights for the call where they fit (``ds_hf.engine.generation``). Where a forward gathers, ranks
-that finish at different lengths wait for each other. transformers does so when it knows of stage 3, from an
+It holds the whole weights for the call where they fit (``ds_hf.engine.modules.generation``). Where a forward gathers,
+ranks that finish at different lengths wait for each other. transformers does so when it knows of stage 3, from an
 ``HfDeepSpeedConfig`` that is alive. Sharded parameters say it themselves, also where a script never made one, and
 where there is no engine (``zero.Init``).
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_hf.engine.generation import generation_of
+from ds_hf.engine.modules.generation import generation_of
 from ds_hf.engine.zero.buffer import BufferState, buffers_of
 from ds_hf.hf.autoload import wrap
 

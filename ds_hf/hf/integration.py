@@ -55,7 +55,7 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
 
 def _refuse_pipelines(trainer: Any) -> None:
     """Its loop calls the model, and a pipeline takes whole steps."""
-    from ds_hf.engine.pipeline.module import StageModule
+    from ds_hf.engine.parallel.pipeline.module import StageModule
 
     if isinstance(trainer.model, StageModule):
         raise ConfigError(

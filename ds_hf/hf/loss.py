@@ -272,7 +272,7 @@ def _loss_of_parts(
             inputs["num_items_in_batch"] = share
         outputs = model(**inputs)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    from ds_hf.engine.sequence.losses import gather, mean_over_tokens
+    from ds_hf.engine.parallel.sequence.losses import gather, mean_over_tokens
 
     counted = (labels != _IGNORED).sum()
     loss = mean_over_tokens(loss, counted, axis) if share is None else gather(loss.reshape(1), axis).mean()
@@ -288,7 +288,7 @@ def _smoothed(smoother: Any, model: Any, inputs: dict[str, Any], labels: Tensor,
 
 def _by_function(trainer: Any, model: Any, inputs: dict[str, Any], axis: Axis, items: Any) -> tuple[Tensor, Any]:
     """A function of the user's may look at neighbours: it gets whole sequences."""
-    from ds_hf.engine.sequence.losses import gather, gather_whole
+    from ds_hf.engine.parallel.sequence.losses import gather, gather_whole
 
     labels = inputs.pop("labels", None)
     inputs.pop("shift_labels", None)

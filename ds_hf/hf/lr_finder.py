@@ -18,8 +18,8 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ds_hf.deepspeed_api.engine import Engine
-from ds_hf.engine.probes.learning_rate.feeding import range_test
-from ds_hf.engine.schedules.policies import OneCycle, Schedule
+from ds_hf.engine.observe.probes.learning_rate.feeding import range_test
+from ds_hf.engine.optim.schedules.policies import OneCycle, Schedule
 from ds_hf.errors import DsHfError
 from ds_hf.log import logger
 from ds_hf.lr import LrOptions, LrResult

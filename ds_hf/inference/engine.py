@@ -20,11 +20,11 @@ from ds_hf.engine.builder import build_engine
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.engine import CoreEngine
-from ds_hf.engine.generation.footprint import check_cache_place
+from ds_hf.engine.modules.generation.footprint import check_cache_place
+from ds_hf.engine.modules.quantized.by_torchao import has_torchao, quantize_by_torchao
+from ds_hf.engine.modules.quantized.layers import quantize_layers, tied_weights
+from ds_hf.engine.modules.quantized.settings import choice_of
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.quantized.by_torchao import has_torchao, quantize_by_torchao
-from ds_hf.engine.quantized.layers import quantize_layers, tied_weights
-from ds_hf.engine.quantized.settings import choice_of
 from ds_hf.engine.zero.buffer import buffers_of
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError, DsHfError

@@ -18,9 +18,9 @@ from ds_hf.config.types.mesh import MeshShape
 from ds_hf.config.types.parallel import TensorParallelSection, TPPartitionSection
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.comm.process_group import init_distributed
-from ds_hf.engine.tensor.divide import divide
-from ds_hf.engine.tensor.gathered import divided_over
-from ds_hf.engine.tensor.styles import is_transposed
+from ds_hf.engine.parallel.tensor.divide import divide
+from ds_hf.engine.parallel.tensor.gathered import divided_over
+from ds_hf.engine.parallel.tensor.styles import is_transposed
 from ds_hf.engine.zero.cut import Cut, set_cut
 from ds_hf.errors import ConfigError
 

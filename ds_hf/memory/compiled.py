@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ds_hf.engine.compiling import StandIn
+from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.memory.kernels import AsOnCuda
 
 __all__ = ["CompiledBlocks"]

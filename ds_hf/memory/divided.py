@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.sequence.heads import plan_heads
+from ds_hf.engine.parallel.sequence.heads import plan_heads
 from ds_hf.memory.prediction import UnpredictableError
 
 __all__ = ["divided_sequences", "part_of"]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.quantized.format import WeightFormat
-from ds_hf.engine.tensor.divide import divide_without_values
+from ds_hf.engine.modules.quantized.format import WeightFormat
+from ds_hf.engine.parallel.tensor.divide import divide_without_values
 from ds_hf.engine.zero.planning import make_units
 from ds_hf.inference.config import InferenceConfig
 from ds_hf.inference.decode import cache_length

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_hf.engine.activations.arena import Arena
-from ds_hf.engine.activations.attach import BlockOffload, longest_list
-from ds_hf.engine.activations.offload import ActivationOffload
+from ds_hf.engine.modules.activations.arena import Arena
+from ds_hf.engine.modules.activations.attach import BlockOffload, longest_list
+from ds_hf.engine.modules.activations.offload import ActivationOffload
 from ds_hf.memory.tracker import LiveTensors
 
 __all__ = ["offload_of"]

@@ -25,9 +25,9 @@ from ds_hf.config.optimizer_traits import ONE_BIT, Traits, traits_of
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine.casting import set_buffer_dtypes
-from ds_hf.engine.pipeline.division import Division
-from ds_hf.engine.pipeline.schedule import in_flight
-from ds_hf.engine.tensor.divide import divide_without_values
+from ds_hf.engine.parallel.pipeline.division import Division
+from ds_hf.engine.parallel.pipeline.schedule import in_flight
+from ds_hf.engine.parallel.tensor.divide import divide_without_values
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.memory.divided import divided_sequences, part_of
 from ds_hf.memory.models import build, example_inputs, positions_of, with_length, without_values

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.pipeline.division import Division, divide_layers
-from ds_hf.engine.pipeline.holes import Skip, Swapped, is_tied, layers_of, parts_of, with_holes
+from ds_hf.engine.parallel.pipeline.division import Division, divide_layers
+from ds_hf.engine.parallel.pipeline.holes import Skip, Swapped, is_tied, layers_of, parts_of, with_holes
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
 from ds_hf.memory.prediction import UnpredictableError

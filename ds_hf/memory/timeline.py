@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.compiling import blocks_of
-from ds_hf.engine.tiling.models import ChunkedLoss, PartialLoss, TiledMlps
+from ds_hf.engine.modules.compiling import blocks_of
+from ds_hf.engine.modules.tiling.models import ChunkedLoss, PartialLoss, TiledMlps
 from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ds_hf.engine.report.spans import COLLECTIVE, KINDS, Key
+from ds_hf.engine.observe.report.spans import COLLECTIVE, KINDS, Key
 from ds_hf.profile.load import Rank, Run, StepRecord
 
 __all__ = ["Analysis", "Late", "Traffic", "analyse"]

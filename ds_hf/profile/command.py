@@ -20,7 +20,7 @@ import psutil
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.trial import launch_words
 from ds_hf.config import load_config
-from ds_hf.engine.report.files import rank_path, require_writable
+from ds_hf.engine.observe.report.files import rank_path, require_writable
 from ds_hf.errors import DsHfError
 from ds_hf.measure.saving import PROFILE_ENV
 from ds_hf.profile.load import SOURCE, Rank, StepRecord, read_run
@@ -133,7 +133,7 @@ def _follow(process: subprocess.Popen[bytes], folder: Path, budget: float, show:
 
 
 def _take(rank: Rank | None, line: dict[str, Any], show: Callable[[str], None]) -> Rank | None:
-    from ds_hf.engine.report.spans import Key, Span
+    from ds_hf.engine.observe.report.spans import Key, Span
 
     if rank is None:
         return Rank(0, line)

@@ -1,4 +1,4 @@
-"""What the process does that waited for the end of a recorded run (``engine/report/finisher.py``)."""
+"""What the process does that waited for the end of a recorded run (``engine/observe/report/finisher.py``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ds_hf.engine.report.files import rank_path
+from ds_hf.engine.observe.report.files import rank_path
 from ds_hf.errors import DsHfError
 from ds_hf.log import complain
 from ds_hf.profile.report import PAGE, write_report

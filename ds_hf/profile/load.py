@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hf.engine.report.spans import Key, Span, self_times
+from ds_hf.engine.observe.report.spans import Key, Span, self_times
 from ds_hf.errors import DsHfError
 from ds_hf.printable import harmless
 from ds_hf.regular_files import open_regular, read_object

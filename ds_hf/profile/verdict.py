@@ -16,7 +16,7 @@ from ds_hf.autotune.options import gib
 from ds_hf.autotune.space import CHECKPOINTING, COMPILE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, STAGE, config_of
 from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, less_divided, stages_with
-from ds_hf.engine.report.spans import NEXT_BATCH
+from ds_hf.engine.observe.report.spans import NEXT_BATCH
 from ds_hf.errors import ConfigError
 from ds_hf.profile.analysis import Analysis, Late
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.compiling import CompileReport
+from ds_hf.engine.modules.compiling import CompileReport
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import STAGES, TOLERANCE, assert_equal_histories, config, fit, history, make_trainer
 

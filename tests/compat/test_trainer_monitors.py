@@ -9,7 +9,7 @@ import pytest
 
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config, make_trainer
-from tests.engine.monitor.common import LOSS, LR, rows
+from tests.engine.observe.monitor.common import LOSS, LR, rows
 
 STEPS, BATCH, ACCUMULATION = 4, 2, 2
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_hf.engine.report.feed import NAMES
+from ds_hf.engine.observe.report.feed import NAMES
 from ds_hf.profile.load import read_run
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config, make_trainer

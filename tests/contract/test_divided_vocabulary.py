@@ -13,10 +13,10 @@ from torch import nn
 from ds_hf import initialize
 from ds_hf.config.load import examine
 from ds_hf.deepspeed_api.pipeline import PipelineModule
-from ds_hf.engine.pipeline.specs import LayerSpec
-from ds_hf.engine.pipeline.topology import PipeModelDataParallelTopology
-from ds_hf.engine.tensor.plan import plan_division
-from ds_hf.engine.tiling.logits import PartialLogits
+from ds_hf.engine.modules.tiling.logits import PartialLogits
+from ds_hf.engine.parallel.pipeline.specs import LayerSpec
+from ds_hf.engine.parallel.pipeline.topology import PipeModelDataParallelTopology
+from ds_hf.engine.parallel.tensor.plan import plan_division
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import ConfigError
 from tests.contract.test_tensor_parallel import config

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ds_hf import initialize
 from ds_hf.engine.comm.log import CollectiveLog
-from ds_hf.engine.probes.snapshot import Snapshot
+from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ds_hf import initialize
 from ds_hf.engine.comm.mesh import axis_of
-from ds_hf.engine.sequence.losses import mean_over_tokens
+from ds_hf.engine.parallel.sequence.losses import mean_over_tokens
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed

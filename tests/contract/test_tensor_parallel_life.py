@@ -17,9 +17,9 @@ from ds_hf import initialize
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from ds_hf.engine import compiling
+from ds_hf.engine.modules import compiling
 from ds_hf.engine.optim.lamb import FusedLamb
-from ds_hf.engine.tensor import hosts
+from ds_hf.engine.parallel.tensor import hosts
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import ConfigError

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from ds_hf import initialize
 from ds_hf.engine.comm.mesh import axis_of
-from ds_hf.engine.tensor.functions import Place
-from ds_hf.engine.tiling import loss as losses
-from ds_hf.engine.tiling.logits import PartialLogits
+from ds_hf.engine.modules.tiling import loss as losses
+from ds_hf.engine.modules.tiling.logits import PartialLogits
+from ds_hf.engine.parallel.tensor.functions import Place
 from tests.contract.test_tensor_parallel import config
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tensor import VOCABULARY, batches_of, build, loss_of

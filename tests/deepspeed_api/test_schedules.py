@@ -18,7 +18,7 @@ from ds_hf.deepspeed_api.schedules import (
     override_warmupCosineLR_params,
     override_warmupLR_params,
 )
-from ds_hf.engine.schedules.build import build_scheduler
+from ds_hf.engine.optim.schedules.build import build_scheduler
 
 
 def make_optimizer() -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from deepspeed.ops.sparse_attention import (
 from deepspeed.runtime.config import get_sparse_attention
 from torch import Tensor
 
-from tests.engine.sparse.reference import dense_attention, largest, of_tokens
+from tests.engine.modules.sparse.reference import dense_attention, largest, of_tokens
 from tests.helpers.distributed import run_distributed
 
 TOKENS = 96

@@ -10,7 +10,7 @@ from deepspeed.ops.sparse_attention.matmul import MatMul
 from deepspeed.ops.sparse_attention.softmax import Softmax
 from torch import Tensor
 
-from tests.engine.sparse.reference import of_tokens
+from tests.engine.modules.sparse.reference import of_tokens
 
 BLOCK, HEADS, ROWS, COLUMNS, INNER, BATCH = 4, 3, 5, 6, 7, 2
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ds_hf import initialize
 from ds_hf.deepspeed_api.pipeline import PipelineModule
-from ds_hf.engine.pipeline.topology import PipeModelDataParallelTopology
-from ds_hf.engine.tensor.gathered import GatherReplacedLayerParams
+from ds_hf.engine.parallel.pipeline.topology import PipeModelDataParallelTopology
+from ds_hf.engine.parallel.tensor.gathered import GatherReplacedLayerParams
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.probes.trial.test_driver import batch_of, events_of, make_engine, requested
+from tests.engine.observe.probes.trial.test_driver import batch_of, events_of, make_engine, requested
 from tests.helpers.distributed import run_distributed
 
 pytestmark = [
@@ -20,7 +20,7 @@ MIB = 2**20
 
 def trial(folder: str, limit: int | None, compiled: bool) -> list[int]:
     engine = make_engine(2, bf16={"enabled": True}, ds_hf={"compile": "blocks" if compiled else False})
-    from ds_hf.engine.probes.trial.driver import attach
+    from ds_hf.engine.observe.probes.trial.driver import attach
 
     sizes = ((64, 2), (1024, 1), (1 << 20, 1), (1 << 21, 1))
     driver = attach(engine, requested(folder, points=sizes, survey=True, memory_limit=limit, natural_steps=3))

@@ -16,9 +16,9 @@ from tests.contract import test_mesh_checkpoints as mesh_checkpoints
 from tests.contract import test_parity as parity
 from tests.contract import test_sequence_parity, test_tensor_parallel
 from tests.contract.test_parity import ACCUMULATION, CLIP, CLIPS
-from tests.engine.pipeline import test_checkpoints_3d as pipeline_checkpoints
-from tests.engine.pipeline import test_training as pipelines
-from tests.engine.pipeline.models import batches
+from tests.engine.parallel.pipeline import test_checkpoints_3d as pipeline_checkpoints
+from tests.engine.parallel.pipeline import test_training as pipelines
+from tests.engine.parallel.pipeline.models import batches
 from tests.helpers.distributed import run_distributed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.generation.common import engine_of, llama, plain_copy
+from tests.engine.modules.generation.common import engine_of, llama, plain_copy
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import full_weights
 

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hf import initialize
-from ds_hf.engine.activations.attach import BlockOffload
+from ds_hf.engine.modules.activations.attach import BlockOffload
 from tests.helpers.distributed import run_distributed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -140,7 +140,7 @@ def both_kinds(reentrant: bool) -> dict[str, Any]:
 
 def tiny_flight() -> dict[str, Any]:
     """With one input in flight memory after forward is that of one input, to 2 %."""
-    from ds_hf.engine.activations import offload as room
+    from ds_hf.engine.modules.activations import offload as room
 
     room._IN_FLIGHT_NBYTES = 0
     usual = room.ActivationOffload.__init__.__kwdefaults__

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.monitor.common import LOSS, LR, rows
+from tests.engine.observe.monitor.common import LOSS, LR, rows
 from tests.gpu.test_overlap import data, engine_of, step
 from tests.helpers.distributed import run_distributed
 

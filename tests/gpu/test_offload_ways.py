@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ds_hf import initialize
-from ds_hf.engine import offloading
 from ds_hf.engine.offload.link import Link
-from ds_hf.engine.optim import stream_share
+from ds_hf.engine.optim import offloading, stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.stream_share import AutoShare
 from ds_hf.engine.zero.storage import DeviceGradientStorage

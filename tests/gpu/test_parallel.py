@@ -16,8 +16,8 @@ from torch import Tensor
 from ds_hf import initialize
 from tests.contract import test_hierarchical, test_onebit, test_sequence_parity, test_tensor_parallel, test_wire
 from tests.contract.test_parity import CLIP
-from tests.engine.pipeline import test_training as pipelines
-from tests.engine.pipeline.models import batches, pairs, pipeline
+from tests.engine.parallel.pipeline import test_training as pipelines
+from tests.engine.parallel.pipeline.models import batches, pairs, pipeline
 from tests.helpers.distributed import DistributedFailure, run_distributed
 from tests.helpers.tensor import build, tensor_section
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from ds_hf.engine.probes.trial.split import covered
-from ds_hf.engine.report import attach
+from ds_hf.engine.observe.probes.trial.split import covered
+from ds_hf.engine.observe.report import attach
 from ds_hf.profile.analysis import analyse
 from ds_hf.profile.load import read_run
 from ds_hf.profile.report import write_report

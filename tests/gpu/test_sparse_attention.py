@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ds_hf.deepspeed_api.sparse_attention import SparseSelfAttention
-from ds_hf.engine.sparse.attention import attention
-from ds_hf.engine.sparse.block_layout import BlockLayout
-from ds_hf.engine.sparse.layouts import BigBirdSparsityConfig, FixedSparsityConfig
-from tests.engine.sparse.reference import dense_attention, largest, of_tokens
-from tests.engine.sparse.test_models import FIXED, llama, sparse
+from ds_hf.engine.modules.sparse.attention import attention
+from ds_hf.engine.modules.sparse.block_layout import BlockLayout
+from ds_hf.engine.modules.sparse.layouts import BigBirdSparsityConfig, FixedSparsityConfig
+from tests.engine.modules.sparse.reference import dense_attention, largest, of_tokens
+from tests.engine.modules.sparse.test_models import FIXED, llama, sparse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

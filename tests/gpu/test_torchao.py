@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_hf import init_inference
-from ds_hf.engine.quantized.layers import is_quantized
+from ds_hf.engine.modules.quantized.layers import is_quantized
 from tests.helpers.generating import GREEDY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from ds_hf.engine.schedules.build import build_scheduler
+from ds_hf.engine.optim.schedules.build import build_scheduler
 from ds_hf.lr import Advice, Decision, Landmarks, LrResult, Run, RunResult, Sweep, advise
 
 LR = 0.0123456

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hf.engine.activations import offload
-from ds_hf.engine.activations.offload import ActivationOffload
 from ds_hf.engine.comm import streams
+from ds_hf.engine.modules.activations import offload
+from ds_hf.engine.modules.activations.offload import ActivationOffload
+from ds_hf.engine.modules.tiling import loss as chunks
 from ds_hf.engine.optim.onebit.base import OneBitOptimizer
-from ds_hf.engine.tiling import loss as chunks
 from ds_hf.errors import ConfigError
 from ds_hf.memory import Predictor, Workload
 from tests.helpers.distributed import run_distributed

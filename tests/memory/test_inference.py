@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_hf import init_inference
-from ds_hf.engine.quantized.format import WeightFormat
+from ds_hf.engine.modules.quantized.format import WeightFormat
 from ds_hf.engine.zero.packed import move_packed
 from ds_hf.memory.inference import cached_bytes, predict_inference
 from ds_hf.memory.models import without_values

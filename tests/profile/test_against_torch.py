@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ds_hf.profile.analysis import analyse
 from ds_hf.profile.load import read_run
-from tests.engine.report.common import make_engine
+from tests.engine.observe.report.common import make_engine
 from tests.helpers.distributed import run_distributed
 
 STEPS = 4

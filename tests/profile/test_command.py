@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ds_hf.cli.root import app
 from ds_hf.config.source import read_source
-from tests.engine.report.common import make_engine, train
+from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.distributed import run_distributed
 from tests.profile.test_verdict import slow_link
 

@@ -30,7 +30,7 @@ from ds_hf.profile.figures import heat_map, segments, typical_step
 from ds_hf.profile.load import read_run
 from ds_hf.profile.report import report_html, write_report
 from ds_hf.profile.verdict import judge
-from tests.engine.report.common import make_engine, train
+from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.distributed import free_port, run_distributed
 from tests.helpers.mutations import LONG, QUICK, examples, wrong_file
 from tests.helpers.patience import patient

@@ -20,7 +20,7 @@ from ds_hf.engine.offload import aio
 from ds_hf.profile.analysis import Analysis, analyse
 from ds_hf.profile.load import read_run
 from ds_hf.profile.verdict import Finding, Verdict, changed_file, judge
-from tests.engine.report.common import make_engine, train
+from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM
 

@@ -14,7 +14,7 @@ from benchmarks.slow_link import Hosts, missing
 from ds_hf.profile.analysis import analyse
 from ds_hf.profile.load import read_run
 from ds_hf.profile.verdict import judge
-from tests.engine.report.common import make_engine, train
+from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.models import TinyLM
 
 pytestmark = [

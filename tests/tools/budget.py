@@ -57,9 +57,10 @@ def measure() -> Figures:
 
 
 def _room(name: str) -> str:
-    """The package of a file; of the engine, whose packages are rooms of their own, the one below it."""
+    """The package of a file; of the engine, whose packages are rooms of their own, the one below it, or two below."""
     parts = name.split("/")[:-1]
-    return "/".join(parts[: 2 if parts[:1] == ["engine"] else 1]) or "."
+    depth = 1 if parts[:1] != ["engine"] else 3 if parts[1:2] in (["modules"], ["observe"], ["parallel"]) else 2
+    return "/".join(parts[:depth]) or "."
 
 
 def _classes(tree: ast.Module) -> Iterator[ast.ClassDef]:

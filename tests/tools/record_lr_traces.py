@@ -1,4 +1,4 @@
-"""Record what the real DeepSpeed's LR schedules write, for tests/engine/schedules/test_schedules.py to compare with.
+"""Record what the real DeepSpeed's LR schedules write, for tests/engine/optim/schedules/test_schedules.py.
 
 Not a test. Run it in an environment that has DeepSpeed (traces in the repository: 0.19.8) and not ds_hf:
 

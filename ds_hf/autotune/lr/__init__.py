@@ -1,7 +1,7 @@
 """Finding a learning rate with a user's script: launch it, read what its engine measured, show it.
 
 ``find(command, options) -> LrResult`` is what ``ds-hf lr-find`` and ``ds-hf autotune --lr`` call; the arithmetic is in
-``ds_hf.lr``, the measuring in ``ds_hf.engine.probes.learning_rate``. Nothing here imports the engine or torch.
+``ds_hf.lr``, the measuring in ``ds_hf.engine.observe.probes.learning_rate``. Nothing here imports the engine or torch.
 """
 
 from ds_hf.autotune.lr.budget import fitting, updates_of

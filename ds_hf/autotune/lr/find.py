@@ -1,9 +1,9 @@
 """Runs a user's unchanged script under torchrun and has its engine search a learning rate: ``find``.
 
 The script is told by one environment variable that names a job file (``script.py`` of
-``ds_hf.engine.probes.learning_rate`` answers), and ends by itself, before it saves anything. If it trains on fewer
-batches than the search wants, it is started again for a search that they suffice for. Everything that it printed is in
-``log.txt``; nothing of it outlives the call.
+``ds_hf.engine.observe.probes.learning_rate`` answers), and ends by itself, before it saves anything. If it trains on
+fewer batches than the search wants, it is started again for a search that they suffice for. Everything that it printed
+is in ``log.txt``; nothing of it outlives the call.
 """
 
 from __future__ import annotations

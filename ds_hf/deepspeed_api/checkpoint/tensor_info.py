@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ds_hf.deepspeed_api.checkpoint import constants as keys
-from ds_hf.engine.tensor.styles import place_of
+from ds_hf.engine.parallel.tensor.styles import place_of
 from ds_hf.engine.zero.cut import Cut, cut_of
 
 __all__ = ["collect_autotp_universal_checkpoint_info"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence.division import Division, division_of
-from ds_hf.engine.sequence.heads import gather_tokens, scatter_tokens
+from ds_hf.engine.parallel.sequence.heads import gather_tokens, scatter_tokens
 
 __all__ = ["attend", "divided_attention", "replace_core"]
 

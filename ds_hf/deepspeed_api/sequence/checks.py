@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence.division import Division
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.sequence.heads import plan_heads
+from ds_hf.engine.parallel.sequence.heads import plan_heads
 from ds_hf.errors import DsHfError
 from ds_hf.log import warn_once
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ds_hf.deepspeed_api import groups
 from ds_hf.engine.comm.collectives import all_reduce_max, all_reduce_sum
 from ds_hf.engine.comm.mesh import Axis, axis_of
-from ds_hf.engine.sequence.losses import gather, gather_whole
+from ds_hf.engine.parallel.sequence.losses import gather, gather_whole
 from ds_hf.log import warn_once
 
 __all__ = [

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.sequence.losses import gather_whole
+from ds_hf.engine.parallel.sequence.losses import gather_whole
 
 __all__ = ["Division", "bind", "division_of", "forward_begins", "forward_ends", "forward_now", "forward_of", "release"]
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis, axis_of
-from ds_hf.engine.sequence.exchange import Exchange, exchange
-from ds_hf.engine.sequence.heads import shares_of
+from ds_hf.engine.parallel.sequence.exchange import Exchange, exchange
+from ds_hf.engine.parallel.sequence.heads import shares_of
 
 __all__ = ["DistributedAttention", "SeqAllToAll", "apply_rotary_pos_emb", "single_all_to_all"]
 

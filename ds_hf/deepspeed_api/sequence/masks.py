@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence.division import Division, forward_now, forward_of
-from ds_hf.engine.sequence.losses import gather
+from ds_hf.engine.parallel.sequence.losses import gather
 from ds_hf.inference.static import CACHE_NAMES, given_cache
 from ds_hf.log import warn_once
 

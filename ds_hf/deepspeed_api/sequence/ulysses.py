@@ -34,8 +34,8 @@ from ds_hf.deepspeed_api.sequence.division import (
 from ds_hf.deepspeed_api.sequence.layer import DistributedAttention
 from ds_hf.deepspeed_api.sequence.masks import use_whole_masks
 from ds_hf.engine.comm.mesh import Axis, axis_of
-from ds_hf.engine.sequence.heads import plan_heads
-from ds_hf.engine.sequence.losses import gather_whole
+from ds_hf.engine.parallel.sequence.heads import plan_heads
+from ds_hf.engine.parallel.sequence.losses import gather_whole
 from ds_hf.log import warn_once
 
 __all__ = ["UlyssesSPAttentionHF", "divide", "divide_for_engine"]

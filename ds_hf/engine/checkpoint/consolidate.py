@@ -29,7 +29,7 @@ from ds_hf.engine.checkpoint.live import (
     world_of,
 )
 from ds_hf.engine.checkpoint.weights import find_whole, values_of
-from ds_hf.engine.quantized.layers import values_of_blocks
+from ds_hf.engine.modules.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import buffers_of, unshard
 from ds_hf.log import logger
 

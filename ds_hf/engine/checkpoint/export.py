@@ -26,7 +26,7 @@ from ds_hf.engine.checkpoint.live import (
     world_of,
 )
 from ds_hf.engine.checkpoint.weights import find_whole, values_of
-from ds_hf.engine.quantized.layers import is_quantized
+from ds_hf.engine.modules.quantized.layers import is_quantized
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.engine.zero.cut import whole_shape
 from ds_hf.errors import CheckpointError

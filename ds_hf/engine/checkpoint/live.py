@@ -22,7 +22,7 @@ from ds_hf.config.plan import StatePlan
 from ds_hf.engine.accumulation import Accumulation, BatchSizes
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.optim.sharded import ShardedOptimizer
-from ds_hf.engine.unfreezing import Unfreezing
+from ds_hf.engine.optim.unfreezing import Unfreezing
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import packed_parts

@@ -143,7 +143,7 @@ class Part:
 
     def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Of micro-batches ``[process, sample, position]``; the mean over the tokens of this process's samples."""
-        from ds_hf.engine.sequence.losses import mean_over_tokens
+        from ds_hf.engine.parallel.sequence.losses import mean_over_tokens
 
         if self.cell.mesh != "sp2":
             rank = self.engine.mesh.sample_rank

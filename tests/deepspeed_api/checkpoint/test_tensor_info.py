@@ -13,7 +13,7 @@ from deepspeed.module_inject.layers import collect_autotp_universal_checkpoint_i
 
 from ds_hf.checkpoint.deepspeed.slices import Rules
 from ds_hf.config import load_config
-from ds_hf.engine.tensor.divide import divide_without_values
+from ds_hf.engine.parallel.tensor.divide import divide_without_values
 from ds_hf.engine.zero.cut import cut_of
 from tests.helpers.tensor import build, tensor_section
 

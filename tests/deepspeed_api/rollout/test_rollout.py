@@ -22,7 +22,7 @@ from deepspeed.runtime.rollout.continuous_batching import ContinuousBatchRequest
 from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutConfig
 from torch import Tensor
 
-from tests.engine.generation.common import EOS, engine_of, llama, plain_copy, tokens, train
+from tests.engine.modules.generation.common import EOS, engine_of, llama, plain_copy, tokens, train
 from tests.helpers.distributed import run_distributed
 
 NEW = 12

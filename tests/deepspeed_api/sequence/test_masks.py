@@ -13,7 +13,7 @@ from ds_hf.deepspeed_api.sequence import masks
 from ds_hf.deepspeed_api.sequence.division import Division, release
 from ds_hf.deepspeed_api.sequence.ulysses import divide
 from ds_hf.engine.comm.mesh import axis_of
-from ds_hf.engine.sequence.losses import gather_whole
+from ds_hf.engine.parallel.sequence.losses import gather_whole
 from tests.helpers.distributed import run_distributed
 
 TOKENS, BATCH = 24, 2

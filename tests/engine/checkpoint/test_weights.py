@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_hf.errors import DsHfError
-from tests.engine.generation.common import engine_of, llama, train
+from tests.engine.modules.generation.common import engine_of, llama, train
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import full_weights
 

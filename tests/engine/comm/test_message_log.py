@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ds_hf import initialize
 from ds_hf.engine.comm.message_log import MessageLog
-from tests.engine.pipeline.models import batches, pairs, pipeline
+from tests.engine.parallel.pipeline.models import batches, pairs, pipeline
 from tests.helpers.distributed import run_distributed
 
 

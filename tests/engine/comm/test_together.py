@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 import ds_hf
 from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.comm.together import building
-from ds_hf.engine.pipeline.specs import LayerSpec
+from ds_hf.engine.parallel.pipeline.specs import LayerSpec
 from ds_hf.errors import DsHfError
 from tests.helpers.distributed import DistributedFailure, run_distributed
 from tests.helpers.logs import Lines

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_hf import Engine, initialize
-from ds_hf.engine import offloading
+from ds_hf.engine.optim import offloading
 from ds_hf.engine.optim.host_store import HostStore
 from ds_hf.engine.optim.stepping import _UnitsJob
 from ds_hf.errors import DsHfError

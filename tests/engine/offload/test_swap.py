@@ -168,7 +168,7 @@ def test_host_memory_is_aligned_and_zero() -> None:
 def test_too_little_host_memory_is_said_before_training(caplog: pytest.LogCaptureFixture) -> None:
     from ds_hf.config import load_config
     from ds_hf.config.plan import plan_states
-    from ds_hf.engine import offloading
+    from ds_hf.engine.optim import offloading
     from ds_hf.engine.optim.store import HostSettings
 
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ds_hf import Engine, initialize
 from ds_hf.engine import parts
+from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.engine.ops.split_master import split_fp32
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.optim.stream_share import Room
-from ds_hf.engine.probes.snapshot import Snapshot
 from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from ds_hf import initialize, log
-from ds_hf.engine import offloading
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.offload.link import Link
 from ds_hf.engine.offload.link_speed import speed_both_ways
-from ds_hf.engine.optim import stream_share
+from ds_hf.engine.optim import offloading, stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, auto_share, streaming, why_not
 from tests.contract.test_parity import ADAMW, MICRO, batches, model

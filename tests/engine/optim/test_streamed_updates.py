@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ds_hf import Engine, initialize
-from ds_hf.engine import offloading
 from ds_hf.engine.offload.link import Link
-from ds_hf.engine.optim import stream_share
+from ds_hf.engine.optim import offloading, stream_share
 from ds_hf.engine.optim.host_store import HostStore, Place
 from ds_hf.engine.optim.streamed_updates import StreamedUpdates
 from ds_hf.engine.zero.access import safe_get_full_optimizer_state, safe_set_full_optimizer_state

@@ -21,7 +21,7 @@ from ds_hf.deepspeed_api.tensor_parallel import (
     is_autotp_training_mode,
     set_autotp_mode,
 )
-from ds_hf.engine.tensor.gathered import GatherReplacedLayerParams
+from ds_hf.engine.parallel.tensor.gathered import GatherReplacedLayerParams
 
 from .._missing import missing
 

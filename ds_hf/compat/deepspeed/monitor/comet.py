@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.monitor import CometMonitor, Event, Monitor
-from ds_hf.engine.monitor.comet import EventsLogScheduler, check_comet_availability
+from ds_hf.engine.observe.monitor import CometMonitor, Event, Monitor
+from ds_hf.engine.observe.monitor.comet import EventsLogScheduler, check_comet_availability
 
 from .._missing import missing
 

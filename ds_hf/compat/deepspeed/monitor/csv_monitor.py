@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.monitor import CsvMonitor as csvMonitor
-from ds_hf.engine.monitor import Monitor
+from ds_hf.engine.observe.monitor import CsvMonitor as csvMonitor
+from ds_hf.engine.observe.monitor import Monitor
 
 from .._missing import missing
 

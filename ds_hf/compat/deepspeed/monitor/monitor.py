@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.monitor import CometMonitor, Monitor, MonitorMaster, TensorBoardMonitor, WandbMonitor
-from ds_hf.engine.monitor import CsvMonitor as csvMonitor
+from ds_hf.engine.observe.monitor import CometMonitor, Monitor, MonitorMaster, TensorBoardMonitor, WandbMonitor
+from ds_hf.engine.observe.monitor import CsvMonitor as csvMonitor
 
 from .._missing import missing
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.monitor import Monitor, TensorBoardMonitor
-from ds_hf.engine.monitor.tensorboard import check_tb_availability
+from ds_hf.engine.observe.monitor import Monitor, TensorBoardMonitor
+from ds_hf.engine.observe.monitor.tensorboard import check_tb_availability
 
 from .._missing import missing
 

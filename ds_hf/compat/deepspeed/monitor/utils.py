@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.monitor.comet import check_comet_availability
-from ds_hf.engine.monitor.tensorboard import check_tb_availability
-from ds_hf.engine.monitor.wandb import check_wandb_availability
+from ds_hf.engine.observe.monitor.comet import check_comet_availability
+from ds_hf.engine.observe.monitor.tensorboard import check_tb_availability
+from ds_hf.engine.observe.monitor.wandb import check_wandb_availability
 
 from .._missing import missing
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.monitor import Monitor, WandbMonitor
-from ds_hf.engine.monitor.wandb import check_wandb_availability
+from ds_hf.engine.observe.monitor import Monitor, WandbMonitor
+from ds_hf.engine.observe.monitor.wandb import check_wandb_availability
 
 from .._missing import missing
 

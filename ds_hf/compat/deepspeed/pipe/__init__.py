@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ds_hf.deepspeed_api.pipeline import PipelineModule
-from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec
+from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
 
 from .._missing import missing
 

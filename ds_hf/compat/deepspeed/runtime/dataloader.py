@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.data import RepeatingLoader
-from ds_hf.engine.data import ShardedLoader as DeepSpeedDataLoader
+from ds_hf.engine.parallel.data import RepeatingLoader
+from ds_hf.engine.parallel.data import ShardedLoader as DeepSpeedDataLoader
 
 from .._missing import missing
 

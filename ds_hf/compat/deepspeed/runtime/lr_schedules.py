@@ -46,7 +46,7 @@ from ds_hf.deepspeed_api.schedules import (
     override_warmupCosineLR_params,
     override_warmupLR_params,
 )
-from ds_hf.engine.schedules.policies import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from ds_hf.engine.optim.schedules.policies import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 from .._missing import missing
 

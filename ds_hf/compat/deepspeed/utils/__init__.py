@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.data import RepeatingLoader
+from ds_hf.engine.parallel.data import RepeatingLoader
 from ds_hf.deepspeed_api.messages import instrument_w_nvtx, log_dist, set_log_level_from_string
 from ds_hf.engine.comm.process_group import is_initialized
 from ds_hf.deepspeed_api.runtime_utils import see_memory_usage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_hf.engine.comm.comms_logger import trim_mean
 from ds_hf.deepspeed_api.throughput import ThroughputTimer
-from ds_hf.engine.timers import (
+from ds_hf.engine.observe.timers import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_MICRO_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,

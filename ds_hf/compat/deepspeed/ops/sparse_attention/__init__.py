@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_hf.deepspeed_api.sparse_attention import BertSparseSelfAttention, SparseSelfAttention
 from ds_hf.deepspeed_api.sparse_attention_utils import SparseAttentionUtils
-from ds_hf.engine.sparse.layouts import (
+from ds_hf.engine.modules.sparse.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,

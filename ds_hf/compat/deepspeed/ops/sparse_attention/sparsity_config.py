@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.sparse.layouts import (
+from ds_hf.engine.modules.sparse.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.flops import (
+from ds_hf.engine.observe.flops import (
     FlopsProfiler,
     duration_to_string,
     flops_to_string,

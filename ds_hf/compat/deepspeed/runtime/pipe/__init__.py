@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ds_hf.deepspeed_api.pipeline import PipelineModule
-from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec
-from ds_hf.engine.pipeline.topology import ProcessTopology
+from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
+from ds_hf.engine.parallel.pipeline.topology import ProcessTopology
 
 from ..._missing import missing
 from . import engine, module, p2p, schedule, topology

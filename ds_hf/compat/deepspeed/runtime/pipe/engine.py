@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_hf.deepspeed_api.partitioned_tensor import PartitionedTensor
 from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
-from ds_hf.engine.data import RepeatingLoader
+from ds_hf.engine.parallel.data import RepeatingLoader
 from ds_hf.errors import PipelineError
 
 from ..._missing import missing

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ds_hf.deepspeed_api.pipeline import PipelineModule
-from ds_hf.engine.pipeline.grid import PipelineParallelGrid
-from ds_hf.engine.pipeline.specs import LayerSpec, TiedLayerSpec
-from ds_hf.engine.pipeline.topology import PipeDataParallelTopology
+from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
+from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
+from ds_hf.engine.parallel.pipeline.topology import PipeDataParallelTopology
 from ds_hf.errors import PipelineError
 
 from ..._missing import missing

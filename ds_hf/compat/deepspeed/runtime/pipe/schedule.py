@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.pipeline.schedule import (
+from ds_hf.engine.parallel.pipeline.schedule import (
     BackwardPass,
     BufferOpInstruction,
     DataParallelSchedule,

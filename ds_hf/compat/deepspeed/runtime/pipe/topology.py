@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ds_hf.engine.pipeline.grid import PipelineParallelGrid
-from ds_hf.engine.pipeline.topology import (
+from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
+from ds_hf.engine.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from ds_hf.engine.pipeline.topology import prime_factors as _prime_factors
+from ds_hf.engine.parallel.pipeline.topology import prime_factors as _prime_factors
 
 from ..._missing import missing
 

@@ -1,0 +1,218 @@
+"""Layers whose ``weight`` is a packed parameter and reads as a 16-bit one.
+
+A layer keeps its identity, hooks and bias; its class becomes one that is derived from its own, and in it ``weight`` is
+a property. So whatever uses ``layer.weight`` computes with the values. Linear layers and embeddings have ways of their
+own: backward of the one reads the blocks again instead of keeping 16 bits, the other reads the rows that it looks up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ds_hf.engine.modules.quantized.format import WeightFormat
+from ds_hf.engine.zero.buffer import buffers_of, home_of, leave_home, unshard
+from ds_hf.engine.zero.packed import is_packed
+from ds_hf.errors import DsHfError
+from ds_hf.log import log_once, warn_once
+
+__all__ = ["QuantizedWeight", "is_quantized", "quantize_layers", "tied_weights", "values_of_blocks"]
+
+
+class QuantizedWeight(nn.Module):
+    """What the classes below have in common: the first base of the class of a quantized layer."""
+
+    _ds_format: WeightFormat
+    _ds_shape: tuple[int, int]
+    _ds_dtype: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The values ``[rows, columns]``, computed each time: the blocks would not follow what is written to them."""
+        packed = self._parameters["weight"]
+        assert packed is not None
+        with torch.no_grad():
+            return self._ds_format.unpack(packed, self._ds_shape, self._ds_dtype)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        packed = self._parameters["weight"]
+        if packed is not None and packed.numel():
+            warn_once(
+                "weights of 8 or 4 bits are saved as what they stand for, in the dtype that the model computes in"
+            )
+            with torch.no_grad():
+                destination[f"{prefix}weight"] = self._ds_format.unpack(packed, self._ds_shape, self._ds_dtype).clone()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        value = state_dict.get(f"{prefix}weight")
+        if isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == self._ds_shape:
+            state_dict = {**state_dict, f"{prefix}weight": self._ds_format.pack(value)}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.T``, or ``x @ weight``, that keeps the blocks for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, layer: QuantizedWeight, transposed: bool) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.layer, ctx.transposed = layer, transposed
+        weight = layer._ds_format.unpack(packed, layer._ds_shape, layer._ds_dtype)
+        return torch.matmul(x, weight) if transposed else F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (packed,) = ctx.saved_tensors
+        weight = ctx.layer._ds_format.unpack(packed, ctx.layer._ds_shape, ctx.layer._ds_dtype)
+        return torch.matmul(grad, weight.t() if ctx.transposed else weight), None, None, None
+
+
+class _Linear(QuantizedWeight):
+    _ds_transposed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed, bias = self._parameters["weight"], self._parameters["bias"]
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else self._ds_dtype
+        total: Tensor = _Product.apply(x.to(dtype), packed, self, self._ds_transposed)  # type: ignore[no-untyped-call]
+        return total if bias is None else total + bias.to(total.dtype)
+
+
+class _Transposed(_Linear):
+    _ds_transposed = True
+
+
+class _Embedding(QuantizedWeight):
+    def forward(self, ids: Tensor) -> Tensor:
+        packed = self._parameters["weight"]
+        assert packed is not None
+        rows = packed[ids.reshape(-1)]
+        values = self._ds_format.unpack(rows, (len(rows), self._ds_shape[1]), self._ds_dtype)
+        return values.view(*ids.shape, -1)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether its weight lies in blocks."""
+    return isinstance(module, QuantizedWeight)
+
+
+def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function from a parameter of ``model`` and its whole value to what that stands for."""
+    layers = {id(m._parameters["weight"]): m for m in model.modules() if isinstance(m, QuantizedWeight)}
+
+    def readable(param: Tensor, value: Tensor) -> Tensor:
+        layer = layers.get(id(param))
+        return value if layer is None else layer._ds_format.unpack(value, layer._ds_shape, layer._ds_dtype)
+
+    return readable
+
+
+Choose = Callable[[str, nn.Module], WeightFormat | None]
+
+
+@torch.no_grad()
+def quantize_layers(
+    model: nn.Module, choose: Choose, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> list[str]:
+    """Quantize the linear layers and embeddings of ``model`` for which ``choose`` gives a format; their names.
+
+    Tied weights stay, and so do weights that are quantized already, layers of classes that compute with more than their
+    own ``forward``, and what is no layer with a weight of two dimensions. Values that are divided over processes are
+    gathered layer by layer: all processes call it.
+
+    Args:
+        dtype: in which the weights are read; ``None`` for each weight's own.
+        device: where the blocks go, each weight before it is packed; ``None`` for where each is.
+    """
+    done, tied = [], tied_weights(model)
+    for name, module in list(_layers(model)):
+        param = module._parameters["weight"]
+        form = None if param is None or is_packed(param) or id(param) in tied else choose(name, module)
+        if form is None or param is None:
+            continue
+        buffers = buffers_of([param])
+        with unshard(buffers):
+            if param.dim() != 2:
+                continue
+            value, own = param.data.to(device or param.device), dtype or param.dtype
+            if isinstance(module, nn.Embedding) and form.dim == 0:
+                form = WeightFormat(form.bits, form.group, form.symmetric)
+            packed = form.pack(value)
+            shape = (value.shape[0], value.shape[1])
+            del value
+        if home_of(param) is not None:
+            leave_home(param)
+        _become(module, form, shape, own, packed)
+        done.append(name)
+    _refuse_merging(model)
+    stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    if done and stacked:
+        log_once(f"weights stacked in three dimensions (experts) stay as they are: {stacked} elements")
+    return done
+
+
+def _refuse_merging(model: nn.Module) -> None:
+    """PEFT adds a merged adapter to ``base_layer.weight.data``, where it would be lost."""
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module) and is_quantized(base) and hasattr(module, "merge"):
+            module.__dict__["merge"] = _Unmergeable(name)
+
+
+class _Unmergeable:
+    """In place of the ``merge`` of an adapter whose base is quantized."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise DsHfError(
+            f"the adapter of {self.name} cannot be merged: its base is kept in 8 or 4 bits, which cannot hold it. "
+            "Use it unmerged, or load the base without quantization to merge"
+        )
+
+
+def tied_weights(model: nn.Module) -> set[int]:
+    """``id`` of the parameters that several modules hold."""
+    held = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {param for param, holders in held.items() if holders > 1}
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        linear = isinstance(module, nn.Linear) or _is_conv1d(module)
+        if module._parameters.get("weight") is not None and (linear or isinstance(module, nn.Embedding)):
+            yield name, module
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return any(cls.__name__ == "Conv1D" and "transformers" in cls.__module__ for cls in type(module).__mro__)
+
+
+def _become(module: nn.Module, form: WeightFormat, shape: tuple[int, int], dtype: torch.dtype, packed: Tensor) -> None:
+    own: Any = type(module)
+    base: type[QuantizedWeight] = QuantizedWeight
+    if own.forward is nn.Linear.forward:
+        base = _Linear
+    elif own.__name__ == "Conv1D":
+        base = _Transposed
+    elif own.forward is nn.Embedding.forward and getattr(module, "max_norm", None) is None:
+        base = _Embedding
+    module.__dict__.update(_ds_format=form, _ds_shape=shape, _ds_dtype=dtype)
+    module._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+    module.__class__ = _derived(base, own)
+
+
+_DERIVED: dict[tuple[type[QuantizedWeight], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _derived(base: type[QuantizedWeight], own: type[nn.Module]) -> type[nn.Module]:
+    """One class for each pair, by which compiled code is shared."""
+    if (base, own) not in _DERIVED:
+        _DERIVED[base, own] = type(f"Quantized{own.__name__}", (base, own), {"__module__": __name__})
+    return _DERIVED[base, own]

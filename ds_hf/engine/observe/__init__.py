@@ -1,0 +1,1 @@
+"""What listens to an engine's events, and what runs steps of it to find something out. Nothing below imports it."""

@@ -1,0 +1,243 @@
+"""What happens when in a trial, as long as the script believes that it trains.
+
+At the script's first training forward its batch is taken and every point of the request is replayed; then the script
+goes on, ``natural_steps`` of its own steps are timed, and the process ends (or the state comes back, and it trains).
+The script never comes to save anything: where its training is shorter than that, or it writes a checkpoint meanwhile,
+the process ends there with the steps that there were. Only the engine's ``forward`` is replaced, on this one object;
+the rest is a step hook.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.events import Phase
+from ds_hf.engine.observe.probes.snapshot import Snapshot
+from ds_hf.engine.observe.probes.trial.batches import Batch, LoaderWatch, batch_numel, longest_batch, resized
+from ds_hf.engine.observe.probes.trial.clock import Clock
+from ds_hf.engine.observe.probes.trial.memory import memory_meter, room_for_snapshot
+from ds_hf.engine.observe.probes.trial.probe import Probe
+from ds_hf.engine.observe.probes.trial.replay import NoLoss, Replay
+from ds_hf.engine.observe.probes.trial.split import split_of
+from ds_hf.engine.observe.probes.trial.survey import facts, set_checkpointing, survey
+from ds_hf.errors import ConfigError
+from ds_hf.log import logger
+from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest
+from ds_hf.measure.saving import SaveGuard, leave
+
+if TYPE_CHECKING:
+    from ds_hf.engine.engine import CoreEngine
+
+__all__ = ["Driver", "attach"]
+
+NATURAL_BEATS = 12  # of the probes before and after the script's own steps
+NATURAL_ERROR = 0.02  # of such a pair of readings at least, in its logarithm
+LONGEST_NUMEL = 32  # samples looked up for the memory check; more are repeated
+
+
+def attach(engine: CoreEngine, request: str | Path | TrialRequest) -> Driver | None:
+    """Make ``engine`` measure what the request asks for. Engines without an optimizer, and second ones, do not."""
+    if engine.optimizer is None:
+        return None
+    given = request if isinstance(request, TrialRequest) else TrialRequest.read(request)
+    return Driver(engine, given)
+
+
+class Driver:
+    """One engine's trial.
+
+    Attributes:
+        measured: the replay is over, or was found impossible.
+        done: everything asked for is measured.
+    """
+
+    def __init__(self, engine: CoreEngine, request: TrialRequest) -> None:
+        self.engine, self.request = engine, request
+        self.measured = self.done = False
+        self._file: TextIO | None = None
+        if engine.mesh.world.rank == 0:
+            try:
+                self._file = Path(request.events).open("a", encoding="utf-8")  # noqa: SIM115  # until the process ends
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{TRIAL_ENV}: its file of events cannot be written to: {error}") from error
+        self.meter = memory_meter(engine, request.memory_limit)
+        self.loaders = LoaderWatch()
+        if request.gradient_checkpointing is not None and not set_checkpointing(engine, request.gradient_checkpointing):
+            self.emit("note", text="the model has no gradient checkpointing to switch on")
+        engine.events.intercept(self)
+        engine.step_hooks.append(self.after_step)
+        self._clock = Clock(engine.device)
+        self._waits: list[float] = []  # for data, since the step before
+        self._waited = 0.0
+        self._machine: dict[str, float] = {}  # before the script's own steps
+        if request.finish:
+            self._guard = SaveGuard(self._before_saving)
+            atexit.register(self._ended_early, None)
+        self.emit("facts", **facts(engine, self.meter.total))
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Append an event; rank 0 only."""
+        if self._file is not None:
+            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+            self._file.flush()
+
+    def call(self, name: Phase, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first forward that trains is where everything is measured."""
+        if name == "forward" and not self.measured and torch.is_grad_enabled() and self.engine.module.training:
+            self.measured = True
+            if self.request.finish:
+                self._guard.watch_files()
+            self._measure(args, dict(kwargs))
+            if self.request.natural_steps == 0:
+                self._finish()
+            else:
+                self._machine = Probe(self.engine).read(least=NATURAL_BEATS)
+            self._clock.mark()
+            self._waited = self.loaders.waited
+        return method(*args, **kwargs)
+
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        numel = batch_numel(args, kwargs)
+        points = self._points()  # before a replay changes the engine's batch sizes
+        if not points or numel is None:
+            if numel is None:
+                self.emit("note", text="the batch has no tensors, so it cannot be resized", resizable=False)
+            return
+        if self.request.gradient_checkpointing is not None:  # the script may have set it after it made the engine
+            set_checkpointing(self.engine, self.request.gradient_checkpointing)
+        keep = None
+        ends = self.request.finish and not self.request.natural_steps  # the state would not be seen again
+        if not self.request.finish or (not ends and room_for_snapshot(self.engine)):
+            keep = Snapshot(self.engine, gradients=True)
+        replay = Replay(self.engine, Batch(args, kwargs, numel), self.request, self.meter, self.emit)
+        try:
+            with replay.prepared():
+                self._replay(replay, points)
+        except NoLoss as error:
+            replay.clean_up()
+            self.emit("note", text=str(error), resizable=False)
+        finally:
+            if keep is not None:
+                keep.restore()
+
+    def _points(self) -> list[tuple[int, int]]:
+        """What to measure: from the script's own batch outwards, larger ones first."""
+        request, batch = self.request, self.engine.batch
+        if not request.own_axis:
+            return list(request.points)
+        share = batch.micro * batch.accumulation_steps
+        sizes = [m for m in range(1, share + 1) if share % m == 0 and request.low_micro <= m <= request.high_micro]
+        larger = [micro for micro in sizes if micro > batch.micro]
+        smaller = [micro for micro in sizes[::-1] if micro < batch.micro]
+        return [(micro, share // micro) for micro in (batch.micro, *larger, *smaller)]
+
+    def _replay(self, replay: Replay, points: list[tuple[int, int]]) -> None:
+        if self.request.longest:
+            self._find_longest(replay)
+        # The first step makes the moments, which later ones find: alone it says nothing of their memory. Nothing is
+        # compiled for it: its size may be none of those that are measured.
+        with torch.compiler.set_stance("force_eager"):
+            replay.fits(replay.batch, 1, 1)
+        if self.request.survey:
+            survey(replay, self.emit)
+            if self.request.gradient_checkpointing is not None:
+                set_checkpointing(self.engine, self.request.gradient_checkpointing)
+        best = replay.measure_all(points)
+        if best is not None:
+            micro, accumulation = best
+            shares = split_of(replay, resized(replay.batch, micro), accumulation)
+            self.emit("split", micro=micro, accumulation=accumulation, **shares)
+
+    def _find_longest(self, replay: Replay) -> None:
+        """The longest samples, if that is possible on every rank."""
+        found: Batch | str
+        try:
+            if self.engine.mesh.shape.sequence > 1:
+                found = "several processes share each sequence, and the script divides it"
+            else:
+                found = longest_batch(self.loaders.loader, replay.batch, LONGEST_NUMEL)
+        except Exception as error:  # the data set is the script's; any fault in it only costs the check
+            found = f"{type(error).__name__}: {error}"
+        flag = torch.tensor([isinstance(found, str)], dtype=torch.int32, device=self.engine.device)
+        collectives.all_reduce_max(flag, self.engine.mesh.world, "whether the longest batch is known")
+        self.emit("longest", known=not bool(flag))
+        if isinstance(found, str):
+            self.emit("note", text=f"memory was not checked with the longest batch: {found}")
+        elif not bool(flag):
+            replay.worst = found
+
+    def after_step(self, engine: CoreEngine) -> None:
+        """Step hook: times the script's own steps."""
+        if not self.measured or self.done or not self.request.natural_steps:
+            return
+        self._clock.mark()
+        self._waits.append(self.loaders.waited - self._waited)
+        self._waited = self.loaders.waited
+        if len(self._waits) > self.request.natural_steps:  # the first one is warm-up
+            self._report_natural()
+            self._report_machine(Probe(engine).read(least=NATURAL_BEATS))
+            self._finish()
+
+    def _report_natural(self) -> None:
+        """The script's own steps so far; the first one is warm-up."""
+        micro, accumulation = self.engine.batch.micro, self.engine.batch.accumulation_steps
+        for seconds, wait in zip(self._clock.read()[1:], self._waits[1:], strict=False):
+            self.emit("step", micro=micro, accumulation=accumulation, seconds=seconds, wait=wait, kind="natural")
+
+    def _before_saving(self, what: str) -> None:
+        """Nothing is saved: before anything is measured the script goes on without it, afterwards it ends."""
+        if not self.measured:
+            logger.warning("%s is left out: ds-hf autotune saves nothing", what)
+            return
+        self._ended_early(what)
+        leave(0)
+
+    def _ended_early(self, before: str | None) -> None:
+        """The script's training is over, or it saves; each process comes here by itself, and no other is waited for."""
+        if self.done:
+            return
+        self.done = True
+        if self.measured:
+            self._report_natural()
+            where = "its end" if before is None else before
+            self.emit(
+                "note", text=f"{max(0, len(self._waits) - 1)} of the script's own steps were timed, before {where}"
+            )
+            self.emit("done")
+
+    def _report_machine(self, after: dict[str, float]) -> None:
+        """How fast it was beside the script's own steps, from readings before and after them."""
+        levels, changes = {}, [0.0]
+        for kind in self._machine.keys() & after.keys():
+            change = math.log(after[kind] / self._machine[kind])
+            changes.append(change)
+            levels[kind] = (math.sqrt(after[kind] * self._machine[kind]), max(abs(change) / 2, NATURAL_ERROR))
+        self.emit("machine", phase="natural", levels=levels, drift=math.exp(max(map(abs, changes))))
+
+    def _finish(self) -> None:
+        """Say so, and end the process or leave the engine alone."""
+        self.done = True
+        self.emit("peak", nbytes=self.meter.peak())
+        self.emit("done")
+        self.loaders.remove()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if not self.request.finish:
+            self.engine.events.intercept(None)
+            return
+        collectives.barrier(self.engine.mesh.world)
+        with suppress(Exception):
+            dist.destroy_process_group()
+        leave(0)

@@ -1,0 +1,2 @@
+"""One model on several processes: shared layers (``tensor``), sequences (``sequence``), stages of layers
+(``pipeline``); the data that each process reads, and whether all of them were given the same."""

@@ -1,0 +1,103 @@
+"""The flops profiler: every kind of operator against figures worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.observe.flops import FlopsProfiler
+
+
+class Calls(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+def profile(model: nn.Module | Callable[..., Any], *shapes: tuple[int, ...], grad: bool = False) -> tuple[int, int]:
+    """Operations and multiply-accumulates of one call with tensors of these shapes."""
+    module = model if isinstance(model, nn.Module) else Calls(model)
+    profiler = FlopsProfiler(module)
+    inputs = [torch.randn(shape, requires_grad=grad) for shape in shapes]
+    profiler.start_profile()
+    output = module(*inputs)
+    if grad:
+        output.sum().backward()
+    profiler.stop_profile()
+    found = profiler.get_total_flops(), profiler.get_total_macs()
+    profiler.end_profile()
+    assert (profiler.get_total_flops(), profiler.get_total_macs()) == (0, 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shapes", "macs"),
+    [
+        (((4, 8), (8, 5)), 160),
+        (((4, 8), (8,)), 32),
+        (((8,), (8, 5)), 40),
+        (((8,), (8,)), 8),
+        (((3, 4, 8), (3, 8, 5)), 480),
+        (((2, 1, 4, 8), (3, 8, 5)), 960),
+    ],
+)
+def test_products_of_matrices_and_vectors(shapes: tuple[tuple[int, ...], ...], macs: int) -> None:
+    assert profile(torch.matmul, *shapes) == (2 * macs, macs)
+
+
+@pytest.mark.parametrize("bias", [(4, 5), (5,), (1,)])
+def test_a_bias_is_one_operation_an_element_of_the_result(bias: tuple[int, ...]) -> None:
+    assert profile(torch.addmm, bias, (4, 8), (8, 5)) == (320 + 20, 160)
+    assert profile(torch.baddbmm, bias, (2, 4, 8), (2, 8, 5)) == (640 + 40, 320)
+
+
+def test_layers_with_and_without_bias() -> None:
+    assert profile(nn.Linear(8, 16), (4, 8)) == (1024 + 64, 512)
+    assert profile(nn.Linear(8, 16, bias=False), (4, 8)) == (1024, 512)
+    conv = 2 * 6 * 6 * 5 * 3 * 3 * 3
+    assert profile(nn.Conv2d(3, 5, 3), (2, 3, 8, 8)) == (2 * conv + 2 * 5 * 6 * 6, conv)
+    assert profile(nn.Conv2d(3, 5, 3, bias=False), (2, 3, 8, 8)) == (2 * conv, conv)
+    # a transposed convolution scatters each element of its input
+    turned = 2 * 64 * 4 * (8 // 2) * 9
+    layer = nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, output_padding=1, groups=2)
+    assert profile(layer, (2, 4, 8, 8)) == (2 * turned + 2 * 8 * 16 * 16, turned)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_recurrent_layer_that_one_operator_computes(bias: bool) -> None:
+    layer = nn.LSTM(6, 3, num_layers=2, bidirectional=True, bias=bias)
+    macs = 2 * 5 * 4 * sum(param.numel() // 2 for param in layer.parameters() if param.dim() > 1)
+    flops, found = profile(layer, (5, 4, 6))
+    assert found == macs
+    assert flops >= 2 * macs + bias * 5 * 4 * 2 * 2 * 2 * 12
+
+
+@pytest.mark.parametrize("operator", [torch.mul, torch.add, torch.sub, torch.div])
+def test_single_elements_are_counted_after_broadcasting(operator: Callable[..., Any]) -> None:
+    assert profile(operator, (4, 1, 7), (1, 5, 7)) == (140, 0)
+
+
+def test_attention_forward_and_backward() -> None:
+    shapes = [(2, 4, 16, 8)] * 3
+    attention = nn.functional.scaled_dot_product_attention
+    once = 2 * 4 * 16 * 16 * 8  # one product of scores or values, in multiply-accumulates
+    assert profile(attention, *shapes) == (4 * once, 2 * once)
+    flops, macs = profile(attention, *shapes, grad=True)
+    # backward: the scores again, and two products for each of the two in forward
+    assert (flops, macs) == (2 * 7 * once, 7 * once)
+
+
+def test_a_module_that_is_used_twice_counts_twice_and_has_its_parameters_once() -> None:
+    layer = nn.Linear(10, 10, bias=False)
+    model = nn.Sequential(layer, nn.Identity(), layer)
+    assert profile(model, (1, 10)) == (400, 200)
+    assert FlopsProfiler(model).get_total_params() == 100

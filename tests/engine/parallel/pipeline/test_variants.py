@@ -1,0 +1,266 @@
+"""Pipelines with other precisions, optimizers, offload, chunks and layers that their author has divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hf import initialize
+from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
+from ds_hf.engine.parallel.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
+from tests.engine.parallel.pipeline.models import (
+    SEED,
+    WIDTH,
+    Embedding,
+    batches,
+    cross_entropy,
+    pairs,
+    pipeline,
+    project,
+)
+from tests.helpers.distributed import run_distributed
+
+MICRO = 4
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+def run(stages: int, more: dict[str, Any], steps: int = 3, pipelines: int = 1, **options: Any) -> dict[str, Any]:
+    """Losses, norms and weights; the micro-batches of a step are shared out over the pipelines."""
+    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO // pipelines, **more}
+    settings.setdefault("optimizer", ADAMW)
+    module = pipeline(True, stages, **options)
+    engine, *_ = initialize(model=module, config=settings)
+    losses, norms = [], []
+    for tokens in batches(steps, MICRO):
+        shared = tokens.view(-1, pipelines, *tokens.shape[2:])
+        losses.append(float(engine.train_batch(pairs(shared, engine.mesh.sample_rank))))
+        norms.append(engine.get_global_grad_norm())
+    found = {name: param.detach().float().clone() for name, param in module.named_parameters()}
+    state = {"losses": losses, "norms": norms, "weights": found, "skipped": engine.skipped_steps}
+    state["scale"] = engine.loss_scale()
+    engine.destroy()
+    return state
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}, "zero_optimization": {"stage": 1}},
+    "bf16": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "fp16": {
+        "fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1},  # overflows first
+        "zero_optimization": {"stage": 2},
+        "gradient_clipping": 0.3,
+    },
+    "offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_two_stages_are_one(name: str) -> None:
+    steps = 10 if name == "fp16" else 4
+    alone = run_distributed(run, 2, 1, VARIANTS[name], steps, 2)[0]
+    for one in run_distributed(run, 4, 2, VARIANTS[name], steps, 2, timeout=90):
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-2 if name != "lamb" else 1e-5)
+        assert (one["skipped"], one["scale"]) == (alone["skipped"], alone["scale"])
+        if name == "fp16":
+            assert 0 < one["skipped"] < 10
+        for key, value in one["weights"].items():
+            error = float((value - alone["weights"][key]).norm() / alone["weights"][key].norm())
+            # biases begin at 0: what Adam made of them in few steps is made of rounded gradients alone
+            assert error < (1e-5 if name == "lamb" else 3e-2 if name == "fp16" else 1e-2), key
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_chunks_from_the_file_are_one_process_to_the_bit(processes: int) -> None:
+    """The tied embedding is on both ends; 8 layers on 2 or 4 stages with 2 chunks each."""
+    alone = run_distributed(run, 1, 1, {}, depth=6)[0]
+    chunks = {"ds_hf": {"pipeline": {"chunks": 2}}}
+    for one in run_distributed(run, processes, processes, chunks, depth=6, timeout=90):
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        for key, value in one["weights"].items():
+            assert float((value - alone["weights"][key]).norm() / alone["weights"][key].norm()) < 1e-6, key
+    assert {"tied_modules.embed.weight", "1.norm.weight", "6.norm.weight"} <= set(alone["weights"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interval", [1, 2])
+def test_recomputed_layers_give_the_same(interval: int) -> None:
+    plain = run_distributed(run, 2, 2, {})
+    again = run_distributed(run, 2, 2, {"pipeline": {"activation_checkpoint_interval": interval}})
+    for one, other in zip(plain, again, strict=True):
+        assert one["losses"] == other["losses"]
+        assert all(torch.equal(value, other["weights"][name]) for name, value in one["weights"].items())
+
+
+# -- layers that are divided already -------------------------------------------------------------------------------
+
+
+class _Sum(torch.autograd.Function):
+    """Sums over the model-parallel processes in forward, passes gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        value = value.clone()
+        dist.all_reduce(value, group=group)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Copy(torch.autograd.Function):
+    """Passes values on, sums gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class DividedMlp(nn.Module):
+    """Half of a residual MLP on each of two model-parallel processes, or all of it."""
+
+    parts, part, group = 1, 0, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        up, down = torch.randn(4 * WIDTH, WIDTH) * 0.2, torch.randn(WIDTH, 4 * WIDTH) * 0.2
+        self.up = nn.Parameter(up.chunk(self.parts, 0)[self.part].clone())
+        self.down = nn.Parameter(down.chunk(self.parts, 1)[self.part].clone())
+        for param, dim in ((self.up, 0), (self.down, 1)):
+            if self.parts > 1:
+                param.tensor_model_parallel, param.partition_dim = True, dim  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.norm(hidden)
+        if self.parts > 1:
+            inner = _Copy.apply(inner, self.group)
+        out = torch.relu(inner @ self.up.t()) @ self.down.t()
+        return hidden + (_Sum.apply(out, self.group) if self.parts > 1 else out)
+
+
+def three_dimensions(pipe: int, model: int, data: int, stage: int, reverse: bool = False) -> dict[str, Any]:
+    names = ["data", "pipe", "model"]
+    topology = PipeModelDataParallelTopology(pipe, model, data)
+    if reverse:
+        topology = ProcessTopology(names, [data, pipe, model])
+    from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
+
+    grid = PipelineParallelGrid(topology)
+    DividedMlp.parts, DividedMlp.part = model, grid.get_slice_parallel_rank()
+    DividedMlp.group = grid.get_slice_parallel_group()
+    layers = [
+        TiedLayerSpec("embed", Embedding),
+        *[LayerSpec(DividedMlp) for _ in range(4)],
+        TiedLayerSpec("embed", Embedding, forward_fn=project),
+    ]
+    module = PipelineModule(
+        layers, topology=topology, loss_fn=cross_entropy, seed_layers=True, base_seed=SEED, partition_method="uniform"
+    )
+    module.seed_layers = False
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO // data,
+        "optimizer": ADAMW,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+    }
+    engine, *_ = initialize(model=module, config=settings)
+    losses, norms = [], []
+    for tokens in batches(4, MICRO):
+        shared = tokens.view(-1, data, *tokens.shape[2:])
+        losses.append(float(engine.train_batch(pairs(shared, engine.mesh.sample_rank))))
+        norms.append(engine.get_global_grad_norm())
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    engine.destroy()
+    return {"losses": losses, "norms": norms, "whole": whole}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pipe", "model", "data", "stage", "reverse"),
+    [(2, 2, 1, 0, False), (2, 2, 1, 1, False), (2, 2, 2, 1, False), (2, 2, 2, 0, False), (2, 1, 2, 2, True)],
+)
+def test_pipe_data_and_model_together(pipe: int, model: int, data: int, stage: int, reverse: bool) -> None:
+    alone = run_distributed(three_dimensions, 1, 1, 1, 1, 0)[0]
+    found = run_distributed(three_dimensions, pipe * model * data, pipe, model, data, stage, reverse, timeout=150)
+    for one in found:
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert one["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    assert set(found[0]["whole"]) == set(alone["whole"])
+    for name, value in alone["whole"].items():
+        assert float((found[0]["whole"][name] - value).norm() / value.norm()) < 2e-6, name
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(torch.relu(self.up(self.norm(hidden))))
+
+
+RULES = [
+    {"patterns": [r".*\.up\.weight$"], "partition_type": "column"},
+    {"patterns": [r".*\.down\.weight$"], "partition_type": "row"},
+]
+
+
+def cut_by_the_engine(pipe: int, tensor: int, data: int, stage: int) -> dict[str, Any]:
+    layers = [
+        TiedLayerSpec("embed", Embedding),
+        *[LayerSpec(Mlp) for _ in range(4)],
+        TiedLayerSpec("embed", Embedding, forward_fn=project),
+    ]
+    topology = PipeModelDataParallelTopology(pipe, tensor, data)
+    module = PipelineModule(
+        layers, topology=topology, loss_fn=cross_entropy, seed_layers=True, base_seed=SEED, partition_method="uniform"
+    )
+    module.seed_layers = False
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO // data,
+        "optimizer": ADAMW,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+    }
+    if tensor > 1:
+        section = {"use_default_specs": False, "layer_specs": RULES}
+        settings["tensor_parallel"] = {"autotp_size": tensor, "partition_config": section}
+    engine, *_ = initialize(model=module, config=settings)
+    losses, norms = [], []
+    for tokens in batches(4, MICRO):
+        shared = tokens.view(-1, data, *tokens.shape[2:])
+        losses.append(float(engine.train_batch(pairs(shared, engine.mesh.sample_rank))))
+        norms.append(engine.get_global_grad_norm())
+    cut = sum(param.numel() for param in module.parameters())
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    engine.destroy()
+    return {"losses": losses, "norms": norms, "whole": whole, "numel": cut}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "stage"), [(1, 0), (1, 1), (2, 1)])
+def test_layers_of_stages_that_the_engine_cuts(data: int, stage: int) -> None:
+    alone = run_distributed(cut_by_the_engine, 1, 1, 1, 1, 0)[0]
+    found = run_distributed(cut_by_the_engine, 4 * data, 2, 2, data, stage, timeout=150)
+    for one in found:
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert one["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert one["numel"] < 0.4 * alone["numel"]
+    for name, value in alone["whole"].items():
+        assert float((found[0]["whole"][name] - value).norm() / value.norm()) < 2e-6, name

@@ -1,0 +1,127 @@
+"""What is cut of a model, what stays whole, and what is refused, before anything changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ds_hf.config.types.parallel import TensorParallelSection
+from ds_hf.engine.parallel.pipeline.holes import Skip
+from ds_hf.engine.parallel.tensor.plan import Division, plan_division
+from ds_hf.engine.zero.replicas import tie_over_stages
+from ds_hf.errors import ConfigError
+
+SECTION = TensorParallelSection(autotp_size=2)
+
+
+def llama(**more: Any) -> LlamaForCausalLM:
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **more}))
+
+
+def planned(model: nn.Module, size: int = 2) -> dict[str, Division]:
+    return {division.name: division for division in plan_division(model, SECTION, size)}
+
+
+def test_the_plan_of_a_model_of_transformers() -> None:
+    found = planned(llama())
+    layer = "model.layers.0."
+    assert set(found) - {"model.embed_tokens"} == {  # which older versions of transformers leave whole
+        "lm_head",
+        *(f"{layer}self_attn.{name}_proj" for name in "qkvo"),
+        *(f"{layer}mlp.{name}_proj" for name in ("gate", "up", "down")),
+    }
+    head = found["lm_head"].cut("weight", (64, 32), rank=1, size=2)
+    assert (head.dim, head.ranges) == (0, ((32, 32),))
+    down = found[f"{layer}mlp.down_proj"].cut("weight", (32, 48), rank=1, size=2)
+    assert (down.dim, down.ranges) == (1, ((24, 24),))
+
+
+def test_a_tied_head_stays_whole() -> None:
+    assert "lm_head" not in planned(llama(tie_word_embeddings=True))
+
+
+def test_a_learned_activation_beside_cut_layers_has_a_part_of_its_gradient() -> None:
+    """The plan of Apertus does not name it, and the mean of its parts would be too small by the size of the axis."""
+    apertus = pytest.importorskip("transformers.models.apertus")
+    sizes = {key: getattr(llama().config, key) for key in ("vocab_size", "hidden_size", "intermediate_size")}
+    config = apertus.ApertusConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    assert planned(apertus.ApertusForCausalLM(config))["model.layers.0.mlp.act_fn"].sums == ["alpha_p", "alpha_n"]
+    model = llama()
+    model.model.layers[0].mlp.act_fn = nn.PReLU()
+    model.model.layers[0].input_layernorm = nn.PReLU()  # not beside a layer that is cut: whole, as its gradient is
+    assert [name for name, division in planned(model).items() if division.sums] == ["model.layers.0.mlp.act_fn"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_of_a_pipeline_is_cut_where_it_has_the_layer(tied: bool) -> None:
+    first, last = llama(tie_word_embeddings=tied), llama(tie_word_embeddings=tied)
+    first.lm_head = Skip()
+    if tied:
+        tie_over_stages(first.model.embed_tokens.weight, "the tied embedding", [0, 1])
+    else:
+        last.model.embed_tokens = Skip()
+    embeds, ends = ("model.embed_tokens" in planned(llama()) and not tied), not tied
+    assert ("model.embed_tokens" in planned(first), "lm_head" in planned(first)) == (embeds, False)
+    assert ("model.embed_tokens" in planned(last), "lm_head" in planned(last)) == (False, ends)
+
+
+@pytest.mark.parametrize("way", ["instance", "class"])
+def test_a_head_stays_whole_where_a_fused_loss_reads_its_weight(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+
+    def fused(self: Any, input_ids: torch.Tensor, **unused: Any) -> torch.Tensor:
+        return self.model(input_ids).last_hidden_state @ self.lm_head.weight.t()  # type: ignore[no-any-return]
+
+    fused.__module__ = "liger_kernel.transformers.model.llama"
+    if way == "instance":
+        model.forward = fused.__get__(model)
+    else:
+        monkeypatch.setattr(LlamaForCausalLM, "forward", fused)
+    found = planned(model)
+    assert "lm_head" not in found
+    assert "model.layers.0.self_attn.q_proj" in found
+
+
+def test_a_subclass_of_a_script_is_cut_as_its_base() -> None:
+    class Own(LlamaForCausalLM):
+        pass
+
+    assert "lm_head" in planned(Own(llama().config))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "said"),
+    [
+        ({"vocab_size": 63}, 2, r"lm_head .*63.* which 2 does not divide"),
+        ({"intermediate_size": 50}, 4, r"mlp\.gate_proj .*50.* which 4 does not divide"),
+        ({"num_attention_heads": 2, "num_key_value_heads": 2}, 4, r"heads"),
+    ],
+)
+def test_sizes_that_do_not_divide(sizes: dict[str, int], size: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        planned(llama(**sizes), size)
+
+
+def test_a_model_without_a_plan_gets_one_to_start_from() -> None:
+    with pytest.raises(ConfigError, match=r"Sequential has no tp_plan(?s:.*)partition_config(?s:.*)partition_type"):
+        planned(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def test_an_unknown_style_is_refused_with_the_module() -> None:
+    model = llama()
+    model._tp_plan = {"lm_head": "diagonal"}
+    with pytest.raises(ConfigError, match=r"lm_head(?s:.*)diagonal"):
+        planned(model)

@@ -1,1 +1,0 @@
-"""Tests of ds_hf.engine.sparse."""
