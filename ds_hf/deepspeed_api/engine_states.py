@@ -144,7 +144,7 @@ class StatesNames(CoreEngine):
             unit.release()
 
     def _states_by_name(self) -> dict[str, list[Tensor]]:
-        buffers = [buffer for unit in self.units for buffer in unit.buffers if buffer.region is None]
+        buffers = [buffer for unit in self.units for buffer in unit.buffers if buffer.gathering.region is None]
         values = [buffer.shard if buffer.sharded else buffer.full for buffer in buffers]
         values += [storage.values for buffer in buffers if isinstance(storage := buffer.shard_storage, SecondShard)]
         own = {buffer.shard.untyped_storage().data_ptr() for unit in self.units for buffer in unit.buffers}

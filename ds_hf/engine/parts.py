@@ -37,11 +37,13 @@ from ds_hf.engine.optim.sharded import OptimizerPolicy, ShardedOptimizer
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
 from ds_hf.engine.optim.unfreezing import Unfreezing
-from ds_hf.engine.zero.buffer import FlatBuffer, Labels, Rounding, home_of, logical_shape
+from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
 from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
 from ds_hf.engine.zero.cut import is_cut
+from ds_hf.engine.zero.gathering import CopiedGathering, Gathering, RoundedGathering
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy, summed_by_copies
 from ds_hf.engine.zero.hooks import UnitHooks
+from ds_hf.engine.zero.layout import Labels
 from ds_hf.engine.zero.leaf import mark_leaves
 from ds_hf.engine.zero.model_parallel import mark_cuts, warn_of_differences
 from ds_hf.engine.zero.packed import (
@@ -327,14 +329,20 @@ class _States:
         if spec.packed:
             return PackedBuffer(spec.params, axis, device=self.device, shard_storage=storage, replicas=spec.replicas)
         form = self._form(self.plan.parameters.bits) if spec.sharded and inside.world_size > 1 else None
-        rounding = None if form is None or storage is None else Rounding(form, storage.fetch, inside)
+        over = axis if storage is None else inside
+        gathering = Gathering(over)
+        if form is not None and storage is not None:
+            gathering = RoundedGathering(over, form, storage.fetch, inside)
         if storage is not None and axis != inside:
             storage = SecondShard(
                 storage, axis, inside, device=self.device, comm_stream=self.links.gathers, label=label, form=form
             )
-            rounding = None if form is None else Rounding(None, storage.fetch_first, axis)
+            if form is not None:
+                gathering = RoundedGathering(over, None, storage.fetch_first, axis)
         gathered = spec.sharded or (spec.trains and self.plan.shards_optimizer)
         copied = gathered and not spec.spares_host and _worth_copying(spec.params, spec.dtype)
+        if copied and not gathering.rounds and self.links.peers is not None and not (storage and storage.apart):
+            gathering = CopiedGathering(over, self.links.peers)
         return FlatBuffer(
             spec.params,
             axis,
@@ -342,10 +350,8 @@ class _States:
             device=self.device,
             sharded=storage is not None,
             shard_storage=storage,
-            peers=self.links.peers if copied else None,
             replicas=spec.replicas,
-            gathered_over=None if storage is None else inside,
-            rounding=rounding,
+            gathering=gathering,
         )
 
     def _form(self, bits: int | None) -> BlockFormat | None:

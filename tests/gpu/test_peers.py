@@ -24,7 +24,7 @@ def train(stage: int, peer_copies: bool) -> tuple[dict[str, Tensor], int, list[f
     peers.LEAST_COPIED_NBYTES = 0
     held = torch.cuda.memory_reserved()  # the symmetric memory's pool too; the device has other processes
     engine = engine_of(stage, width=512, ds_hf={"peer_copies": peer_copies})
-    regions = [buffer.region for unit in engine.units for buffer in unit.buffers]
+    regions = [buffer.gathering.region for unit in engine.units for buffer in unit.buffers]
     assert all((region is not None) == (peer_copies and stage > 0) for region in regions), "no access between the GPUs"
     losses = []
     for number in range(12):

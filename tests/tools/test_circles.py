@@ -11,8 +11,6 @@ KNOWN = {  # to be cut; a circle that is not here is a fault, and so is one that
     ("ds_hf.autotune.division", "ds_hf.autotune.footprint"),
     ("ds_hf.deepspeed_api.pipeline", "ds_hf.deepspeed_api.transformers_pipeline"),
     ("ds_hf.engine.comm.log", "ds_hf.engine.comm.watch"),
-    ("ds_hf.engine.zero.at_rest", "ds_hf.engine.zero.buffer", "ds_hf.engine.zero.param_names",
-     "ds_hf.engine.zero.weight_sync"),
 }  # fmt: skip
 
 

@@ -238,7 +238,7 @@ class Outputs:
         if gradient in self._written:
             between, shard = self._written.pop(gradient)
             buffer = gradient.buffer
-            if buffer.aliased and buffer.region is None:
+            if buffer.aliased and buffer.gathering.region is None:
                 owned = shard
             else:  # it may have been somewhere else meanwhile, or others may still read it
                 owned = buffer.owned(whole=gradient.policy.whole, fresh=True)

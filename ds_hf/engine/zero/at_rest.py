@@ -17,16 +17,13 @@ import sys
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ds_hf.errors import DsHfError
 from ds_hf.log import warn_once
-
-if TYPE_CHECKING:
-    from ds_hf.engine.zero.buffer import FlatBuffer
 
 __all__ = [
     "FORM",
@@ -187,7 +184,7 @@ class Released(AtRest):
         return Tensor.data_ptr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        buffer: FlatBuffer = self._ds_home.buffer  # type: ignore[attr-defined]
+        buffer = self._ds_home.buffer  # type: ignore[attr-defined]
         if buffer.duplicate is None:
             _refuse_copy(self, "a copy")
         if id(self) not in memo:
@@ -342,11 +339,11 @@ class GradientWatch:
         self._steps = 3
         self._watched: list[nn.Parameter] = []
 
-    def begin(self, buffers: Iterable[FlatBuffer]) -> None:
-        """Gradients of ``buffers`` are complete, and elsewhere."""
+    def begin(self, firsts: Iterable[nn.Parameter]) -> None:
+        """Gradients are complete, and elsewhere; ``firsts`` are the first parameters of their buffers."""
         if not self._steps:
             return
-        for param in (buffer.params[0] for buffer in buffers):
+        for param in firsts:
             if type(param) in _WATCHING:
                 param.__class__ = _WATCHING[type(param)]
                 self._watched.append(param)

@@ -20,20 +20,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm import collectives
-from ds_hf.engine.comm.block_collectives import all_gather_blocks
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.comm.peers import Peers, Region
 from ds_hf.engine.comm.streams import Awaited, CommStream, wait
 from ds_hf.engine.events import Waits
-from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary, wake
-from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Slot
+from ds_hf.engine.zero.gathering import Gathering
+from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Labels, Slot
 from ds_hf.engine.zero.param_names import mark, unmark
 from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.storage import DeviceShardStorage, ShardStorage
@@ -45,7 +43,6 @@ __all__ = [
     "FlatBuffer",
     "ParamHome",
     "ParamStatus",
-    "Rounding",
     "StateHolder",
     "buffers_of",
     "home_of",
@@ -111,20 +108,6 @@ class StateHolder(Protocol):
         elements that are not what their masters round to."""
 
 
-class Labels(NamedTuple):
-    """What the log of collectives calls a buffer and what belongs to it."""
-
-    name: str
-    weights: str
-    gradients: str
-    states: str
-
-    @classmethod
-    def of(cls, name: str) -> Labels:
-        """``name``: the path of its module."""
-        return cls(name, f"the weights of {name}", f"the gradients of {name}", f"an optimizer state of {name}")
-
-
 @dataclass
 class Hold:
     """The contexts that want a buffer to stay gathered.
@@ -142,20 +125,6 @@ class Hold:
     writers: list[int] = field(default_factory=list)
     reports_changes: bool = False
     looked_at: int = 0
-
-
-class Rounding(NamedTuple):
-    """How a sharded buffer's weights are gathered that travel rounded (qwZ of ZeRO++).
-
-    Attributes:
-        form: the blocks in which shards are gathered; ``None`` where shards between uses are rounded already.
-        exact: gives the exact shard, on the device ...
-        over: ... and the processes whose exact shards are the whole.
-    """
-
-    form: BlockFormat | None
-    exact: Callable[[], Tensor]
-    over: Axis
 
 
 class FullMemory:
@@ -187,12 +156,9 @@ class FlatBuffer:
         device: where the model computes.
         sharded: whether each rank keeps only its shard between uses (the plan's parameter placement).
         shard_storage: where a sharded buffer's shard is between uses; default on ``device``.
-        peers: ranks that read each other's memory, if they shall for this buffer.
         alignment: see ``FlatLayout``.
         replicas: of the parameters, by default the processes of ``axis``.
-        gathered_over: the processes whose shards, as ``shard_storage`` gives them, are the whole parameters; default
-            ``axis``.
-        rounding: for weights that travel rounded.
+        gathering: how the values of all ranks come together; default by a collective over ``axis``.
     """
 
     _next_id = 0
@@ -207,18 +173,14 @@ class FlatBuffer:
         device: torch.device,
         sharded: bool,
         shard_storage: ShardStorage | None = None,
-        peers: Peers | None = None,
         alignment: int = ALIGNMENT,
         replicas: Replicas | None = None,
-        gathered_over: Axis | None = None,
-        rounding: Rounding | None = None,
+        gathering: Gathering | None = None,
     ) -> None:
         self.params = tuple(params)
         self.owners = self.params  # the model's parameters whose values lie here
         self.axis = axis
-        self.gathered_over = gathered_over or axis
-        self.rounding = rounding
-        self._exact = True  # what is gathered
+        self.gathering = gathering or Gathering(axis)
         self.replicas = replicas or Replicas.along(axis)
         shapes = ", ".join(str(tuple(logical_shape(p))) for p in self.params[:3])
         self.labels = Labels.of(f"parameters of shape {shapes}")  # the builder gives it the path of the module
@@ -226,8 +188,6 @@ class FlatBuffer:
         self.device = device
         self.sharded = sharded
         self.shard_storage = shard_storage or DeviceShardStorage(device, device)
-        self.peers = None if self.shard_storage.apart else peers
-        self.region: Region | None = None
         self.layout = FlatLayout(self._stored_shapes(), axis.world_size, alignment)
         self.state = BufferState.GATHERED
         self.hold = Hold()
@@ -285,15 +245,12 @@ class FlatBuffer:
     def _place(self, full: Tensor) -> None:
         low, high = self.layout.shard_range(self.axis.rank)
         if self.sharded and (self.axis.world_size > 1 or self.shard_storage.apart):
-            if self.peers is not None:
-                self.region = self.peers.region(high - low, self.dtype)
-            self._shard = self.shard_storage.keep(full[low:high], None if self.region is None else self.region.mine)
+            self._shard = self.shard_storage.keep(full[low:high], self.gathering.place(high - low, self.dtype))
             # adopt()'s result may be this very tensor: give back our own storage, never the caller's
             self._memory = FullMemory(torch.empty(self.layout.numel, dtype=self.dtype, device=self.device))
         else:
-            if self.peers is not None:
-                self.region = self.peers.region(self.layout.numel, self.dtype, visible=True)
-                full = self.region.mine.copy_(full)
+            place = self.gathering.place(self.layout.numel, self.dtype, visible=True)
+            full = full if place is None else place.copy_(full)
             self._memory = FullMemory(full)
             self._shard = full[low:high]
         self.aliased = not self.sharded or self._shard.data_ptr() == self._memory.tensor.data_ptr()
@@ -311,11 +268,8 @@ class FlatBuffer:
 
     def _make_views(self) -> None:
         self.views = tuple(slot.of(self._memory.tensor) for slot in self.layout.slots)
-        if self.region is not None:
-            ranges = [slice(*self.layout.shard_range(rank)) for rank in range(self.axis.world_size)]
-            theirs = self.region.theirs
-            sources = theirs if self.sharded else [t[range_] for t, range_ in zip(theirs, ranges, strict=True)]
-            self._copies = [self._memory.tensor[range_] for range_ in ranges], sources
+        ranges = [slice(*self.layout.shard_range(rank)) for rank in range(self.axis.world_size)]
+        self.gathering.aim(self._memory.tensor, ranges, sharded=self.sharded)
         self._memory.own_users = self._memory.users()
 
     @property
@@ -350,18 +304,8 @@ class FlatBuffer:
 
     def fill(self, *, exact: bool = False) -> None:
         """Gather the values of all ranks into ``full``, on the communication stream. Collective."""
-        rounding, full = self.rounding, self._memory.tensor
-        self._exact = exact or rounding is None
-        if rounding is not None and exact:
-            collectives.all_gather(full, rounding.exact(), rounding.over, self.labels.weights)
-        elif rounding is not None and rounding.form is not None:
-            shard = self.shard_storage.fetch()
-            all_gather_blocks(full, shard, self.gathered_over, rounding.form, self.labels.weights)
-        elif self.region is None:
-            shard = self.shard_storage.fetch() if self.sharded else self._shard
-            collectives.all_gather(full, shard, self.gathered_over, self.labels.weights)
-        else:
-            self.region.gather(*self._copies, self.labels.weights)
+        shard = self.shard_storage.fetch if self.sharded else lambda: self._shard
+        self.gathering.fill(self._memory.tensor, shard, self.labels.weights, exact=exact)
 
     def gather(self) -> None:
         """Make the whole parameters available. Collective when sharded over several processes."""
@@ -386,9 +330,9 @@ class FlatBuffer:
     def gather_exactly(self) -> None:
         """Make the whole parameters available as the optimizer wrote them, whatever the model computes with. Collective
         as ``gather``."""
-        if self.rounding is not None and not self.aliased:
+        if self.gathering.rounds and not self.aliased:
             self.start_gather(exact=True)
-            if not self._exact:
+            if not self.gathering.exact:
                 wait(self._arrival)
                 with self.comm_stream:
                     self.fill(exact=True)
@@ -504,8 +448,8 @@ class FlatBuffer:
         """
         if whole:
             return self.full
-        if write and self.region is not None:
-            self.region.writing()
+        if write:
+            self.gathering.writing()
         if not self.aliased:
             self.shard_storage.visit(write=write, fresh=fresh)
         return self.shard

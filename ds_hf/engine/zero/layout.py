@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "FlatLayout", "Fragment", "Slot"]
+__all__ = ["ALIGNMENT", "FlatLayout", "Fragment", "Labels", "Slot"]
 
 ALIGNMENT = 16  # elements: 32 bytes at 16 bits, so that vector loads and GEMM operands start aligned
 
@@ -138,3 +139,17 @@ class FlatLayout:
             start, end = max(slot.offset, low), min(slot.end, high)
             if start < end:
                 yield Fragment(slot, start - slot.offset, start - low, end - start)
+
+
+class Labels(NamedTuple):
+    """What the log of collectives calls a buffer and what belongs to it."""
+
+    name: str
+    weights: str
+    gradients: str
+    states: str
+
+    @classmethod
+    def of(cls, name: str) -> Labels:
+        """``name``: the path of its module."""
+        return cls(name, f"the weights of {name}", f"the gradients of {name}", f"an optimizer state of {name}")

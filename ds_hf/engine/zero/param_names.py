@@ -11,17 +11,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.zero.layout import Slot
-
-if TYPE_CHECKING:
-    from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.zero.layout import FlatLayout, Slot
 
 __all__ = ["mark", "unmark"]
+
+
+class _Buffer(Protocol):
+    """A flat buffer as the names see it."""
+
+    axis: Axis
+    layout: FlatLayout
+    sharded: bool
+
+    @property
+    def full(self) -> Tensor: ...
+    @property
+    def shard(self) -> Tensor: ...
+    @property
+    def stays(self) -> bool: ...
+    def gather_exactly(self) -> None: ...
+    def write_back(self) -> None: ...
+    def release(self) -> None: ...
 
 
 class _Method:
@@ -61,7 +77,7 @@ def _nothing() -> None:
     return None
 
 
-def _buffer(param: Tensor) -> FlatBuffer:
+def _buffer(param: Tensor) -> _Buffer:
     return param._ds_home.buffer  # type: ignore[attr-defined, no-any-return]
 
 
@@ -136,7 +152,7 @@ _ATTRIBUTES = (
 _OURS = {"_ds_home", *_ATTRIBUTES, *_METHODS}
 
 
-def mark(param: Any, buffer: FlatBuffer, slot: Slot) -> None:
+def mark(param: Any, buffer: _Buffer, slot: Slot) -> None:
     """Give ``param``, whose values lie in ``buffer``, the names. The buffer says what its ``ds_status`` is."""
     param.ds_shape = slot.shape
     param.ds_numel = slot.numel
@@ -154,7 +170,7 @@ def unmark(param: Tensor) -> None:
         param.__dict__.pop(name, None)
 
 
-def _part(buffer: FlatBuffer, slot: Slot) -> Tensor:
+def _part(buffer: _Buffer, slot: Slot) -> Tensor:
     """This rank's part, flat; with its padding where the parameter is alone in the buffer."""
     if not buffer.sharded:
         return slot.of(buffer.full).view(-1).as_subclass(_Part)

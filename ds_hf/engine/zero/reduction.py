@@ -290,7 +290,7 @@ class Reducer:
         self._end_backward()
         self.show()
         if self.accumulation.at_boundary:
-            self.watch.begin(buffer.buffer for buffer in self.buffers if not buffer.shown)
+            self.watch.begin(buffer.buffer.params[0] for buffer in self.buffers if not buffer.shown)
 
     def show(self) -> None:
         """Let users see the gradients in ``.grad``, where every rank has the whole of them."""

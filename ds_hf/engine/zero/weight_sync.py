@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm import collectives
-
-if TYPE_CHECKING:
-    from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.streams import Awaited, CommStream
+from ds_hf.engine.zero.gathering import Gathering
+from ds_hf.engine.zero.layout import Labels
 
 __all__ = ["can_be_pending", "mark_arrived", "mark_pending", "sync_weights"]
 
@@ -91,7 +92,26 @@ def _pending_in(value: Any) -> list[_Pending]:
 _FIRST_NBYTES, _LAST_NBYTES = 32 << 20, 256 << 20
 
 
-def sync_weights(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
+class _Buffer(Protocol):
+    """A flat buffer as the gathers after a step see it."""
+
+    axis: Axis
+    sharded: bool
+    comm_stream: CommStream
+    gathering: Gathering
+    labels: Labels
+
+    @property
+    def full(self) -> Tensor: ...
+    @property
+    def shard(self) -> Tensor: ...
+    def refresh(self) -> None: ...
+    def check_views(self) -> None: ...
+    def fill(self) -> None: ...
+    def defer_gather(self, arrival: Awaited | None) -> bool: ...
+
+
+def sync_weights(buffers: Sequence[_Buffer], *, whole: bool) -> None:
     """Make what was written to ``owned`` the parameters' values on all ranks. Collective.
 
     Args:
@@ -100,7 +120,7 @@ def sync_weights(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
     Raises:
         DsHfError: parameters are no longer where their buffer keeps them.
     """
-    together: list[FlatBuffer] = []
+    together: list[_Buffer] = []
     nbytes, enough = 0, _FIRST_NBYTES
     for buffer in buffers:
         if buffer.sharded:
@@ -121,15 +141,15 @@ def sync_weights(buffers: Sequence[FlatBuffer], *, whole: bool) -> None:
         _gather(together)
 
 
-def _gather(buffers: Sequence[FlatBuffer]) -> None:
+def _gather(buffers: Sequence[_Buffer]) -> None:
     comm_stream, axis = buffers[0].comm_stream, buffers[0].axis
     with comm_stream:
-        copied = [buffer for buffer in buffers if buffer.region is not None]
+        copied = [buffer for buffer in buffers if buffer.gathering.region is not None]
         for buffer in copied:
             buffer.fill()
-        if copied and copied[0].peers is not None:
-            copied[0].peers.meet()  # users may write to parameters once they have arrived
-        rest = [buffer for buffer in buffers if buffer.region is None]
+        if copied and copied[0].gathering.peers is not None:
+            copied[0].gathering.peers.meet()  # users may write to parameters once they have arrived
+        rest = [buffer for buffer in buffers if buffer.gathering.region is None]
         fulls, shards = [b.full for b in rest], [b.shard for b in rest]
         collectives.all_gather_each(fulls, shards, axis, [b.labels.weights for b in rest])
     arrival = comm_stream.event() if axis.world_size > 1 else None

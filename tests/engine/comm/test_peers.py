@@ -112,9 +112,11 @@ def train(folder: str | None, stage: int, more: dict[str, Any], least: int = 0) 
     for unit in engine.units:
         for buffer in unit.buffers:
             copied = 2 * sum(logical_shape(param).numel() for param in buffer.params) >= least
-            assert (buffer.region is not None) == (folder is not None and buffer.dtype is torch.bfloat16 and copied)
-            if buffer.region is not None:
-                _delay(buffer.region)
+            assert (buffer.gathering.region is not None) == (
+                folder is not None and buffer.dtype is torch.bfloat16 and copied
+            )
+            if buffer.gathering.region is not None:
+                _delay(buffer.gathering.region)
     torch.manual_seed(engine.axis.rank)
     for step in range(6):
         loss = mean_square(engine(torch.randn(2, WIDTH, dtype=torch.bfloat16)))

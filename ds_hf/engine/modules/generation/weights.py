@@ -48,7 +48,7 @@ class WholeWeights:
     @property
     def gathers_inside(self) -> bool:
         """Whether a forward now communicates, so that ranks have to run equally many."""
-        return any(b.gathered_over.world_size > 1 and b.state is not BufferState.GATHERED for b in self.sharded)
+        return any(b.gathering.over.world_size > 1 and b.state is not BufferState.GATHERED for b in self.sharded)
 
     @contextmanager
     def held(self, more_nbytes: int = 0, *, keep: bool = False) -> Iterator[bool]:

@@ -238,8 +238,9 @@ class Wiring(Observer):
             for buffer in unit.buffers:
                 self._listen(buffer, "waits", self._waits(Key("gather", buffer.labels.weights)))
                 streams[buffer.comm_stream] = Key("gather", "weights: the end of what was asked for")
-                if buffer.peers is not None and buffer.peers.waits is None:
-                    self._listen(buffer.peers, "waits", self._waits(Key("gather", "weights: a meeting of the ranks")))
+                peers = buffer.gathering.peers
+                if peers is not None and peers.waits is None:
+                    self._listen(peers, "waits", self._waits(Key("gather", "weights: a meeting of the ranks")))
         for gradient in engine.reducer.buffers:
             key = Key("reduction", "gradients: the end of what was asked for")
             streams.setdefault(gradient.comm_stream, key)
@@ -251,7 +252,7 @@ class Wiring(Observer):
         logs = [axis.log for axis in engine.mesh.axes]
         for unit in engine.units:
             for buffer in unit.buffers:
-                logs += (axis.log for axis in (buffer.axis, buffer.gathered_over, buffer.replicas.axis))
+                logs += (axis.log for axis in (buffer.axis, buffer.gathering.over, buffer.replicas.axis))
         executor = getattr(engine, "executor", None)
         if executor is not None:
             logs.append(executor.links.log)
