@@ -195,12 +195,12 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
-        self._settle()
+        self.settle_step()
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum (or Adam's betas) of each parameter group."""
-        self._settle()
+        self.settle_step()
         if self.optimizer is None:
             return []
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]

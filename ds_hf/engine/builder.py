@@ -93,7 +93,8 @@ def build_engine(
             set_log_level_from_string(settings.log_level)
         watch_for_hangs(mesh, settings.ds_hf.hang_timeout)
         record = _recording(settings.ds_hf.report)
-        comms_logger.configure(settings.comms_logger)
+        if settings.comms_logger.enabled:
+            comms_logger.configure(settings.comms_logger)
         _check_scheduler(optimizer, lr_scheduler)
         if settings.ds_hf.sparse_attention:
             prepare_attention(settings, model, **_shares_of_heads(mesh))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from ds_hf.config.types import Config
@@ -25,7 +26,7 @@ from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.events import Phase
 from ds_hf.engine.modules.compiling import ModuleCompiler, blocks_of, tell_of_compilation
 from ds_hf.engine.offload.parking import Parking
-from ds_hf.engine.optim.outcome import remember_schedule
+from ds_hf.engine.optim.outcome import LastStep
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
 from ds_hf.errors import DsHfError, LossError, NonFiniteError
@@ -38,6 +39,7 @@ _NO_OPTIMIZER = "this engine has no optimizer: give initialize() one, or name on
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+_NOTHING = nullcontext()
 
 
 def _phase(name: Phase) -> Callable[[F], F]:
@@ -95,21 +97,28 @@ class CoreEngine(nn.Module):
         self.lr_scheduler: Any = None
         self.accumulation = parts.accumulation
         self.training_dataloader: Any = None
-        self.checkpoint_writer = BackgroundWriter(self.mesh.world)
         self.parking = Parking()
-        self.global_steps = self.global_samples = self._skipped_steps = 0
+        self.global_steps = self.global_samples = 0
+        self.last_step = LastStep()
         self.step_samples = 0  # of the last step, of all processes
         self.events = parts.events
         self.step_hooks: list[Callable[[CoreEngine], None]] = self.events.step_hooks
         self.monitor = monitor
-        self._applied = False
-        self._undo: Callable[[], None] | None = None  # of a step that may turn out to have been skipped
         self._destroyed = False
         if self.optimizer is not None:
-            self.optimizer.before_overflow = self._settle  # bound late: the engine steps the optimizer, which asks it
+            self.optimizer.before_overflow = self.settle_step  # bound late: the engine steps it, and it asks
         self.hooks.install(module)
+
+    @cached_property
+    def checkpoint_writer(self) -> BackgroundWriter:
+        """Writes checkpoints in the background, and knows of the latest."""
+        return BackgroundWriter(self.mesh.world)
+
+    @cached_property
+    def compiler(self) -> ModuleCompiler:
+        """Compiles modules, and knows which are."""
         budget = self.settings.ds_hf.activation_memory_budget
-        self.compiler = ModuleCompiler((m for unit in parts.units for m in unit.modules), budget)
+        return ModuleCompiler((m for unit in self.units for m in unit.modules), budget)
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -122,7 +131,8 @@ class CoreEngine(nn.Module):
         if self.compute_dtype is not None:
             args, kwargs = cast_floats(args, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
         try:
-            with autocast_of(self.plan, self.device):
+            casts = self.plan.autocast is not None or torch.is_autocast_enabled(self.device.type)
+            with autocast_of(self.plan, self.device) if casts else _NOTHING:
                 return self._modules["module"](*args, **kwargs)  # type: ignore[misc]  # past __getattr__
         except RuntimeError as error:
             hint_at_buffers(error, self.module, self.compute_dtype)
@@ -197,8 +207,8 @@ class CoreEngine(nn.Module):
                 "step() inside no_sync() or coalesce_grad_reduction(): the gradients of this step were not reduced yet"
             )
         boundary = self.accumulation.updates
-        self._settle()
-        self._applied = False
+        self.settle_step()
+        self.last_step.applied = False
         if boundary:
             self.step_samples = self.accumulation.samples(self.batch, self.reducer.backwards)
             self.accumulation.stepping = True
@@ -213,60 +223,38 @@ class CoreEngine(nn.Module):
                 self.accumulation.stepping = False
             self.global_steps += 1
             self.global_samples += self.step_samples
-            self._advance_schedule(self.optimizer, lr_kwargs or {})
+            if self.last_step.advance(self.optimizer, self.lr_scheduler, **(lr_kwargs or {})):
+                self.settle_step()
         self.accumulation.micro_steps += 1
         if boundary:
             for hook in self.step_hooks:
                 hook(self)
 
-    def _advance_schedule(self, optimizer: ShardedOptimizer, lr_kwargs: dict[str, Any]) -> None:
-        """Advance the schedule if the step was applied. Where that is known only later, do, and be ready to undo it."""
-        scheduler = self.lr_scheduler
-        later = optimizer.learns_later and (scheduler is None or hasattr(scheduler, "load_state_dict"))
-        remember = later and scheduler is not None
-        self._undo = remember_schedule(scheduler, optimizer.param_groups) if remember else _nothing
-        if scheduler is not None and (later or not optimizer.skipped):
-            scheduler.step(**lr_kwargs)
-        if not later:
-            self._undo = _nothing
-            self._settle()
-
-    def _settle(self) -> None:
-        """Find out whether the last step was applied, if that is still open, and take note of it."""
-        undo, self._undo = self._undo, None
-        if self.optimizer is None:
+    def settle_step(self) -> None:
+        """Find out whether the last step was applied, if that is still open, and tell what listens."""
+        applied = self.last_step.learn(self.optimizer)
+        if applied is None:
             return
-        self.optimizer.look_back()
-        if undo is None:
-            return
-        self._applied = not self.optimizer.skipped
-        if not self._applied:
-            self._take_back(undo)
-        for listen in self.events.on_outcome:
-            listen()
-
-    def _take_back(self, undo: Callable[[], None]) -> None:
-        """The last step was skipped: so was the schedule's."""
-        assert self.optimizer is not None
-        undo()
-        self._skipped_steps += 1
-        if self.mesh.world.rank == 0:
+        if not applied and self.mesh.world.rank == 0:
+            assert self.optimizer is not None
             scaler = self.optimizer.loss_scaler
             scale = f"; loss scale now {scaler.scale:g}" if scaler.use_grad_scaling else ""
             logger.warning(
                 "step %d skipped: a gradient is inf or nan (%d skipped so far%s)",
-                self.global_steps, self._skipped_steps, scale,
+                self.global_steps, self.last_step.skipped, scale,
             )  # fmt: skip
+        for listen in self.events.on_outcome:
+            listen()
 
     @property
     def skipped_steps(self) -> int:
         """Steps that were skipped because a gradient was inf or nan."""
-        self._settle()
-        return self._skipped_steps
+        self.settle_step()
+        return self.last_step.skipped
 
     @skipped_steps.setter
     def skipped_steps(self, value: int) -> None:
-        self._skipped_steps = value
+        self.last_step.skipped = value
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the coming backward and step end an accumulation; holds until set again.
@@ -342,13 +330,13 @@ class CoreEngine(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """L2 norm of all gradients of the last step, before clipping, without the loss scale; ``None`` before it."""
-        self._settle()
+        self.settle_step()
         return None if self.optimizer is None else self.optimizer.grad_norm()
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step`` changed the weights."""
-        self._settle()
-        return self._applied
+        self.settle_step()
+        return self.last_step.applied
 
     def _finish_update(self) -> None:
         """Nothing of a step is outstanding. Collective."""
@@ -386,7 +374,7 @@ class CoreEngine(nn.Module):
             ValueError: ``client_state`` and ``client_sd`` are both given.
         """
         self._require_states()
-        self._settle()
+        self.settle_step()
         if self.optimizer is not None:
             self.optimizer.look_back(wait=True)
         if client_state is not None and client_sd is not None:
@@ -429,7 +417,7 @@ class CoreEngine(nn.Module):
         self._require_states()
         if self.optimizer is not None:
             self.optimizer.forget_failure()
-        self._settle()
+        self.settle_step()
         self._finish_update()
         self.wait_for_checkpoint()
         return checkpoint_load.load_checkpoint(
@@ -479,7 +467,8 @@ class CoreEngine(nn.Module):
         self._destroyed = True
         with ExitStack() as last:  # all of them, whatever one of them raises; the last first
             last.callback(self._free)
-            last.callback(self.checkpoint_writer.close)
+            if "checkpoint_writer" in self.__dict__:
+                last.callback(self.checkpoint_writer.close)
             last.callback(self.events.close)
 
     def collect_python_gc(self) -> int:
@@ -488,7 +477,8 @@ class CoreEngine(nn.Module):
 
     def _free(self) -> None:
         self.hooks.remove()
-        self.compiler.remove()
+        if "compiler" in self.__dict__:
+            self.compiler.remove()
         self._release_units()
         self.reducer.free()
         for unit in self.units:
@@ -525,10 +515,6 @@ class CoreEngine(nn.Module):
         self._require_alive()
         if self.parking.names:
             raise DsHfError(_PARKED)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _check_loss(loss: Any) -> None:

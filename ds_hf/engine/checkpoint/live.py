@@ -69,7 +69,10 @@ class Checkpointable(Protocol):
     accumulation: Accumulation
     training_dataloader: Any
     step_hooks: list[Any]
-    checkpoint_writer: Any  # background.BackgroundWriter, which imports this
+
+    @property
+    def checkpoint_writer(self) -> Any:
+        """A ``background.BackgroundWriter``, which imports this."""
 
     @property
     def begun_micro_batches(self) -> int:

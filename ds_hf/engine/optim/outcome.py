@@ -39,7 +39,7 @@ from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.errors import NonFiniteError
 from ds_hf.log import logger, warn_once
 
-__all__ = ["NonFinite", "Outcome", "Unused", "global_scale_and_skip", "remember_schedule", "shared"]
+__all__ = ["LastStep", "NonFinite", "Outcome", "Unused", "global_scale_and_skip", "shared"]
 
 
 class Outcome:
@@ -109,7 +109,50 @@ class Outcome:
         return self.checked and not math.isfinite(self._value())
 
 
-def remember_schedule(scheduler: Any, groups: list[dict[str, Any]]) -> Callable[[], None]:
+class LastStep:
+    """Whether an engine's latest step was applied. Where the host learns that later, the schedule has advanced by then,
+    and is taken back if the step was not.
+
+    Attributes:
+        applied: as far as it is known.
+        skipped: how many steps were not, so far.
+    """
+
+    def __init__(self) -> None:
+        self.applied = False
+        self.skipped = 0
+        self._undo: Callable[[], None] | None = None  # while it is open
+
+    def advance(self, optimizer: Any, scheduler: Any, **kwargs: Any) -> bool:
+        """Advance ``scheduler``, if there is one, unless ``optimizer`` skipped its step; whether that is known."""
+        later = optimizer.learns_later and (scheduler is None or hasattr(scheduler, "load_state_dict"))
+        self._undo = _remember(scheduler, optimizer.param_groups) if later and scheduler is not None else _nothing
+        if scheduler is not None and (later or not optimizer.skipped):
+            scheduler.step(**kwargs)
+        if not later:
+            self._undo = _nothing
+        return not later
+
+    def learn(self, optimizer: Any) -> bool | None:
+        """Whether ``optimizer`` applied it; ``None`` where that was known."""
+        undo, self._undo = self._undo, None
+        if optimizer is None:
+            return None
+        optimizer.look_back()
+        if undo is None:
+            return None
+        self.applied = not optimizer.skipped
+        if not self.applied:
+            undo()
+            self.skipped += 1
+        return self.applied
+
+
+def _nothing() -> None:
+    return None
+
+
+def _remember(scheduler: Any, groups: list[dict[str, Any]]) -> Callable[[], None]:
     """A function that takes a scheduler, and what it writes into ``groups``, back to where they are now."""
     state = {key: list(value) if type(value) is list else value for key, value in scheduler.state_dict().items()}
     values = [{key: value for key, value in group.items() if key != "params"} for group in groups]

@@ -37,7 +37,7 @@ class Trained(Protocol):
     global_samples: int
     settings: Config
 
-    def _settle(self) -> None:
+    def settle_step(self) -> None:
         """Find out what became of the last step."""
 
 
@@ -76,7 +76,7 @@ class Feed(Observer):
     def close(self) -> None:
         """Write the last step's events, waiting for it if need be."""
         atexit.unregister(self._at_exit)
-        self.engine._settle()
+        self.engine.settle_step()
         self.monitor.close()
 
 
@@ -87,7 +87,7 @@ def _settle_at_exit(reference: weakref.ref[Feed]) -> None:
         return
     optimizer = feed.engine.optimizer
     if wait_at_exit(lambda: optimizer.outcome_known):
-        feed.engine._settle()
+        feed.engine.settle_step()
 
 
 def attach(engine: Any) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot"]
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "_applied")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Snapshot:
@@ -49,7 +49,7 @@ class Snapshot:
                 f"a test that brings everything back keeps a copy, but {engine.optimizer.store.splits}: run it with "
                 '"device": "cpu" in offload_optimizer, or on a smaller model'
             )
-        engine._settle()
+        engine.settle_step()
         engine._finish_update()
         if not gradients and not all(gradient.empty for gradient in engine.reducer.buffers):
             raise DsHfError("a learning-rate test begins between optimizer steps, not inside an accumulation")
@@ -96,6 +96,7 @@ class Snapshot:
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
             "scaler": optimizer.loss_scaler.state_dict(),
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "applied": engine.last_step.applied,
             "accumulation": (engine.accumulation.micro_steps, engine.accumulation.forced),
             "extra": {name: child.get_extra_state() for name, child in extra_states(engine.module).items()},
             "data": loader.state_dict() if hasattr(loader, "state_dict") else None,
@@ -108,7 +109,7 @@ class Snapshot:
         """Make the engine what it was. Collective, at the end of an update or of a failed one."""
         engine, optimizer = self.engine, self.optimizer
         optimizer.forget_failure()
-        engine._settle()
+        engine.settle_step()
         engine._finish_update()
         engine.hooks.reset()
         optimizer.reducer.abandon()
@@ -142,6 +143,7 @@ class Snapshot:
         optimizer.loss_scaler.load_state_dict(rest["scaler"])
         for name, value in rest["counters"].items():
             setattr(engine, name, value)
+        engine.last_step.applied = rest["applied"]
         engine.accumulation.micro_steps, engine.accumulation.forced = rest["accumulation"]
         optimizer._outcome = self.outcome
         for name, child in extra_states(engine.module).items():

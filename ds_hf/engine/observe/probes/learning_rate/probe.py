@@ -296,7 +296,7 @@ class _Divergence:
 @contextlib.contextmanager
 def _quiet(engine: CoreEngine) -> Iterator[None]:
     """Monitors are not told of the updates, and no schedule counts them."""
-    engine._settle()  # the step before was the script's
+    engine.settle_step()  # the step before was the script's
     scheduler, engine.lr_scheduler = engine.lr_scheduler, None
     level = logger.level
     logger.setLevel(logging.ERROR)
