@@ -1,4 +1,4 @@
-"""What hatchling does besides copying: the name ``deepspeed`` (docs/design.md), the C++ library, CUDA sources.
+"""What hatchling does besides copying: the name ``deepspeed`` (docs/design/names.md), the C++ library, CUDA sources.
 
 Owns three generated things. A ``.pth`` appends ``ds_hf/compat`` to sys.path, and the ``deepspeed`` stand-in gets a
 RECORD. An editable install needs neither: ``dev-mode-dirs`` in pyproject.toml names the folders, and without a RECORD

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TEXTS = ("ds_hf/**/*.py", "benchmarks/*.py", "benchmarks/*.sh", "csrc/**/*.*", "docs/*.md", "*.md", "Makefile")
+TEXTS = ("ds_hf/**/*.py", "benchmarks/*.py", "benchmarks/*.sh", "csrc/**/*.*", "docs/**/*.md", "*.md", "Makefile")
 SOURCES = (".py", ".md", ".sh", ".cu", ".cuh", ".cpp", ".h")
 ENDS = "|".join(map(re.escape, SOURCES))
 NAMED = re.compile(rf"(?<![\w/.*-])(?:[\w.-]+/)+[\w-]+(?:{ENDS})\b")
@@ -38,3 +39,16 @@ def test_named_files_exist() -> None:
                         missing.append(f"{text.relative_to(ROOT)}:{number}: {name}")
     assert seen > 100, "the pattern finds what is named"
     assert not missing, "\n".join(missing)
+
+
+def test_rooms_name_their_chapter() -> None:
+    """A package of ``ds_hf`` or ``ds_hf/engine`` says in its docstring which chapter of the design is about it."""
+    folders = [*ROOT.glob("ds_hf/*/__init__.py"), *ROOT.glob("ds_hf/engine/*/__init__.py")]
+    named = {
+        path: re.findall(r"docs/design/(\w+)\.md", ast.get_docstring(ast.parse(path.read_text())) or "")
+        for path in folders
+    }
+    assert not [str(path) for path, chapters in named.items() if len(chapters) != 1]
+    chapters = {path.stem: path.read_text().count("\n") for path in ROOT.glob("docs/design/*.md")}
+    assert {chapter for each in named.values() for chapter in each} == chapters.keys() - {"index", "changing"}
+    assert not {name: lines for name, lines in chapters.items() if lines > 150}, "a chapter has at most 150 lines"

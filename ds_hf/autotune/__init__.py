@@ -3,7 +3,7 @@
 ``command`` reads the user's command line, ``space`` says what is free, ``cost`` predicts, ``trial`` launches, ``study``
 searches, ``workers`` and ``lr`` go on with what it found, ``result`` and ``report`` write it, ``run`` is the whole.
 Nothing trains in this process: it starts others, and the engines in them answer by files (``ds_hf.measure``). Only
-``footprint`` runs a model here, without values (``ds_hf.memory``).
+``footprint`` runs a model here, without values (``ds_hf.memory``). How it works is in docs/design/tools.md.
 """
 
 from __future__ import annotations

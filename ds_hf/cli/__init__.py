@@ -2,7 +2,7 @@
 
 Commands stay thin: they call the library and render what it returns, with colours and tables on a terminal, aligned
 plain text elsewhere, and JSON on demand. Nothing here imports torch before a command runs that needs it, so that all
-start at once.
+start at once. How it works is in docs/design/tools.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Configuration: JSON to a validated, completed, frozen ``Config``. The only part of ds_hf that reads raw dicts."""
+"""Configuration: JSON to a validated, completed, frozen ``Config``. The only part of ds_hf that reads raw dicts.
+
+How it works is in docs/design/config.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What ds_hf adds to transformers and accelerate: hooks that check ``--deepspeed`` early, CPU processes, ``auto``."""
+"""What ds_hf adds to transformers and accelerate: hooks that check ``--deepspeed`` early, CPU processes, ``auto``.
+
+How it works is in docs/design/names.md.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Models that only compute: decoding, ``init_inference``, ZeRO-Inference."""
+"""Models that only compute: decoding, ``init_inference``, ZeRO-Inference.
+
+How it works is in docs/design/inference.md.
+"""

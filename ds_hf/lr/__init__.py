@@ -1,7 +1,7 @@
 """Learning rates from measurements: curves, rules, confirming runs and schedules. Pure Python, below the engine.
 
 The engine (``ds_hf.engine.observe.probes.learning_rate``) measures and asks ``decide`` what to measure next; the
-command line and the report (``ds_hf.autotune.lr``) show the ``LrResult``.
+command line and the report (``ds_hf.autotune.lr``) show the ``LrResult``. How it works is in docs/design/tools.md.
 """
 
 from ds_hf.lr.confirm import Decision, Run, RunResult, decide, run_lr

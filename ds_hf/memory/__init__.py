@@ -1,4 +1,7 @@
-"""Predicts what training takes of device, host and disk, without a GPU: ``predict``, ``Predictor``."""
+"""Predicts what training takes of device, host and disk, without a GPU: ``predict``, ``Predictor``.
+
+How it works is in docs/design/tools.md.
+"""
 
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
 from ds_hf.memory.predictor import Predictor, largest_micro_batch, predict

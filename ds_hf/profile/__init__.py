@@ -2,4 +2,5 @@
 
 ``load`` reads the ranks' files, ``analysis`` adds up and compares ranks, ``verdict`` puts it into words with the change
 that would help, ``page`` and ``trace`` show it, ``command`` is ``ds-hf profile``.
+How it works is in docs/design/tools.md.
 """

@@ -5,8 +5,8 @@
 Two gloo processes train one ``nn.Linear`` for three steps. For ``initialize`` and for forward, backward and step of the
 last one, the first process counts what runs of ds_hf: files, functions, and calls from one file into another (through
 torch, if it lies between). Below that stand the functions of more than 60 lines, and the classes of more than 20
-attributes or 25 methods, in the core: ``ds_hf/engine`` without DeepSpeed's interface. The table of docs/design.md is
-this one; it is measured with Python 3.12, for others count comprehensions as functions.
+attributes or 25 methods, in the core: ``ds_hf/engine`` without DeepSpeed's interface. How many files there may be
+stands in ``budget.txt``. Other releases of Python than 3.12 count comprehensions as functions.
 """
 
 from __future__ import annotations

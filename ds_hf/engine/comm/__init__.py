@@ -1,1 +1,4 @@
-"""Process groups, meshes, collectives and streams: all that the engine knows of other ranks and of the device."""
+"""Process groups, meshes, collectives and streams: all that the engine knows of other ranks and of the device.
+
+How it works is in docs/design/comm.md.
+"""

@@ -1,7 +1,7 @@
 """A search inside a user's script, which knows nothing of it: ``DS_HF_LR_PROBE`` names a JSON file that asks for one.
 
-The engine's ``forward``, ``backward`` and ``step`` are replaced on the instance, so an engine that is not asked has no
-branch and no cost. At first the calls are only written down, and nothing is trained. If the loss that the script gives
+The engine's ``forward``, ``backward`` and ``step`` are intercepted (``Events.intercept``), and an engine that is not
+asked pays nothing. At first the calls are only written down, and nothing is trained. If the loss that the script gives
 to ``backward`` is what the model returned (or a fixed part of it), the search computes losses from these batches again,
 the same for every rate. Otherwise the script's own loop goes on and feeds the search with ever new batches. The process
 ends when the search has ended: exit code 0 and the result in the file that the job names, or the error in its place.

@@ -3,8 +3,8 @@
 At the script's first training forward its batch is taken and every point of the request is replayed; then the script
 goes on, ``natural_steps`` of its own steps are timed, and the process ends (or the state comes back, and it trains).
 The script never comes to save anything: where its training is shorter than that, or it writes a checkpoint meanwhile,
-the process ends there with the steps that there were. Only the engine's ``forward`` is replaced, on this one object;
-the rest is a step hook.
+the process ends there with the steps that there were. It intercepts the engine's calls (``Events.intercept``), and a
+step hook counts steps.
 """
 
 from __future__ import annotations
