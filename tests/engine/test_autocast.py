@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.torch_autocast import get_autocast_dtype, init_autocast_params, is_autocast_initialized
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_hf import Engine, initialize, log
-from ds_hf.deepspeed_api.autocast import get_autocast_dtype, init_autocast_params, is_autocast_initialized
 from ds_hf.engine.comm import collectives
 from ds_hf.errors import ConfigError, DsHfError
 from tests.helpers.distributed import run_distributed

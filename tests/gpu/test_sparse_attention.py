@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.sparse_attention import SparseSelfAttention
 from torch import Tensor
 
-from ds_hf.deepspeed_api.sparse_attention import SparseSelfAttention
 from ds_hf.engine.modules.sparse.attention import attention
 from ds_hf.engine.modules.sparse.block_layout import BlockLayout
 from ds_hf.engine.modules.sparse.layouts import BigBirdSparsityConfig, FixedSparsityConfig

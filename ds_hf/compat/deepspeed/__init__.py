@@ -1,7 +1,8 @@
-"""The ``deepspeed`` name: thin re-exports of ds_hf under the module names that HF libraries and scripts import.
+"""The ``deepspeed`` name: ds_hf under the module names that HF libraries and scripts import.
 
-Nothing is implemented here. What ds_hf does not have is absent, and asking for it says so (``_missing``). A real
-DeepSpeed earlier on ``sys.path`` hides this package.
+What ds_hf itself uses lies there and is handed on; what this name alone offers lies in the module where DeepSpeed's
+users import it, and other addresses of it hand it on. What neither has is absent, and asking for it says so
+(``_missing``). A real DeepSpeed earlier on ``sys.path`` hides this package.
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from ds_hf import add_config_arguments, initialize
 from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.accelerator import get_accelerator
 from ds_hf.engine.comm.process_group import init_distributed
-from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedOptimizer
 from ds_hf.deepspeed_api.inference import DeepSpeedInferenceConfig, default_inference_config, init_inference
-from ds_hf.deepspeed_api.on_device import OnDevice
 from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
 from ds_hf.deepspeed_api.tensor_parallel import set_autotp_mode, tp_model_init
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
@@ -29,11 +28,11 @@ from . import runtime, utils
 from .git_version_info import git_branch as __git_branch__
 from .git_version_info import git_hash as __git_hash__
 from .git_version_info import version
-from .runtime import zero
+from .runtime import DeepSpeedOptimizer, zero
 from .runtime.activation_checkpointing import checkpointing
 from .runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER
 from .runtime.dataloader import DeepSpeedDataLoader
-from .utils import log_dist, logger
+from .utils import OnDevice, log_dist, logger
 
 __version__ = "0.19.8+ds.hf"
 __version_major__ = 0

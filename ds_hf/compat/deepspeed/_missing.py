@@ -107,7 +107,7 @@ def _nearest(module: str, name: str, *, misspelt: bool) -> str | None:
     such name in DeepSpeed, by a slip: what is only called alike does something else."""
     wanted = name.strip("_").lower()
     offered = {
-        key: [entry for entry in vars(found) if not entry.startswith("_")]
+        key: [entry for entry in vars(found).get("__all__", vars(found)) if not entry.startswith("_")]
         for key, found in sorted(sys.modules.items())
         if found is not None and (key == "deepspeed" or key.startswith("deepspeed."))
     }

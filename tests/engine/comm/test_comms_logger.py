@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.comm import all_reduce_coalesced, batch_isend_irecv
 
 from ds_hf import initialize
 from ds_hf.deepspeed_api import collectives as calls
-from ds_hf.deepspeed_api.extra_collectives import all_reduce_coalesced, batch_isend_irecv
 from ds_hf.engine.comm.comms_logger import (
     CommsLogger,
     calc_bw_log,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.muon.original_muon import adam_update, muon_update
 from torch import Tensor, nn
 
-from ds_hf.deepspeed_api.muon import adam_update, muon_update
 from ds_hf.engine.optim.muon import Muon, MuonWithAuxAdam
 from ds_hf.engine.optim.muon_groups import mark_matrices, muon_of_json
 from tests.engine.optim.test_newton_schulz import by_singular_values

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.checkpoint.reshape import (
+from .._missing import missing
+from .reshape_utils import (
     flatten_dp_dimension,
     get_model_3d_descriptor,
     get_model_3d_descriptor_from_metadata,
     model_3d_desc,
     unflatten_dp_dimension,
 )
-
-from .._missing import missing
 
 __all__ = [
     "flatten_dp_dimension",

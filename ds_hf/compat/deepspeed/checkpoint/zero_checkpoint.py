@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.checkpoint.opened import GROUP_STATE_KEY, ZeROCheckpoint
-
 from .._missing import missing
+from .deepspeed_checkpoint import GROUP_STATE_KEY, ZeROCheckpoint
 
 __all__ = ["GROUP_STATE_KEY", "ZeROCheckpoint"]
 __getattr__ = missing(__name__)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.tensor_layers import get_shard_size, get_shard_size_list
-
 from .._missing import missing
+from .layers import get_shard_size, get_shard_size_list
 
 __getattr__ = missing(__name__)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedOptimizer, ZeROOptimizer
-
 from .._missing import missing
 from . import (
     activation_checkpointing,
@@ -25,6 +23,7 @@ from . import (
     utils,
     zero,
 )
+from .base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 
 __all__ = [
     "DeepSpeedOptimizer",

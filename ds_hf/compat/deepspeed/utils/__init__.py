@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ds_hf.engine.parallel.data import RepeatingLoader
-from ds_hf.deepspeed_api.messages import instrument_w_nvtx, log_dist, set_log_level_from_string
 from ds_hf.engine.comm.process_group import is_initialized
-from ds_hf.deepspeed_api.runtime_utils import see_memory_usage
 from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -31,11 +29,13 @@ from ds_hf.engine.zero.leaf import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from ds_hf.deepspeed_api.on_device import OnDevice
-from ds_hf.log import logger
 
 from .._missing import missing
+from ..runtime.utils import see_memory_usage
 from . import groups, init_on_device, logging, numa, nvtx, tensor_fragment, timer, torch, zero_to_fp32, zero_to_torch
+from .init_on_device import OnDevice
+from .logging import log_dist, logger, set_log_level_from_string
+from .nvtx import instrument_w_nvtx
 
 __all__ = [
     "OnDevice",

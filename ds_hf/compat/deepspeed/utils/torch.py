@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.runtime_utils import required_torch_version
+import torch
+from packaging.version import Version
 
 from .._missing import missing
 
 __all__ = ["required_torch_version"]
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch is of ``min_version`` or later, or of ``max_version`` or earlier; release numbers are compared."""
+    if (min_version is None) == (max_version is None):
+        raise ValueError("required_torch_version() takes one of min_version and max_version")
+    release = Version(Version(torch.__version__).base_version)
+    if min_version is not None:
+        return release >= Version(str(min_version))
+    return release <= Version(str(max_version))
+
+
 __getattr__ = missing(__name__)

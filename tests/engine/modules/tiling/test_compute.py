@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from ds_hf import initialize
-from ds_hf.deepspeed_api.tiled_compute import (
+from deepspeed.runtime.sequence_parallel.ulysses_sp import (
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
     TiledMLP,
     sequence_tiled_compute,
 )
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_hf import initialize
 from ds_hf.engine.modules.tiling.compute import bounds, compute_tiles, computed_tiles
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.helpers.distributed import run_distributed

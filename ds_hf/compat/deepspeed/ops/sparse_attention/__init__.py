@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.sparse_attention import BertSparseSelfAttention, SparseSelfAttention
-from ds_hf.deepspeed_api.sparse_attention_utils import SparseAttentionUtils
 from ds_hf.engine.modules.sparse.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -23,6 +21,9 @@ from . import (
     sparse_self_attention,
     sparsity_config,
 )
+from .bert_sparse_self_attention import BertSparseSelfAttention
+from .sparse_attention_utils import SparseAttentionUtils
+from .sparse_self_attention import SparseSelfAttention
 
 __all__ = [
     "BSLongformerSparsityConfig",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.sparse_blocks import Softmax
-
 from ..._missing import missing
+from .matmul import Softmax
 
 __all__ = ["Softmax"]
 __getattr__ = missing(__name__)

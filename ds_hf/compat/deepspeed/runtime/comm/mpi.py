@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.compressed_backend import MpiBackend
+from typing import Any
 
 from ..._missing import missing
+from .compressed import CompressedBackend
 
 __all__ = ["MpiBackend"]
+
+
+class MpiBackend(CompressedBackend):
+    """As ``CompressedBackend``; the process group's backend is used, not MPI.
+
+    Args:
+        cuda_aware: no effect.
+    """
+
+    def __init__(self, cuda_aware: bool = False, mpu: Any = None) -> None:
+        super().__init__(mpu)
+
+
 __getattr__ = missing(__name__)

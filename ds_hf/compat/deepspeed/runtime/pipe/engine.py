@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.partitioned_tensor import PartitionedTensor
 from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
 from ds_hf.engine.parallel.data import RepeatingLoader
 from ds_hf.errors import PipelineError
 
 from ..._missing import missing
+from ..utils import PartitionedTensor
 from . import p2p, schedule
 
 __all__ = [

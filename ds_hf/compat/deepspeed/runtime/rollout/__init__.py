@@ -1,14 +1,14 @@
-"""``deepspeed.runtime.rollout``."""
+"""``deepspeed.runtime.rollout``: batches of samples of the model that is trained."""
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.rollout import build_rollout
-from ds_hf.deepspeed_api.rollout.base import RolloutBatch, RolloutConfig, RolloutEngine, RolloutRequest, SamplingConfig
-from ds_hf.deepspeed_api.rollout.engine import HybridEngineRollout
-from ds_hf.deepspeed_api.rollout.opsd import JSDLossOutput, ResponseTokenBatch, generalized_jsd_loss
+from typing import Any
 
 from ..._missing import missing
 from . import base, continuous_batching, hybrid_engine_rollout, opsd
+from .base import RolloutBatch, RolloutConfig, RolloutEngine, RolloutRequest, SamplingConfig
+from .hybrid_engine_rollout import HybridEngineRollout
+from .opsd import JSDLossOutput, ResponseTokenBatch, generalized_jsd_loss
 
 __all__ = [
     "HybridEngineRollout",
@@ -26,4 +26,19 @@ __all__ = [
     "hybrid_engine_rollout",
     "opsd",
 ]
+
+
+def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any) -> RolloutEngine:
+    """The rollout engine that ``rollout_cfg.engine`` names: ``"hybrid_engine"``, which samples from the engine itself.
+
+    Raises:
+        ValueError: another name, or the engine or the tokenizer is missing.
+    """
+    if rollout_cfg.engine != "hybrid_engine":
+        raise ValueError(f"Unknown rollout engine {rollout_cfg.engine!r}; choose from 'hybrid_engine'")
+    if student_engine is None or tokenizer is None:
+        raise ValueError("hybrid_engine rollout needs both student_engine and tokenizer")
+    return HybridEngineRollout(student_engine, tokenizer, rollout_cfg)
+
+
 __getattr__ = missing(__name__)

@@ -6,10 +6,10 @@ from ds_hf.engine.zero.init import ZeroParamStatus
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
 from ds_hf.engine.zero.gather import GatheredParameters, unwrap_model_for_generation
 from ds_hf.engine.zero.init import Init
-from ds_hf.deepspeed_api.tiling import TiledLinear, TiledLinearReturnBias
 
 from ..._missing import missing
 from . import config, muon, offload_config, offload_states, partition_parameters, stage3, stage_1_and_2, tiling, utils
+from .tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "GatheredParameters",

@@ -7,9 +7,10 @@ from ds_hf.engine.zero.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedZeroOptimizer_Stage3
+from ds_hf.engine.optim.sharded import ShardedOptimizer
 
 from ..._missing import missing
+from ..base_optimizer import ZeROOptimizer, shards_parameters
 
 __all__ = [
     "DeepSpeedZeroOptimizer_Stage3",
@@ -17,4 +18,15 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
 ]
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
+    """One that shards parameters too."""
+
+    @staticmethod
+    def fits(optimizer: ShardedOptimizer) -> bool:
+        """Whether parameters are sharded."""
+        return not optimizer.whole and shards_parameters(optimizer)
+
+
 __getattr__ = missing(__name__)

@@ -7,9 +7,10 @@ from ds_hf.engine.zero.estimate import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
 )
-from ds_hf.deepspeed_api.optimizer_kinds import DeepSpeedZeroOptimizer
+from ds_hf.engine.optim.sharded import ShardedOptimizer
 
 from ..._missing import missing
+from ..base_optimizer import ZeROOptimizer, shards_parameters
 
 __all__ = [
     "DeepSpeedZeroOptimizer",
@@ -17,4 +18,15 @@ __all__ = [
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
 ]
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """One that shards optimizer states, or gradients too, and leaves parameters whole."""
+
+    @staticmethod
+    def fits(optimizer: ShardedOptimizer) -> bool:
+        """Whether masters are sharded and parameters are not."""
+        return not optimizer.whole and not shards_parameters(optimizer)
+
+
 __getattr__ = missing(__name__)

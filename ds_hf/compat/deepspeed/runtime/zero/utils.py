@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from ds_hf.deepspeed_api.runtime_utils import is_zero_param, is_zero_supported_optimizer
+from typing import Any
+
+import torch
+
 from ds_hf.errors import DsHfError as ZeRORuntimeException
 
 from ..._missing import missing
 
 __all__ = ["ZeRORuntimeException", "is_zero_param", "is_zero_supported_optimizer"]
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether it is a parameter of stage 3, sharded or small and kept whole."""
+    return hasattr(parameter, "ds_id")
+
+
+def is_zero_supported_optimizer(optimizer: Any) -> bool:
+    """Whether ZeRO takes this optimizer: any of torch's kind."""
+    return isinstance(optimizer, torch.optim.Optimizer)
+
+
 __getattr__ = missing(__name__)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import PartitionedTensor
 
-from ds_hf.deepspeed_api.partitioned_tensor import PartitionedTensor
 from tests.helpers.distributed import run_distributed
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.comm.mpi import MpiBackend
+from deepspeed.runtime.comm.nccl import NcclBackend
 from torch import Tensor
 
-from ds_hf.deepspeed_api.compressed_backend import MpiBackend, NcclBackend
 from tests.helpers.distributed import run_distributed
 
 NUMEL, PADDED = 100, 128  # of two processes

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.loss.loss_utils import ForCausalLMLoss
-
-from ds_hf.deepspeed_api.chunked_cross_entropy import (
+from deepspeed.runtime.chunked_cross_entropy import (
     ChunkedCausalLMLoss,
     chunked_cross_entropy,
     install_chunked_causal_lm_loss,
 )
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 import torch
+from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload, _Reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GradientCheckpointingLayer
-
-from ds_hf.deepspeed_api.offload_activations import CheckpointHiddenStatesOffload, _Reference
 
 
 class Layer(GradientCheckpointingLayer):

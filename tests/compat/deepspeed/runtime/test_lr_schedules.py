@@ -6,8 +6,7 @@ import argparse
 from typing import Any
 
 import torch
-
-from ds_hf.deepspeed_api.schedules import (
+from deepspeed.runtime.lr_schedules import (
     VALID_LR_SCHEDULES,
     add_tuning_arguments,
     get_config_from_args,
@@ -18,6 +17,7 @@ from ds_hf.deepspeed_api.schedules import (
     override_warmupCosineLR_params,
     override_warmupLR_params,
 )
+
 from ds_hf.engine.optim.schedules.build import build_scheduler
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
 from deepspeed.checkpoint.ds_to_universal import (
     dp_index_to_str,
     extract_zero_shards,
@@ -20,12 +21,11 @@ from deepspeed.checkpoint.ds_to_universal import (
     natural_keys,
     parse_arguments,
 )
+from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 from torch import nn
 
 from ds_hf.checkpoint.deepspeed.pickles import load_any, save_pickled
 from ds_hf.checkpoint.formats import open_source
-from ds_hf.deepspeed_api.checkpoint.opened import DeepSpeedCheckpoint
-from ds_hf.deepspeed_api.checkpoint.universal_checkpoint import enable_universal_checkpoint
 from ds_hf.errors import CheckpointError
 from tests.checkpoint.deepspeed.sliced_files import write_slices
 from tests.checkpoint.deepspeed.test_slices import INFO, SHAPES, check_values, split, whole_values
