@@ -18,7 +18,7 @@ from ds_hf.config.load import examine
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger
 
-__all__ = ["SEQUENCE", "TENSOR", "Division", "Sizes", "division_of", "sizes_of"]
+__all__ = ["SEQUENCE", "TENSOR", "Division", "Sizes", "division_of", "model_class", "sizes_of"]
 
 SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel.autotp_size"
 
@@ -104,9 +104,27 @@ def _given(tree: Mapping[str, Any], name: str) -> bool:
     return value is not None
 
 
+def model_class(facts: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The script's model as transformers has it: its class, and the configuration it was made of.
+
+    Raises:
+        UnpredictableError: it is not one of transformers.
+    """
+    import transformers  # for searches that come so far
+
+    from ds_hf.memory import UnpredictableError
+
+    model = facts.get("model")
+    kind = getattr(transformers, model["class"], None) if model else None
+    if model is None or kind is None:
+        raise UnpredictableError("the model is not one that transformers builds")
+    config = kind.config_class.from_dict(model["config"])
+    config.architectures = [model["class"]]
+    return kind, config
+
+
 def _without_values(facts: Mapping[str, Any]) -> Any:
     """The script's model on the meta device."""
-    from ds_hf.autotune.footprint import model_class  # torch and transformers are for searches that come so far
     from ds_hf.memory import Workload
     from ds_hf.memory.models import build
 

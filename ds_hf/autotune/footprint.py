@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
-from ds_hf.autotune.division import SEQUENCE, Division, division_of
+from ds_hf.autotune.division import SEQUENCE, Division, division_of, model_class
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
 from ds_hf.memory.models import with_length
 from ds_hf.memory.pricing import DEVICE_MEMORY
 
-__all__ = ["Footprint", "TracedAhead", "model_class"]
+__all__ = ["Footprint", "TracedAhead"]
 
 Wanted = tuple[list[tuple[int, int]], Iterable[tuple[Mapping[str, Any], bool]]]
 
@@ -131,23 +131,6 @@ def _divide_as_own(tree: dict[str, Any], own: Division) -> None:
     tree.setdefault(SEQUENCE, own.sequence)
     if own.tensor > 1:
         tree["tensor_parallel"] = {"autotp_size": own.tensor, **(tree.get("tensor_parallel") or {})}
-
-
-def model_class(facts: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The script's model as transformers has it: its class, and the configuration it was made of.
-
-    Raises:
-        UnpredictableError: it is not one of transformers.
-    """
-    import transformers
-
-    model = facts.get("model")
-    kind = getattr(transformers, model["class"], None) if model else None
-    if model is None or kind is None:
-        raise UnpredictableError("the model is not one that transformers builds")
-    config = kind.config_class.from_dict(model["config"])
-    config.architectures = [model["class"]]
-    return kind, config
 
 
 def _predictor(facts: Mapping[str, Any], found: Mapping[str, Any], checkpointing: bool) -> Predictor:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 from zlib import crc32
 
 import torch
@@ -35,10 +35,7 @@ from torch._C._distributed_c10d import Store
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.errors import DsHfError
 
-if TYPE_CHECKING:
-    from ds_hf.engine.comm.watch import Watch
-
-__all__ = ["Board", "CollectiveLog", "Entry", "LogObserver", "open_board"]
+__all__ = ["Board", "CollectiveLog", "Entry", "LogObserver", "LogWatch", "open_board"]
 
 LENGTH = 4096  # entries of a row, a power of two: how far ranks may be apart
 _ROW = LENGTH + 8  # the count has a cache line of its own
@@ -154,6 +151,22 @@ class LogObserver(Protocol):
         """Around the wait for a message of the process with global rank ``peer``."""
 
 
+class LogWatch(Protocol):
+    """What compares the logs of ranks and ends a run that diverged: ``watch.Watch``."""
+
+    timeout: float
+    logs: list[CollectiveLog]
+
+    def take_in(self, log: CollectiveLog) -> None:
+        """Watch ``log`` too."""
+
+    def diverged(self, log: CollectiveLog) -> None:
+        """Another rank noted another collective."""
+
+    def failed(self, error: RuntimeError) -> None:
+        """A collective raised ``error``."""
+
+
 class CollectiveLog:
     """The log of one axis.
 
@@ -190,7 +203,7 @@ class CollectiveLog:
         self.digest = 0
         self.inside = False  # of the call that issues one, which on the CPU lasts as long as the collective
         self.thread = threading.get_ident()
-        self.watch: Watch | None = None
+        self.watch: LogWatch | None = None
         self.before: Callable[[], None] | None = None
         self.agreement: Any = None
         self.observer: LogObserver | None = None

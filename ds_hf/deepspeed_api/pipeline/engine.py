@@ -1,4 +1,4 @@
-"""``PipelineModule`` and ``PipelineEngine`` as DeepSpeed's users know them."""
+"""``PipelineEngine`` as DeepSpeed's users know it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.config.types import Config
-from ds_hf.deepspeed_api import layer_files
-from ds_hf.deepspeed_api.activation_checkpointing import checkpoint_function, non_reentrant_checkpoint
-from ds_hf.deepspeed_api.checkpoint_engine import CheckpointEngine
+from ds_hf.deepspeed_api.activation_checkpointing import non_reentrant_checkpoint
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.engine.accumulation import WholeBatches
 from ds_hf.engine.comm import collectives
@@ -23,112 +21,11 @@ from ds_hf.engine.parallel.data import RepeatingLoader, ShardedLoader
 from ds_hf.engine.parallel.pipeline.batches import pull
 from ds_hf.engine.parallel.pipeline.executor import Executor, Outcome
 from ds_hf.engine.parallel.pipeline.module import StageModule
-from ds_hf.engine.parallel.pipeline.topology import ProcessTopology
 from ds_hf.engine.parts import EngineParts
 from ds_hf.errors import ConfigError, PipelineError
 from ds_hf.log import say
 
-__all__ = ["PipelineEngine", "PipelineModule"]
-
-
-class PipelineModule(StageModule):
-    """The layers of this process's stage. See ``StageModule``, whose arguments these are; all processes make it."""
-
-    def __init__(
-        self,
-        layers: Iterable[Any],
-        num_stages: int | None = None,
-        topology: ProcessTopology | None = None,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
-        seed_layers: bool = False,
-        seed_fn: Callable[[int], Any] | None = None,
-        base_seed: int = 1234,
-        partition_method: str = "parameters",
-        activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = checkpoint_function,
-        checkpointable_layers: list[str] | None = None,
-        dynamic_shape: bool = False,
-        *,
-        chunks: int = 1,
-        sample: Any = None,
-    ) -> None:
-        super().__init__(
-            layers,
-            num_stages,
-            topology,
-            loss_fn,
-            seed_layers,
-            seed_fn,
-            base_seed,
-            partition_method,
-            activation_checkpoint_interval,
-            activation_checkpoint_func,
-            checkpointable_layers,
-            dynamic_shape,
-            chunks,
-            sample,
-        )
-
-    @staticmethod
-    def from_transformers(
-        model_or_config: Any,
-        num_stages: int | None = None,
-        topology: ProcessTopology | None = None,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        partition_method: str = "parameters",
-        activation_checkpoint_interval: int = 0,
-        chunks: int = 1,
-    ) -> PipelineModule:
-        """A decoder of transformers as a pipeline; all processes make it.
-
-        Args:
-            model_or_config: a folder or a name of the Hub, of whose files each stage reads its own layers; a
-                configuration, for initial weights; or a model, of which each process keeps its part.
-            loss_fn: ``loss_fn(logits, labels)``, default the model's own.
-            dtype: of the weights, default their own.
-            others: as for ``PipelineModule``.
-
-        Raises:
-            ConfigError: the model has no ``base_model_pp_plan`` of embedding, layers and norm, or cannot be cut.
-        """
-        from ds_hf.deepspeed_api.transformers_pipeline import TransformersPipeline
-
-        return TransformersPipeline(
-            model_or_config,
-            num_stages,
-            topology,
-            loss_fn,
-            dtype=dtype,
-            partition_method=partition_method,
-            activation_checkpoint_interval=activation_checkpoint_interval,
-            chunks=chunks,
-        )
-
-    # -- files of single layers, see layer_files ------------------------------------------------------------------
-
-    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
-        """Where files of this stage lie below ``checkpoints_path``."""
-        return layer_files.prefix(self, checkpoints_path, tag)
-
-    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """The file of a layer of this stage."""
-        return layer_files.path_of(self, ckpt_dir, local_layer_idx)
-
-    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """The files of a layer of this stage that are there, of all tensor-parallel processes."""
-        return layer_files.paths_of(self, ckpt_dir, local_layer_idx)
-
-    def save_state_dict(
-        self, save_dir: str, checkpoint_engine: CheckpointEngine, exclude_frozen_params: bool = False
-    ) -> None:
-        """Write the weights of this stage's layers, a file each. All processes call it."""
-        layer_files.save(self, save_dir, checkpoint_engine, exclude_frozen_params=exclude_frozen_params)
-
-    def load_state_dir(self, load_dir: str, checkpoint_engine: CheckpointEngine, strict: bool = True) -> None:
-        """Read the weights of this stage's layers, of files that any number of stages has written."""
-        layer_files.load(self, load_dir, checkpoint_engine, strict=strict)
+__all__ = ["PipelineEngine"]
 
 
 class PipelineEngine(Engine):

@@ -1,31 +1,130 @@
-"""Models of transformers as pipelines: ``PipelineModule.from_transformers``.
+"""``PipelineModule`` as DeepSpeed's users know it, of layers or of a model of transformers.
 
-Each stage has the model with holes: layers of other stages pass their input on. It runs the model's own forward, so
-masks and rotary embeddings are the model's; between stages go hidden states, and the masks and positions that came with
-the batch. Names of parameters are those of the model, so checkpoints, ``zero_to_fp32`` and exports are as of a model
-without stages.
+Of a model each stage has the model with holes: layers of other stages pass their input on. It runs the model's own
+forward, so masks and rotary embeddings are the model's; between stages go hidden states, and the masks and positions
+that came with the batch. Names of parameters are those of the model, so checkpoints, ``zero_to_fp32`` and exports are
+as of a model without stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_hf.checkpoint.pretrained import INDEX, SINGLE, is_pretrained, open_weights, weight_files, weights_in
-from ds_hf.deepspeed_api.pipeline import PipelineModule
+from ds_hf.deepspeed_api.activation_checkpointing import checkpoint_function
+from ds_hf.deepspeed_api.checkpoint_engine import CheckpointEngine
+from ds_hf.deepspeed_api.pipeline import layer_files
+from ds_hf.deepspeed_api.pipeline.transformers_files import WHERE, load, shell
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.parallel.pipeline.holes import PLAN, Skip, Swapped, is_tied, layers_of, parts_of, with_holes
+from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.parallel.pipeline.topology import ProcessTopology
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
 
-__all__ = ["TransformersPipeline"]
+__all__ = ["PipelineModule", "TransformersPipeline"]
 
-_WHERE = "PipelineModule.from_transformers(...)"
+
+class PipelineModule(StageModule):
+    """The layers of this process's stage. See ``StageModule``, whose arguments these are; all processes make it."""
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint_function,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        chunks: int = 1,
+        sample: Any = None,
+    ) -> None:
+        super().__init__(
+            layers,
+            num_stages,
+            topology,
+            loss_fn,
+            seed_layers,
+            seed_fn,
+            base_seed,
+            partition_method,
+            activation_checkpoint_interval,
+            activation_checkpoint_func,
+            checkpointable_layers,
+            dynamic_shape,
+            chunks,
+            sample,
+        )
+
+    @staticmethod
+    def from_transformers(
+        model_or_config: Any,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        chunks: int = 1,
+    ) -> PipelineModule:
+        """A decoder of transformers as a pipeline; all processes make it.
+
+        Args:
+            model_or_config: a folder or a name of the Hub, of whose files each stage reads its own layers; a
+                configuration, for initial weights; or a model, of which each process keeps its part.
+            loss_fn: ``loss_fn(logits, labels)``, default the model's own.
+            dtype: of the weights, default their own.
+            others: as for ``PipelineModule``.
+
+        Raises:
+            ConfigError: the model has no ``base_model_pp_plan`` of embedding, layers and norm, or cannot be cut.
+        """
+        return TransformersPipeline(
+            model_or_config,
+            num_stages,
+            topology,
+            loss_fn,
+            dtype=dtype,
+            partition_method=partition_method,
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            chunks=chunks,
+        )
+
+    # -- files of single layers, see layer_files ------------------------------------------------------------------
+
+    def ckpt_prefix(self, checkpoints_path: str, tag: str) -> str:
+        """Where files of this stage lie below ``checkpoints_path``."""
+        return layer_files.prefix(self, checkpoints_path, tag)
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        """The file of a layer of this stage."""
+        return layer_files.path_of(self, ckpt_dir, local_layer_idx)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        """The files of a layer of this stage that are there, of all tensor-parallel processes."""
+        return layer_files.paths_of(self, ckpt_dir, local_layer_idx)
+
+    def save_state_dict(
+        self, save_dir: str, checkpoint_engine: CheckpointEngine, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write the weights of this stage's layers, a file each. All processes call it."""
+        layer_files.save(self, save_dir, checkpoint_engine, exclude_frozen_params=exclude_frozen_params)
+
+    def load_state_dir(self, load_dir: str, checkpoint_engine: CheckpointEngine, strict: bool = True) -> None:
+        """Read the weights of this stage's layers, of files that any number of stages has written."""
+        layer_files.load(self, load_dir, checkpoint_engine, strict=strict)
 
 
 class TransformersPipeline(PipelineModule):
@@ -60,7 +159,7 @@ class TransformersPipeline(PipelineModule):
         activation_checkpoint_interval: int = 0,
         chunks: int = 1,
     ) -> None:
-        model, folder = _shell(model_or_config)
+        model, folder = shell(model_or_config)
         base, head = parts_of(model)
         self.__dict__.update(_model=model, _base=base, _head=head, _folder=folder, _dtype=dtype)
         self.config, self.generation_config = model.config, getattr(model, "generation_config", None)
@@ -133,7 +232,7 @@ class TransformersPipeline(PipelineModule):
         if ties and self._head is not None:
             getattr(self._model, self._head).weight = self._base.embed_tokens.weight
         if self._folder is not None:
-            _load(self, self._folder, self._model.base_model_prefix)
+            load(self, self._folder, self._model.base_model_prefix)
 
     @torch.no_grad()
     def _check_passes_on(self) -> None:
@@ -149,7 +248,7 @@ class TransformersPipeline(PipelineModule):
             raise ConfigError(
                 f"{type(self._base).__name__} computes with hidden states outside of its layers (a factor, as in "
                 "Granite), which every stage would do again: write its layers as LayerSpecs",
-                _WHERE,
+                WHERE,
             )
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -174,7 +273,7 @@ class TransformersPipeline(PipelineModule):
 
     def _arguments(self, ids: Tensor | None, hidden: Tensor | None, rest: Any) -> dict[str, Any]:
         if len(rest) > 2:
-            raise ConfigError("inputs are input_ids, attention_mask and position_ids, no more", _WHERE)
+            raise ConfigError("inputs are input_ids, attention_mask and position_ids, no more", WHERE)
         given = dict(zip(("attention_mask", "position_ids"), rest, strict=False))
         return {"input_ids": ids, "inputs_embeds": hidden, "use_cache": False, **given}
 
@@ -209,7 +308,7 @@ class TransformersPipeline(PipelineModule):
             raise ValueError(f"the interval is at least 0, not {interval}")
         self.activation_checkpoint_interval = interval
         if interval and not self._model.supports_gradient_checkpointing:
-            raise ConfigError(f"{type(self._model).__name__} cannot recompute its blocks", _WHERE)
+            raise ConfigError(f"{type(self._model).__name__} cannot recompute its blocks", WHERE)
         for block in self._base.layers if interval or hasattr(self, "_recomputes") else ():
             if hasattr(block, "gradient_checkpointing"):
                 block.gradient_checkpointing = interval > 0
@@ -223,77 +322,3 @@ class TransformersPipeline(PipelineModule):
             f"PipelineModule.from_transformers(..., chunks={chunks})",
             "/ds_hf/pipeline/chunks",
         )
-
-
-# -- models and their files ----------------------------------------------------------------------------------------
-
-
-def _shell(given: Any) -> tuple[Any, Path | str | None]:
-    """A model, on the meta device unless it was given, and where its weights are."""
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-    from transformers.configuration_utils import PreTrainedConfig
-
-    if isinstance(given, PreTrainedModel):
-        return given, None
-    if isinstance(given, PreTrainedConfig):
-        config, folder = given, None
-    elif isinstance(given, str | Path):
-        config, folder = AutoConfig.from_pretrained(given), given
-    else:
-        kind, inner = type(given).__name__, getattr(given, "get_base_model", None)  # of PEFT
-        hint = ": give model.get_base_model(), which has the adapters in it" if inner is not None else ""
-        raise ConfigError(f"give a model, a configuration, or a folder of transformers, not {kind}{hint}", _WHERE)
-    with torch.device("meta"):
-        made: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        return made, folder
-
-
-def _load(module: nn.Module, folder: Path | str, prefix: str) -> None:
-    """Read the weights of this stage, one tensor at a time, from safetensors."""
-    files = dict(_files(folder))
-    own = {**dict(module.named_parameters()), **{n: b for n, b in module.named_buffers() if n in module.state_dict()}}
-    missing, by_file = [], dict[Path, list[tuple[str, str]]]()
-    for name in own:
-        candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-        stored = next((each for each in candidates if each in files), None)
-        if stored is None:
-            missing.append(name)
-        else:
-            by_file.setdefault(files[stored], []).append((name, stored))
-    if missing:
-        raise ConfigError(
-            f"{folder} has no {', '.join(missing[:4])}{' and others' if len(missing) > 4 else ''}: load the model with "
-            "from_pretrained(), which converts names, and give it instead",
-            _WHERE,
-        )
-    for path, names in by_file.items():
-        with open_weights(path) as file, torch.no_grad():
-            for name, stored in names:
-                value = file.get_tensor(stored)
-                if tuple(value.shape) != tuple(own[name].shape):
-                    raise ConfigError(f"{stored} in {path} is {list(value.shape)}, not {list(own[name].shape)}", _WHERE)
-                own[name].data = value.to(own[name].device)
-
-
-def _files(folder: Path | str) -> Iterator[tuple[str, Path]]:
-    """Names of the tensors of a folder or a model of the Hub, each with its file."""
-    place = Path(folder)
-    if not place.is_dir():
-        place = _in_cache(folder)
-    if not is_pretrained(place):
-        raise ConfigError(f"{folder} has no model.safetensors, nor an index of several", _WHERE)
-    yield from weights_in(place)
-
-
-def _in_cache(model: Path | str) -> Path:
-    """The folder of the Hub's cache that has the weights of a model; what is not there yet is fetched."""
-    from transformers.utils.hub import cached_file
-
-    def found(name: str) -> str | None:
-        return cached_file(model, name, _raise_exceptions_for_missing_entries=False)
-
-    single = found(SINGLE)
-    index = found(INDEX) if single is None else None
-    for name in weight_files(Path(index).parent)[0] if index is not None else ():
-        found(name)
-    return Path(single or index or model).parent

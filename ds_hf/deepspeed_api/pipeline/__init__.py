@@ -1,0 +1,8 @@
+"""Pipelines as DeepSpeed's users know them."""
+
+from __future__ import annotations
+
+from ds_hf.deepspeed_api.pipeline.engine import PipelineEngine
+from ds_hf.deepspeed_api.pipeline.module import PipelineModule
+
+__all__ = ["PipelineEngine", "PipelineModule"]
