@@ -13,11 +13,13 @@ ALLOWED = {
     "checkpoint/deepspeed/pickles.py": {"_ADMITTING"},  # a lock around torch's list of admitted classes
     "deepspeed_api/groups.py": {"_latest"},  # DeepSpeed's functions take no engine: the one that they answer for
     "deepspeed_api/initialize.py": {"_stand_in"},  # `ds-hf memory train.py` ends the script's run here
-    "deepspeed_api/offload_activations.py": {"_marker"},  # DeepSpeed's functions take no engine
+    "compat/deepspeed/runtime/activation_checkpointing/offload_activations.py": {
+        "_marker"
+    },  # DeepSpeed's functions take no engine
     "deepspeed_api/sequence/division.py": {"_forwards", "_modules"},  # transformers' registry is the process's
     "deepspeed_api/sequence/parallel_state.py": {"_SEQUENCE_PARALLEL_GROUP", "_WORLD"},  # DeepSpeed's functions
     "deepspeed_api/sequence/ulysses.py": {"_waiting"},  # models that are still to be made
-    "deepspeed_api/stage_messages.py": {"_grid"},  # DeepSpeed's functions take no pipeline
+    "compat/deepspeed/runtime/pipe/p2p.py": {"_grid"},  # DeepSpeed's functions take no pipeline
     "deepspeed_api/tensor_parallel.py": {"_mode"},  # set_autotp_mode of DeepSpeed takes no engine
     "engine/comm/comms_logger.py": {"comms_logger"},  # deepspeed.comm.log_summary takes no engine
     "engine/comm/log.py": {"_logs"},  # of process groups, which several engines may use
