@@ -1,6 +1,7 @@
 """ds_hf trains HuggingFace models with ZeRO from a DeepSpeed JSON file.
 
 Importing this package does no work: the names below are loaded at first use.
+The design begins in docs/design/index.md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = [
     "load_config",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "CheckpointError": "ds_hf.errors",

@@ -168,7 +168,7 @@ def test_wheel_holds_all_files_and_the_record_of_the_stand_in(wheel: Path) -> No
             assert path.relative_to(ROOT).as_posix() in names
     recorded = {f"ds_hf/compat/{row[0]}" for row in csv.reader(io.StringIO(record))}
     assert recorded == {name for name in names if name.startswith("ds_hf/compat/deepspeed")}
-    assert {name.split("/")[0] for name in names} == {"ds_hf", "ds_hf-0.1.0.dist-info", "zz_ds_hf.pth"}
+    assert {name.split("/")[0] for name in names} == {"ds_hf", f"ds_hf-{ds_hf.__version__}.dist-info", "zz_ds_hf.pth"}
 
 
 needs_compiler = pytest.mark.skipif(
@@ -266,7 +266,7 @@ def test_uninstalling_the_name_keeps_ds_hf(environment: Environment, install: In
     environment.pip("uninstall", "-y", "deepspeed")
     found = environment.probe()
     assert (found["origin"], found["version"]) == (None, None)
-    assert found["ds-hf"] == "0.1.0"
+    assert found["ds-hf"] == ds_hf.__version__
     assert not (compat / "deepspeed").exists()
     environment.pip("uninstall", "-y", "ds-hf")
     assert not (compat.parent).exists()
@@ -303,7 +303,7 @@ def test_to_the_real_deepspeed_and_back_as_the_readme_says(
     environment.pip("uninstall", "-y", "deepspeed")
     environment.pip(*get)
     found = environment.probe()
-    assert (found["version"], found["ds-hf"]) == ("0.19.8", "0.1.0")
+    assert (found["version"], found["ds-hf"]) == ("0.19.8", ds_hf.__version__)
     assert found["origin"] == str(environment.site_packages / "deepspeed" / "__init__.py")
     environment.pip("uninstall", "-y", "deepspeed")
     assert environment.probe()["version"] is None
