@@ -1,7 +1,6 @@
 """ds_hf trains HuggingFace models with ZeRO from a DeepSpeed JSON file.
 
-Importing this package does no work: the names below are loaded at first use.
-The design begins in docs/design/index.md.
+Importing it does no work: the names below are loaded at first use. The design begins in docs/design/index.md.
 """
 
 from __future__ import annotations
