@@ -14,6 +14,7 @@ go wrong where an engine trains:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -116,8 +117,11 @@ def prepare_loss(trainer: Any, loader: Any) -> None:
     Raises:
         ConfigError: the loss would be another one.
     """
-    if _sequence_axis(trainer) is None:
+    axis = _sequence_axis(trainer)
+    if axis is None:
         return
+    _scale_noise(trainer, axis.world_size)
+    _tell_of_repeated_batches(trainer, axis.world_size)
     if getattr(trainer, "aux_loss_enabled", False) and trainer.args.gradient_accumulation_steps > 1:
         raise ConfigError(
             f"{type(trainer).__name__} (TRL) divides the balance of experts by the accumulation steps, and leaves that "
@@ -155,6 +159,30 @@ def prepare_loss(trainer: Any, loader: Any) -> None:
             "part of a sequence. Have it call self.loss_function(..., **kwargs), or give the Trainer a "
             "compute_loss_func, which gets whole sequences",
             "sequence_parallel_size",
+        )
+
+
+def _scale_noise(trainer: Any, parts: int) -> None:
+    """NEFTune divides its noise by the square root of a sequence's length, and sees that of a part."""
+    if getattr(trainer, "neftune_noise_alpha", None) is not None:
+        for module in _bare_model(trainer).modules():
+            if "neftune_noise_alpha" in vars(module):
+                module.neftune_noise_alpha = trainer.neftune_noise_alpha / math.sqrt(parts)
+
+
+def _tell_of_repeated_batches(trainer: Any, parts: int) -> None:
+    """accelerate deals batches out to all processes, and fills up so that each has as many."""
+    args, engine = trainer.args, engine_of(trainer)
+    if args.dataloader_drop_last or not hasattr(trainer.train_dataset, "__len__") or engine is None:
+        return
+    batches = -(-len(trainer.train_dataset) // args.per_device_train_batch_size)
+    data = int(engine.mesh.shape.data)
+    repeated = -batches % (parts * data) - -batches % data
+    if repeated > 0:
+        warn_once(
+            f"an epoch has {batches} batches, which {parts * data} processes do not share evenly: accelerate repeats "
+            f"its first batches, {repeated} more than without divided sequences. Give dataloader_drop_last=True, or a "
+            f"data set of a multiple of {parts * data * args.per_device_train_batch_size} samples"
         )
 
 

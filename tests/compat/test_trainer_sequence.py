@@ -17,13 +17,15 @@ import torch.distributed as dist
 import transformers
 from accelerate.utils import ParallelismConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import ConfigError
+from ds_hf.log import logger
 from tests.compat.common import largest_difference, run_user_code
 from tests.compat.scripts.trainer_script import Sentences
 from tests.compat.trainer_code import config, history, make_trainer, tiny_llama
+from tests.helpers.logs import Lines
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo processes")
 SEQUENCE = 2
@@ -193,6 +195,35 @@ def test_labels_of_the_same_token_are_refused(tmp_path: Path) -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+
+def noise_and_batches(folder: Path) -> tuple[float, list[str]]:
+    """What NEFTune is told, and what is said where batches do not divide."""
+    logger.addHandler(lines := Lines())
+    made = make_trainer(
+        folder,
+        config(2),
+        trainer_arguments={"train_dataset": Sentences(10, seed=1)},
+        parallelism_config=ParallelismConfig(sp_size=SEQUENCE, sp_backend="deepspeed"),
+        neftune_noise_alpha=5.0,
+        max_steps=1,
+    )
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *args: Any, model: Any, **more: Any) -> None:
+            seen.append(model.get_input_embeddings().neftune_noise_alpha)
+
+    made.add_callback(Look())
+    made.train()
+    logger.removeHandler(lines)
+    return seen[0], lines.texts
+
+
+def test_noise_of_whole_sequences_and_batches_that_are_repeated(tmp_path: Path) -> None:
+    for rank, (alpha, said) in enumerate(run_user_code(noise_and_batches, tmp_path)):
+        assert alpha == pytest.approx(5 / math.sqrt(SEQUENCE))
+        assert any("5 batches, which 2 processes do not share evenly" in text for text in said) == (rank == 0)
 
 
 def trained(folder: Path, stage: int, sequence: int, resume: str | None) -> tuple[list[dict[str, float]], float]:

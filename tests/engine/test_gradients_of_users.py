@@ -18,7 +18,7 @@ from ds_hf.errors import DsHfError
 from ds_hf.log import forget_said, logger
 from tests.helpers.distributed import run_distributed
 from tests.helpers.logs import Lines
-from tests.helpers.parity import base_config
+from tests.helpers.parity import base_config, full_weights
 
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 
@@ -310,6 +310,29 @@ def clipped_by_torch() -> None:
                 for mine, theirs in zip(params, plain.parameters(), strict=True):
                     torch.testing.assert_close(mine.data, theirs.data, rtol=1e-5, atol=1e-6)
         engine.destroy()
+
+
+def zeroed_by_the_module() -> None:
+    """Right at stage 0; elsewhere the step is made, and that is told; what is said then helps."""
+    for stage in (0, 1, 2, 3):
+        forget_said()
+        logger.addHandler(lines := Lines())
+        model = two_layers()
+        engine = initialize(model=model, config=base_config(stage, optimizer=SGD))[0]
+        before = [value.clone() for value in full_weights(model).values()]
+        engine.backward(engine(batch(0, dist.get_rank())).square().mean())
+        model.zero_grad()
+        told = any("engine.optimizer.zero_grad()" in text for text in lines.texts)
+        assert told == (stage > 0 and dist.get_rank() == 0), (stage, lines.texts)
+        engine.optimizer.zero_grad()
+        engine.step()
+        logger.removeHandler(lines)
+        assert all(map(torch.equal, full_weights(model).values(), before)), stage
+        engine.destroy()
+
+
+def test_zeroed_by_the_module() -> None:
+    run_distributed(zeroed_by_the_module, 2, timeout=60)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -116,9 +116,20 @@ def load_checkpoint(
         counters=not load_module_only,
     )
     folder: Path | None = None
-    with together(axis, f"finding a checkpoint in {load_dir}"):
+    asked = {"tag": tag, "load_module_strict": load_module_strict, "load_optimizer_states": load_optimizer_states,
+             "load_lr_scheduler_states": load_lr_scheduler_states, "load_module_only": load_module_only,
+             "custom_load_fn": custom_load_fn is not None}  # fmt: skip
+    with together(axis, f"finding a checkpoint in {load_dir}") as meeting:
+        meeting.bring(asked)
         root = folder_of(load_dir, "load_dir")
         folder = _find(root, tag, engine.settings.checkpoint.load_universal) if axis.rank == 0 else None
+    for rank, other in enumerate(meeting.brought):
+        if other != meeting.brought[0]:
+            key = next(key for key in asked if other[key] != meeting.brought[0][key])
+            raise CheckpointError(
+                f"load_checkpoint() was called with {key}={meeting.brought[0][key]!r} on rank 0 and {other[key]!r} on "
+                f"rank {rank}: all ranks load the same"
+            )
     folder = share(axis, folder)
     if folder is None:
         return None, {}

@@ -158,7 +158,8 @@ def describe_arguments(label: str, spec: Any) -> dict[str, str]:
 def _attributes(model: nn.Module, *, of_libraries: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        if (type(module).__module__.partition(".")[0] in _LIBRARIES) is of_libraries:
+        library = type(module).__module__.partition(".")[0]
+        if library != "ds_hf" and (library in _LIBRARIES) is of_libraries:  # an engine's are of its process
             own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
             found |= {f"{name}.{key}".lstrip("."): text for key, text in _plain(own) if not _OF_A_PROCESS.search(key)}
     return found

@@ -292,6 +292,13 @@ def _read_grad(param: Tensor) -> Tensor | None:
         name = str(reader.f_globals.get("__name__"))
         if name == _CLIPPING or name.partition(".")[0] not in ("torch", "ds_hf"):
             _tell_no_gradient(param, reader if name == _CLIPPING else None)
+        elif name.startswith("torch.") and reader.f_code.co_name == "zero_grad":
+            warn_once(
+                f"zero_grad() between backward() and step() drops nothing (said once, for {name_of(param)}): in this "
+                "configuration gradients are in shards or another dtype, not in `.grad`, and the step is made with "
+                "them. Call engine.optimizer.zero_grad() to drop them",
+                about="gradients that are elsewhere",
+            )
     return grad
 
 

@@ -257,6 +257,24 @@ def test_one_rank_that_cannot_read_fails_all(tmp_path: Path) -> None:
     assert "Input/output error" in second
 
 
+def _asked_differently(folder: Path) -> list[str]:
+    with engine_of(config(1)) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(folder, "a")
+        said = []
+        for more in ({"load_optimizer_states": bool(engine.axis.rank)}, {"tag": "ab"[engine.axis.rank]}):
+            with pytest.raises(CheckpointError) as caught:
+                engine.load_checkpoint(folder, **more)
+            said.append(str(caught.value))
+        return said
+
+
+def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
+    for states_, tag in run_distributed(_asked_differently, 2, tmp_path):
+        assert "load_optimizer_states=False on rank 0 and True on rank 1" in states_
+        assert "tag='a' on rank 0 and 'b' on rank 1" in tag
+
+
 def test_extra_state_of_modules(tmp_path: Path) -> None:
     class Counting(Model):
         count = 0
