@@ -459,3 +459,17 @@ def test_layers_are_units() -> None:
 
     assert [unit.name for unit in make_units(Stack())] == ["", "blocks.0", "blocks.1", "blocks.2"]
     assert isinstance(Stack().blocks[0], Layer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_option_of_constructors_that_comes_later_is_refused(stage: int) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=base_config(stage, optimizer=None))
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    optimizer.param_groups[0]["maximize"] = True
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    with pytest.raises(DsHfError, match="maximize was set in a parameter group of AdamW after initialize"):
+        engine.step()
+    engine.destroy()

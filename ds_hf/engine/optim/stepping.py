@@ -28,6 +28,8 @@ from ds_hf.errors import DsHfError
 
 __all__ = ["OptimizerPolicy", "Stepping"]
 
+_OF_CONSTRUCTORS = ("amsgrad", "maximize", "differentiable")  # of which updates of units know nothing
+
 
 @dataclass(frozen=True)
 class OptimizerPolicy:
@@ -132,6 +134,12 @@ class Stepping:
         return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
 
     def _units(self, update: UnitUpdate, scale_and_skip: Tensor | None) -> None:
+        for group in self.inner.param_groups:
+            if set_later := [flag for flag in _OF_CONSTRUCTORS if group.get(flag)]:
+                raise DsHfError(
+                    f"{set_later[0]} was set in a parameter group of {type(self.inner).__name__} after initialize(), "
+                    "and the update that was chosen there does not know it: give it to the optimizer's constructor"
+                )
         groups = [FrozenGroup(group) for group in self.inner.param_groups]
         make = partial(self._job, update, groups, _ScaleAndSkip(scale_and_skip, self.store.device))
         self._stepping = True
