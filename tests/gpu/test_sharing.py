@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.test_unfreezing import OTHERS, SOME, _cases
+from tests.engine.optim.test_unfreezing import OTHERS, SOME, _cases
 from tests.engine.zero.test_sharing import KINDS, one_reaches_through_the_other, two_engines
 from tests.helpers.distributed import run_distributed
 

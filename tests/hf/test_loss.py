@@ -51,8 +51,8 @@ def test_trl_with_experts_over_divided_sequences(
     steps: int, balances: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SFTTrainer at sp 2 with three micro-batches made 7.22 of 5.20."""
-    monkeypatch.setattr(loss, "_sequence_axis", lambda trainer: "an axis")
-    args = SimpleNamespace(gradient_accumulation_steps=steps)
+    monkeypatch.setattr(loss, "_sequence_axis", lambda trainer: SimpleNamespace(world_size=2))
+    args = SimpleNamespace(gradient_accumulation_steps=steps, dataloader_drop_last=True)
     made = SimpleNamespace(args=args, aux_loss_enabled=balances, compute_loss_func=lambda *_: None, label_smoother=None)
     if not refused:
         loss.prepare_loss(made, SimpleNamespace())

@@ -102,7 +102,7 @@ for _ in range(3):
     engine.step()
 assert len((Path({str(tmp_path)!r}) / "run" / "Train_Samples_lr.csv").read_text().splitlines()) == 3
 """
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     done = subprocess.run([sys.executable, "-c", code], check=False, cwd=root, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
     assert lines(tmp_path) == ["1,1.0"]

@@ -15,7 +15,7 @@ from ds_hf.engine.optim.schedules.build import POLICIES, build_scheduler
 from ds_hf.engine.optim.schedules.policies import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from ds_hf.errors import ConfigError
 
-TRACES = Path(__file__).parents[2] / "data" / "lr_traces.json"
+TRACES = Path(__file__).parents[3] / "data" / "lr_traces.json"
 CASES = json.loads(TRACES.read_text())["cases"]
 LRS = [3e-4, 2e-3]
 BETAS = [(0.9, 0.95), (0.85, 0.999)]
