@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -46,9 +47,11 @@ NATURAL_ERROR = 0.02  # of such a pair of readings at least, in its logarithm
 LONGEST_NUMEL = 32  # samples looked up for the memory check; more are repeated
 
 
-def attach(engine: CoreEngine, request: str | Path | TrialRequest) -> Driver | None:
-    """Make ``engine`` measure what the request asks for. Engines without an optimizer, and second ones, do not."""
-    if engine.optimizer is None:
+def attach(engine: CoreEngine, request: str | Path | TrialRequest | None = None) -> Driver | None:
+    """Make ``engine`` measure what the request asks for, by default the environment's. Engines without an optimizer, and
+    second ones, do not."""
+    request = request or os.environ.get(TRIAL_ENV)
+    if engine.optimizer is None or not request:
         return None
     given = request if isinstance(request, TrialRequest) else TrialRequest.read(request)
     return Driver(engine, given)
