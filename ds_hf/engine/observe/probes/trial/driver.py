@@ -48,8 +48,8 @@ LONGEST_NUMEL = 32  # samples looked up for the memory check; more are repeated
 
 
 def attach(engine: CoreEngine, request: str | Path | TrialRequest | None = None) -> Driver | None:
-    """Make ``engine`` measure what the request asks for, by default the environment's. Engines without an optimizer, and
-    second ones, do not."""
+    """Make ``engine`` measure what the request asks for, by default the environment's. Engines without an optimizer do
+    not."""
     request = request or os.environ.get(TRIAL_ENV)
     if engine.optimizer is None or not request:
         return None
