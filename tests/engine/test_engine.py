@@ -367,8 +367,9 @@ def bad_calls() -> None:
         with pytest.raises(kind, match=message):
             engine.backward(loss)
     assert engine.optimizer is not None
-    with pytest.raises(ValueError, match="before it"):
-        engine.optimizer.add_param_group({"params": []})
+    with pytest.raises(DsHfError, match="no parameter of the engine's model"):
+        engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    assert len(engine.optimizer.param_groups) == 1
     with pytest.raises(ValueError, match="closures"):
         engine.optimizer.step(lambda: None)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no_such_thing"):

@@ -28,7 +28,7 @@ from ds_hf.engine.optim.buffer_states import BufferStates
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.outcome import NonFinite, Outcome, Unused, global_scale_and_skip, shared
-from ds_hf.engine.optim.segments import Segment, cut_segments, fragments_of, part_segments, take_over_state
+from ds_hf.engine.optim.segments import Listing, Segment, cut_segments, fragments_of, part_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import Narrow, UnitUpdate, streamed_update
@@ -88,11 +88,12 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.nonfinite = nonfinite
         self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
         self.before_step: Callable[[], None] = lambda: None  # called where no call of the model came before a step
+        self.on_edit: Callable[[], None] = lambda: None  # called where a script has edited the groups
         self.brought: set[tuple[int, str]] = set()  # options of a group that a checkpoint added, until the next load
         self.segments = _segments(groups, masters, self.low_bits, policy)
         take_over_state(inner, self.segments, whole=policy.whole)
         self.given = [list(group["params"]) for group in inner.param_groups]  # what ``free`` gives back
-        self._groups = groups
+        self.groups = groups
         self._mixed: set[GradientBuffer] = set()  # of which some parameters are frozen
         self._gradients: dict[FlatBuffer, GradientBuffer] = {}
         self._outcome, self._unused = Outcome(), Unused()
@@ -133,7 +134,17 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.optimizer.defaults = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ValueError("parameter groups are fixed once initialize() has sharded them: add the group before it")
+        """Parameters of the model, which join or move there, see ``regrouping``.
+
+        Raises:
+            DsHfError: they are none of the model's, or may not join.
+        """
+        self.optimizer.add_param_group(param_group)
+        try:
+            self.on_edit()
+        except DsHfError:
+            del self.optimizer.param_groups[-1]
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all accumulated gradients."""
@@ -223,7 +234,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
     def take_in(self) -> None:
         """``groups`` and ``masters`` have further buffers: parameters that were frozen are to be updated."""
         self.settle()
-        new = {gradient: indices for gradient, indices in self._groups.items() if gradient not in self.segments}
+        new = {gradient: indices for gradient, indices in self.groups.items() if gradient not in self.segments}
         self.segments.update(_segments(new, self.masters, self.low_bits, self.policy))
         self._connect()
 
@@ -237,10 +248,32 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.segments[gradient] = part_segments(self.optimizer, segments, keys, whole=whole)
         self._connect()
 
+    def regroup(self, given: list[list[Any]], group_of: Mapping[int, int]) -> None:
+        """Let parameters be of other groups.
+
+        Args:
+            given: the parameters that each group lists.
+            group_of: of each of them the group, by ``id``.
+        """
+        self.given = given
+        for gradient in self.segments:
+            indices = [group_of[id(param)] for param in gradient.buffer.params]
+            self.part(gradient, indices)
+            for segment, inside in fragments_of(self.segments[gradient], whole=self.policy.whole):
+                segment.group = indices[inside[0].slot.index]
+            self.groups[gradient][:] = indices
+        self._connect()
+
+    def follow_edits(self) -> None:
+        """See whether a script has edited the groups since."""
+        if not self.listing.holds(self.optimizer.param_groups):
+            self.on_edit()
+
     def _connect(self) -> None:
         """Let everything that knows segments know those that there are now."""
         inner, whole = self.optimizer, self.policy.whole
         _give_segments(inner, self.segments)
+        self.listing = Listing(inner.param_groups)
         split = self.store.bind(inner, self.segments)
         for buffer in split:
             self._split_master(buffer)
@@ -283,6 +316,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
         if not self.reducer.asked:
             self.before_step()
+        self.follow_edits()
         self.reducer.watch.end()
         self._tell_lost_writes()
         self.reducer.finish()
@@ -410,7 +444,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
     def free(self) -> None:
         """Drop masters, moments and gradients (``engine.destroy``); the inner optimizer has the model's own again."""
         self.reducer.clear()
-        for group, params in zip(self.optimizer.param_groups, self.given, strict=True):
+        for group, params in zip(self.optimizer.param_groups, self.given, strict=False):
             group["params"] = params
         self.optimizer.state.clear()
         self.store.close()

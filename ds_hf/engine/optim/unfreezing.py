@@ -4,6 +4,9 @@
 with the frozen parameters, without states, until it is unfrozen: then it moves to a trainable buffer of its own, whose
 states begin there. What is frozen again stays where it is, and its segments are passed over
 (``ShardedOptimizer.step``). All ranks run the same script, so they find the same at the same place.
+
+What a script puts into another parameter group goes there at the next call of the model, or step (``regrouping``).
+Modules that it puts into the model have parameters that no engine knows: those are told.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from ds_hf.engine.optim.regrouping import regroup
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.engine.zero.reduction import Reducer
+from ds_hf.engine.zero.sharing import is_trained
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.errors import DsHfError
 from ds_hf.log import log_once, warn_once
@@ -59,8 +64,10 @@ class Unfreezing:
         self._left: list[tuple[Unit, FlatBuffer]] = []  # buffers that a graph may still want to be gathered
         self._told: list[bool] | None = []  # when what no group has was told
         self._strays: dict[Tensor, None] = {}  # that have gradients and belong to no group
+        self._new: dict[str, nn.Parameter] = {}  # that were put into the model since, and that nothing was said of yet
         if optimizer is not None:
             hooks.on_call, hooks.on_stray, optimizer.before_step = self.look, self._note_stray, self.look
+            optimizer.on_edit = self.regroup
 
     def look(self) -> None:
         """The model is about to be called: see what trains. Collective where something has been unfrozen.
@@ -70,6 +77,10 @@ class Unfreezing:
         """
         if not self._reducer.asked:
             self.tidy()
+        if self._optimizer is not None:
+            self._optimizer.follow_edits()
+        if self._hooks.grown or self._new:
+            self._tell_of_new()
         flags = [param.requires_grad for param in self._params]
         changed = flags != self._flags
         if changed:
@@ -78,6 +89,19 @@ class Unfreezing:
             self._hooks.watch_gradients()
             self._flags = flags
         self._reducer.ask(changed=changed)
+
+    def regroup(self) -> None:
+        """A script has edited the parameter groups.
+
+        Raises:
+            DsHfError: what it did cannot be followed.
+        """
+        assert self._optimizer is not None
+        if self._fixed:
+            raise DsHfError(f"parameter groups were edited after initialize(): {self._fixed}")
+        self._waiting = regroup(self._optimizer, self._waiting, self._params, self._name)
+        self._hooks.forget(self._waiting)
+        self._flags = None
 
     def tidy(self) -> None:
         """A step is over, and with it every graph: drop what was kept for one."""
@@ -182,6 +206,25 @@ class Unfreezing:
             "train, and its gradient is dropped. List it when the engine is built (model_parameters="
             "model.parameters(), or the groups of optimizer=): what is frozen then may be unfrozen later. Or freeze it "
             "(requires_grad_(False)), which saves computing the gradient"
+        )
+
+    def _tell_of_new(self) -> None:
+        """Say which parameters that train were put into the model after the engine was built."""
+        if self._hooks.grown:
+            model, known = self._units[0].module, {id(param) for param in self._params}
+            self._hooks.watch_modules(model)
+            self._new = {n: p for n, p in model.named_parameters() if id(p) not in known and not is_trained(p)}
+        told = [name for name, param in self._new.items() if param.requires_grad]
+        if not told:
+            return
+        self._new.clear()
+        more = f" and {len(told) - 3} more" if len(told) > 3 else ""
+        warn_once(
+            f"{', '.join(told[:3])}{more}: put into the model after initialize(), so this engine does not know them. "
+            "They do not train, their gradients are not averaged over processes, and its checkpoints lack them. "
+            "Change the model before initialize(), or end the engine (engine.destroy()) and call initialize() again "
+            "with the parameters that it has now. To train them beside it, give them an optimizer of their own and "
+            "average their gradients; what is not to train, freeze (requires_grad_(False))"
         )
 
     def _name(self, param: Tensor) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -28,6 +28,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from ds_hf.engine.events import Events
@@ -171,6 +175,8 @@ class UnitHooks:
         self.on_call: Callable[[], None] = _do_nothing  # called where a call of the model that will train begins
         self.on_stray: Callable[[Tensor], None] = _do_nothing  # told of parameters that no optimizer has
         self._hooked: set[int] = set()  # parameters whose gradients are looked at
+        self.grown = False  # something was put into one of the modules that ``watch_modules`` had
+        self._modules: set[int] = set()
 
     def install(self, model: nn.Module) -> None:
         """Register everything. Call once."""
@@ -185,11 +191,24 @@ class UnitHooks:
         else:
             self._scope_units()
         self.watch_gradients()
+        if self.reducer.buffers:
+            self._watch_growth(model)
         for other in self.sharing.others:
             other.relink()
         self.sharing = Sharing()  # the others are not ours to keep
         if self.reducer.buffers:
             _live.add(self)
+
+    def _watch_growth(self, model: nn.Module) -> None:
+        self.watch_modules(model)
+        for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
+            handle: RemovableHandle = register(_GrowthHook(self))
+            self.handles.append(handle)
+            weakref.finalize(self, handle.remove)  # torch keeps it for all modules of the process
+
+    def watch_modules(self, model: nn.Module) -> None:
+        """Note in ``grown`` what is put into ``model`` or its modules from now on."""
+        self.grown, self._modules = False, {id(module) for module in model.modules()}
 
     @property
     def uses(self) -> set[int]:
@@ -283,6 +302,10 @@ class UnitHooks:
         if param.requires_grad and id(param) not in self._hooked:
             self._hooked.add(id(param))
             self.handles.append(_on_accumulated(param, hook))
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """Parameters with these ids, which no optimizer had, have one from their next buffer on."""
+        self._hooked.difference_update(ids)
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -654,6 +677,20 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return _Hook, (_do_nothing,)
+
+
+class _GrowthHook:
+    """Tells a live engine that a module or parameter was put into a module, of whatever model."""
+
+    __slots__ = ("hooks",)
+
+    def __init__(self, hooks: UnitHooks) -> None:
+        self.hooks = weakref.ref(hooks)
+
+    def __call__(self, module: nn.Module, name: str, value: Any) -> None:
+        hooks = self.hooks()
+        if hooks is not None and id(module) in hooks._modules:
+            hooks.grown = True
 
 
 class _GradientHook:

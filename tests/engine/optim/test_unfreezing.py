@@ -448,6 +448,42 @@ def test_unlisted() -> None:
     run_distributed(unlisted, 2, timeout=30)
 
 
+def put_in_later() -> None:
+    """What no engine knows is told by name, once, whatever way it came into the model; other models are not."""
+    from peft import LoraConfig, get_peft_model
+
+    for stage in (0, 3):
+        forget_said()
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        engine = engine_of(stage, "AdamW", 1)
+        model: Any = engine.module
+        other = Net()
+        other.last = nn.Linear(6, 1)
+        model.blocks[0].extra = nn.Linear(6, 6).requires_grad_(False)
+        model.second = model.first  # what the engine knows
+        engine_step(engine, 0, 1)
+        assert not any("put into the model" in text for text in said), said
+        model.blocks[0].extra.requires_grad_(True)
+        model.last.weight = nn.Parameter(torch.randn(1, 6))
+        for _ in range(2):
+            engine(batch(0, 0, 0))
+        get_peft_model(model, LoraConfig(r=2, target_modules=["fc"]))
+        engine(batch(0, 0, 0))
+        told = [text.partition(":")[0] for text in said if "put into the model after initialize()" in text]
+        assert told[0] == "blocks.0.extra.weight, blocks.0.extra.bias, last.weight", said
+        assert "lora_A" in told[1], said
+        assert len(told) == 2, said
+        logger.removeHandler(handler)
+        engine.destroy()
+
+
+def test_put_in_later() -> None:
+    run_distributed(put_in_later, 1, timeout=30)
+
+
 def refused() -> None:
     """One-bit momenta have to be those of all parameters; contexts that keep old memory gathered must be left."""
     model = Net()
