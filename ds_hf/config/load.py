@@ -19,13 +19,11 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ds_hf.config.check import check, check_status
-from ds_hf.config.draft import Draft, in_order
+from ds_hf.config.check import check, check_status, normalise, rename
 from ds_hf.config.mesh import Claim, MeshShape, find_mesh
-from ds_hf.config.normalise import normalise, rename
 from ds_hf.config.rules import check_optimizer, check_rules
 from ds_hf.config.schema import Node, load_schema, pointer_of, types_of, walk_for
-from ds_hf.config.source import read_source
+from ds_hf.config.source import Draft, in_order, read_source
 from ds_hf.config.triple import WorldSize, resolve_batch
 from ds_hf.config.types.root import Config, Origin, OriginKind
 from ds_hf.errors import ConfigError, Fault

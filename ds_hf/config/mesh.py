@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ds_hf.config.plan import plan_states
-from ds_hf.config.types.mesh import AXES, MeshShape
+from ds_hf.config.types.root import AXES, MeshShape
 from ds_hf.errors import ConfigError, Fault
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import difflib
 import inspect
 from typing import Any
 
-from ds_hf.config.draft import Draft
 from ds_hf.config.optimizer_traits import ONE_BIT
 from ds_hf.config.schema import Node, escape, load_schema, nearest
+from ds_hf.config.source import Draft
 from ds_hf.config.sparsity import (
     direction_error,
     global_blocks_error,

@@ -11,9 +11,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_hf.config.draft import Draft
-from ds_hf.config.types.mesh import MeshShape
-from ds_hf.config.types.root import Origin, OriginKind
+from ds_hf.config.source import Draft
+from ds_hf.config.types.root import MeshShape, Origin, OriginKind
 
 __all__ = ["KEYS", "WorldSize", "resolve_batch"]
 

@@ -25,7 +25,7 @@ from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.export import export_engine
 from ds_hf.engine.comm.process_group import get_local_rank
-from ds_hf.engine.observe.monitor import MonitorMaster
+from ds_hf.engine.engine import Gives
 from ds_hf.engine.observe.probes.learning_rate.feeding import range_test
 from ds_hf.engine.parallel.data import ShardedLoader, build_dataloader
 from ds_hf.engine.parts import EngineParts
@@ -53,7 +53,7 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
     """
 
     def __init__(
-        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: MonitorMaster
+        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: Gives
     ) -> None:
         super().__init__(module, config, settings, parts, monitor)
         if self.optimizer is not None and self.plan.shards_parameters:
@@ -181,8 +181,10 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def managed_gradient_accumulation(self) -> bool:
-        return self.settings.managed_gradient_accumulation
+    def autotp_size(self) -> int:
+        """Number of processes that share each layer; 0 where nothing asks for it."""
+        shared = self.mesh.shape.tensor if self.mesh.shape.tensor > 1 and not self.mesh.is_given else 0
+        return max(shared, self.settings.tensor_parallel.autotp_size, self.tp_size_asked)
 
     @property
     def micro_steps(self) -> int:

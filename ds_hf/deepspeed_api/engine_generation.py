@@ -4,35 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_hf.engine.checkpoint.weights import named_weights
 from ds_hf.engine.engine import CoreEngine
+from ds_hf.engine.modules.generation import Generation, generation_for
 
-if TYPE_CHECKING:
-    from ds_hf.engine.modules.generation import Generation
-
-__all__ = ["GenerationNames", "let_decode"]
-
-
-def let_decode(engine: GenerationNames) -> None:
-    """Decode with a static cache and captured graphs on a GPU, unless the configuration forbids it; on the CPU, which
-    has no graphs, where it asks for them."""
-    section, settings = engine.settings.hybrid_engine, engine.settings
-    told = section.enabled and settings.is_given("/hybrid_engine/enable_cuda_graph")
-    if section.enable_cuda_graph if told else engine.device.type == "cuda":
-        from ds_hf.inference.decode import Decoder  # with models of transformers, which not every engine has
-
-        engine.generating.make_decoder = Decoder
+__all__ = ["GenerationNames"]
 
 
 class GenerationNames(CoreEngine):
     """A part of ``Engine``."""
 
-    generating: Generation  # by generation.attach
+    @cached_property
+    def generating(self) -> Generation:
+        """What surrounds calls of ``generate``. It decodes with a static cache and captured graphs on a GPU, unless the
+        configuration forbids it; on the CPU, which has no graphs, where it asks for them."""
+        section, made = self.settings.hybrid_engine, generation_for(self)
+        told = section.enabled and self.settings.is_given("/hybrid_engine/enable_cuda_graph")
+        if section.enable_cuda_graph if told else self.device.type == "cuda":
+            from ds_hf.inference.decode import Decoder  # with models of transformers, which not every engine has
+
+            made.make_decoder = Decoder
+        return made
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``module.generate``, in evaluation mode, with whole weights and LoRA merged for the call; arguments and

@@ -63,10 +63,8 @@ class SettingsNames(CoreEngine):
 
     tp_size_asked = 0  # by tp_model_init
 
-    def autotp_size(self) -> int:
-        """Number of processes that share each layer; 0 where nothing asks for it."""
-        shared = self.mesh.shape.tensor if self.mesh.shape.tensor > 1 and not self.mesh.is_given else 0
-        return max(shared, self.settings.tensor_parallel.autotp_size, self.tp_size_asked)
+    def managed_gradient_accumulation(self) -> bool:
+        return self.settings.managed_gradient_accumulation
 
     def tensor_parallel_config(self) -> Any:
         """The section ``tensor_parallel``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,9 @@ from ds_hf.config.plan import SAFE_MODULES, dtype_name
 from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.throughput import ThroughputTimer
 from ds_hf.engine.engine import CoreEngine
-from ds_hf.engine.modules.generation import Generation
 from ds_hf.engine.observe.timers import SynchronizedWallClockTimer
+from ds_hf.engine.offload.parking import Parking
 from ds_hf.engine.zero.second_shard import SecondShard
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["StatesNames"]
 
@@ -27,7 +24,11 @@ class StatesNames(CoreEngine):
     """A part of ``Engine``."""
 
     mpu: Any = None  # what initialize() was given
-    generating: Generation  # by generation.attach
+
+    @cached_property
+    def parking(self) -> Parking:
+        """Storages that ``offload_states`` has taken away."""
+        return Parking()
 
     @cached_property
     def _config(self) -> DeepSpeedConfig:
@@ -122,24 +123,26 @@ class StatesNames(CoreEngine):
         self._give_back_weights()
         for name, tensors in self._states_by_name().items():
             if include is None or name in include:
-                self.parking.names.add(name)
+                self.parked.add(name)
                 self.parking.park((t for t in tensors if t.device.type != "cpu"), pinned=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what ``offload_states`` took away."""
         self.parking.restore(non_blocking=non_blocking)
+        self.parked.clear()
         for gradient in self.reducer.buffers:
             gradient.partial = gradient.partial  # in the stream's memory again
         self.reducer.show()
 
     def state_devices(self, state: str) -> set[torch.device]:
         """Where the states of a name of ``OffloadStateTypeEnum`` are now."""
-        away = state in self.parking.names
+        away = state in self.parked
         return {torch.device("cpu") if away else tensor.device for tensor in self._states_by_name()[state]}
 
     def _give_back_weights(self) -> None:
         """Gathered weights, and their memory that generation keeps."""
-        self.generating.release()
+        if "generating" in vars(self):
+            self.generating.release()
         for unit in self.units:
             unit.release()
 

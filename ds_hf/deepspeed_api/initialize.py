@@ -6,6 +6,7 @@ the script until it would train, to learn its model, configuration and first bat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +20,6 @@ from ds_hf.deepspeed_api import groups
 from ds_hf.deepspeed_api.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from ds_hf.deepspeed_api.checkpoint.tensor_info import collect_autotp_universal_checkpoint_info
 from ds_hf.deepspeed_api.engine import Engine
-from ds_hf.deepspeed_api.engine_generation import let_decode
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
 from ds_hf.deepspeed_api.pipeline import PipelineEngine
 from ds_hf.deepspeed_api.sequence.division import release
@@ -119,7 +119,6 @@ def initialize(
             set_autotp_mode(training=True)
             setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(engine.module))
         groups.remember(engine.mesh)
-        let_decode(engine)
         _divide_sequences(model, engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -127,7 +126,8 @@ def initialize(
 def _divide_sequences(model: nn.Module, engine: Engine) -> None:
     """Attention of transformers over the processes that share a sequence, or whole sequences again."""
     if engine.mesh.shape.sequence == 1:
-        release(model)
+        if "ds_hf.deepspeed_api.sequence.ulysses" in sys.modules:  # which alone divides any
+            release(model)
         return
     from ds_hf.deepspeed_api.sequence.ulysses import divide_for_engine
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,13 +23,13 @@ from ds_hf.config import load_config
 from ds_hf.config.mesh import MODEL_TOPOLOGY, TOPOLOGY, Claim, divides_layers, given_claims, is_sequence_mpu
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
-from ds_hf.config.types.mesh import MeshShape
+from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.comm.comms_logger import comms_logger
 from ds_hf.engine.comm.mesh import Mesh, watch_for_hangs
 from ds_hf.engine.comm.mpu import check_same_groups
 from ds_hf.engine.comm.together import Building, building
 from ds_hf.engine.engine import CoreEngine
-from ds_hf.engine.features import attach_features
+from ds_hf.engine.features import attach_features, is_monitored
 from ds_hf.engine.modules.quantized.settings import quantize_by_settings
 from ds_hf.engine.modules.sparse.models import prepare_attention
 from ds_hf.engine.observe.monitor import open_monitors
@@ -98,7 +99,7 @@ def build_engine(
         _check_scheduler(optimizer, lr_scheduler)
         if settings.ds_hf.sparse_attention:
             prepare_attention(settings, model, **_shares_of_heads(mesh))
-        monitor = open_monitors(settings, mesh.world, silent=_is_measured(model))
+        monitor = _monitors(settings, mesh, silent=_is_measured(model))
         model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
         inner = _make_optimizer(settings, model, optimizer, model_parameters)
         _quantize(settings, plan, model, inner)
@@ -149,6 +150,14 @@ def _recording(folder: str | None) -> Callable[[CoreEngine], Any]:
     return lambda engine: report.attach(engine, path)
 
 
+def _monitors(settings: Config, mesh: Mesh, *, silent: bool) -> Callable[[], Any]:
+    """Gives the monitors: those that are on are opened here, where a fault is one of the configuration. Collective."""
+    if silent or not is_monitored(settings):
+        return partial(open_monitors, settings, mesh.world, silent=True)
+    opened = open_monitors(settings, mesh.world)
+    return lambda: opened
+
+
 def _is_measured(model: nn.Module) -> bool:
     """Whether this is a run of the autotuner or the LR finder."""
     measured = bool(os.environ.get(TRIAL_ENV) or os.environ.get(LR_ENV))
@@ -189,7 +198,7 @@ def _all_claims(model: nn.Module, mpu: Any, mesh_param: Any, known: Sequence[Cla
     claims = [*known, *given_claims(mpu=mpu, mesh_param=mesh_param, topology=topology, environ=os.environ)]
     if not isinstance(model, StageModule):
         claims = [replace(claim, pointer=MODEL_TOPOLOGY) if claim.pointer == TOPOLOGY else claim for claim in claims]
-    if (room := _dtensor_room()) is not None:
+    if (room := _dtensor_room(model)) is not None:
         claims += room.dtensor_claims(model)
     return claims
 
@@ -312,10 +321,11 @@ def _warn_of_hosts(inner: int, here: int) -> None:
         )
 
 
-def _dtensor_room() -> Any:
-    """``zero.dtensor``, if there can be any: who made a DTensor has imported torch's room for them, which takes a
+def _dtensor_room(model: nn.Module) -> Any:
+    """``zero.dtensor``, if ``model`` has any: who made a DTensor has imported torch's room for them, which takes a
     second."""
-    if "torch.distributed.tensor" not in sys.modules:
+    theirs = sys.modules.get("torch.distributed.tensor")
+    if theirs is None or not any(isinstance(param, theirs.DTensor) for param in model.parameters()):
         return None
     from ds_hf.engine.zero import dtensor
 
@@ -326,7 +336,7 @@ def _adopt_dtensors(
     model: nn.Module, mesh: Mesh, optimizer: Any, model_parameters: Iterable[Any] | None
 ) -> Iterable[Any] | None:
     """Make ordinary parameters of the model's DTensors, also in the optimizer and the groups that were made of them."""
-    if (room := _dtensor_room()) is None:
+    if (room := _dtensor_room(model)) is None:
         return model_parameters
     adopted = room.adopt_dtensors(model, mesh)
     adopted.put_into(optimizer)
@@ -362,6 +372,13 @@ def _make_optimizer(
 
 def _quantize(settings: Config, plan: StatePlan, model: nn.Module, inner: Optimizer | None) -> None:
     """Frozen parameters that an optimizer lists, and that are bytes now, cannot be unfrozen: it lists them no more."""
+    asked = settings.weight_quantization
+    if not (
+        asked.quantized_initialization
+        or asked.post_init_quant
+        or settings.zero_optimization.zero_quantized_nontrainable_weights
+    ):
+        return
     whole = {id(param) for param in model.parameters()}
     quantize_by_settings(settings, model, trains=inner is not None, dtype=plan.parameters.dtype)
     quantized = whole.difference(id(param) for param in model.parameters())

@@ -25,7 +25,7 @@ from ds_hf.engine.checkpoint import save as checkpoint_save
 from ds_hf.engine.checkpoint.background import BackgroundWriter
 from ds_hf.engine.events import Phase
 from ds_hf.engine.modules.compiling import ModuleCompiler, blocks_of, tell_of_compilation
-from ds_hf.engine.offload.parking import Parking
+from ds_hf.engine.modules.generation import Generation, generation_for
 from ds_hf.engine.optim.outcome import LastStep
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
@@ -39,6 +39,7 @@ _NO_OPTIMIZER = "this engine has no optimizer: give initialize() one, or name on
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+Gives = Callable[[], Any]
 _NOTHING = nullcontext()
 
 
@@ -81,7 +82,7 @@ class CoreEngine(nn.Module):
         )
 
     def __init__(
-        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: Any
+        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: Gives
     ) -> None:
         super().__init__()
         self.module = module
@@ -97,17 +98,27 @@ class CoreEngine(nn.Module):
         self.lr_scheduler: Any = None
         self.accumulation = parts.accumulation
         self.training_dataloader: Any = None
-        self.parking = Parking()
+        self.parked: set[str] = set()  # states that offload_states() has moved away
         self.global_steps = self.global_samples = 0
         self.last_step = LastStep()
         self.step_samples = 0  # of the last step, of all processes
         self.events = parts.events
         self.step_hooks: list[Callable[[CoreEngine], None]] = self.events.step_hooks
-        self.monitor = monitor
+        self._open_monitor = monitor
         self._destroyed = False
         if self.optimizer is not None:
             self.optimizer.before_overflow = self.settle_step  # bound late: the engine steps it, and it asks
         self.hooks.install(module)
+
+    @cached_property
+    def monitor(self) -> Any:
+        """Where loss and learning rate are written."""
+        return self._open_monitor()
+
+    @cached_property
+    def generating(self) -> Generation:
+        """What surrounds calls of ``generate``."""
+        return generation_for(self)
 
     @cached_property
     def checkpoint_writer(self) -> BackgroundWriter:
@@ -189,7 +200,7 @@ class CoreEngine(nn.Module):
     def _scaled(self, loss: Tensor) -> Tensor:
         if self.optimizer is None:
             raise DsHfError(_NO_OPTIMIZER)
-        self.optimizer.nonfinite.remember(loss)
+        self.optimizer.nonfinite.losses.append(loss.detach())
         scale = self.optimizer.loss_scaler.scale
         return loss.float() * scale if scale != 1.0 else loss  # fp32: an fp16 loss times 2**16 would overflow
 
@@ -508,12 +519,12 @@ class CoreEngine(nn.Module):
 
     def _require_weights(self) -> None:
         self._require_alive(to_train=False)
-        if "lp_params" in self.parking.names:
+        if "lp_params" in self.parked:
             raise DsHfError(_PARKED)
 
     def _require_states(self) -> None:
         self._require_alive()
-        if self.parking.names:
+        if self.parked:
             raise DsHfError(_PARKED)
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
+from ds_hf.config.types import Config
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.measure.protocol import TRIAL_ENV
 from ds_hf.measure.saving import LR_ENV
 
-__all__ = ["FEATURES", "Feature", "attach_features"]
+__all__ = ["FEATURES", "Feature", "attach_features", "is_monitored"]
 
 
 class Feature(NamedTuple):
@@ -35,9 +36,22 @@ def _prints(engine: CoreEngine) -> bool:
     return engine.mesh.world.rank == 0
 
 
+def _generates(engine: CoreEngine) -> bool:
+    return any(callable(getattr(type(module), "generate", None)) for module in engine.module.modules())
+
+
+def is_monitored(settings: Config) -> bool:
+    """Whether one of the monitors is on, on some process."""
+    return any(each.enabled for each in (settings.tensorboard, settings.wandb, settings.csv_monitor, settings.comet))
+
+
+def _writes(engine: CoreEngine) -> bool:
+    return is_monitored(engine.settings) and engine.optimizer is not None and engine.monitor.writes
+
+
 # In this order: what comes later sees what came before it.
 FEATURES = (
-    Feature("monitors", lambda e: e.monitor.writes and e.optimizer is not None, "observe.monitor.feed:attach"),
+    Feature("monitors", _writes, "observe.monitor.feed:attach"),
     Feature(
         "times, memory and operations of phases",
         lambda e: e.settings.wall_clock_breakdown or e.settings.memory_breakdown or e.settings.flops_profiler.enabled,
@@ -59,7 +73,7 @@ FEATURES = (
         "modules.tiling:attach",
     ),
     Feature("Python's collector off", lambda e: e.settings.disable_python_gc, "observe.python_gc:attach"),
-    Feature("generation", lambda e: True, "modules.generation:attach"),
+    Feature("generation", _generates, "modules.generation:attach"),
     Feature("what it says of itself", _prints, "observe.progress:attach"),
     Feature("compiled blocks", lambda e: e.settings.ds_hf.compile, "modules.compiling:attach"),
     Feature(

@@ -38,7 +38,7 @@ from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import is_elementwise, streamed_update
 from ds_hf.engine.optim.unfreezing import Unfreezing
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
-from ds_hf.engine.zero.comm_dtype import mark_comm_dtypes
+from ds_hf.engine.zero.comm_dtype import COMM_DTYPE, mark_comm_dtypes
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gathering import CopiedGathering, Gathering, RoundedGathering
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy, summed_by_copies
@@ -157,7 +157,8 @@ def _place_rest(
     for param in model.parameters():
         if home_of(param) is None and not is_packed(param):
             param.data = param.data.to(device)
-    warn_of_differences(model, mesh)
+    if mesh.is_given and mesh.shape.tensor > 1:
+        warn_of_differences(model, mesh)
     set_buffer_dtypes(model, settings.data_types, dtype)
     place_buffers(model, mesh.replicas, device)
 
@@ -192,9 +193,11 @@ def _prepare(
     _refuse_meta(model)
     groups = _groups_by_parameter(model, inner)
     check_packed(model, sharded=plan.shards_parameters)
-    mark_cuts(model, mesh)
+    if mesh.is_given and mesh.shape.tensor > 1:
+        mark_cuts(model, mesh)
     move_packed(model, device, sharded=plan.shards_parameters)
-    mark_comm_dtypes(model, plan.narrow_modules, plan.autocast)
+    if plan.autocast is not None or any(hasattr(param, COMM_DTYPE) for param in model.parameters()):
+        mark_comm_dtypes(model, plan.narrow_modules, plan.autocast)
     return groups
 
 

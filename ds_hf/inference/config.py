@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from ds_hf.config.check import check_against
-from ds_hf.config.draft import Draft
 from ds_hf.config.load import grouped
-from ds_hf.config.source import Source, read_source
+from ds_hf.config.source import Draft, Source, read_source
 from ds_hf.dtypes import SHORT, canonical
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once

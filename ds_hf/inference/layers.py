@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ds_hf.config.types.mesh import MeshShape
 from ds_hf.config.types.parallel import TensorParallelSection, TPPartitionSection
+from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.parallel.tensor.divide import divide

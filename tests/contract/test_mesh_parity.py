@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 from ds_hf import initialize
-from ds_hf.config.types.mesh import MeshShape
+from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.gather import GatheredParameters

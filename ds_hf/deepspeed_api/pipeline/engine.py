@@ -15,8 +15,7 @@ from ds_hf.deepspeed_api.activation_checkpointing import non_reentrant_checkpoin
 from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.engine.accumulation import WholeBatches
 from ds_hf.engine.comm import collectives
-from ds_hf.engine.engine import CoreEngine
-from ds_hf.engine.observe.monitor import MonitorMaster
+from ds_hf.engine.engine import CoreEngine, Gives
 from ds_hf.engine.parallel.data import RepeatingLoader, ShardedLoader
 from ds_hf.engine.parallel.pipeline.batches import pull
 from ds_hf.engine.parallel.pipeline.executor import Executor, Outcome
@@ -44,7 +43,7 @@ class PipelineEngine(Engine):
     accumulation: WholeBatches
 
     def __init__(
-        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: MonitorMaster
+        self, module: nn.Module, config: dict[str, Any], settings: Config, parts: EngineParts, monitor: Gives
     ) -> None:
         super().__init__(module, config, settings, parts, monitor)
         assert isinstance(self.module, StageModule)

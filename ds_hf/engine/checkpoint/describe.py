@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ds_hf.checkpoint.format import FORMAT, VERSION
-from ds_hf.config.types.mesh import AXES
+from ds_hf.config.types.root import AXES
 from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, loose_parameters, names_of, world_of
 
 __all__ = ["counters", "describe", "mesh_sizes"]

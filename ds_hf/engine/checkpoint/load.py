@@ -62,8 +62,8 @@ from ds_hf.engine.checkpoint.resume import (
     same_for_all,
 )
 from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.optim.stepping import sync_weights
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, unshard
-from ds_hf.engine.zero.weight_sync import sync_weights
 from ds_hf.errors import CheckpointError, CheckpointPlaceError
 from ds_hf.log import logger
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ds_hf.config.types.mesh import MeshShape
+from ds_hf.config.types.root import MeshShape
 from ds_hf.errors import ConfigError
 
 __all__ = ["check_groups", "check_same_groups"]

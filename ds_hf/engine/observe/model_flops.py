@@ -9,16 +9,23 @@ gradient of their own.
 from __future__ import annotations
 
 import time
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ds_hf.engine.events import Observer, Phase
+from ds_hf.engine.observe.monitor.late import HostCopy, later
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 
-__all__ = ["ModelFlops", "count_tokens", "matrix_rate"]
+if TYPE_CHECKING:
+    from ds_hf.engine.engine import CoreEngine
+
+__all__ = ["ModelFlops", "Tokens", "count_tokens", "matrix_rate"]
 
 # Dense rates of the data sheets, operations a second in 16 bits; the longest name that fits counts.
 _PEAKS = {
@@ -134,3 +141,39 @@ def count_tokens(args: Any, kwargs: Any) -> Any:
         ):
             return value.numel()
     return None
+
+
+class Tokens(Observer):
+    """Counts the tokens that ``engine`` trains with, and knows what they take."""
+
+    def __init__(self, engine: CoreEngine) -> None:
+        self._counts = list[Any]()
+        self._flops: ModelFlops | None = None
+        self._module = weakref.ref(engine.module)
+        dtype = engine.compute_dtype or next((p.dtype for p in engine.module.parameters()), torch.float32)
+        self._device, self._dtype = engine.device, dtype
+        self._same = engine.mesh.shape.data * engine.mesh.shape.sequence
+        self._engine = weakref.ref(engine)
+
+    def on_phase(self, name: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Count those of a forward that trains."""
+        engine = self._engine()
+        if name != "forward" or engine is None or not engine.training or not torch.is_grad_enabled():
+            return
+        if (found := count_tokens(args, kwargs)) is not None:
+            self._counts.append(later(found))
+
+    def drop(self) -> None:
+        """Count from here on."""
+        self._counts.clear()
+
+    def said(self, seconds: float, samples: float) -> str:
+        """Tokens a second of all processes, and this one's share of its matrix rate; empty where inputs have none."""
+        counts, self._counts = self._counts, []
+        tokens = sum(each.item() if isinstance(each, HostCopy) else each for each in counts)
+        module = self._module()
+        if not tokens or module is None:
+            return ""
+        self._flops = self._flops or ModelFlops.of(module)
+        rate = self._flops.of_step(tokens, samples / self._same) / seconds / matrix_rate(self._device, self._dtype)
+        return f", {tokens * self._same / seconds:,.5g} tokens/s, MFU {rate:.1%}"

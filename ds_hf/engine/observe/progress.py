@@ -8,19 +8,16 @@ from __future__ import annotations
 import json
 import math
 import time
-import weakref
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
-from ds_hf.engine.events import Observer, Phase
-from ds_hf.engine.observe.model_flops import ModelFlops, count_tokens, matrix_rate
-from ds_hf.engine.observe.monitor.late import HostCopy, later
 from ds_hf.log import logger, say
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
+    from ds_hf.engine.observe.model_flops import Tokens
 
 __all__ = ["attach", "precisions"]
 
@@ -37,9 +34,11 @@ def attach(engine: CoreEngine) -> None:
     every = engine.settings.steps_per_print
     if every is not None and math.isfinite(every):
         throughput = engine.settings.timers.throughput.enabled
-        tokens = _Tokens(engine) if throughput else None
-        if tokens is not None:
-            engine.events.add(tokens)
+        tokens = None
+        if throughput:
+            from ds_hf.engine.observe.model_flops import Tokens
+
+            engine.events.add(tokens := Tokens(engine))
         engine.step_hooks.append(_Progress(max(int(every), 1), throughput, tokens))
 
 
@@ -82,42 +81,6 @@ def precisions(engine: CoreEngine) -> dict[str, str]:
     return {row: " and ".join(dtypes) for row, dtypes in named.items() if dtypes}
 
 
-class _Tokens(Observer):
-    """Counts the tokens that ``engine`` trains with, and knows what they take."""
-
-    def __init__(self, engine: CoreEngine) -> None:
-        self._counts = list[Any]()
-        self._flops: ModelFlops | None = None
-        self._module = weakref.ref(engine.module)
-        dtype = engine.compute_dtype or next((p.dtype for p in engine.module.parameters()), torch.float32)
-        self._device, self._dtype = engine.device, dtype
-        self._same = engine.mesh.shape.data * engine.mesh.shape.sequence
-        self._engine = weakref.ref(engine)
-
-    def on_phase(self, name: Phase, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count those of a forward that trains."""
-        engine = self._engine()
-        if name != "forward" or engine is None or not engine.training or not torch.is_grad_enabled():
-            return
-        if (found := count_tokens(args, kwargs)) is not None:
-            self._counts.append(later(found))
-
-    def drop(self) -> None:
-        """Count from here on."""
-        self._counts.clear()
-
-    def said(self, seconds: float, samples: float) -> str:
-        """Tokens a second of all processes, and this one's share of its matrix rate; empty where inputs have none."""
-        counts, self._counts = self._counts, []
-        tokens = sum(each.item() if isinstance(each, HostCopy) else each for each in counts)
-        module = self._module()
-        if not tokens or module is None:
-            return ""
-        self._flops = self._flops or ModelFlops.of(module)
-        rate = self._flops.of_step(tokens, samples / self._same) / seconds / matrix_rate(self._device, self._dtype)
-        return f", {tokens * self._same / seconds:,.5g} tokens/s, MFU {rate:.1%}"
-
-
 class _Progress:
     """A line every so many steps; with ``throughput`` it says how many samples and tokens a second were trained since
     the last, and which share of the matrix rate that is (MFU).
@@ -125,7 +88,7 @@ class _Progress:
     The first step is not counted, for it compiles, allocates and records what later ones use.
     """
 
-    def __init__(self, every: int, throughput: bool, tokens: _Tokens | None = None) -> None:
+    def __init__(self, every: int, throughput: bool, tokens: Tokens | None = None) -> None:
         self._every, self._throughput, self._tokens = every, throughput, tokens
         self._samples, self._since = 0, 0.0
 

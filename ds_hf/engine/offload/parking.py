@@ -21,7 +21,6 @@ class Parking:
 
     def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, Tensor, torch.device]] = []
-        self.names: set[str] = set()  # what the user asked for
 
     def __bool__(self) -> bool:
         return bool(self._away)
@@ -45,7 +44,6 @@ class Parking:
         if non_blocking and self._away and self._away[0][2].type == "cuda":
             torch.cuda.current_stream(self._away[0][2]).synchronize()  # the host copies are freed here
         self._away.clear()
-        self.names.clear()
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:

@@ -106,9 +106,15 @@ def threads() -> int:
     chosen = _chosen_threads() or getattr(_thread, "threads", 0)
     if chosen:
         return chosen
-    if os.environ.get("OMP_NUM_THREADS") == "1" and local_world_size() > 1:
-        return len(rank_cores())
+    if os.environ.get("OMP_NUM_THREADS") == "1" and (several := os.environ.get("LOCAL_WORLD_SIZE", "1")) != "1":
+        return _share(several, os.environ.get("LOCAL_RANK")) or torch.get_num_threads()
     return torch.get_num_threads()
+
+
+@functools.cache
+def _share(ranks: str, rank: str | None) -> int:
+    """Cores of this rank, where these variables of the environment say that there are several; else 0."""
+    return len(rank_cores()) if local_world_size() > 1 else 0
 
 
 def beside_threads() -> int:

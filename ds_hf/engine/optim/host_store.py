@@ -5,7 +5,7 @@ while the next one is updated. STREAMED units take another way at the same time:
 them, they go down again; the CPU and the link work on different units. The first of them go up for the next step when
 the CPU is done. Units on the DEVICE are updated where they are.
 A step returns while updates go on: the next forward waits for each unit when it gets there, so that most of it is
-computed beside them (``zero/weight_sync.py`` holds up every other use of a parameter). Where ranks gather what they
+computed beside them (``zero/pending.py`` holds up every other use of a parameter). Where ranks gather what they
 updated, that is so for streamed units; those of the CPU are waited for, as all ranks must gather in one order.
 Which unit has which place follows from the sizes and the settings, so that it is the same on every rank and in every
 run; with ``stream: auto`` also from what the machine can do (``stream_share.py``).

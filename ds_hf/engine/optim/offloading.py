@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -61,7 +62,6 @@ class Offload:
         self.store = store
         self._section = settings.zero_optimization.offload_param
         self._where, self._device = plan.parameters.device, machine.device
-        self._link = Link(machine.device)
         self._in_host_memory = 0
         self._pool: SwapPool | None = None
         if self._where == "nvme":
@@ -74,6 +74,10 @@ class Offload:
                 settings, machine.world, "parameters", str(path), slots, nbytes, pinned, promised=promised
             )
         self._order = FetchOrder(depth=1 if self._pool is None else max(1, self._section.buffer_count - 2))
+
+    @cached_property
+    def _link(self) -> Link:
+        return Link(self._device)
 
     def shard_storage(self, name: str, numel: int, *, sharded: bool) -> ShardStorage | None:
         """Where the shard of one more buffer rests, ``None`` for one that is not sharded.

@@ -244,6 +244,9 @@ class NonFinite:
         whole: every rank has the whole gradient.
         names: of the model's parameters by ``id``, in the order of the model.
         accumulation: micro-batches of a step, as a rule.
+
+    Attributes:
+        losses: of the micro-batches of the coming step.
     """
 
     def __init__(
@@ -252,7 +255,7 @@ class NonFinite:
         self.mode = mode
         self._axis, self._whole, self._names = axis, whole, names
         self._step = 0
-        self._losses: deque[Tensor] = deque(maxlen=accumulation)
+        self.losses: deque[Tensor] = deque(maxlen=accumulation)
         self._past: deque[Tensor] = deque(maxlen=accumulation)
         self._told = False  # of this run of bad steps
 
@@ -261,15 +264,11 @@ class NonFinite:
         """The host needs the norm before the update. After a bad step too: of the next one the parameter is told."""
         return self._told or self.mode == "error"
 
-    def remember(self, loss: Tensor) -> None:
-        """Of a micro-batch of the coming step."""
-        self._losses.append(loss.detach())
-
     def begin(self, step: int) -> None:
         """The step of this number, counted from 1, is made of the losses so far."""
         self._step = step
-        self._past, self._losses = self._losses, self._past
-        self._losses.clear()
+        self._past, self.losses = self.losses, self._past
+        self.losses.clear()
 
     def fine(self) -> None:
         """The norm is finite."""

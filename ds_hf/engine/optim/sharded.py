@@ -29,13 +29,12 @@ from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.outcome import NonFinite, Outcome, Unused, global_scale_and_skip, shared
 from ds_hf.engine.optim.segments import Listing, Segment, cut_segments, fragments_of, part_segments, take_over_state
-from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
+from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping, sync_weights
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import Narrow, UnitUpdate, streamed_update
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.reduction import Reducer
-from ds_hf.engine.zero.weight_sync import sync_weights
 from ds_hf.errors import ConfigError, DsHfError, NonFiniteError
 from ds_hf.log import warn_once
 
@@ -317,7 +316,8 @@ class ShardedOptimizer(BufferStates, Optimizer):
         if not self.reducer.asked:
             self.before_step()
         self.follow_edits()
-        self.reducer.watch.end()
+        if self.reducer.watch.steps:
+            self.reducer.watch.end()
         self._tell_lost_writes()
         self.reducer.finish()
         self._choose_active()
@@ -360,8 +360,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
 
     def owners(self, gradient: GradientBuffer) -> int:
         """How many processes own the same of ``gradient``, where sums are taken over the world."""
-        buffer = gradient.buffer
-        return 1 if self.owns_all else buffer.replicas.owners(whole=self.policy.whole, shards=buffer.axis)
+        return 1 if self.owns_all else gradient.owners
 
     def _look_ahead(self) -> None:
         """Before the update: if the host has the norm, or has to wait for it, see whether it is finite.

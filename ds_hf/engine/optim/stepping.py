@@ -3,6 +3,9 @@
 Three ways, from the best to the one that always works: unit after unit in one pass (rules that treat elements
 independently), all units at once with what each rank holds of every parameter (rules that look at whole tensors), and
 ``optimizer.step()`` itself over gradients in ``param.grad`` (every other optimizer, and where ``step`` has hooks).
+
+Then sharded parameters are gathered when they are needed, and replicated ones after the step, beside what comes next: a
+deferred all-gather, until which they are *pending* (``zero/pending.py``). Small buffers share a launch.
 """
 
 from __future__ import annotations
@@ -10,23 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.comm.streams import Awaited, CommStream
 from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.store import FrozenGroup, StateStore
 from ds_hf.engine.optim.streaming import UnitUpdate
 from ds_hf.engine.zero.buffer import FlatBuffer
+from ds_hf.engine.zero.gathering import Gathering
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.weight_sync import sync_weights
+from ds_hf.engine.zero.layout import Labels
 from ds_hf.errors import DsHfError
 
-__all__ = ["OptimizerPolicy", "Stepping"]
+__all__ = ["OptimizerPolicy", "Stepping", "sync_weights"]
 
 _OF_CONSTRUCTORS = ("amsgrad", "maximize", "differentiable")  # of which updates of units know nothing
 
@@ -350,3 +356,76 @@ def _piece(segment: Segment, group: dict[str, Any], grads: Tensor, copies: Tenso
         fragment.slot.offset,
         fragment.shard_start,
     )
+
+
+# -- the all-gather after a step -----------------------------------------------------------------------------------
+
+# Of a launch: the first is short, for the next forward waits for it; each later one is twice as long as that before it,
+# up to a millisecond of NVLink.
+_FIRST_NBYTES, _LAST_NBYTES = 32 << 20, 256 << 20
+
+
+class _Buffer(Protocol):
+    """A flat buffer as the gathers after a step see it."""
+
+    axis: Axis
+    sharded: bool
+    comm_stream: CommStream
+    gathering: Gathering
+    labels: Labels
+
+    @property
+    def full(self) -> Tensor: ...
+    @property
+    def shard(self) -> Tensor: ...
+    def refresh(self) -> None: ...
+    def check_views(self) -> None: ...
+    def fill(self) -> None: ...
+    def defer_gather(self, arrival: Awaited | None) -> bool: ...
+
+
+def sync_weights(buffers: Sequence[_Buffer], *, whole: bool) -> None:
+    """Make what was written to ``owned`` the parameters' values on all ranks. Collective.
+
+    Args:
+        whole: every rank wrote everything.
+
+    Raises:
+        DsHfError: parameters are no longer where their buffer keeps them.
+    """
+    together: list[_Buffer] = []
+    nbytes, enough = 0, _FIRST_NBYTES
+    for buffer in buffers:
+        if buffer.sharded:
+            buffer.refresh()
+            continue
+        buffer.check_views()
+        if whole:
+            continue
+        if together and buffer.axis != together[0].axis:
+            _gather(together)
+            together, nbytes = [], 0
+        together.append(buffer)
+        nbytes += buffer.full.nbytes
+        if nbytes >= enough:
+            _gather(together)
+            together, nbytes, enough = [], 0, min(2 * enough, _LAST_NBYTES)
+    if together:
+        _gather(together)
+
+
+def _gather(buffers: Sequence[_Buffer]) -> None:
+    comm_stream, axis = buffers[0].comm_stream, buffers[0].axis
+    with comm_stream:
+        copied = [buffer for buffer in buffers if buffer.gathering.region is not None]
+        for buffer in copied:
+            buffer.fill()
+        if copied and copied[0].gathering.peers is not None:
+            copied[0].gathering.peers.meet()  # users may write to parameters once they have arrived
+        rest = [buffer for buffer in buffers if buffer.gathering.region is None]
+        fulls, shards = [b.full for b in rest], [b.shard for b in rest]
+        collectives.all_gather_each(fulls, shards, axis, [b.labels.weights for b in rest])
+    arrival = comm_stream.event() if axis.world_size > 1 else None
+    deferred = [buffer.defer_gather(arrival) for buffer in buffers]
+    if not all(deferred):
+        comm_stream.join()

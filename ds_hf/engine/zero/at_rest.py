@@ -340,16 +340,18 @@ _WATCHING: dict[type[nn.Parameter], type[nn.Parameter]] = {nn.Parameter: _Watche
 
 
 class GradientWatch:
-    """In the first steps, tells who reads the ``.grad`` of the first parameter of a buffer."""
+    """In the first steps, tells who reads the ``.grad`` of the first parameter of a buffer.
+
+    Attributes:
+        steps: in so many more; then there is nothing to begin or end.
+    """
 
     def __init__(self) -> None:
-        self._steps = 3
+        self.steps = 3
         self._watched: list[nn.Parameter] = []
 
     def begin(self, firsts: Iterable[nn.Parameter]) -> None:
         """Gradients are complete, and elsewhere; ``firsts`` are the first parameters of their buffers."""
-        if not self._steps:
-            return
         for param in firsts:
             if type(param) in _WATCHING:
                 param.__class__ = _WATCHING[type(param)]
@@ -357,7 +359,7 @@ class GradientWatch:
 
     def end(self) -> None:
         """Before the step, or when gradients are dropped; parameters are of the classes that they were of."""
-        self._steps -= bool(self._watched)
+        self.steps -= bool(self._watched)
         for param in self._watched:
             for ordinary, watching in _WATCHING.items():
                 if type(param) is watching:

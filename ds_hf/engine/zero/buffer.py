@@ -11,7 +11,7 @@ Invariants
 - Where gathers are rounded, ``gather`` gives the model rounded values, the same on all ranks; what is saved, shown to
   users or written back comes from ``gather_exactly``.
 - Gathers run on the buffer's stream: in flight, ``full`` has its storage, and parameters are as if released. Replicated
-  and in flight, after a step, they are guarded (``weight_sync``).
+  and in flight, after a step, they are guarded (``pending``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ds_hf.engine.zero.at_rest import AtRest, ParamStatus, Released, is_ordinary
 from ds_hf.engine.zero.gathering import Gathering
 from ds_hf.engine.zero.layout import ALIGNMENT, FlatLayout, Labels, Slot
 from ds_hf.engine.zero.param_names import mark, unmark
+from ds_hf.engine.zero.pending import can_be_pending, mark_arrived, mark_pending
 from ds_hf.engine.zero.replicas import Replicas
 from ds_hf.engine.zero.storage import DeviceShardStorage, ShardStorage
-from ds_hf.engine.zero.weight_sync import can_be_pending, mark_arrived, mark_pending
 from ds_hf.errors import DsHfError
 
 __all__ = [
@@ -448,8 +448,8 @@ class FlatBuffer:
         """
         if whole:
             return self.full
-        if write:
-            self.gathering.writing()
+        if write and self.gathering.region is not None:
+            self.gathering.region.writing()
         if not self.aliased:
             self.shard_storage.visit(write=write, fresh=fresh)
         return self.shard

@@ -16,7 +16,6 @@ from ds_hf.errors import ConfigError, Fault
 
 __all__ = [
     "COMM_DTYPE",
-    "comm_dtype",
     "find_classes",
     "get_all_comm_dtypes",
     "get_comm_dtype",
@@ -27,12 +26,6 @@ __all__ = [
 
 COMM_DTYPE = "comm_dtype"
 _POINTER = "/torch_autocast/lower_precision_safe_modules"
-
-
-def comm_dtype(param: Tensor, default: torch.dtype) -> torch.dtype:
-    """Dtype in which the parameter's gradient is reduced."""
-    found: torch.dtype = getattr(param, COMM_DTYPE, default)
-    return found
 
 
 def mark_comm_dtypes(model: nn.Module, class_names: Sequence[str], dtype_name: str | None) -> None:
@@ -92,7 +85,8 @@ def has_comm_dtype(param: Tensor) -> bool:
 
 def get_comm_dtype(param: Tensor) -> torch.dtype:
     """That dtype, or the parameter's."""
-    return comm_dtype(param, param.dtype)
+    found: torch.dtype = getattr(param, COMM_DTYPE, param.dtype)
+    return found
 
 
 def get_all_comm_dtypes(params: Iterable[Tensor]) -> set[torch.dtype]:

@@ -58,9 +58,6 @@ class Gathering:
         """
         collectives.all_gather(full, shard(), self.over, what)
 
-    def writing(self) -> None:
-        """This rank's values are about to be written."""
-
 
 class CopiedGathering(Gathering):
     """By copies from the memory of ``peers``."""
@@ -86,10 +83,6 @@ class CopiedGathering(Gathering):
             super().fill(full, shard, what)
         else:
             self.region.gather(*self._copies, what)
-
-    def writing(self) -> None:
-        if self.region is not None:
-            self.region.writing()
 
 
 class RoundedGathering(Gathering):

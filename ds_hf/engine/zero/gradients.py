@@ -22,7 +22,7 @@ from ds_hf.engine.comm.block_collectives import BlockSums
 from ds_hf.engine.comm.peer_sums import PeerSums
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.zero.buffer import FlatBuffer
-from ds_hf.engine.zero.comm_dtype import comm_dtype
+from ds_hf.engine.zero.comm_dtype import COMM_DTYPE
 from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage, summed_in
 from ds_hf.errors import DsHfError
 
@@ -63,7 +63,8 @@ def summed_by_copies(buffer: FlatBuffer, policy: GradientPolicy) -> bool:
 
 
 def _dtype_of(buffer: FlatBuffer, policy: GradientPolicy) -> torch.dtype:
-    return comm_dtype(buffer.params[0], policy.communication_dtype or buffer.dtype)
+    found: torch.dtype = getattr(buffer.params[0], COMM_DTYPE, policy.communication_dtype or buffer.dtype)
+    return found
 
 
 def _no_grad(function: Callable[P, R]) -> Callable[P, R]:
@@ -186,6 +187,7 @@ class GradientBuffer:
         self.storage: GradientStorage = storage or DeviceGradientStorage(policy.accumulation_dtype)
         self.dtype = _dtype_of(buffer, policy)
         self.alone = buffer.replicas.axis.world_size == 1  # nothing is summed over processes
+        self.owners = buffer.replicas.owners(whole=policy.whole, shards=buffer.axis)  # of each element, in the world
         self._sum = _Sum(buffer, policy, self.comm_stream, sums, blocks, reduces)
         self.feedback = blocks if blocks is not None and blocks.has_feedback else None  # of sums in blocks
         self.hook: Hook | None = None  # of the user, for each reduced gradient

@@ -32,8 +32,6 @@ def mark_cuts(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         ConfigError: a mark that cannot be, or values that were shared with other parts of the model already.
     """
-    if mesh.shape.tensor == 1 or not mesh.is_given:
-        return
     tensor, faults = mesh.axis("tensor"), []
     placeless = []
     for name, param in model.named_parameters():
@@ -80,8 +78,6 @@ def warn_of_differences(model: nn.Module, mesh: Mesh) -> None:
     Raises:
         ConfigError: the parts of the model have other numbers of parameters, or parameters of other sizes.
     """
-    if mesh.shape.tensor == 1 or not mesh.is_given:
-        return
     axis, named = mesh.axis("tensor"), list(model.named_parameters())
     device = next((param.device for _, param in named), torch.device("cpu"))
     count = torch.tensor([len(named)], device=device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.zero.buffer import home_of, logical_shape
-from ds_hf.engine.zero.comm_dtype import comm_dtype
+from ds_hf.engine.zero.comm_dtype import COMM_DTYPE
 from ds_hf.engine.zero.leaf import find_choices, holder_of, is_container, is_leaf
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.engine.zero.replicas import Replicas
@@ -300,7 +300,7 @@ def plan_buffers(
     for param in params:
         own = policy.dtype or own_dtype(param)
         trains = group_of.get(id(param), FROZEN) != FROZEN
-        reduced = comm_dtype(param, policy.sent or own) if trains else None
+        reduced = getattr(param, COMM_DTYPE, policy.sent or own) if trains else None
         key = (replicas_of(param), "bytes" if is_packed(param) else own, reduced)
         found.setdefault(key, []).append(param)
     for (replicas, _, _), alike in found.items():

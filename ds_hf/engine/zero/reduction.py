@@ -289,7 +289,7 @@ class Reducer:
                 self._agree()
         self._end_backward()
         self.show()
-        if self.accumulation.at_boundary:
+        if self.watch.steps and self.accumulation.at_boundary:
             self.watch.begin(buffer.buffer.params[0] for buffer in self.buffers if not buffer.shown)
 
     def show(self) -> None:
@@ -354,7 +354,8 @@ class Reducer:
         """Drop all gradients."""
         self.held, self.backwards, self.asked = False, 0, False
         self.shown = self._gave_way = False
-        self.watch.end()
+        if self.watch.steps:
+            self.watch.end()
         for buffer in self.buffers:
             buffer.clear()
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hf.config.types.mesh import MeshShape
+from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.comm.block_collectives import BlockSums, Feedback, all_gather_blocks, spread_blocks
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.ops.blocks import BlockFormat

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ds_hf.config.types.mesh import AXES, MeshShape
+from ds_hf.config.types.root import AXES, MeshShape
 from ds_hf.engine.comm.collectives import all_reduce_sum
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.zero.cut import even_cut, set_cut

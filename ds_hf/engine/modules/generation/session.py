@@ -26,7 +26,7 @@ from ds_hf.engine.modules.generation.weights import WholeWeights
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.errors import DsHfError
 
-__all__ = ["Decoder", "Generation", "attach", "generation_of"]
+__all__ = ["Decoder", "Generation", "attach", "generation_for", "generation_of"]
 
 _MARK = "_ds_generation"
 _SYNCED_GPUS = 5  # position of the argument of transformers' generate, after self
@@ -241,11 +241,16 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def attach(engine: Any) -> None:
-    """Give ``engine`` its ``generating``, which ``generate`` of its model finds until the engine is destroyed."""
+    """Have ``generate`` of the model of ``engine`` find its ``generating``, until the engine is destroyed."""
+    _ = engine.generating  # made now
+
+
+def generation_for(engine: Any) -> Generation:
+    """What becomes ``engine.generating``, which its model finds from now on."""
     settings, plan = engine.settings, engine.plan
     section = settings.hybrid_engine if settings.hybrid_engine.enabled else HybridEngineSection()
     limited = section.enabled and settings.is_given("/hybrid_engine/max_out_tokens")
-    engine.generating = Generation(
+    generation = Generation(
         engine.module,
         WholeWeights(engine.units, engine.mesh.world, engine.device, whole=section.pin_parameters),
         engine.hooks,
@@ -256,7 +261,8 @@ def attach(engine: Any) -> None:
         section=section,
         longest=section.max_out_tokens if limited else None,
     )
-    engine.hooks.handles.append(_Marks(engine.module, engine.generating))
+    engine.hooks.handles.append(_Marks(engine.module, generation))
+    return generation
 
 
 def generation_of(model: nn.Module) -> Generation | None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from ds_hf.checkpoint.digest import digest_of
 from ds_hf.engine.checkpoint.live import extra_states, random_states, restore_random_states
 from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.optim.stepping import sync_weights
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.engine.zero.weight_sync import sync_weights
 from ds_hf.errors import DsHfError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_hf.config.mesh import given_claims, require_features
-from ds_hf.config.types.mesh import MeshShape
+from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.parallel.pipeline.topology import PipeDataParallelTopology, ProcessTopology, prime_factors
 from ds_hf.errors import ConfigError

@@ -389,10 +389,10 @@ def faults() -> None:
         train(engine, 1)
         expected = full_weights(alone.module)
         assert all(torch.equal(value, expected[name]) for name, value in full_weights(engine.module).items())
-        engine.parking.names.add("lp_params")
+        engine.parked.add("lp_params")
         with refused("reload_states"):
             engine.generate(tokens(1), max_new_tokens=3)
-        engine.parking.names.clear()
+        engine.parked.clear()
         copied = copy.deepcopy(engine.module) if stage < 3 else None  # a copy is no engine's
         engine.destroy()
         with refused("destroyed"):

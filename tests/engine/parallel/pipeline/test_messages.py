@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.config.types.mesh import MeshShape
+from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.parallel.pipeline.messages import Links
 from tests.helpers.distributed import run_distributed

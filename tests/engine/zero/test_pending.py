@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_hf import initialize
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.streams import CommStream
-from ds_hf.engine.zero.weight_sync import can_be_pending, mark_arrived, mark_pending
+from ds_hf.engine.zero.pending import can_be_pending, mark_arrived, mark_pending
 from tests.engine.zero.zoo import WIDTH, Stack
 from tests.helpers.distributed import run_distributed
 
