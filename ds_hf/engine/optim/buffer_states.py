@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hf.engine.ops.split_master import join, write_split
@@ -22,10 +22,8 @@ from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.segments import Segment
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping
 from ds_hf.engine.optim.store import StateStore
-from ds_hf.engine.zero.at_rest import LOST_WRITES, name_of
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
-from ds_hf.log import warn_once
 
 __all__ = ["BufferStates"]
 
@@ -43,8 +41,7 @@ class BufferStates:
         low_bits: dict[FlatBuffer, Tensor]
         segments: dict[GradientBuffer, list[Segment]]
         store: StateStore
-        _versions: dict[FlatBuffer, list[int]]
-        _steps_compared: int
+        versions: dict[FlatBuffer, list[int]]
         _apply: Stepping
         _gradients: dict[FlatBuffer, GradientBuffer]
 
@@ -112,7 +109,7 @@ class BufferStates:
     def values_changed(self, buffer: FlatBuffer, *, partly: bool = False) -> None:
         """The parameters were written from outside: the masters follow, or ``partly``: those that do not round to what
         their parameters are."""
-        self._versions.pop(buffer, None)
+        self.versions.pop(buffer, None)
         if buffer not in self.masters:
             return
         self.store.visit(buffer)
@@ -125,53 +122,6 @@ class BufferStates:
             for part, values in zip(torch.split(master, _AT_ONCE), torch.split(owned, _AT_ONCE), strict=True):
                 here = values.to(part.device)
                 torch.where(part.to(here.dtype) == here, part, here.to(part.dtype), out=part)
-
-    def _tell_lost_writes(self) -> None:
-        """Before an update: say what was written since the last one to parameters whose masters lie beside them, for
-        the update takes it back. Seen is what torch counts as written; in the first steps, where what a loop does in
-        every step (``p.data.clamp_()``) is seen, values are compared."""
-        compared = self._steps_compared < 3 and not self.store.splits
-        self._steps_compared += compared
-        for buffer, master in self.masters.items():
-            beside = buffer.dtype is not master.dtype or buffer.device != master.device
-            if not buffer.sharded and (buffer in self.low_bits or not beside):
-                continue
-            if not buffer.sharded and set(map(type, buffer.params)) != {nn.Parameter}:
-                continue  # they are on their way, of another class: they were not touched since
-            now = [param._version for param in buffer.params]
-            before = self._versions.get(buffer, now)
-            written = None
-            if now != before:
-                written = next(p for p, new, old in zip(buffer.params, now, before, strict=True) if new != old)
-            if written is None and compared and not buffer.sharded:
-                written = self._unlike_its_master(buffer)
-            self._versions[buffer] = now
-            if written is not None:
-                why = (
-                    "that is lost: at ZeRO stage 3 its values are not here between uses"
-                    if buffer.sharded
-                    else "the step takes that back: its values in "
-                    f"{buffer.dtype} follow the optimizer's in {master.dtype}"
-                )
-                warn_once(
-                    f"{name_of(written)} was written (said once, for the first of them), and {why}. Write inside `with "
-                    "deepspeed.zero.GatheredParameters(params, modifier_rank=0):`, on all processes, or call "
-                    "engine.load_module_state_dict(), and the optimizer's follow",
-                    about=LOST_WRITES,
-                    everywhere=now == before,  # which only the process that has the master sees
-                )
-
-    def _unlike_its_master(self, buffer: FlatBuffer) -> nn.Parameter | None:
-        """The first parameter here that is not what its master rounds to."""
-        self.store.visit(buffer, write=False)
-        owned = buffer.owned(whole=self.policy.whole, write=False)
-        rounded = self.masters[buffer].to(dtype=owned.dtype, device=owned.device)
-        unlike = (rounded != owned) & ~(rounded.isnan() & owned.isnan())
-        if not unlike.any():
-            return None
-        start = 0 if self.policy.whole else buffer.layout.shard_range(buffer.axis.rank)[0]
-        position = start + int(unlike.nonzero()[0])
-        return next((buffer.params[slot.index] for slot in buffer.layout.slots if position < slot.end), None)
 
     @torch.no_grad()
     def write_master(self, buffer: FlatBuffer, master: Tensor) -> None:

@@ -45,7 +45,7 @@ def regroup(
         DsHfError: what was done to the groups cannot be followed; nothing has changed then.
     """
     inner = optimizer.optimizer
-    groups, places = inner.param_groups, optimizer.listing.places(inner.param_groups)
+    groups, places = inner.param_groups, _places(optimizer.listed, inner.param_groups)
     model = {id(param): param for param in params}
     moved = _moved(optimizer, groups, model)
     masters = {id(p): p for gradient in optimizer.groups for p in gradient.buffer.params}
@@ -115,3 +115,10 @@ def _check_segments(
             "a list of parameters in optimizer.param_groups was replaced by one that holds the same, so nothing "
             f"changes. {_HOW}"
         )
+
+
+def _places(listed: Sequence[tuple[dict[str, Any], Any, Any]], groups: Sequence[dict[str, Any]]) -> list[int | None]:
+    """Where each of the groups is by now; one that was replaced where as many are there is where it was."""
+    now = {id(group): place for place, group in enumerate(groups)}
+    alike = len(groups) == len(listed)
+    return [now.get(id(group), place if alike else None) for place, (group, _, _) in enumerate(listed)]

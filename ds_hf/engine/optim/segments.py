@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import is_
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.layout import Fragment
 
-__all__ = ["Listing", "Segment", "cut_segments", "fragments_of", "part_segments", "take_over_state"]
+__all__ = ["Segment", "cut_segments", "fragments_of", "part_segments", "take_over_state"]
 
 
 @dataclass(eq=False)
@@ -157,23 +156,3 @@ def take_over_state(
                         piece = state[key].reshape(-1)[fragment.start : fragment.start + length]
                         value.view(-1)[start : start + length].copy_(piece)
                 optimizer.state[segment.param][key] = value
-
-
-class Listing:
-    """What the groups held when segments were given to them."""
-
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
-        self._held = [(group, group["params"], tuple(group["params"])) for group in groups]
-
-    def holds(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether they hold the same still."""
-        return len(groups) == len(self._held) and all(
-            group["params"] is given and len(given) == len(kept) and all(map(is_, given, kept))
-            for group, (_, given, kept) in zip(groups, self._held, strict=True)
-        )
-
-    def places(self, groups: Sequence[dict[str, Any]]) -> list[int | None]:
-        """Where each of the groups is by now; one that was replaced where as many are there is where it was."""
-        now = {id(group): place for place, group in enumerate(groups)}
-        alike = len(groups) == len(self._held)
-        return [now.get(id(group), place if alike else None) for place, (group, _, _) in enumerate(self._held)]

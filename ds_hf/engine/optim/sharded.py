@@ -28,7 +28,7 @@ from ds_hf.engine.optim.buffer_states import BufferStates
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.loss_scaler import LossScaler
 from ds_hf.engine.optim.outcome import NonFinite, Outcome, Unused, global_scale_and_skip, shared
-from ds_hf.engine.optim.segments import Listing, Segment, cut_segments, fragments_of, part_segments, take_over_state
+from ds_hf.engine.optim.segments import Segment, cut_segments, fragments_of, part_segments, take_over_state
 from ds_hf.engine.optim.stepping import OptimizerPolicy, Stepping, sync_weights
 from ds_hf.engine.optim.store import StateStore
 from ds_hf.engine.optim.streaming import Narrow, UnitUpdate, streamed_update
@@ -80,14 +80,14 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.axis, self.world = mesh.replicas, mesh.world
         self.shard_axis = next((buffer.axis for buffer in masters if buffer.axis == mesh.inner), self.axis)
         self.policy = policy
-        self._versions, self._steps_compared = {}, 0  # what is known of writes to parameters beside their masters
+        self.versions = {}  # of the parameters of a buffer before the last step, where their masters lie beside them
         self.masters = masters
         self.low_bits = {} if low_bits is None else low_bits
         self.store = store
         self.nonfinite = nonfinite
         self.before_overflow: Callable[[], None] = lambda: None  # called before it is read
-        self.before_step: Callable[[], None] = lambda: None  # called where no call of the model came before a step
-        self.on_edit: Callable[[], None] = lambda: None  # called where a script has edited the groups
+        self.before_step: Callable[[], None] = lambda: None  # called before each: what scripts have done is seen
+        self.on_edit: Callable[[], None] = lambda: None  # called where a script has added a group
         self.brought: set[tuple[int, str]] = set()  # options of a group that a checkpoint added, until the next load
         self.segments = _segments(groups, masters, self.low_bits, policy)
         take_over_state(inner, self.segments, whole=policy.whole)
@@ -263,16 +263,11 @@ class ShardedOptimizer(BufferStates, Optimizer):
             self.groups[gradient][:] = indices
         self._connect()
 
-    def follow_edits(self) -> None:
-        """See whether a script has edited the groups since."""
-        if not self.listing.holds(self.optimizer.param_groups):
-            self.on_edit()
-
     def _connect(self) -> None:
         """Let everything that knows segments know those that there are now."""
         inner, whole = self.optimizer, self.policy.whole
         _give_segments(inner, self.segments)
-        self.listing = Listing(inner.param_groups)
+        self.listed = [(group, group["params"], tuple(group["params"])) for group in inner.param_groups]
         split = self.store.bind(inner, self.segments)
         for buffer in split:
             self._split_master(buffer)
@@ -313,12 +308,9 @@ class ShardedOptimizer(BufferStates, Optimizer):
         """Norm, clip and unscale, then update shard after shard; skipped when a gradient overflowed."""
         if closure is not None:
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
-        if not self.reducer.asked:
-            self.before_step()
-        self.follow_edits()
         if self.reducer.watch.steps:
             self.reducer.watch.end()
-        self._tell_lost_writes()
+        self.before_step()
         self.reducer.finish()
         self._choose_active()
         in_memory = {} if self.store.splits else self.optimizer.state

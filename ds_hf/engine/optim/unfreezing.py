@@ -6,17 +6,20 @@ states begin there. What is frozen again stays where it is, and its segments are
 (``ShardedOptimizer.step``). All ranks run the same script, so they find the same at the same place.
 
 What a script puts into another parameter group goes there at the next call of the model, or step (``regrouping``).
-Modules that it puts into the model have parameters that no engine knows: those are told.
+Modules that it puts into the model have parameters that no engine knows: those are told, and so is what it writes to
+parameters where the step takes that back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 
 from torch import Tensor, nn
 
 from ds_hf.engine.optim.regrouping import regroup
 from ds_hf.engine.optim.sharded import ShardedOptimizer
+from ds_hf.engine.zero.at_rest import LOST_WRITES, name_of
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of, logical_shape
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.packed import is_packed
@@ -66,8 +69,8 @@ class Unfreezing:
         self._strays: dict[Tensor, None] = {}  # that have gradients and belong to no group
         self._new: dict[str, nn.Parameter] = {}  # that were put into the model since, and that nothing was said of yet
         if optimizer is not None:
-            hooks.on_call, hooks.on_stray, optimizer.before_step = self.look, self._note_stray, self.look
-            optimizer.on_edit = self.regroup
+            hooks.on_call, hooks.on_stray, optimizer.before_step = self.look, self._note_stray, self._before_step
+            optimizer.on_edit, self._writes = self.regroup, _LostWrites(optimizer)
 
     def look(self) -> None:
         """The model is about to be called: see what trains. Collective where something has been unfrozen.
@@ -78,7 +81,7 @@ class Unfreezing:
         if not self._reducer.asked:
             self.tidy()
         if self._optimizer is not None:
-            self._optimizer.follow_edits()
+            self._follow_edits(self._optimizer)
         if self._hooks.grown or self._new:
             self._tell_of_new()
         flags = [param.requires_grad for param in self._params]
@@ -89,6 +92,24 @@ class Unfreezing:
             self._hooks.watch_gradients()
             self._flags = flags
         self._reducer.ask(changed=changed)
+
+    def _before_step(self) -> None:
+        """See what scripts have done since the model was called, or since the last step where it was not."""
+        assert self._optimizer is not None
+        if self._reducer.asked:
+            self._follow_edits(self._optimizer)
+        else:
+            self.look()
+        self._writes.tell()
+
+    def _follow_edits(self, optimizer: ShardedOptimizer) -> None:
+        """Groups hold what they held, or a script has edited them."""
+        groups, listed = optimizer.optimizer.param_groups, optimizer.listed
+        if len(groups) != len(listed) or not all(
+            group["params"] is given and len(given) == len(kept) and all(map(is_, given, kept))
+            for group, (_, given, kept) in zip(groups, listed, strict=True)
+        ):
+            self.regroup()
 
     def regroup(self) -> None:
         """A script has edited the parameter groups.
@@ -229,3 +250,58 @@ class Unfreezing:
 
     def _name(self, param: Tensor) -> str:
         return self._names.get(id(param), f"a parameter of shape {tuple(logical_shape(param))}")
+
+
+class _LostWrites:
+    """Tells of what is written to parameters whose masters lie beside them, for the update takes it back."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer, self._steps = optimizer, 3  # in which values are compared
+
+    def tell(self) -> None:
+        """Before an update: say what was written since the last one. Seen is what torch counts as written; in the first
+        steps, where what a loop does in every step (``p.data.clamp_()``) is seen, values are compared."""
+        optimizer = self._optimizer
+        compared = self._steps > 0 and not optimizer.store.splits
+        self._steps -= compared
+        for buffer, master in optimizer.masters.items():
+            beside = buffer.dtype is not master.dtype or buffer.device != master.device
+            if not buffer.sharded and (buffer in optimizer.low_bits or not beside):
+                continue
+            if not buffer.sharded and set(map(type, buffer.params)) != {nn.Parameter}:
+                continue  # they are on their way, of another class: they were not touched since
+            now = [param._version for param in buffer.params]
+            before = optimizer.versions.get(buffer, now)
+            written = None
+            if now != before:
+                written = next(p for p, new, old in zip(buffer.params, now, before, strict=True) if new != old)
+            if written is None and compared and not buffer.sharded:
+                written = self._unlike_its_master(buffer)
+            optimizer.versions[buffer] = now
+            if written is not None:
+                why = (
+                    "that is lost: at ZeRO stage 3 its values are not here between uses"
+                    if buffer.sharded
+                    else "the step takes that back: its values in "
+                    f"{buffer.dtype} follow the optimizer's in {master.dtype}"
+                )
+                warn_once(
+                    f"{name_of(written)} was written (said once, for the first of them), and {why}. Write inside `with "
+                    "deepspeed.zero.GatheredParameters(params, modifier_rank=0):`, on all processes, or call "
+                    "engine.load_module_state_dict(), and the optimizer's follow",
+                    about=LOST_WRITES,
+                    everywhere=now == before,  # which only the process that has the master sees
+                )
+
+    def _unlike_its_master(self, buffer: FlatBuffer) -> nn.Parameter | None:
+        """The first parameter here that is not what its master rounds to."""
+        optimizer = self._optimizer
+        optimizer.store.visit(buffer, write=False)
+        owned = buffer.owned(whole=optimizer.policy.whole, write=False)
+        rounded = optimizer.masters[buffer].to(dtype=owned.dtype, device=owned.device)
+        unlike = (rounded != owned) & ~(rounded.isnan() & owned.isnan())
+        if not unlike.any():
+            return None
+        start = 0 if optimizer.policy.whole else buffer.layout.shard_range(buffer.axis.rank)[0]
+        position = start + int(unlike.nonzero()[0])
+        return next((buffer.params[slot.index] for slot in buffer.layout.slots if position < slot.end), None)
