@@ -29,8 +29,9 @@ from ds_hf.engine.modules.generation import Generation, generation_for
 from ds_hf.engine.optim.outcome import LastStep
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.parts import EngineParts
+from ds_hf.engine.zero.at_rest import explain_empty
 from ds_hf.errors import DsHfError, LossError, NonFiniteError
-from ds_hf.log import logger
+from ds_hf.log import logger, warn_once
 
 __all__ = ["CoreEngine"]
 
@@ -173,8 +174,13 @@ class CoreEngine(nn.Module):
             loss.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             self._release_units()
             return loss
-        with self.hooks.driving():
-            self._scaled(loss).backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+        try:
+            with self.hooks.driving():
+                self._scaled(loss).backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if self.hooks.shards:
+                explain_empty(error)
+            raise
         for listen in self.events.on_loss:
             listen(loss, 1.0)
         return loss
@@ -331,8 +337,14 @@ class CoreEngine(nn.Module):
         """Clear what parameters hold in ``.grad``, what backwards inside ``no_sync`` left for this rank alone, and
         where one backward makes a step, the gradient that it gave.
 
-        Sums over several micro-batches stay: ``step`` clears them, or ``engine.optimizer.zero_grad()``.
+        Sums over several micro-batches stay, which is told: ``step`` clears them, or ``engine.optimizer.zero_grad()``.
         """
+        if self.reducer.accumulates and not self.reducer.held:
+            warn_once(
+                "engine.zero_grad() within an accumulation keeps the gradients of the micro-batches before it (said "
+                "once): the step is made of all. Leave it out, or call engine.optimizer.zero_grad() to drop them",
+                about="gradients of an accumulation",
+            )
         self.reducer.take_back()
         for param in self.module.parameters():
             param.grad = None

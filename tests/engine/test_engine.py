@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from ds_hf import Engine, initialize
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.log import forget_said, logger
 from tests.engine.zero.zoo import WIDTH, Layer, Stack, mean_square
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 from tests.helpers.parity import base_config, full_weights, sgd, weight_error
 
 STAGES = (0, 1, 2, 3)
@@ -126,12 +128,24 @@ def evaluation(stage: int) -> None:
 
 
 def cleared(stage: int) -> None:
-    """``optimizer.zero_grad()`` drops an accumulation; ``engine.zero_grad()`` and ``model.zero_grad()`` do not."""
+    """``optimizer.zero_grad()`` drops an accumulation; ``engine.zero_grad()`` and ``model.zero_grad()`` do not. Each is
+    told, and neither where a loop calls it after the step, or has one micro-batch in each."""
     engine = make(stage, gradient_accumulation_steps=2)
+    assert engine.optimizer is not None
+    for clear, what in ((engine.optimizer.zero_grad, "has dropped"), (engine.zero_grad, "keeps")):
+        forget_said()
+        logger.addHandler(lines := Lines())
+        clear()
+        engine.backward(mean_square(engine(batch(60))) * 0)
+        assert not lines.texts, lines.texts
+        clear()
+        logger.removeHandler(lines)
+        told = [text for text in lines.texts if f"zero_grad() within an accumulation {what} the gradients" in text]
+        assert len(told) == (dist.get_rank() == 0), lines.texts
+        engine.optimizer.zero_grad()
     engine.set_gradient_accumulation_boundary(False)
     engine.backward(mean_square(engine(batch(60))), scale_wrt_gas=False)
     engine.step()
-    assert engine.optimizer is not None
     engine.optimizer.zero_grad()
     engine.set_gradient_accumulation_boundary(True)
     for index in range(3):

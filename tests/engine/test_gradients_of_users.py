@@ -340,6 +340,33 @@ def test_clipped_by_torch(world: int) -> None:
     run_distributed(clipped_by_torch, world, timeout=60)
 
 
+def clipped_late() -> None:
+    """Also where it begins long after the first steps, of all parameters or of some: at one of the steps at
+    which one parameter is looked at."""
+    for stage, some in ((1, False), (3, True)):
+        forget_said()
+        logger.addHandler(lines := Lines())
+        model = two_layers()
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+        engine = initialize(model=model, config=base_config(stage, optimizer=SGD, zero_optimization=zero))[0]
+        engine.reducer.watch.EVERY = 2
+        for index in range(13):
+            engine.backward(engine(batch(index, dist.get_rank())).square().mean())
+            if index > 4:
+                torch.nn.utils.clip_grad_norm_(list(model.parameters())[-2:] if some else model.parameters(), 0.1)
+            engine.step()
+            assert index > 4 or not lines.texts, lines.texts
+            assert all(type(param).__name__ in ("Parameter", "Released") for param in model.parameters())
+        logger.removeHandler(lines)
+        told = sum("clip_grad_norm_() changes nothing" in text for text in lines.texts)
+        assert told == (dist.get_rank() == 0), (stage, lines.texts)
+        engine.destroy()
+
+
+def test_clipped_late() -> None:
+    run_distributed(clipped_late, 2, timeout=30)
+
+
 def looked_for() -> None:
     """By a script's own hand; a copy made meanwhile is an ordinary one, and after the step parameters are as before."""
     for stage in (1, 3):

@@ -247,7 +247,7 @@ def _clear(engine: Checkpointable) -> None:
     for param in engine.module.parameters():
         param.grad = None
     if engine.optimizer is not None:
-        engine.optimizer.zero_grad()
+        engine.optimizer.reducer.clear()
     for unit in engine.units:
         unit.open_calls.clear()
         unit.release()

@@ -7,20 +7,23 @@ parameters. Asking for anything but values (``requires_grad``, ``grad``, hooks) 
 Parameters of a class that a library made keep it; they show their emptiness only by their shape.
 
 Between backward and the step the gradients of sharded plans are not in ``.grad``, and torch's clipping of nothing is
-silent. In the first steps one parameter of each buffer is of a class that tells who asks for it (``GradientWatch``).
+silent. One parameter of a buffer is of a class that tells who asks for it then (``GradientWatch``).
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
+from itertools import chain, islice
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ds_hf.errors import DsHfError
 from ds_hf.log import warn_once
@@ -33,6 +36,8 @@ __all__ = [
     "GradientWatch",
     "ParamStatus",
     "Released",
+    "check_graph",
+    "explain_empty",
     "is_ordinary",
     "name_of",
     "tensors_of",
@@ -147,6 +152,37 @@ def _tell_read(param: Tensor, what: str) -> None:
         "here between uses. Read inside `with deepspeed.zero.GatheredParameters(params):`, on all processes",
         about="reads of parameters at rest",
     )
+
+
+_EMPTY_OPERAND = re.compile(r"\[0\] but expected|compatible with \[0\]|tensor [ab] \(0\)")  # in texts of torch
+_PENALTY = (
+    "between calls of the model, so a penalty on weights is made of nothing there. Compute it inside `with "
+    "deepspeed.zero.GatheredParameters(list(model.parameters())):`, before the model is called, or with backward() in "
+    "the block too"
+)
+
+
+def check_graph(param: Tensor) -> None:
+    """A parameter that is here now was in no graph that began when it was at rest.
+
+    Raises:
+        DsHfError: it was.
+    """
+    known = getattr(get_gradient_edge(param).node, "_input_metadata", ())
+    if known and tuple(known[0].shape) != tuple(param.shape):
+        raise DsHfError(
+            f"{name_of(param)} was in a computation with gradients: at ZeRO stage 3 its values are not here {_PENALTY}"
+        )
+
+
+def explain_empty(error: RuntimeError) -> None:
+    """Of backward.
+
+    Raises:
+        DsHfError: it looks as if it came of parameters at rest.
+    """
+    if _EMPTY_OPERAND.search(str(error)):
+        raise DsHfError(f"{error}. Parameters of ZeRO stage 3 have no values {_PENALTY}") from error
 
 
 def _check_reader(param: Tensor, reader: FrameType) -> None:
@@ -340,28 +376,39 @@ _WATCHING: dict[type[nn.Parameter], type[nn.Parameter]] = {nn.Parameter: _Watche
 
 
 class GradientWatch:
-    """In the first steps, tells who reads the ``.grad`` of the first parameter of a buffer.
+    """Tells who reads the ``.grad`` of a parameter: in the first steps of the first of each buffer, then of all in
+    turns, one every ``EVERY`` steps.
 
     Attributes:
-        steps: in so many more; then there is nothing to begin or end.
+        pause: for so many steps there is nothing to begin.
+        watched: the parameters, while there is something to end.
     """
 
-    def __init__(self) -> None:
-        self.steps = 3
-        self._watched: list[nn.Parameter] = []
+    EVERY = 16
 
-    def begin(self, firsts: Iterable[nn.Parameter]) -> None:
-        """Gradients are complete, and elsewhere; ``firsts`` are the first parameters of their buffers."""
-        for param in firsts:
+    def __init__(self) -> None:
+        self.pause = 0
+        self.watched: list[nn.Parameter] = []
+        self._steps, self._turn = 3, 0
+
+    def begin(self, buffers: Iterable[Sequence[nn.Parameter]]) -> None:
+        """Gradients are complete, and elsewhere, of the parameters of ``buffers``."""
+        if self._steps:
+            chosen = [params[0] for params in buffers]
+            self._steps -= 1
+        else:
+            chosen = list(islice(chain.from_iterable(buffers), self._turn, self._turn + 1))
+            self._turn = self._turn + 1 if chosen else 0
+        self.pause = 0 if self._steps else self.EVERY - 1
+        for param in chosen:
             if type(param) in _WATCHING:
                 param.__class__ = _WATCHING[type(param)]
-                self._watched.append(param)
+                self.watched.append(param)
 
     def end(self) -> None:
         """Before the step, or when gradients are dropped; parameters are of the classes that they were of."""
-        self.steps -= bool(self._watched)
-        for param in self._watched:
+        for param in self.watched:
             for ordinary, watching in _WATCHING.items():
                 if type(param) is watching:
                     param.__class__ = ordinary
-        self._watched.clear()
+        self.watched.clear()

@@ -35,6 +35,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from ds_hf.engine.events import Events
+from ds_hf.engine.zero.at_rest import check_graph
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.external import ExternalParameters, external_parameters, unwatch, watch
 from ds_hf.engine.zero.gradients import GradientBuffer
@@ -163,6 +164,9 @@ class UnitHooks:
         self._in_graphs: list[FlatBuffer] = []  # buffers that graphs of gradients use
         self._graphs_are_over = False  # an ordinary backward has come since
         self._makes_graph = False  # the present backward is none
+        self._graphs_to_check = (
+            4 if shards else 0
+        )  # calls of the model in which early uses of parameters are looked for
         self.driven = False  # Engine.backward runs: it flushes by itself
         self.needs_scale = needs_scale
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
@@ -472,8 +476,13 @@ class UnitHooks:
         recomputing = in_backward()
         begins = not (recomputing or self.units[0].depth) and torch.is_grad_enabled()
         if begins and (not unit.name or not self.reducer.asked):  # once a step for who calls the model's parts
+            self._graphs_to_check -= bool(self._graphs_to_check)
             self.on_call()
         unit.gather()
+        if self._graphs_to_check and unit.sharded and not recomputing and torch.is_grad_enabled():
+            for buffer in unit.buffers:
+                if buffer.sharded and (param := buffer.params[0]).requires_grad:
+                    check_graph(param)
         if not recomputing:
             unit.depth += 1
             if unit.depth > 1:

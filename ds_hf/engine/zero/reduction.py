@@ -202,6 +202,11 @@ class Reducer:
             _by_hand.discard(self)
 
     @property
+    def accumulates(self) -> bool:
+        """There are gradients of some micro-batches of a step that takes several."""
+        return self.backwards > 0 and self.accumulation.keeps_sums
+
+    @property
     def has_new(self) -> bool:
         """The present backward gave trained parameters gradients."""
         return bool(self._now.collected) or any(buffer.ready for buffer in self.buffers)
@@ -289,8 +294,10 @@ class Reducer:
                 self._agree()
         self._end_backward()
         self.show()
-        if self.watch.steps and self.accumulation.at_boundary:
-            self.watch.begin(buffer.buffer.params[0] for buffer in self.buffers if not buffer.shown)
+        if self.accumulation.at_boundary:
+            self.watch.pause -= 1
+            if self.watch.pause < 0:
+                self.watch.begin(buffer.buffer.params for buffer in self.buffers if not buffer.shown)
 
     def show(self) -> None:
         """Let users see the gradients in ``.grad``, where every rank has the whole of them."""
@@ -354,7 +361,7 @@ class Reducer:
         """Drop all gradients."""
         self.held, self.backwards, self.asked = False, 0, False
         self.shown = self._gave_way = False
-        if self.watch.steps:
+        if self.watch.watched:
             self.watch.end()
         for buffer in self.buffers:
             buffer.clear()

@@ -26,7 +26,7 @@ from ds_hf.log import forget_said
 from tests.engine.zero.zoo import WIDTH, Stack, mean_square
 from tests.helpers.distributed import run_distributed
 from tests.helpers.logs import Lines
-from tests.helpers.parity import base_config, full_weights
+from tests.helpers.parity import base_config, full_weights, weight_error
 
 SGD = {"type": "SGD", "params": {"lr": 0.05}}
 
@@ -323,3 +323,58 @@ def test_writes_that_a_step_takes_back_are_told_and_gathered_ones_kept() -> None
     # What torch counts is told by the first process, other values by those that have their masters.
     assert set(first + second) == {""}
     assert 7 <= len(first + second) <= 9
+
+
+# -- penalties on weights ----------------------------------------------------------------------------------------------
+
+
+def penalty(model: nn.Module, *, function: bool = False) -> Any:
+    norm: Any = torch.linalg.vector_norm if function else torch.Tensor.norm
+    return 1e-2 * sum(norm(param) for param in model.parameters())
+
+
+def penalised(engine: Any, data: torch.Tensor, way: str, *, function: bool) -> None:
+    params = list(engine.module.parameters())
+    if way == "gathered":
+        with GatheredParameters(params):
+            extra = penalty(engine.module, function=function)
+        engine.backward(mean_square(engine(data)) + extra)
+    elif way == "gathered with backward":
+        loss = mean_square(engine(data))
+        with GatheredParameters(params):
+            engine.backward(loss + penalty(engine.module, function=function))
+    elif way == "after":
+        loss = mean_square(engine(data))
+        engine.backward(loss + penalty(engine.module, function=function))
+    else:
+        extra = penalty(engine.module, function=function)
+        loss = mean_square(engine(data)) + extra
+        loss.backward() if way == "before, own" else engine.backward(loss)
+    engine.step()
+
+
+def penalties() -> None:
+    """As the message says, they are those of plain torch; elsewhere there is the message."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    for way in ("gathered", "gathered with backward", "before", "before, own", "after"):
+        for function in (False, True):
+            torch.manual_seed(2)
+            model = Stack()
+            plain = copy.deepcopy(model)
+            engine = initialize(model=model, config=base_config(3, optimizer=SGD, zero_optimization=zero))[0]
+            data = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+            mine = data[dist.get_rank()]
+            if way.startswith("gathered"):
+                optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+                (sum(mean_square(plain(each)) for each in data) / 2 + penalty(plain)).backward()
+                optimizer.step()
+                penalised(engine, mine, way, function=function)
+                assert weight_error(engine.module, plain) < 1e-5, way
+            else:
+                with pytest.raises(DsHfError, match=r"GatheredParameters\(list\(model\.parameters\(\)\)\):`, before"):
+                    penalised(engine, mine, way, function=function)
+            engine.destroy()
+
+
+def test_penalties_on_weights() -> None:
+    run_distributed(penalties, 2, timeout=30)

@@ -246,7 +246,7 @@ class _Work:
                 losses.append(fed.loss.detach().float() * fed.share / count)
                 if not fed.evaluated:  # its graph has to be used up: units wait for their backward
                     engine.backward(fed.loss, **fed.backward)
-                    self.optimizer.zero_grad()
+                    self.optimizer.reducer.clear()
         torch.set_rng_state(states)
         engine.train()
         return self._mean(losses)

@@ -165,7 +165,7 @@ class _Script:
         self.calls.append(_Call(args, kwargs, factor, further, share))
         engine.backward(loss, **further)  # units wait for it
         assert engine.optimizer is not None
-        engine.optimizer.zero_grad()
+        engine.optimizer.reducer.clear()
         self._tell({"phase": "record", "step": len(self.calls), "of": self.options.batches * self.steps})
 
     def _can_replay(self) -> bool:
