@@ -146,7 +146,14 @@ class ShardedOptimizer(BufferStates, Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all accumulated gradients."""
+        """Drop all accumulated gradients, as in torch; within an accumulation that is told."""
+        if self.reducer.accumulates:
+            warn_once(
+                "optimizer.zero_grad() within an accumulation has dropped the gradients of the micro-batches before it "
+                "(said once), as in torch: the step is made of those that follow, divided by all. Leave it out: the "
+                "engine clears gradients after each step by itself",
+                about="gradients of an accumulation",
+            )
         self.reducer.clear()
 
     def train(self) -> None:
@@ -308,7 +315,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
         """Norm, clip and unscale, then update shard after shard; skipped when a gradient overflowed."""
         if closure is not None:
             raise ValueError("closures are not supported: gradients are reduced during backward, not in step()")
-        if self.reducer.watch.steps:
+        if self.reducer.watch.watched:
             self.reducer.watch.end()
         self.before_step()
         self.reducer.finish()

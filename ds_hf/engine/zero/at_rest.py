@@ -377,10 +377,10 @@ _WATCHING: dict[type[nn.Parameter], type[nn.Parameter]] = {nn.Parameter: _Watche
 
 class GradientWatch:
     """Tells who reads the ``.grad`` of a parameter: in the first steps of the first of each buffer, then of all in
-    turns, one every ``EVERY`` steps.
+    turns, one every ``EVERY`` backwards.
 
     Attributes:
-        pause: for so many steps there is nothing to begin.
+        pause: for so many backwards there is nothing to begin.
         watched: the parameters, while there is something to end.
     """
 

@@ -294,10 +294,9 @@ class Reducer:
                 self._agree()
         self._end_backward()
         self.show()
-        if self.accumulation.at_boundary:
-            self.watch.pause -= 1
-            if self.watch.pause < 0:
-                self.watch.begin(buffer.buffer.params for buffer in self.buffers if not buffer.shown)
+        self.watch.pause -= 1
+        if self.watch.pause < 0 and self.accumulation.at_boundary:
+            self.watch.begin(buffer.buffer.params for buffer in self.buffers if not buffer.shown)
 
     def show(self) -> None:
         """Let users see the gradients in ``.grad``, where every rank has the whole of them."""
