@@ -63,6 +63,11 @@ FEATURES = (
         "parallel.tensor.same_batch:attach",
     ),
     Feature(
+        "settings compared over processes",
+        lambda e: e.optimizer is not None and e.mesh.world.world_size > 1,
+        "parallel.drift:attach",
+    ),
+    Feature(
         "activations in host memory",
         lambda e: e.settings.activation_checkpointing.cpu_checkpointing or e.settings.ds_hf.offload_activations,
         "modules.activations:attach",

@@ -48,6 +48,7 @@ def wrap_loss(module: ModuleType) -> None:
         "get_batch_samples": _count_step,
         "_get_num_items_in_batch": _count_batch,
         "compute_loss": _compute_loss,
+        "prediction_step": _prediction_step,
     }
     for name, hook in hooks.items():
         wrap(module, f"Trainer.{name}", hook)
@@ -240,6 +241,41 @@ def _count_batch(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> 
     if trainer.args.average_tokens_across_devices:  # then the loss will be multiplied
         items = items * (trainer.accelerator.num_processes // (sizes.tp_size or 1))
     return items
+
+
+def _prediction_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """accelerate fills the last batches of an evaluation up with the first samples, and cuts the answers for those off
+    again; in the loss of a batch, which is a mean, they are counted. So they are left out where sequences are divided,
+    or lose their labels where other answers are gathered, and the loss is that of one process."""
+    given = dict(zip(("model", "inputs", "prediction_loss_only", "ignore_keys"), args, strict=False)) | kwargs
+    engine = engine_of(trainer)
+    if engine is not None and engine.mesh.shape.sequence > 1:
+        given["inputs"] = _without_repeated(trainer, given["inputs"], cuts=bool(given["prediction_loss_only"]))
+    return wrapped(**given)
+
+
+def _without_repeated(trainer: Any, inputs: Any, *, cuts: bool) -> Any:
+    """``inputs`` without the samples that fill the last batch up, or their labels, unless it has no others."""
+    state = trainer.accelerator.gradient_state
+    loader = state.active_dataloader
+    names = [name for name in trainer.label_names if isinstance(inputs.get(name), Tensor) and inputs[name].ndim]
+    if not (names and state.end_of_dataloader and state.remainder > 0 and hasattr(loader, "total_batch_size")):
+        return inputs
+    size = inputs[names[0]].shape[0]
+    parts = max(loader.total_batch_size // size, 1)
+    place = trainer.accelerator.process_index * parts // trainer.accelerator.num_processes
+    own = state.remainder - place * size
+    if not 0 < own < size:
+        return inputs
+    inputs = dict(inputs)
+    if cuts:
+        rows = {name for name, value in inputs.items() if isinstance(value, Tensor) and value.shape[:1] == (size,)}
+        return {name: value[:own] if name in rows else value for name, value in inputs.items()}
+    for name in names:
+        if not inputs[name].is_floating_point():
+            inputs[name] = inputs[name].clone()
+            inputs[name][own:] = _IGNORED
+    return inputs
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------

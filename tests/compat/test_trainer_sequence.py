@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo processe
 SEQUENCE = 2
 
 
-DATA: dict[str, Any] = {"train_dataset": Sentences(64, seed=1), "eval_dataset": Sentences(16, seed=2)}
+DATA: dict[str, Any] = {"train_dataset": Sentences(64, seed=1), "eval_dataset": Sentences(17, seed=2)}
 EVALUATING: dict[str, Any] = {
     "eval_strategy": "steps",
     "per_device_eval_batch_size": 2,

@@ -35,7 +35,7 @@ from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import warn_once
 from ds_hf.printable import printable
 
-__all__ = ["Building", "building"]
+__all__ = ["Building", "building", "difference", "open_store"]
 
 GRACE_S = 5.0  # a process that could raise by itself has done so by then
 _MISSING = "nothing"
@@ -86,10 +86,10 @@ class Building:
         elif self._answer(f"{name}/{ranks[0]}") != digest.encode():
             first, unsure = json.loads(zlib.decompress(self.store.get(f"{name}/{ranks[0]}/text")))
             if first != dict(mine):
-                raise ConfigError(f"{_difference(first, mine, ranks[0], self.rank)}. {_SAME}", self.what)
-            difference = _difference(unsure, doubtful or {}, ranks[0], self.rank)
+                raise ConfigError(f"{difference(first, mine, ranks[0], self.rank)}. {_SAME}", self.what)
+            odd = difference(unsure, doubtful or {}, ranks[0], self.rank)
             warn_once(
-                f"{self.what}: {difference}. If that is no number of one process, the result is wrong: {_SAME}",
+                f"{self.what}: {odd}. If that is no number of one process, the result is wrong: {_SAME}",
                 everywhere=True,
             )
         self.meet(name)
@@ -176,12 +176,19 @@ def _text(told: Mapping[str, Any]) -> str:
     return f"rank {told['rank']} failed in {told['what']}, so no process goes on: {told['text']}"
 
 
-def _difference(first: Mapping[str, str], mine: Mapping[str, str], one: int, other: int) -> str:
+def difference(first: Mapping[str, str], mine: Mapping[str, str], one: int, other: int) -> str:
+    """What rank ``one`` and this one, ``other``, do not have in common, for a sentence."""
     names = [*first, *(name for name in mine if name not in first)]
     odd = [name for name in names if first.get(name, _MISSING) != mine.get(name, _MISSING)]
     name = odd[0]
     more = f"; {len(odd) - 1} more differ: {', '.join(odd[1:5])}{', ...' if len(odd) > 5 else ''}" if odd[1:] else ""
     return f"{name} is {first.get(name, _MISSING)} on rank {one} and {mine.get(name, _MISSING)} on rank {other}{more}"
+
+
+def open_store() -> Any:
+    """A place in the store for what is being built, and alone for that; ``None`` where there is none."""
+    made = _open.get()
+    return None if made is None or made.store is None else PrefixStore("later", made.store)
 
 
 def _store(ranks: tuple[int, ...]) -> Any:

@@ -68,6 +68,10 @@ class Unfreezing:
         self._told: list[bool] | None = []  # when what no group has was told
         self._strays: dict[Tensor, None] = {}  # that have gradients and belong to no group
         self._new: dict[str, nn.Parameter] = {}  # that were put into the model since, and that nothing was said of yet
+        self.compare_settings: Callable[[], int] = lambda: (
+            1 << 60
+        )  # with other processes'; says before which step again
+        self._steps_until = 1
         if optimizer is not None:
             hooks.on_call, hooks.on_stray, optimizer.before_step = self.look, self._note_stray, self._before_step
             optimizer.on_edit, self._writes = self.regroup, _LostWrites(optimizer)
@@ -101,6 +105,9 @@ class Unfreezing:
         else:
             self.look()
         self._writes.tell()
+        self._steps_until -= 1
+        if not self._steps_until:
+            self._steps_until = self.compare_settings()
 
     def _follow_edits(self, optimizer: ShardedOptimizer) -> None:
         """Groups hold what they held, or a script has edited them."""

@@ -26,6 +26,7 @@ __all__ = [
     "describe_scheduler",
     "describe_settings",
     "describe_users_modules",
+    "plain_texts",
 ]
 
 # Keys of the file that may have a value of their own on each process, and fields that are no keys.
@@ -68,7 +69,7 @@ def describe_scheduler(scheduler: Any) -> dict[str, str]:
     for number, function in enumerate(getattr(scheduler, "lr_lambdas", ())):
         with contextlib.suppress(Exception):  # one that counts its calls, or knows no such step
             found[f"lr_scheduler.lr_lambdas[{number}]"] = str([float(function(step)) for step in _STEPS])
-    return found | {f"lr_scheduler.{name}": value for name, value in _plain(getattr(scheduler, "__dict__", {}))}
+    return found | {f"lr_scheduler.{name}": value for name, value in plain_texts(getattr(scheduler, "__dict__", {}))}
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -91,17 +92,17 @@ def _of_optimizer(optimizer: Any) -> Iterator[tuple[str, str]]:
         return
     yield "optimizer", _name(optimizer)
     if isinstance(optimizer, Optimizer):
-        yield from ((f"optimizer.defaults.{name}", value) for name, value in _plain(optimizer.defaults))
+        yield from ((f"optimizer.defaults.{name}", value) for name, value in plain_texts(optimizer.defaults))
         yield from _of_groups(optimizer.param_groups, "optimizer")
 
 
 def _of_groups(groups: Any, prefix: str) -> Iterator[tuple[str, str]]:
     yield f"{prefix}.groups", str(len(groups))
     for number, group in enumerate(groups):
-        yield from ((f"{prefix}.groups[{number}].{name}", value) for name, value in _plain(group))
+        yield from ((f"{prefix}.groups[{number}].{name}", value) for name, value in plain_texts(group))
 
 
-def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def plain_texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Numbers, texts and lists of them; parameters and what else an object keeps are no settings."""
     for name, value in values.items():
         if isinstance(value, dict | list | tuple) and len(value) > _MOST:  # a vocabulary, data
@@ -109,7 +110,7 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
             yield name, repr(value.item())
         elif isinstance(value, dict):
-            yield from ((f"{name}[{key!r}]", text) for key, text in _plain({str(k): v for k, v in value.items()}))
+            yield from ((f"{name}[{key!r}]", text) for key, text in plain_texts({str(k): v for k, v in value.items()}))
         elif isinstance(value, _PLAIN) or (
             isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value)
         ):
@@ -149,7 +150,7 @@ def describe_arguments(label: str, spec: Any) -> dict[str, str]:
     """Of a layer that is still to be built (``LayerSpec``): numbers, texts and configurations among its arguments."""
     given = {str(number): value for number, value in enumerate(getattr(spec, "module_args", ()))}
     given |= getattr(spec, "module_kwargs", {})
-    found = {f"{label}: argument {name}": text for name, text in _plain(given) if not _OF_A_PROCESS.search(name)}
+    found = {f"{label}: argument {name}": text for name, text in plain_texts(given) if not _OF_A_PROCESS.search(name)}
     for name, value in given.items():
         found |= {f"{label}: argument {name}: {key}": text for key, text in describe_config(value).items()}
     return found
@@ -161,5 +162,7 @@ def _attributes(model: nn.Module, *, of_libraries: bool) -> dict[str, str]:
         library = type(module).__module__.partition(".")[0]
         if library != "ds_hf" and (library in _LIBRARIES) is of_libraries:  # an engine's are of its process
             own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-            found |= {f"{name}.{key}".lstrip("."): text for key, text in _plain(own) if not _OF_A_PROCESS.search(key)}
+            found |= {
+                f"{name}.{key}".lstrip("."): text for key, text in plain_texts(own) if not _OF_A_PROCESS.search(key)
+            }
     return found
