@@ -99,6 +99,7 @@ def find_mesh(config: Config, world: int, given: Sequence[Claim]) -> tuple[MeshS
     ``world`` (0: unknown, which fits everything), features that are missing."""
     claims = [*_file_claims(config), *given]
     missing = _missing_features(claims) + _nothing_divided(config, claims) + _beside_pipelines(config, claims)
+    missing += _beside_experts(claims)
     shape, faults = _resolve(claims, 0 if missing else world)
     return shape, missing + faults
 
@@ -300,6 +301,7 @@ def _missing_features(claims: Sequence[Claim]) -> list[Fault]:
         known = claim.axis in ("data", "sequence", "inner", "model")
         known = known or (claim.axis == "tensor" and claim.pointer != MODEL_TOPOLOGY)
         known = known or (claim.axis == "pipe" and pipelined)
+        known = known or (claim.axis == "expert" and claim.pointer != MPU)
         if known or claim.size == 1:
             continue
         if claim.axis == "pipe":
@@ -356,6 +358,26 @@ def _beside_pipelines(config: Config, claims: Sequence[Claim]) -> list[Fault]:
                 f"{claim.source} is {claim.size}: {_NAMES[claim.axis]} processes inside a pipeline are not supported"
             )
             faults.append(Fault(claim.pointer, message, "remove it, or use no PipelineModule"))
+    return faults
+
+
+def _beside_experts(claims: Sequence[Claim]) -> list[Fault]:
+    """Faults of what does not go together with experts that are divided."""
+    size = max((claim.size for claim in claims if claim.axis == "expert"), default=1)
+    faults = []
+    for claim in claims if size > 1 else ():
+        if claim.axis == "tensor" and claim.size > 1:
+            message = f"{claim.source} is {claim.size} and experts are divided over {size} processes"
+            fix = "divide layers or experts: a tensor-parallel plan divides each expert as well"
+        elif claim.axis == "inner":
+            message = f"{claim.source} is {claim.size}, and experts are divided over {size} of the same processes"
+            fix = "remove one of them: divided experts are held by fewer processes already"
+        elif claim.pointer == MPU and claim.axis != "sequence":
+            message = f"the groups of processes are those of an mpu, and experts are divided over {size}"
+            fix = "leave mpu= out"
+        else:
+            continue
+        faults.append(Fault(claim.pointer, message, fix))
     return faults
 
 

@@ -184,6 +184,10 @@ def _divide(
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
     if layers:
         divide(model, mesh, settings.tensor_parallel, optimizer)
+    if mesh.shape.expert > 1:
+        from ds_hf.engine.parallel.experts.divide import divide_experts
+
+        divide_experts(model, mesh, settings.expert_parallel, optimizer)
     if isinstance(model, StageModule):
         return _set_chunks(model, settings.ds_hf.pipeline.chunks, optimizer, model_parameters)
     return model_parameters
@@ -262,6 +266,7 @@ def _make_mesh(settings: Config, shape: MeshShape, model: nn.Module, mpu: Any, *
         return grid.mesh
     mesh = Mesh(shape) if mpu is None else Mesh.given(mpu, shape, divided=not divides)
     mesh.sums_sequence = settings.ds_hf.sequence_gradients == "sum"
+    mesh.data_before_experts = settings.use_data_before_expert_parallelism
     return mesh
 
 

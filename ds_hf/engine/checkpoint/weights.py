@@ -170,15 +170,18 @@ def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> I
 
 
 @torch.no_grad()
-def _whole(params: Sequence[Tensor], axis: Axis | None, what: str) -> list[Tensor]:
-    """``params`` without cuts; those that have one are put together from the slices of all ranks of ``axis``."""
+def _whole(params: Sequence[Tensor], tensor: Axis | None, what: str) -> list[Tensor]:
+    """``params`` without cuts; those that have one are put together from the slices of all processes that divide them."""
     cuts = [cut_of(param) for param in params]
     values = [param.detach() for param in params]
-    cut = [index for index, each in enumerate(cuts) if each is not None]
-    if axis is None or not cut:
-        return values
-    for dtype in dict.fromkeys(values[index].dtype for index in cut):
-        chosen = [index for index in cut if values[index].dtype == dtype]
+    kinds: dict[tuple[torch.dtype, Axis | None], list[int]] = {}
+    for index, param in enumerate(params):
+        if cuts[index] is not None:
+            divided = getattr(param, "_ds_divided", None)  # by the engine; else by the model's author
+            kinds.setdefault((param.dtype, tensor if divided is None else divided.axis), []).append(index)
+    for (_, axis), chosen in kinds.items():
+        if axis is None:
+            continue
         for index, value in zip(chosen, _put_together(values, cuts, chosen, axis, what), strict=True):
             values[index] = value
     return values

@@ -79,9 +79,12 @@ class Mesh:
         world: all processes that train the model together.
         sums_sequence: gradients are summed over the processes of a sequence, and averaged over samples alone
             (``ds_hf.sequence_gradients``).
+        data_before_experts: processes that hold the same experts are neighbours, and not those that divide them
+            (``use_data_before_expert_parallelism``).
     """
 
     sums_sequence = False
+    data_before_experts = False
 
     def __init__(
         self,
@@ -241,6 +244,21 @@ class Mesh:
     def outer(self) -> Axis | None:
         """The replicas that have this one's place among their neighbours, ``None`` without hierarchical ZeRO."""
         return None if self.shape.inner is None else self.axis("outer")
+
+    @property
+    def experts(self) -> tuple[Axis, Axis]:
+        """The replicas that divide experts among them, and those that hold the same experts as this one. Collective
+        where it is asked for first.
+
+        Raises:
+            ValueError: see ``neighbours``.
+        """
+        size, replicas = self.shape.expert, self.shape.data * self.shape.sequence
+        if self.data_before_experts:
+            same, parts = self.neighbours(replicas // size)
+        else:
+            parts, same = self.neighbours(size)
+        return (self.replicas if parts.world_size == replicas else parts), same
 
     def neighbours(self, size: int) -> tuple[Axis, Axis]:
         """The replicas in groups of ``size`` neighbours: this process's group, and the processes that have its place

@@ -12,12 +12,15 @@ whole, where the engine cuts others            data x sequence x tensor   its si
 the same, with a part of its gradient          data x sequence x tensor   data x sequence  1
 whole, where an ``mpu`` made the groups        its data group             its size         model-parallel size
 of a module tied over stages of a pipeline     these stages x the above   of the above     as above
+experts, where the engine divides them         those with the same ones   data x sequence  1
 =============================================  =========================  ===============  ===================
 
 With ``ds_hf.sequence_gradients: "sum"`` divisors are smaller by the number of processes that share a sequence.
 
 Nothing is averaged over a model-parallel group of an ``mpu``: there each of its processes owns the parameter and makes
 the same update. The last row sums gradients over stages: each stage has a part of the gradient.
+
+The experts' divisor is not the size of their axis: what reaches a process has come from all that divide the layer.
 
 Hierarchical ZeRO divides some states over an inner part of the axis. Then so many processes own the same shard as there
 are such parts; its gradient is summed over them too.
@@ -34,7 +37,14 @@ from ds_hf.config.plan import Over
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.zero.cut import is_cut
 
-__all__ = ["Replicas", "is_tied_over_stages", "replicas_of", "sum_over_tensor", "tie_over_stages"]
+__all__ = [
+    "Replicas",
+    "divide_over_experts",
+    "is_tied_over_stages",
+    "replicas_of",
+    "sum_over_tensor",
+    "tie_over_stages",
+]
 
 _STAGES = "_ds_stages"  # of a parameter that several stages of a pipeline hold: what it is called, and the stages
 
@@ -91,6 +101,8 @@ def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
     name, stages = getattr(param, _STAGES, ("", ()))
     tied = len(stages) > 1
     summed = mesh.shape.sequence if mesh.sums_sequence else 1
+    if getattr(param, _EXPERTS, 1) > 1:
+        return Replicas(mesh.experts[1], data.world_size // summed)
     if is_cut(param) or mesh.shape.tensor == 1 or mesh.is_given:
         copies = 1 if is_cut(param) or not mesh.is_given else mesh.shape.tensor
         axis = mesh.spanning(stages, "data", "sequence") if tied else data
@@ -110,6 +122,14 @@ def sum_over_tensor(param: Tensor) -> None:
 
 
 _SUMMED = "_ds_summed_over_tensor"
+
+
+def divide_over_experts(param: Tensor, size: int) -> None:
+    """Mark a parameter whose first dimension counts experts, of which ``size`` processes have a part each."""
+    setattr(param, _EXPERTS, size)
+
+
+_EXPERTS = "_ds_experts_over"
 
 
 def tie_over_stages(param: Tensor, name: str, stages: Sequence[int]) -> None:

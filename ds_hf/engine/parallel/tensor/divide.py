@@ -21,7 +21,7 @@ from ds_hf.config.types.parallel import TensorParallelSection
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
 from ds_hf.engine.parallel.tensor.functions import Place
-from ds_hf.engine.parallel.tensor.gathered import divided_over
+from ds_hf.engine.parallel.tensor.gathered import Divided, mark_divided
 from ds_hf.engine.parallel.tensor.hosts import warn_across_hosts
 from ds_hf.engine.parallel.tensor.plan import Division, plan_division
 from ds_hf.engine.parallel.tensor.styles import STYLES, AlibiPart, place_of, swap_class
@@ -31,7 +31,7 @@ from ds_hf.engine.zero.init import shard_again
 from ds_hf.engine.zero.replicas import sum_over_tensor
 from ds_hf.errors import ConfigError
 
-__all__ = ["divide", "divide_without_values"]
+__all__ = ["cut_parameter", "divide", "divide_without_values"]
 
 
 def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimizer: Any = None) -> None:
@@ -135,7 +135,8 @@ def _apply(
         assert param is not None
         if id(param) not in tied and (not param.is_meta or division.style.cuts):
             tied.add(id(param))  # another module may have it, too
-            _cut(param, division, key, mesh, axis, optimizer)
+            cut_parameter(param, division, key, axis, optimizer, shards=None if mesh is None else mesh.replicas)
+            mark_divided(param)
     if division.style.module is None:
         return
     known: dict[str, Any] = {}
@@ -167,9 +168,18 @@ def _rotary(model: nn.Module, division: Division) -> int:
 
 
 @torch.no_grad()
-def _cut(param: nn.Parameter, division: Division, key: str, mesh: Mesh | None, axis: Axis, optimizer: Any) -> None:
+def cut_parameter(
+    param: nn.Parameter, division: Division, key: str, axis: Axis, optimizer: Any, *, shards: Axis | None
+) -> None:
+    """Leave of ``param``, the ``key`` of a division, the part of this process. Collective where it has values.
+
+    Args:
+        axis: the processes that divide it.
+        optimizer: one that was made of it, whose states are cut as well.
+        shards: of a parameter that was built under ``zero.Init``, the processes over which its part is sharded again.
+    """
     home = home_of(param)
-    if home is not None and home.buffer.sharded and mesh is not None:  # every process gathers the same values
+    if home is not None and home.buffer.sharded and shards is not None:  # every process gathers the same values
         buffer = home.buffer
         with unshard([buffer]):
             cut = division.cut(key, param.shape, axis.rank, axis.world_size)
@@ -177,7 +187,7 @@ def _cut(param: nn.Parameter, division: Division, key: str, mesh: Mesh | None, a
         leave_home(param)
         param.data = local
         set_cut(param, cut)
-        shard_again(param, mesh.replicas, like=buffer)
+        shard_again(param, shards, like=buffer)
     else:
         cut = division.cut(key, param.shape, axis.rank, axis.world_size)
         whole = param.data
@@ -188,7 +198,7 @@ def _cut(param: nn.Parameter, division: Division, key: str, mesh: Mesh | None, a
         param.data = cut.take(whole).to(param.device, copy=True).contiguous()
         set_cut(param, cut)
     cuts = [division.cut(key, cut.whole, rank, axis.world_size) for rank in range(axis.world_size)]
-    divided_over(param, axis, cuts)
+    param._ds_divided = Divided(axis, cuts)  # type: ignore[attr-defined]
     if param.grad is not None:
         param.grad = None
     if isinstance(optimizer, Optimizer) and param in optimizer.state:

@@ -16,7 +16,7 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.zero.buffer import buffers_of, home_of, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of
 
-__all__ = ["Divided", "GatherReplacedLayerParams", "divided_over"]
+__all__ = ["Divided", "GatherReplacedLayerParams", "divided_over", "mark_divided"]
 
 
 class Divided:
@@ -74,8 +74,13 @@ def _nothing() -> None:
 def divided_over(param: nn.Parameter, axis: Axis, cuts: Sequence[Cut]) -> None:
     """Let ``param`` be gathered by name: DeepSpeed's marks and functions."""
     param._ds_divided = Divided(axis, cuts)  # type: ignore[attr-defined]
+    mark_divided(param)
+
+
+def mark_divided(param: nn.Parameter) -> None:
+    """DeepSpeed's marks and functions, of a parameter that is divided over the tensor axis."""
     param.tensor_model_parallel = param.ds_is_replaced_module = True  # type: ignore[attr-defined]
-    param.partition_dim = cuts[0].dim  # type: ignore[attr-defined]
+    param.partition_dim = param._ds_divided.cuts[0].dim  # type: ignore[attr-defined]
     param.gather_params, param._tp_partition = _gather, _partition  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,73 @@
+"""The experts of a block, divided: ``DispatchedExperts``, the class that a divided module gets.
+
+The module stays the model's own, with its name, its parameters (a part of them) and its hooks; what it computes for the
+tokens that reach it is its own ``forward``, which knows of fewer experts. So activations, clamps, biases, transposed
+and interleaved weights, adapters and quantized bases compute as the model says.
+
+A pass: rows to the processes that have the experts of their tokens, routes sorted by expert, the module's forward, the
+sum of each row, rows back, the sum of each token. Every process takes part, also with no token: it runs a row of zeros
+with weight 0, so that backward has the same collectives on all and its parameters have a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hf.engine.parallel.experts.exchange import (
+    add_up,
+    exchange,
+    exchange_counts,
+    routes_here,
+    rows_of,
+    sent_items,
+    take,
+)
+from ds_hf.engine.parallel.tensor.styles import CutModule
+
+__all__ = ["DispatchedExperts"]
+
+
+class DispatchedExperts(CutModule):
+    """Computes its experts' part for the tokens of all processes that share the layer's experts.
+
+    Attributes:
+        _ds_experts: how many experts there are in all.
+    """
+
+    _ds_experts: int
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What the whole module gives: ``hidden`` ``[..., width]``, of each token ``k`` experts by their number in the
+        model (``indices``, ``[..., k]``; other numbers stand for none) and their weights (``[..., k]``)."""
+        place = self._ds_place
+        axis, tokens = place.axis, hidden.reshape(-1, hidden.shape[-1])
+        count = self._ds_experts // axis.world_size
+        chosen = indices.reshape(-1, indices.shape[-1]).long()
+        chosen = chosen.masked_fill((chosen < 0) | (chosen >= self._ds_experts), self._ds_experts)
+        owner = chosen // count
+        goes, counts, order = rows_of(owner, axis.world_size)
+        splits = exchange_counts(counts, axis, place.forward)
+        rows = sent_items(goes, order, sum(splits.sent))
+        to, back = (splits.received, splits.sent), (splits.sent, splits.received)
+
+        def sent(x: Tensor) -> Tensor:
+            return exchange(x, axis, *to, place.forward)
+
+        process = order[: len(rows.place)] // max(len(tokens), 1)
+        elsewhere = owner[rows.place] != process[:, None]
+        experts = (chosen[rows.place] % count).masked_fill(elsewhere, count)
+        scale = take(weights.reshape(chosen.shape), rows).masked_fill(elsewhere, 0)
+        here, experts, scale = sent(take(tokens, rows)), sent(experts), sent(scale)
+        routes, experts, at = routes_here(experts, count, splits.routes)
+        x, scale = take(here, routes), scale.reshape(-1)[at, None]
+        none = not splits.routes
+        if none:
+            x, scale = torch.cat([x, x.new_zeros(1, x.shape[1])]), torch.cat([scale, scale.new_zeros(1, 1)])
+            experts = experts.new_zeros(1)
+        result = super().forward(x, experts[:, None], scale, *args, **kwargs)
+        result = add_up(result[:0] if none else result, routes)
+        return add_up(exchange(result, axis, *back, place.forward), rows).view(hidden.shape)

@@ -1,0 +1,77 @@
+"""Dividing the experts of a model: each process keeps a part of every layer's, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ds_hf.config.types.parallel import ExpertParallelSection
+from ds_hf.engine.comm.mesh import Axis, Mesh
+from ds_hf.engine.parallel.experts.dispatch import DispatchedExperts
+from ds_hf.engine.parallel.experts.plan import ExpertLayer, plan_experts
+from ds_hf.engine.parallel.tensor.divide import cut_parameter
+from ds_hf.engine.parallel.tensor.functions import Place
+from ds_hf.engine.parallel.tensor.plan import Division
+from ds_hf.engine.parallel.tensor.styles import Style, place_of, swap_class
+from ds_hf.engine.zero.replicas import divide_over_experts
+from ds_hf.errors import ConfigError
+from ds_hf.log import log_once
+
+__all__ = ["divide_experts"]
+
+
+def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection, optimizer: Any = None) -> None:
+    """Cut the experts of ``model`` over the expert axis of ``mesh``, in place. Collective.
+
+    A model whose experts are divided over as many processes already (by an engine that was destroyed) stays as it is.
+
+    Args:
+        optimizer: one that was made of the model's parameters; its states are cut with them.
+
+    Raises:
+        ConfigError: see ``plan_experts``; or its experts are divided otherwise already.
+    """
+    parts, same = mesh.experts
+    layers = plan_experts(model, section, parts.world_size)
+    for layer in layers:
+        if (place := place_of(layer.module)) is not None:
+            _check_alike(layer, place.axis, parts)
+            continue
+        for key in layer.params:
+            param = layer.module._parameters[key]
+            assert param is not None
+            division = Division(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
+            cut_parameter(param, division, key, parts, optimizer, shards=same)
+            divide_over_experts(param, parts.world_size)
+        swap_class(
+            layer.module,
+            DispatchedExperts,
+            Place(parts, layer.name, [None]),
+            _ds_experts=layer.count,
+            **_local_counts(layer, parts.world_size),
+        )
+    log_once(
+        f"experts of {len(layers)} layers are divided over {parts.world_size} processes, "
+        f"{layers[0].count // parts.world_size} of {layers[0].count} on each: {layers[0].said}"
+    )
+
+
+def _check_alike(layer: ExpertLayer, before: Axis, now: Axis) -> None:
+    ranks = [[axis.global_rank(rank) for rank in range(axis.world_size)] for axis in (before, now)]
+    if ranks[0] != ranks[1]:
+        raise ConfigError(
+            f"the experts of {layer.name} were divided over {before.world_size} processes by an engine before, and now "
+            f"it is to be {now.world_size}, or others: load the model anew",
+            "initialize(model=...)",
+        )
+
+
+def _local_counts(layer: ExpertLayer, size: int) -> dict[str, int]:
+    """What the module's own code counts its experts by."""
+    own = vars(layer.module)
+    return {name: value // size for name, value in own.items() if value == layer.count and _counts(name, value)}
+
+
+def _counts(name: str, value: Any) -> bool:
+    return type(value) is int and "expert" in name and not name.startswith("_")
