@@ -366,6 +366,8 @@ def _beside_experts(claims: Sequence[Claim]) -> list[Fault]:
     size = max((claim.size for claim in claims if claim.axis == "expert"), default=1)
     faults = []
     for claim in claims if size > 1 else ():
+        if claim.axis == "expert":
+            continue
         if claim.axis == "tensor" and claim.size > 1:
             message = f"{claim.source} is {claim.size} and experts are divided over {size} processes"
             fix = "divide layers or experts: a tensor-parallel plan divides each expert as well"

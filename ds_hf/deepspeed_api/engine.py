@@ -325,12 +325,12 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
         return state
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        """The same of a model that stage 3 or tensor parallelism has divided. Collective.
+        """The same of a model that stage 3, tensor or expert parallelism has divided. Collective.
 
         Raises:
             ValueError: neither has; or stage 3 has, and ``stage3_gather_16bit_weights_on_model_save`` is off.
         """
-        if not self.plan.shards_parameters and self.mesh.shape.model == 1:
+        if not self.plan.shards_parameters and self.mesh.shape.model == 1 and self.mesh.shape.expert == 1:
             raise ValueError(
                 "consolidated_16bit_state_dict is only applicable to cases where weights are partitioned, "
                 "including Zero Stage 3 and tensor parallelism."

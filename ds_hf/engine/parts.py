@@ -486,10 +486,10 @@ def _connect(inner: OneBitOptimizer, settings: Config, plan: StatePlan, mesh: Me
         )
         fix = 'set "stage": 0, or keep the stage with AdamW and "ds_hf": {"wire": {"gradients": 8}}'
         raise ConfigError([Fault("/zero_optimization/stage", message, fix)])
-    if shape.tensor > 1 or shape.pipe > 1:
+    if shape.tensor > 1 or shape.pipe > 1 or shape.expert > 1:
         message = (
-            f"{name} averages momenta over processes that hold the same parameters, and here model-parallel processes "
-            "hold parts"
+            f"{name} averages momenta over processes that hold the same parameters, and here processes hold parts of "
+            "layers, other layers or other experts"
         )
         fix = 'use AdamW with "stage": 1 and "ds_hf": {"wire": {"gradients": 8}}'
         raise ConfigError([Fault("/optimizer/type", message, fix)])
@@ -519,6 +519,7 @@ def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, in
         elementwise=elementwise,
         moments=getattr(torch, plan.moments),
         stochastic=settings.ds_hf.stochastic_rounding,
+        alike=mesh.shape.expert == 1,
         cut_over=mesh.world if cut and isinstance(inner, TensorwiseOptimizer) else None,
     )
 
@@ -533,7 +534,8 @@ def _refuse_whole_rules(inner: Optimizer, mesh: Mesh) -> None:
     named = any(each.lower() in name.lower() for each in _WHOLE_RULES)
     if not (isinstance(inner, TensorwiseOptimizer) if mesh.is_given else named):
         return
-    whose = "model-parallel processes of the mpu" if mesh.is_given else "tensor-parallel processes"
+    whose = "expert" if mesh.shape.expert > 1 else "tensor"
+    whose = "model-parallel processes of the mpu" if mesh.is_given else f"{whose}-parallel processes"
     raise ConfigError(
         f"{name} looks at whole parameters, of which the {whose} hold parts: use AdamW, Adam, Lion, Adagrad"
         f"{' or SGD' if mesh.is_given else ', SGD or LAMB'}",

@@ -115,6 +115,15 @@ def wrap_accelerator(module: ModuleType) -> None:
             )
         return engine.get_global_grad_norm()
 
+    def with_all_experts(wrapped: Callable[..., Any], accelerator: Any, args: Any, kwargs: Any) -> Any:
+        """accelerate asks an engine for whole weights at stage 3 and with tensor parallelism alone."""
+        model = args[0] if args else kwargs.get("model")
+        mesh = getattr(model, "mesh", None)
+        if mesh is not None and getattr(mesh.shape, "expert", 1) > 1 and kwargs.get("unwrap", True):
+            return model._consolidated_16bit_state_dict()
+        return wrapped(*args, **kwargs)
+
+    wrap(module, "Accelerator.get_state_dict", with_all_experts)
     wrap(module, "Accelerator.clip_grad_norm_", tell_of_clipping)
     wrap(module, "Accelerator.no_sync", of_its_own_stage)
     wrap(module, "Accelerator._prepare_tp", leave_models)

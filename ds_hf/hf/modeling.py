@@ -38,7 +38,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ds_hf.engine.zero.buffer import buffers_of, logical_shape
+from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.errors import DsHfError
 from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
 
@@ -50,11 +52,31 @@ def wrap_modeling(module: ModuleType) -> None:
     wrap(module, "PreTrainedModel.initialize_weights", _gathered)
     wrap(module, "PreTrainedModel.num_parameters", _counting_released)
     wrap(module, "PreTrainedModel.tie_weights", _comparing_whole)
+    wrap(module, "PreTrainedModel.save_pretrained", _whole_alone)
     integration = importlib.import_module("transformers.integrations.deepspeed")  # imported by ``module`` already
     wrap(integration, "initialize_weights_zero3", _with_parametrized)
     wrap(module, "_load_state_dict_into_zero3_model", _without_mismatched)
     if hasattr(integration, "_apply_weight_conversions_to_state_dict"):
         _convert_whole_weights(integration)
+
+
+def _whole_alone(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A process that has parts of weights would write them under the names of the whole ones; and one that writes
+    nothing would convert them all the same, as if they were whole."""
+    given = dict(zip(("save_directory", "is_main_process", "state_dict"), args, strict=False)) | kwargs
+    if given.get("state_dict") is not None or len(args) > 3:
+        return wrapped(*args, **kwargs)
+    cut = next((name for name, param in model.named_parameters() if is_cut(param)), None)
+    if not given.get("is_main_process", True):
+        at_rest = cut is not None or any(buffer.sharded for buffer in buffers_of(model.parameters()))
+        return wrapped(**given | ({"state_dict": {}} if at_rest else {}))
+    if cut is not None:
+        raise DsHfError(
+            f"save_pretrained() of the bare model would write the part of {cut} that this process has, as if it were "
+            "the whole: call engine.export_pretrained(folder) on all processes, or give state_dict="
+            "accelerator.get_state_dict(engine), which is whole on the first"
+        )
+    return wrapped(*args, **kwargs)
 
 
 def _convert_whole_weights(integration: Any) -> None:

@@ -203,7 +203,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     (Z + "/zeropp_loco_param", {"err_beta": 0.5}, "zero_quantized_gradients"),
     ("/tensor_parallel", {"autotp_size": 4}, "does not divide the 2", "/tensor_parallel/autotp_size"),
     ("/sequence_parallel_size", 3, "does not divide the 2"),
-    ("/expert_parallel", {"enabled": True}, "leaf_module"),
+    ("/expert_parallel", {"enabled": True, "autoep_size": 3}, "does not divide the 2", "/expert_parallel/autoep_size"),
     ("/pipeline", {"stages": 2}, "pipeline", "/pipeline/stages"),
     ("/amp", {"enabled": True, "opt_level": "O1"}, "apex"),
     (

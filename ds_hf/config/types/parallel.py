@@ -63,7 +63,9 @@ class ExpertParallelSection:
     enabled: bool = False
     autoep_size: int = 1
     expert_tensor_parallel_size: int = 1
-    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None = None
+    preset_model: Literal["mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3"] | None = (
+        None
+    )
     use_grouped_mm: bool = True
     disable_triton_grouped_mm: bool = False
     validate_folding_routing: bool = False

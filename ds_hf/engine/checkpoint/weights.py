@@ -171,7 +171,7 @@ def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> I
 
 @torch.no_grad()
 def _whole(params: Sequence[Tensor], tensor: Axis | None, what: str) -> list[Tensor]:
-    """``params`` without cuts; those that have one are put together from the slices of all processes that divide them."""
+    """``params`` without cuts; those that have one are put together from the slices of all that divide them."""
     cuts = [cut_of(param) for param in params]
     values = [param.detach() for param in params]
     kinds: dict[tuple[torch.dtype, Axis | None], list[int]] = {}

@@ -78,7 +78,6 @@ class ShardedOptimizer(BufferStates, Optimizer):
         self.reducer, reducer.optimizer = reducer, weakref.ref(self)
         self.loss_scaler = scaler
         self.axis, self.world = mesh.replicas, mesh.world
-        self._alike = self.world == self.axis and mesh.shape.expert == 1  # all processes hold the same
         self.shard_axis = next((buffer.axis for buffer in masters if buffer.axis == mesh.inner), self.axis)
         self.policy = policy
         self.versions = {}  # of the parameters of a buffer before the last step, where their masters lie beside them
@@ -356,7 +355,7 @@ class ShardedOptimizer(BufferStates, Optimizer):
         if self.world.world_size == 1:
             return True
         own = isinstance(self.optimizer, TensorwiseOptimizer) and not self.optimizer.reduces
-        return self.policy.whole and self._alike and not own
+        return self.policy.whole and self.policy.alike and self.world == self.axis and not own
 
     def owners(self, gradient: GradientBuffer) -> int:
         """How many processes own the same of ``gradient``, where sums are taken over the world."""

@@ -49,6 +49,7 @@ class OptimizerPolicy:
         elementwise: the rule treats elements independently, so segments may span parameters.
         moments: dtype of moments of 16-bit masters.
         stochastic: how those are rounded, see ``StreamingOptimizer.stochastic_rounding``.
+        alike: processes that read different samples hold the same parameters: experts are not divided over them.
         cut_over: of a model with cut parameters all processes, over which rules that look at whole ones take norms.
     """
 
@@ -59,6 +60,7 @@ class OptimizerPolicy:
     elementwise: bool
     moments: torch.dtype = torch.float32
     stochastic: bool = False
+    alike: bool = True
     cut_over: Axis | None = None
 
 

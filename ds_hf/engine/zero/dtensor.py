@@ -44,6 +44,13 @@ def dtensor_claims(model: nn.Module) -> list[Claim]:
         return []
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise _refusal(*found[0], "fully_shard() has divided the model already, as ZeRO would")
+    if any(getattr(module, "_is_expert_parallel", False) for module in model.modules()):
+        raise ConfigError(
+            f"{found[0][0]} is a DTensor, and transformers has divided the model's experts (DistributedConfig("
+            "ep_size=...)): load the model without distributed_config, and let the file divide them: "
+            '"expert_parallel": {"enabled": true, "autoep_size": ...}',
+            "initialize(model=...)",
+        )
     first = found[0][1].device_mesh
     for name, param in found:
         mesh = param.device_mesh

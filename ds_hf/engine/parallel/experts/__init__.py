@@ -1,1 +1,1 @@
-"""Experts divided over processes: which modules they are, the cut along their first dimension, and how tokens travel."""
+"""Experts divided over processes: which modules they are, the cut of their first dimension, how tokens travel."""

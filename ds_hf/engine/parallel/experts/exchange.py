@@ -65,7 +65,7 @@ def rows_of(owner: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 def sent_items(goes: Tensor, order: Tensor, rows: int) -> Items:
     """The rows of ``rows_of`` as items of tokens, grouped by the process that they go to."""
     tokens = goes.shape[0]
-    number = (goes.T.reshape(-1).cumsum(0) - 1).view(-1, tokens).T.reshape(-1)  # of the row, by token
+    number = (goes.T.reshape(-1).cumsum(0) - 1).view(goes.shape[1], tokens).T.reshape(-1)  # of the row, by token
     by_token = _set_first(goes.reshape(-1))[:rows]
     return Items(order[:rows] % max(tokens, 1), number[by_token], _starts(goes.sum(1)))
 

@@ -190,8 +190,8 @@ def _no_experts(model: nn.Module, section: ExpertParallelSection) -> Fault:
     return Fault(
         POINTER,
         message,
-        'set "enabled": false, or name its layers: "moe_layer_pattern", a regular expression of the blocks\' names, and '
-        '"expert_pattern", the name of their experts, a module with stacked parameters',
+        'set "enabled": false, or name its layers: "moe_layer_pattern", a regular expression of the names of blocks, '
+        'and "expert_pattern", the name of their experts, a module with stacked parameters',
     )
 
 
@@ -213,22 +213,37 @@ _PRESETS = {  # of DeepSpeed, and the kinds of models that each is for
 
 def _other_preset(model: nn.Module, preset: str) -> Iterator[Fault]:
     """A preset is a name for what the model's own plan says: it has to be for such a model."""
-    if preset not in _PRESETS:
-        yield Fault(f"{POINTER}/preset_model", f"there is no preset {preset!r:.40}", f"use one of {', '.join(_PRESETS)}")
-        return
     kinds = {str(getattr(getattr(module, "config", None), "model_type", "")) for module in model.modules()} - {""}
     if kinds and kinds.isdisjoint(_PRESETS[preset]):
-        message = f"the preset {preset} is for {' and '.join(_PRESETS[preset])}, and the model is {', '.join(sorted(kinds))}"
+        message = (
+            f"the preset {preset} is for {' and '.join(_PRESETS[preset])}, and the model is {', '.join(sorted(kinds))}"
+        )
         yield Fault(f"{POINTER}/preset_model", message, "remove it: the model's own plan says which its experts are")
 
 
 def _unfit(layer: ExpertLayer) -> Iterator[Fault]:
     """Of a module that cannot compute with a part of its experts."""
     module, name = layer.module, layer.name
+    if name.endswith(".base_layer"):
+        yield Fault(
+            POINTER,
+            f"adapters change the parameters of {name.removesuffix('.base_layer')} (PEFT's target_parameters): they "
+            "are of all experts, of which each process has a part",
+            "leave experts out of target_parameters (adapters of other layers go with divided experts), or set "
+            '"enabled": false and divide the states by ZeRO',
+        )
     if not layer.params:
-        yield Fault(POINTER, f"{name}, a {type(module).__name__}, has no parameter whose first dimension counts experts")
+        yield Fault(
+            POINTER, f"{name}, a {type(module).__name__}, has no parameter whose first dimension counts experts"
+        )
         return
-    if "forward" in vars(module):
+    if getattr(module, "_is_expert_parallel", False):
+        yield Fault(
+            POINTER,
+            f"transformers has divided {name} already (DistributedConfig(ep_size=...))",
+            "load the model without distributed_config: the experts are divided when training starts",
+        )
+    elif "forward" in vars(module):
         message = f"the forward of {name}, a {type(module).__name__}, was replaced by {_whose(vars(module)['forward'])}"
         yield Fault(POINTER, f"{message}, which counts on all experts", "let one of the two divide the model")
     for key in layer.params:
@@ -272,6 +287,8 @@ def _odd(layer: ExpertLayer, size: int) -> Iterator[Fault]:
 def _odd_keys(layer: ExpertLayer, model: nn.Module, section: ExpertParallelSection) -> Iterator[Fault]:
     """Keys about the router that say something else than the model, whose own router chooses: they would be ignored."""
     config = _text_config(model)
+    value: Any
+    names: tuple[str, ...]
     for key, value, names in (
         ("top_k", section.top_k, ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk")),
         ("route_norm", section.route_norm, ("norm_topk_prob",)),

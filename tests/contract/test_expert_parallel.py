@@ -1,0 +1,276 @@
+"""Experts divided over processes, through the engine: against one process with plain torch, at all stages; and what
+is saved by one division of processes and loaded by another.
+
+In fp64 weights after three steps of AdamW agree to 1e-6 and norms, which are fp32 numbers, to 1e-6. Checkpoints agree
+to the bit. ``test_families.py`` compares single gradients, to 1e-12.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ds_hf
+from ds_hf.checkpoint.formats import open_folder
+from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
+from ds_hf.engine.zero.cut import cut_of
+from ds_hf.errors import ConfigError
+from tests.contract.test_parity import ADAMW, CLIP
+from tests.helpers.distributed import run_distributed
+from tests.helpers.experts import batches_of, build, loss_of, reference_run, section
+
+STEPS = 3
+EPS = {**ADAMW, "eps": 1e-5}  # gradients of rows that no token has used are rounding, and AdamW divides by them
+
+
+def config(size: int, stage: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": EPS},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+        "expert_parallel": section(size),
+        **more,
+    }
+
+
+def run(engine: Any, accumulation: int = 1, steps: int = STEPS, first: int = 0) -> dict[str, Any]:
+    losses, norms = [], []
+    rank, world = engine.mesh.sample_rank, engine.mesh.shape.data
+    for batches in batches_of(first + steps, accumulation, world)[first:]:
+        for micro in range(accumulation):
+            loss = loss_of(engine, batches[micro * world + rank].to(engine.device))
+            losses.append(float(loss))
+            engine.backward(loss)
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return {"losses": losses, "norms": norms}
+
+
+def train(kind: str, size: int, stage: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    model = build(kind).double()
+    engine, *_ = ds_hf.initialize(model=model, config=config(size, stage, accumulation, **more))
+    found = run(engine, accumulation)
+    cut = [name for name, param in model.named_parameters() if cut_of(param) is not None]
+    found |= {"cut": cut, "weights": dict(engine.named_weights()), "whole": consolidated_state_dict(engine)}
+    engine.destroy()
+    return found
+
+
+def train_cells(kind: str, size: int, cells: list[tuple[int, int]]) -> dict[Any, Any]:
+    torch.set_num_threads(1)
+    return {cell: train(kind, size, *cell) for cell in cells}
+
+
+@functools.cache
+def reference(kind: str, accumulation: int, data: int) -> dict[str, Any]:
+    return reference_run(kind, batches_of(STEPS, accumulation, data), torch.float64, CLIP, **EPS)
+
+
+def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max(float((found[name].double() - value).norm() / value.norm()) for name, value in wanted.items())
+
+
+def check(kind: str, world: int, size: int, cells: list[tuple[int, int]]) -> None:
+    ranks = run_distributed(train_cells, world, kind, size, cells, timeout=200)
+    for stage, accumulation in cells:
+        wanted = reference(kind, accumulation, world)
+        for rank, cells_of in enumerate(ranks):
+            one = cells_of[stage, accumulation]
+            assert one["cut"]
+            assert one["losses"][:accumulation] == pytest.approx(wanted["losses"][rank : world * accumulation : world])
+            assert one["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
+            assert farthest(one["weights"], wanted["weights"]) < 1e-6
+            assert rank or farthest(one["whole"], wanted["weights"]) < 1e-6
+
+
+def test_stages_train_as_one_process() -> None:
+    check("mixtral", 2, 2, [(0, 1), (1, 2), (2, 1), (3, 2)])
+
+
+def test_experts_are_held_by_several_groups() -> None:
+    check("gpt_oss", 4, 2, [(0, 1), (2, 2), (3, 1)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_the_matrix(kind: str, world: int, size: int) -> None:
+    check(kind, world, size, [*product((0, 1, 2, 3), (1, 3))])
+
+
+# -- 16 bits, experts without tokens, adapters -------------------------------------------------------------------------
+
+
+def narrow(dtype: str, stage: int, size: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    more = {dtype: {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})}}
+    engine, *_ = ds_hf.initialize(model=build("qwen3_moe", experts="grouped_mm"), config=config(size, stage, 1, **more))
+    found = run(engine, steps=4)
+    poisoned = engine.global_steps
+    if dtype == "fp16":  # one process's loss is infinite: no process makes the step
+        loss = loss_of(engine, batches_of(1, 1, 2)[0][0])
+        engine.backward(loss * (float("inf") if dist.get_rank() else 1.0))
+        engine.step()
+        found["skipped"] = engine.skipped_steps
+    assert engine.global_steps == poisoned + (dtype == "fp16")
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 3), ("fp16", 1)])
+def test_16_bits_and_grouped_products(dtype: str, stage: int) -> None:
+    wanted, found = (run_distributed(narrow, 2, dtype, stage, size, timeout=100) for size in (1, 2))
+    for alone, divided in zip(wanted, found, strict=True):
+        assert divided["losses"] == pytest.approx(alone["losses"], rel=0.02)
+        assert divided["norms"] == pytest.approx(alone["norms"], rel=0.05)
+        assert divided.get("skipped", 1) == 1
+
+
+def lopsided(stage: int) -> dict[str, Any]:
+    """All tokens choose the first process's experts."""
+    torch.set_num_threads(1)
+    model = build("mixtral").double()
+    for module in model.modules():
+        if hasattr(module, "experts"):
+            module.gate.register_forward_hook(lambda _, __, out: (out[0], out[1], torch.arange(2).expand_as(out[2])))
+    engine, *_ = ds_hf.initialize(model=model, config=config(2, stage))
+    return {**run(engine), "state": {name: value.clone() for name, value in engine.named_weights()}}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_without_a_token_keep_their_values(stage: int) -> None:
+    before = dict(build("mixtral").double().named_parameters())
+    for found in run_distributed(lopsided, 2, stage, timeout=100):
+        for name, value in found["state"].items():
+            if ".experts." in name:
+                decayed = before[name] * (1 - EPS["lr"] * EPS["weight_decay"]) ** STEPS
+                torch.testing.assert_close(value[2:], decayed[2:].detach(), rtol=1e-9, atol=0)
+                assert not torch.equal(value[:2], before[name][:2])
+
+
+def adapters(stage: int, folder: str) -> dict[str, Any]:
+    """LoRA of attention on frozen experts; saved, and loaded again."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.set_num_threads(1)
+
+    def made() -> Any:
+        torch.manual_seed(3)
+        adapted = get_peft_model(build("qwen3_moe").double(), LoraConfig(target_modules=["q_proj", "v_proj"]))
+        params = [param for param in adapted.parameters() if param.requires_grad]
+        for param in params:
+            nn.init.normal_(param, std=0.1)
+        return ds_hf.initialize(model=adapted.double(), model_parameters=params, config=config(2, stage))[0]
+
+    engine = made()
+    found = run(engine, steps=2)
+    engine.save_checkpoint(folder, "saved")
+    found["next"] = run(engine, steps=1, first=2)["losses"]
+    engine.destroy()
+    again = made()
+    again.load_checkpoint(folder, "saved")
+    found["resumed"] = run(again, steps=1, first=2)["losses"]
+    found["weights"] = dict(again.named_weights())
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters_on_frozen_experts_are_saved_and_loaded(stage: int, tmp_path: Path) -> None:
+    frozen = dict(build("qwen3_moe").double().named_parameters())
+    for found in run_distributed(adapters, 2, stage, str(tmp_path), timeout=100):
+        assert found["resumed"] == found["next"]
+        weights = {name.removeprefix("base_model.model."): value for name, value in found["weights"].items()}
+        for name in (name for name in frozen if ".experts." in name):
+            assert torch.equal(weights[name], frozen[name])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def saved(folder: str, size: int, stage: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    engine, *_ = ds_hf.initialize(model=build("mixtral"), config=config(size, stage))
+    run(engine, steps=2)
+    engine.save_checkpoint(folder, "saved")
+    whole = consolidated_state_dict(engine)
+    engine.destroy()
+    return {"whole": whole}
+
+
+def loaded(folder: str, size: int, stage: int) -> dict[str, Any]:
+    """What is loaded, and what it saves again."""
+    torch.set_num_threads(1)
+    model = build("mixtral")
+    for param in model.parameters():
+        nn.init.zeros_(param)
+    engine, *_ = ds_hf.initialize(model=model, config=config(size, stage))
+    engine.load_checkpoint(folder, "saved")
+    whole = consolidated_state_dict(engine)
+    engine.save_checkpoint(folder, f"again-{size}-{stage}-{dist.get_world_size()}")
+    engine.destroy()
+    return {"whole": whole}
+
+
+def states_of(folder: Path, tag: str) -> dict[tuple[str, str], Tensor]:
+    """Everything that an optimizer keeps, whole."""
+    source = open_folder(folder / tag)
+    named = [(name, param, state) for name, param in source.manifest.parameters.items() for state in param.states]
+    return {(name, state): source.state(param, state) for name, param, state in named}
+
+
+MESHES = [(1, 1, 3), (2, 2, 0), (2, 1, 2), (4, 2, 3), (4, 4, 1)]
+
+
+@pytest.mark.parametrize("source", [(2, 2, 3), (4, 2, 1)])
+def test_any_division_loads_what_any_other_saved(source: tuple[int, int, int], tmp_path: Path) -> None:
+    world, size, stage = source
+    first = run_distributed(saved, world, str(tmp_path), size, stage, timeout=100)[0]["whole"]
+    for world, size, stage in MESHES:
+        found = run_distributed(loaded, world, str(tmp_path), size, stage, timeout=100)[0]["whole"]
+        assert all(torch.equal(found[name], value) for name, value in first.items())
+    tags = ["saved", *(f"again-{size}-{stage}-{world}" for world, size, stage in MESHES)]
+    wanted, *others = (states_of(tmp_path, tag) for tag in tags)
+    assert any(".experts." in name and state == "exp_avg" for name, state in wanted)
+    for found in others:
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def refused(kind: str, more: dict[str, Any]) -> str:
+    from tests.helpers.models import TinyLM
+
+    model = TinyLM() if kind == "dense" else build(kind, num_local_experts=3) if kind == "odd" else build("mixtral")
+    with pytest.raises(ConfigError) as error:
+        ds_hf.initialize(model=model, config={**config(2, 1), **more})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("dense", {}, "moe_layer_pattern"),
+        ("mixtral", {"expert_parallel": section(3)}, "does not divide"),
+        ("mixtral", {"expert_parallel": section(2, preset_model="deepseek_v3")}, "the model is mixtral"),
+        ("mixtral", {"expert_parallel": section(2, top_k=1)}, "has 2"),
+        ("mixtral", {"expert_parallel": section(2, comm_backend="deepep")}, "DeepEP"),
+        ("mixtral", {"expert_parallel": section(2, load_balance_coeff=0.001)}, "router_aux_loss_coef"),
+        ("mixtral", {"expert_parallel": section(2, expert_tensor_parallel_size=2)}, "divided further"),
+        ("mixtral", {"expert_parallel": section(2, moe_layer_pattern=r".*\.mlp", expert_w1="w")}, "no parameter 'w'"),
+        ("mixtral", {"expert_parallel": section(2, moe_layer_pattern="(")}, "not a regular expression"),
+        ("mixtral", {"tensor_parallel": {"autotp_size": 2}}, "experts are divided over 2"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_training(kind: str, more: dict[str, Any], said: str) -> None:
+    for found in run_distributed(refused, 2, kind, more, timeout=60):
+        assert said in found

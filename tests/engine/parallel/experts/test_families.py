@@ -1,0 +1,60 @@
+"""Gradients of one backward over two and four processes against one with plain torch, in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_hf.config.types.mesh import MeshShape
+from ds_hf.config.types.parallel import ExpertParallelSection
+from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.engine.parallel.experts.divide import divide_experts
+from ds_hf.engine.zero.cut import cut_of
+from tests.helpers.distributed import run_distributed
+from tests.helpers.experts import FAMILIES, FEW, batches_of, build, loss_of
+
+
+def farthest(kind: str, size: int) -> tuple[float, int]:
+    """How far any gradient is off, in parts of the parameter's largest, and how many parameters are cut."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches = batches_of(1, 1, world)[0]
+    alone = build(kind).double()
+    for each in batches:
+        loss_of(alone, each).backward()
+    model, mesh = build(kind).double(), Mesh(MeshShape(data=world, expert=size))
+    divide_experts(model, mesh, ExpertParallelSection(enabled=True, autoep_size=size))
+    loss_of(model, batches[rank]).backward()
+    far, cuts = 0.0, 0
+    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+        cut = cut_of(param)
+        cuts += cut is not None
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        whole = torch.zeros_like(other) if other.grad is None else other.grad
+        dist.all_reduce(grad, group=mesh.world.group if cut is None else mesh.experts[1].group)
+        wanted = whole if cut is None else cut.take(whole)
+        far = max(far, float((grad - wanted).abs().max() / whole.abs().max().clamp_min(1e-30)) if whole.any() else 0.0)
+    return far, cuts
+
+
+def gradients(kinds: tuple[str, ...], size: int) -> dict[str, tuple[float, int]]:
+    torch.set_num_threads(1)
+    return {kind: farthest(kind, size) for kind in kinds}
+
+
+def check(kinds: tuple[str, ...], world: int, size: int, timeout: float) -> None:
+    for found in run_distributed(gradients, world, kinds, size, timeout=timeout):
+        assert {kind: far for kind, (far, _) in found.items() if not far <= 1e-12} == {}
+        assert all(cuts >= 2 for _, cuts in found.values())
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 2)])
+def test_gradients_are_those_of_one_process(world: int, size: int) -> None:
+    check(FEW, world, size, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 4)])
+def test_gradients_of_all_families(world: int, size: int) -> None:
+    assert len(FAMILIES) >= 50
+    check(FAMILIES, world, size, 400)
