@@ -35,13 +35,52 @@ FEW = ("mixtral", "gpt_oss", "deepseek_v3", "aria", "qwen3_moe", "jamba")
 # Those that compute in fp32 whatever the model's dtype are muse_spark, nemotron_h and openai_privacy_filter.
 FAMILIES = (
     *FEW,
-    *"""
-    afmoe axk1 axk2 bailing_hybrid cohere2_moe deepseek_v2 deepseek_v32 deepseek_v4 dots1 dots3_note ernie4_5_moe
-    exaone_moe flex_olmo flint glm4_moe glm4_moe_lite glm_moe_dsa granitemoe granitemoe_swa granitemoehybrid
-    granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 inkling kolibri1 laguna lfm2_moe mellum mimo_v2_flash minimax
-    minimax_m2 minimax_m3_vl mistral4 mistral_large4 olmoe phimoe qwen2_moe qwen3_5_moe qwen3_next qwen3_vl_moe
-    qwen4_exp solar_open zaya
-    """.split(),
+    *[
+        "afmoe",
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "cohere2_moe",
+        "deepseek_v2",
+        "deepseek_v32",
+        "deepseek_v4",
+        "dots1",
+        "dots3_note",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "hy_v3",
+        "hy_v4",
+        "inkling",
+        "kolibri1",
+        "laguna",
+        "lfm2_moe",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax",
+        "minimax_m2",
+        "minimax_m3_vl",
+        "mistral4",
+        "mistral_large4",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "qwen3_vl_moe",
+        "qwen4_exp",
+        "solar_open",
+        "zaya",
+    ],
 )
 
 
