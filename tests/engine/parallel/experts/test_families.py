@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hf.config.types.mesh import MeshShape
 from ds_hf.config.types.parallel import ExpertParallelSection
+from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.parallel.experts.divide import divide_experts
 from ds_hf.engine.zero.cut import cut_of
