@@ -27,6 +27,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of, reference_run, section
 
 STEPS = 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = {**ADAMW, "eps": 1e-5}  # gradients of rows that no token has used are rounding, and AdamW divides by them
 
 
@@ -60,7 +61,8 @@ def train(kind: str, size: int, stage: int, accumulation: int, **more: Any) -> d
     engine, *_ = ds_hf.initialize(model=model, config=config(size, stage, accumulation, **more))
     found = run(engine, accumulation)
     cut = [name for name, param in model.named_parameters() if cut_of(param) is not None]
-    found |= {"cut": cut, "weights": dict(engine.named_weights()), "whole": consolidated_state_dict(engine)}
+    weights = {name: value.cpu() for name, value in engine.named_weights()}
+    found |= {"cut": cut, "weights": weights, "whole": consolidated_state_dict(engine)}
     engine.destroy()
     return found
 
@@ -72,11 +74,12 @@ def train_cells(kind: str, size: int, cells: list[tuple[int, int]]) -> dict[Any,
 
 @functools.cache
 def reference(kind: str, accumulation: int, data: int) -> dict[str, Any]:
-    return reference_run(kind, batches_of(STEPS, accumulation, data), torch.float64, CLIP, **EPS)
+    return reference_run(kind, batches_of(STEPS, accumulation, data), torch.float64, CLIP, DEVICE, **EPS)
 
 
 def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    return max(float((found[name].double() - value).norm() / value.norm()) for name, value in wanted.items())
+    distances = ((found[name].to(value) - value).norm() / value.norm() for name, value in wanted.items())
+    return max(map(float, distances))
 
 
 def check(kind: str, world: int, size: int, cells: list[tuple[int, int]]) -> None:
@@ -117,7 +120,7 @@ def narrow(dtype: str, stage: int, size: int) -> dict[str, Any]:
     found = run(engine, steps=4)
     poisoned = engine.global_steps
     if dtype == "fp16":  # one process's loss is infinite: no process makes the step
-        loss = loss_of(engine, batches_of(1, 1, 2)[0][0])
+        loss = loss_of(engine, batches_of(1, 1, 2)[0][0].to(engine.device))
         engine.backward(loss * (float("inf") if dist.get_rank() else 1.0))
         engine.step()
         found["skipped"] = engine.skipped_steps
@@ -141,9 +144,11 @@ def lopsided(stage: int) -> dict[str, Any]:
     model = build("mixtral").double()
     for module in model.modules():
         if hasattr(module, "experts"):
-            module.gate.register_forward_hook(lambda _, __, out: (out[0], out[1], torch.arange(2).expand_as(out[2])))
+            module.gate.register_forward_hook(
+                lambda _, __, out: (out[0], out[1], torch.arange(2, device=out[2].device).expand_as(out[2]))
+            )
     engine, *_ = ds_hf.initialize(model=model, config=config(2, stage))
-    return {**run(engine), "state": {name: value.clone() for name, value in engine.named_weights()}}
+    return {**run(engine), "state": {name: value.cpu().clone() for name, value in engine.named_weights()}}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -179,7 +184,7 @@ def adapters(stage: int, folder: str) -> dict[str, Any]:
     again = made()
     again.load_checkpoint(folder, "saved")
     found["resumed"] = run(again, steps=1, first=2)["losses"]
-    found["weights"] = dict(again.named_weights())
+    found["weights"] = {name: value.cpu() for name, value in again.named_weights()}
     return found
 
 

@@ -134,15 +134,15 @@ def section(size: int, **more: Any) -> dict[str, Any]:
 
 
 def reference_run(
-    kind: str, steps: Sequence[Sequence[Tensor]], dtype: torch.dtype, clip: float, **adamw: Any
+    kind: str, steps: Sequence[Sequence[Tensor]], dtype: torch.dtype, clip: float, device: str = "cpu", **adamw: Any
 ) -> dict[str, Any]:
     """Plain torch on one process: losses, norms and weights."""
-    model = build(kind).to(dtype)
+    model = build(kind).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw)
     losses, norms = [], []
     for batches in steps:
         for ids in batches:
-            loss = loss_of(model, ids)
+            loss = loss_of(model, ids.to(device))
             losses.append(float(loss))
             (loss / len(batches)).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))

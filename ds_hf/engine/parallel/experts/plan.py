@@ -1,8 +1,9 @@
 """Which modules of a model hold its experts, from the model's own plan or from patterns of the file.
 
-A model of transformers says it in ``config.base_model_ep_plan``: the modules that are given tokens, their experts and
-weights (``ep_dispatch_experts``), and their parameters, whose first dimension counts experts (``grouped_gemm``). What
-else a plan has is of tensor parallelism. ``expert_parallel.moe_layer_pattern`` and its companions say it of others.
+A model of transformers says it in ``config.base_model_ep_plan``: the parameters whose first dimension counts experts
+(``grouped_gemm``); the modules that have them are given tokens, their experts and weights. What else a plan has is of
+tensor parallelism, or of how a release of transformers dispatches. ``expert_parallel.moe_layer_pattern`` and its
+companions say it of other models.
 """
 
 from __future__ import annotations
@@ -81,19 +82,16 @@ def _by_plans(model: nn.Module) -> Iterator[ExpertLayer]:
             continue
         prefix = re.escape(getattr(module, "base_model_prefix", "") or "-")
         before = (re.escape(f"{owner}.") if owner else "") + rf"(?:{prefix}\.)?"
-        for key in (key for key, style in plan.items() if style == "ep_dispatch_experts"):
-            pattern = re.compile(before + _expression(key))
-            cut = [other.removeprefix(f"{key}.") for other, style in plan.items() if style == "grouped_gemm"]
+        stacked = [key for key, style in plan.items() if style == "grouped_gemm"]
+        for key in dict.fromkeys(path.rpartition(".")[0] for path in stacked):
+            pattern = re.compile(before + re.escape(key).replace(r"\*", "[^.]+"))
+            cut = [path.removeprefix(f"{key}.") for path in stacked if path.rpartition(".")[0] == key]
             for name in modules:
                 if name not in done and pattern.fullmatch(name):
                     done.add(name)
                     inner, layer = _without_adapters(name, modules[name])
                     params = tuple(each for each in cut if layer._parameters.get(each) is not None)
                     yield ExpertLayer(inner, layer, _count(layer, params), params, key)
-
-
-def _expression(key: str) -> str:
-    return re.escape(key).replace(r"\*", "[^.]+")
 
 
 def _without_adapters(name: str, module: nn.Module) -> tuple[str, nn.Module]:

@@ -1,0 +1,233 @@
+"""Mixtures of experts: ds_hf with whole and with divided experts, DeepSpeed, FSDP2, and what the products alone take.
+
+    torchrun --nproc-per-node 2 benchmarks/experts.py --model qwen3 --layers 6 --stage 3 --micro-batch 2 --seq 2048 \\
+        --engines ds_hf,ds_hf+ep,fsdp2,deepspeed-leaf,deepspeed-autoep,floor --deepspeed-path FOLDER --json FILE
+    python benchmarks/experts.py --part products --model qwen3
+
+The engines take turns as in ``training.py``, whose loop, tokens and figures these are; the models have the shapes of
+Qwen3-30B-A3B, OLMoE-1B-7B and gpt-oss-20b, cut in depth to what fits. *ds_hf+ep* divides experts over all processes,
+*ds_hf* over none; *deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use
+today, *deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it. *floor* is forward and
+backward of the bf16 model alone.
+
+``--part products``: on one GPU, forward and backward of one layer's experts as the model has them and as
+``exchange.py`` leaves them to each process, against the grouped products alone (six of them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import training
+from torch import nn
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"kind": "qwen3_moe", "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8,
+             "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+             "vocab_size": 512},
+    "qwen3": {"kind": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128,
+              "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+              "vocab_size": 151936},
+    "olmoe": {"kind": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
+              "num_experts_per_tok": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304},
+    "gpt_oss": {"kind": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32,
+                "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+                "vocab_size": 201088},
+}  # fmt: skip
+
+
+def make_model(args: argparse.Namespace, dtype: torch.dtype) -> nn.Module:
+    """The model, on this process's device, with the same values for the same seed."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    shape = dict(SHAPES[args.model])
+    more = {"num_hidden_layers": args.layers, "max_position_embeddings": max(args.seq, 128), "use_cache": False}
+    config = CONFIG_MAPPING[shape.pop("kind")](**shape, **more)
+    torch.manual_seed(training.SEED)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(args.device):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager" if args.model == "gpt_oss" else "sdpa"
+            )
+    finally:
+        torch.set_default_dtype(before)
+    if args.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    return model.train()
+
+
+def with_config(base: type[training.Contender], **more: Any) -> type[training.Contender]:
+    """``base`` with other keys of the file, which may be functions of the arguments."""
+
+    class Other(base):  # type: ignore[misc, valid-type]
+        def __init__(self, args: argparse.Namespace) -> None:
+            plain = training.engine_config
+
+            def changed(given: argparse.Namespace) -> dict[str, Any]:
+                config = plain(given)
+                for key, value in more.items():
+                    value = value(given) if callable(value) else value
+                    config[key] = {**config[key], **value} if key in config else value
+                return config
+
+            training.engine_config = changed
+            try:
+                super().__init__(args)
+            finally:
+                training.engine_config = plain
+
+    return Other
+
+
+class DeepSpeedLeaf(training.DeepSpeed):
+    """DeepSpeed's stage 3 with blocks of experts as leaf modules."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        made = training.make_model
+
+        def marked(given: argparse.Namespace, dtype: torch.dtype) -> nn.Module:
+            from deepspeed.utils import set_z3_leaf_modules
+
+            model = made(given, dtype)
+            blocks = {type(module) for module in model.modules() if hasattr(module, "experts")}
+            set_z3_leaf_modules(model, list(blocks))
+            return model
+
+        training.make_model = marked
+        try:
+            super().__init__(args)
+        finally:
+            training.make_model = made
+
+
+def experts_section(args: argparse.Namespace) -> dict[str, Any]:
+    return {"enabled": True, "autoep_size": args.ep or dist.get_world_size()}
+
+
+ENGINES: dict[str, type[training.Contender]] = {
+    "ds_hf": training.DsHf,
+    "ds_hf+ep": with_config(training.DsHf, expert_parallel=experts_section),
+    "ds_hf2": with_config(training.DsHf, zero_optimization={"stage": 2}),
+    "ds_hf2+ep": with_config(training.DsHf, expert_parallel=experts_section, zero_optimization={"stage": 2}),
+    "deepspeed-leaf": DeepSpeedLeaf,
+    "deepspeed2": with_config(training.DeepSpeed, zero_optimization={"stage": 2}),
+    "deepspeed-autoep": with_config(
+        training.DeepSpeed, expert_parallel=experts_section, zero_optimization={"stage": 2}
+    ),
+    "fsdp2": training.Fsdp2,
+    "floor": training.Floor,
+}
+
+
+# -- the products alone ------------------------------------------------------------------------------------------------
+
+
+def milliseconds(function: Callable[[], Any], device: str, repeats: int = 20) -> float:
+    """Median of one call."""
+    for _ in range(3):
+        function()
+    found = []
+    for _ in range(repeats):
+        if device != "cpu":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found)
+
+
+def products(args: argparse.Namespace) -> dict[str, Any]:
+    """One layer's experts."""
+    from ds_hf.engine.parallel.experts.exchange import add_up, routes_here, take
+
+    dtype = torch.bfloat16
+    args.layers = 1
+    model = make_model(args, dtype)
+    module = next(each for name, each in model.named_modules() if name.endswith("experts"))
+    down: Any = module.down_proj  # type: ignore[union-attr]
+    up: Any = module.gate_up_proj  # type: ignore[union-attr]
+    count, top = down.shape[0], SHAPES[args.model]["num_experts_per_tok"]
+    tokens, width = args.micro_batch * args.seq, SHAPES[args.model]["hidden_size"]
+    generator = torch.Generator(args.device).manual_seed(1)
+    x = torch.randn(tokens, width, dtype=dtype, device=args.device, generator=generator, requires_grad=True)
+    chosen = torch.rand(tokens, count, device=args.device, generator=generator).argsort(1)[:, :top]
+    weights = torch.rand(tokens, top, device=args.device, generator=generator).softmax(-1).to(dtype)
+    seed = torch.randn_like(x)
+
+    def model_own() -> None:
+        module(x, chosen, weights).backward(seed)
+        x.grad = up.grad = down.grad = None
+
+    def routed() -> None:
+        routes, experts, at = routes_here(chosen, count, tokens * top)
+        found = module(take(x, routes), experts[:, None], weights.reshape(-1)[at, None])
+        add_up(found, routes).backward(seed)
+        x.grad = up.grad = down.grad = None
+
+    transposed = bool(getattr(module, "is_transposed", False))
+    first, second = (up, down) if transposed else (up.mT, down.mT)
+    offsets = torch.bincount(chosen.flatten(), minlength=count).cumsum(0).int()
+    rows = torch.randn(tokens * top, width, dtype=dtype, device=args.device, generator=generator, requires_grad=True)
+    inner = torch.randn(tokens * top, second.shape[1], dtype=dtype, device=args.device, requires_grad=True)
+    multiply = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+    def alone() -> None:
+        one, two = multiply(rows, first, offs=offsets), multiply(inner, second, offs=offsets)
+        torch.autograd.backward([one, two], [torch.ones_like(one), torch.ones_like(two)])
+        rows.grad = inner.grad = up.grad = down.grad = None
+
+    found = {name: milliseconds(each, args.device) for name, each in
+             (("model", model_own), ("routes", routed), ("products", alone))}  # fmt: skip
+    flops = 6 * tokens * top * (first.shape[1] * first.shape[2] + second.shape[1] * second.shape[2])
+    return {**found, "tflops": flops / found["products"] / 1e9, "tokens": tokens}
+
+
+def main() -> None:
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--layers", type=int, default=2)
+    own.add_argument("--ep", type=int, default=0, help="processes that divide experts, 0 for all")
+    own.add_argument("--part", choices=("steps", "products"), default="steps")
+    given, rest = own.parse_known_args()
+    training.make_model, training.ENGINES = make_model, ENGINES
+    training.MODELS = {name: (0, 0, 0, 0, 0, shape["vocab_size"]) for name, shape in SHAPES.items()}
+    sys.argv = [sys.argv[0], *rest]
+    parse, asked = training.parse, [*sys.argv[1:], f"--layers={given.layers}", f"--ep={given.ep}"]
+    if "--model" not in rest:
+        sys.argv += ["--model", "tiny"]
+
+    def parsed() -> argparse.Namespace:
+        args = parse()
+        for name, value in vars(given).items():
+            setattr(args, name, value)
+        return args
+
+    training.parse = parsed
+    if given.part == "steps":
+        training.main()
+        return
+    args = parsed()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = products(args)
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    print(f"{where}, torch {torch.__version__}, {args.model}: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()))
+    if args.json:
+        about = {"machine": f"1 x {where}", "torch": torch.__version__, "date": time.strftime("%F"), "arguments": asked}
+        Path(args.json).write_text(json.dumps({**about, "records": [found]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Experts divided over two and four GPUs by NCCL, by the checks of the CPU's tests."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contract import test_expert_parallel as contract
+from tests.helpers.distributed import run_distributed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+@pytest.fixture(autouse=True)
+def _over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "run_distributed", functools.partial(run_distributed, backend="nccl"))
+    contract.reference.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_stages(kind: str) -> None:
+    contract.check(kind, 2, 2, [(0, 1), (1, 2), (2, 1), (3, 2)])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("size", [2, 4])
+def test_four(size: int) -> None:
+    contract.check("mixtral", 4, size, [(0, 1), (1, 2), (2, 1), (3, 2)])
+
+
+@pytest.mark.parametrize(("dtype", "stage"), [("bf16", 3), ("fp16", 1)])
+def test_16_bits_and_grouped_products(dtype: str, stage: int) -> None:
+    contract.test_16_bits_and_grouped_products(dtype, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_without_a_token(stage: int) -> None:
+    contract.test_experts_without_a_token_keep_their_values(stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_adapters(stage: int, tmp_path: Path) -> None:
+    contract.test_adapters_on_frozen_experts_are_saved_and_loaded(stage, tmp_path)
