@@ -40,11 +40,12 @@ from ds_hf.checkpoint.source import Kind, Source
 from ds_hf.checkpoint.trust.pickled import check_pickled
 from ds_hf.errors import CheckpointError
 
-__all__ = ["LATEST", "OPTIMIZER_STATE", "STATES", "is_universal", "read_universal"]
+__all__ = ["LATEST", "OPTIMIZER_STATE", "STATES", "WRITTEN_AS", "is_universal", "read_universal"]
 
 LATEST = "latest_universal"  # beside the folder, as ``latest`` is beside others
 STATES = "zero"
 OPTIMIZER_STATE = "optimizer_state.pt"
+WRITTEN_AS = "ds_hf_file"  # beside a tensor: of which parameter and state it was written
 _VALUE = "fp32"
 
 
@@ -228,8 +229,17 @@ class _File:
                 raise CheckpointError(f"{self._path} holds no tensor of floating-point numbers")
             if self._numel is not None and value.numel() != self._numel:
                 raise CheckpointError(f"{self._path} has {value.numel()} elements, and the parameter has {self._numel}")
-            self._loaded = value.detach(), {str(key): entry for key, entry in keys.items()}
+            self._check_place(keys.get(WRITTEN_AS))
+            self._loaded = value.detach(), {str(key): entry for key, entry in keys.items() if key != WRITTEN_AS}
         return self._loaded
+
+    def _check_place(self, written_as: Any) -> None:
+        """Files of two parameters of one shape, or of two states, may have been exchanged; DeepSpeed's do not tell."""
+        here = self.file.removeprefix(f"{STATES}/").removesuffix(".pt")
+        if isinstance(written_as, str) and written_as != here:
+            raise CheckpointError(
+                f"{self._path} was written as {written_as}.pt: files are in each other's place, so copy them again"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_hf.checkpoint.commit import publish, stage
 from ds_hf.checkpoint.convert import default_tag, state_bytes
 from ds_hf.checkpoint.deepspeed.pickles import SubparamShape, save_pickled
-from ds_hf.checkpoint.deepspeed.read_universal import LATEST, OPTIMIZER_STATE, STATES, is_universal
+from ds_hf.checkpoint.deepspeed.read_universal import LATEST, OPTIMIZER_STATE, STATES, WRITTEN_AS, is_universal
 from ds_hf.checkpoint.deepspeed.slices import INFO, Rules
 from ds_hf.checkpoint.deepspeed.write import (
     DEEPSPEED_VERSION,
@@ -115,7 +115,8 @@ def _write_states(
         inside.mkdir()
         for state in ("master", *saved.moments, *_moments_among_scalars(saved)):
             value = _whole(source, saved, state)[: torch.Size(shape).numel()].view(shape)
-            save_pickled(inside / f"{_FILE_OF.get(state, state)}.pt", {**said, "param": value})
+            file = _FILE_OF.get(state, state)
+            save_pickled(inside / f"{file}.pt", {**said, WRITTEN_AS: f"{saved.name}/{file}", "param": value})
         if "step" in saved.scalars:
             save_pickled(inside / "step.pt", _step(source, saved.scalars["step"]))
         sync(inside)

@@ -18,7 +18,7 @@ from ds_hf import initialize
 from ds_hf.checkpoint.convert import write_own
 from ds_hf.checkpoint.dcp import write_dcp
 from ds_hf.checkpoint.deepspeed.pickles import SubparamShape, load_any, load_pickled, save_pickled
-from ds_hf.checkpoint.deepspeed.read_universal import read_universal
+from ds_hf.checkpoint.deepspeed.read_universal import WRITTEN_AS, read_universal
 from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_source
@@ -89,7 +89,7 @@ def test_files_are_those_of_deepspeed(tmp_path: Path, trained: Any) -> None:
     inside = folder / "zero" / "blocks.0.linear.weight"
     assert sorted(path.name for path in inside.iterdir()) == ["exp_avg.pt", "exp_avg_sq.pt", "fp32.pt", "step.pt"]
     content = load_any(inside / "fp32.pt")
-    assert set(content) == {"param", "cat_dim"}
+    assert set(content) == {"param", "cat_dim", WRITTEN_AS}
     assert content["param"].shape == (workload.WIDTH, workload.WIDTH)
     assert content["param"].dtype == torch.float32
     assert load_any(inside / "step.pt") == 3
@@ -127,7 +127,8 @@ def test_slices_of_deepspeeds_ranks(tmp_path: Path, stage: int) -> None:
     folder = write_universal(source, tmp_path / "y" / "u")
     check_values(open_source(folder))
     said = {name: load_any(folder / "zero" / name / "exp_avg.pt") for name in SHAPES}
-    for keys in said.values():
+    for name, keys in said.items():
+        assert keys.pop(WRITTEN_AS) == f"{name}/exp_avg"
         keys.pop("param")
     rows = SubparamShape([r"^qkv\.weight$"], ((4, 2, 2), -1), 0)
     assert said == {
@@ -466,9 +467,7 @@ def test_states_in_each_others_place(tmp_path: Path, trained: Any, way: str) -> 
     folder = write_universal(open_source(trained[0]), tmp_path / "universal")
     name = next(path.parent for path in sorted(folder.glob("zero/*/exp_avg.pt")) if load_any(path)["param"].min() < 0)
     first, second = name / "exp_avg.pt", name / "exp_avg_sq.pt"
-    other = first.rename(name / "other")
-    second.rename(first)
-    other.rename(second)
+    exchange(first, second, tells=False)
     wrong = _as(way, folder, tmp_path / "wrong")
     with workload.engine_of(workload.config(2, "fp16")) as engine:
         with pytest.raises(
@@ -484,6 +483,29 @@ def test_states_in_each_others_place(tmp_path: Path, trained: Any, way: str) -> 
         assert engine.load_checkpoint(_as(way, folder, tmp_path / "nan"))[0]
         logger.removeHandler(lines)
         assert [name.name in text and "not finite" in text for text in lines.texts if "exp_avg_sq" in text] == [True]
+
+
+def exchange(first: Path, second: Path, *, tells: bool) -> None:
+    """Let each file be where the other was; those of DeepSpeed do not tell of what they were written."""
+    contents = load_any(first), load_any(second)
+    for path, content in zip((second, first), contents, strict=True):
+        save_pickled(path, {key: value for key, value in content.items() if tells or key != WRITTEN_AS})
+
+
+@pytest.mark.parametrize("state", ["exp_avg", "fp32"])
+def test_parameters_in_each_others_place(tmp_path: Path, trained: Any, state: str) -> None:
+    """Of one shape: refused, at a load and where they are converted; DeepSpeed's own files cannot be told apart."""
+    names = [f"zero/blocks.{number}.linear.weight/{state}.pt" for number in (0, 1)]
+    folder = write_universal(open_source(trained[0]), tmp_path / "u")
+    exchange(folder / names[0], folder / names[1], tells=True)
+    said = rf"{re.escape(names[0])} was written as blocks\.1\.linear\.weight/{state}\.pt"
+    with workload.engine_of(workload.config(2, "fp16")) as engine:
+        with pytest.raises(CheckpointError, match=said):
+            engine.load_checkpoint(folder)
+        with pytest.raises(CheckpointError, match=said):
+            write_own(open_source(folder), tmp_path / "own")
+        exchange(folder / names[0], folder / names[1], tells=False)
+        assert engine.load_checkpoint(folder)[0] == str(folder)
 
 
 def _as(way: str, folder: Path, target: Path) -> Path:
