@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["COLOURS", "LETTER", "Axis", "Band", "Bar", "Mark", "Series", "bars", "xy"]
+__all__ = ["COLOURS", "LETTER", "Band", "Bar", "ChartAxis", "Mark", "Series", "bars", "xy"]
 
 COLOURS = ("#2f6db5", "#c2571a", "#1a7f37", "#8250df", "#b03060", "#00798c", "#9a6700", "#57606a")
 WIDTH = 860
@@ -22,7 +22,7 @@ LINE = 20  # height of a line of the legend
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """One axis; ``low`` and ``high`` are taken from the values where they are ``None``.
 
     Attributes:
@@ -99,7 +99,7 @@ class Bar:
 class _Scale:
     """Values of an axis to places in the picture."""
 
-    def __init__(self, axis: Axis, values: Sequence[float], start: float, end: float) -> None:
+    def __init__(self, axis: ChartAxis, values: Sequence[float], start: float, end: float) -> None:
         known = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
         low = axis.low if axis.low is not None else min(known, default=0.1 if axis.log else 0.0)
         high = axis.high if axis.high is not None else max(known, default=1.0)
@@ -147,7 +147,7 @@ def _round_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
 
 
 def xy(
-    series: Sequence[Series], x: Axis, y: Axis, *, marks: Sequence[Mark] = (), bands: Sequence[Band] = (),
+    series: Sequence[Series], x: ChartAxis, y: ChartAxis, *, marks: Sequence[Mark] = (), bands: Sequence[Band] = (),
     height: int = 380, width: int = WIDTH,
 ) -> str:  # fmt: skip
     """Lines and points over two axes, as an ``<svg>``."""
@@ -169,7 +169,7 @@ def xy(
     return _svg(parts, width, top + height - TOP)
 
 
-def bars(rows: Sequence[Bar], x: Axis, *, width: int = WIDTH) -> str:
+def bars(rows: Sequence[Bar], x: ChartAxis, *, width: int = WIDTH) -> str:
     """Horizontal bars, the first row on top, as an ``<svg>``."""
     labels = list(dict.fromkeys(bar.label for bar in rows))
     left = min(330.0, 24 + LETTER * max((len(label) for label in labels), default=0))
@@ -236,7 +236,7 @@ def _legend(named: Sequence[Series], rows: Sequence[Sequence[int]]) -> str:
     return "".join(parts)
 
 
-def _frame(across: _Scale, up: _Scale, x: Axis, y: Axis, top: float, bottom: float, width: float) -> str:
+def _frame(across: _Scale, up: _Scale, x: ChartAxis, y: ChartAxis, top: float, bottom: float, width: float) -> str:
     parts = [_ticks_below(across, top, bottom), _title_below(x.title, (LEFT + width - RIGHT) / 2, bottom)]
     for value in up.ticks:
         place = up(value)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.records import Record
-from ds_hf.autotune.trial import Outcome, Point
+from ds_hf.autotune.trial import LaunchOutcome, Point
 from ds_hf.measure.machine import Estimate, error_of, gain_of, pool
 from ds_hf.measure.statistics import summarise
 
@@ -42,7 +42,7 @@ class Contestant:
     record: Record
     point: Point
     estimate: Estimate
-    again: tuple[Outcome, ...]
+    again: tuple[LaunchOutcome, ...]
 
     @property
     def key(self) -> Key:
@@ -56,7 +56,7 @@ class Again:
     turn: int
     label: str
     started: float
-    outcome: Outcome
+    outcome: LaunchOutcome
 
 
 class Contest:
@@ -74,7 +74,7 @@ class Contest:
         self.why_ended = self.denied = ""
         self.failed: dict[Key, str] = {}
         self.launches: list[Again] = []
-        self._again: dict[Key, list[Outcome]] = {}
+        self._again: dict[Key, list[LaunchOutcome]] = {}
 
     def ranked(self) -> list[Contestant]:
         """All that was measured and did not fail since, the best first."""

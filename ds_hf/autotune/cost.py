@@ -29,7 +29,7 @@ from ds_hf.engine.zero.estimate import ITEM_NBYTES, ModelSize, StateBytes, estim
 from ds_hf.memory import Prediction as Traced
 from ds_hf.memory import UnpredictableError
 
-__all__ = ["CostModel", "Prediction", "Survey"]
+__all__ = ["CostModel", "StepEstimate", "Survey"]
 
 RECOMPUTE = 4 / 3  # forward again: 1 of 3 parts
 COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs/performance.md)
@@ -67,7 +67,7 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepEstimate:
     """Of one setting at one micro-batch.
 
     Attributes:
@@ -231,11 +231,11 @@ class CostModel:
 
     # -- time -----------------------------------------------------------------------------------------------------
 
-    def predict(self, setting: Setting, micro: int, accumulation: int) -> Prediction:
+    def predict(self, setting: Setting, micro: int, accumulation: int) -> StepEstimate:
         """Seconds and bytes of one setting, with what was learned so far."""
         mean, spread = self._correction(setting, micro, accumulation)
         seconds = self.roofline(setting, micro, accumulation) * math.exp(mean)
-        return Prediction(seconds, self.nbytes(setting, micro, accumulation), spread)
+        return StepEstimate(seconds, self.nbytes(setting, micro, accumulation), spread)
 
     def roofline(self, setting: Setting, micro: int, accumulation: int) -> float:
         """Seconds of a step by the roofline alone."""

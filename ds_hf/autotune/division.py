@@ -18,13 +18,13 @@ from ds_hf.config.load import examine
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger
 
-__all__ = ["SEQUENCE", "TENSOR", "Division", "Sizes", "division_of", "model_class", "sizes_of"]
+__all__ = ["SEQUENCE", "TENSOR", "AxisSizes", "MeshDivision", "division_of", "model_class", "sizes_of"]
 
 SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel.autotp_size"
 
 
 @dataclass(frozen=True)
-class Division:
+class MeshDivision:
     """Processes along each dimension.
 
     Attributes:
@@ -40,20 +40,20 @@ class Division:
         """Processes that work on one sample."""
         return self.sequence * self.tensor
 
-    def of(self, setting: Mapping[str, Any]) -> Division:
+    def of(self, setting: Mapping[str, Any]) -> MeshDivision:
         """The same processes in a setting."""
         sequence, tensor = setting.get(SEQUENCE, self.sequence), setting.get(TENSOR, self.tensor)
-        return Division(self.data * self.shared // (sequence * tensor), sequence, tensor)
+        return MeshDivision(self.data * self.shared // (sequence * tensor), sequence, tensor)
 
 
-def division_of(facts: Mapping[str, Any]) -> Division:
+def division_of(facts: Mapping[str, Any]) -> MeshDivision:
     """That of a launch, by its event "facts"; older journals know of data parallelism alone."""
     data = facts.get("data") or facts.get("world_size") or 1
-    return Division(int(data), int(facts.get("sequence") or 1), int(facts.get("tensor") or 1))
+    return MeshDivision(int(data), int(facts.get("sequence") or 1), int(facts.get("tensor") or 1))
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AxisSizes:
     """Values of the two axes, 1 first.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sizes:
     on_host: int = 1
 
 
-def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> Sizes:
+def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> AxisSizes:
     """Sizes that processes, model and batch of the user's own launch allow.
 
     Args:
@@ -78,13 +78,13 @@ def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> Sizes:
     fitting = tuple(n for n in range(2, on_host + 1) if on_host % n == 0)
     if not fitting or own.data * own.shared != processes:
         reason = "there is one process a host" if not fitting else "the script divides the model itself"
-        return Sizes({}, dict.fromkeys((SEQUENCE, TENSOR), reason))
+        return AxisSizes({}, dict.fromkeys((SEQUENCE, TENSOR), reason))
     if tree.get("data_parallel_size") is not None:
-        return Sizes({}, dict.fromkeys((SEQUENCE, TENSOR), "data_parallel_size is given in the file"))
+        return AxisSizes({}, dict.fromkeys((SEQUENCE, TENSOR), "data_parallel_size is given in the file"))
     try:
         model = _without_values(facts)
     except DsHfError as error:
-        return Sizes({}, dict.fromkeys((SEQUENCE, TENSOR), str(error)))
+        return AxisSizes({}, dict.fromkeys((SEQUENCE, TENSOR), str(error)))
     values, why_not = {}, {}
     for name, own_size, allows in ((TENSOR, own.tensor, _cuts), (SEQUENCE, own.sequence, _shares)):
         if own_size > 1 and not _given(tree, name):
@@ -94,7 +94,7 @@ def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> Sizes:
         values[name] = (1, *(n for n, fault in faults.items() if not fault))
         if len(values[name]) == 1:
             why_not[name] = next(iter(faults.values()))
-    return Sizes(values, why_not, on_host)
+    return AxisSizes(values, why_not, on_host)
 
 
 def _given(tree: Mapping[str, Any], name: str) -> bool:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
-from ds_hf.autotune.division import SEQUENCE, Division, division_of, model_class
+from ds_hf.autotune.division import SEQUENCE, MeshDivision, division_of, model_class
 from ds_hf.memory import Prediction, Predictor, UnpredictableError, Workload
 from ds_hf.memory.models import with_length
 from ds_hf.memory.pricing import DEVICE_MEMORY
@@ -126,7 +126,7 @@ def _can(facts: Mapping[str, Any]) -> bool:
     return bool(facts["can_checkpoint"])
 
 
-def _divide_as_own(tree: dict[str, Any], own: Division) -> None:
+def _divide_as_own(tree: dict[str, Any], own: MeshDivision) -> None:
     """Sizes that the script gives and the file does not."""
     tree.setdefault(SEQUENCE, own.sequence)
     if own.tensor > 1:

@@ -17,7 +17,7 @@ from typing import Any
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.options import Options
 from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of
-from ds_hf.autotune.trial import Launch, Outcome, Point, Watch, launch_words, samplers
+from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Watch, launch_words, samplers
 from ds_hf.config.types import Config
 from ds_hf.measure.machine import NORMAL, Level, Slowdown, compared, error_of, levels_of
 from ds_hf.measure.protocol import TrialRequest
@@ -30,7 +30,7 @@ NATURAL_STEPS = 6
 OWN_OVERTIME = 3.0  # times the budget: without the user's own file nothing is known, and a busy machine starts slowly
 LEAST_SECONDS = 30.0  # for a launch when the budget is nearly spent
 
-Run = Callable[[Launch, "Watch | None"], Outcome]
+Run = Callable[[Launch, "Watch | None"], LaunchOutcome]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Launches:
         """Seconds of the budget."""
         return self.options.budget - (time.monotonic() - self.started)
 
-    def own(self, watch: Watch) -> Outcome:
+    def own(self, watch: Watch) -> LaunchOutcome:
         """The user's command with the user's values; the engine alone knows yet which batch that is."""
         name = "0000-own"
         request = self._request(name, survey=True, own_axis=True, natural_steps=NATURAL_STEPS,
@@ -96,7 +96,7 @@ class Launches:
         *,
         longest: bool = True,
         data: int | None = None,
-    ) -> Outcome:
+    ) -> LaunchOutcome:
         """All sizes of a setting in one launch, which resizes the script's batch.
 
         Args:
@@ -121,7 +121,7 @@ class Launches:
         *,
         workers: int | None = None,
         replay: bool = False,
-    ) -> Outcome:
+    ) -> LaunchOutcome:
         """The script as the user would start it with the result; its own steps become the point.
 
         Args:
@@ -140,9 +140,9 @@ class Launches:
         outcome = self._launch(name, self.command.words(config, values), request, None)
         return self._compare(_from_natural(outcome, *size))
 
-    def each_natural(self, name: str, setting: Setting, sizes: list[tuple[int, int]], data: int) -> Outcome:
+    def each_natural(self, name: str, setting: Setting, sizes: list[tuple[int, int]], data: int) -> LaunchOutcome:
         """One launch a size, where the engine cannot resize the script's batch."""
-        total = Outcome("oom")
+        total = LaunchOutcome("oom")
         for size in sizes:
             part = self.natural(f"{name}-{size[0]}", setting, size, data)
             total.seconds += part.seconds
@@ -157,7 +157,7 @@ class Launches:
         """The configuration of a setting with its batch written out, for ``data`` processes that read samples."""
         return {**config_of(self.tree, setting), **_batch_of(size), "train_batch_size": size[0] * size[1] * data}
 
-    def _compare(self, outcome: Outcome) -> Outcome:
+    def _compare(self, outcome: LaunchOutcome) -> LaunchOutcome:
         """Its times at the speed that the machine had in the first launch."""
         events = outcome.events
         replayed, natural = levels_of(events.get("machine")), levels_of(events.get("machine natural"))
@@ -186,7 +186,7 @@ class Launches:
 
     def _launch(
         self, name: str, words: list[str], request: TrialRequest, watch: Watch | None, overtime: float = 1.0
-    ) -> Outcome:
+    ) -> LaunchOutcome:
         options = self.options
         whole = launch_words(options.launcher, self.problem.processes, words)
         timeout = min(options.trial_timeout, overtime * max(LEAST_SECONDS, self.left))
@@ -222,7 +222,7 @@ def _at(point: Point, change: Slowdown) -> Point:
     )
 
 
-def _from_natural(outcome: Outcome, micro: int, accumulation: int) -> Outcome:
+def _from_natural(outcome: LaunchOutcome, micro: int, accumulation: int) -> LaunchOutcome:
     """The script's own steps as a point."""
     if outcome.natural and not outcome.points:
         found = summarise(outcome.natural)

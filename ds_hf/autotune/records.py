@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ds_hf.autotune.options import Metric
 from ds_hf.autotune.space import Setting, key_of, label_of
-from ds_hf.autotune.trial import Outcome, Point, samplers
+from ds_hf.autotune.trial import LaunchOutcome, Point, samplers
 
 __all__ = ["LEAST_WAIT", "Record", "attributes_of", "is_orphan", "record_of", "records_of", "value_of", "wait_share"]
 
@@ -33,13 +33,13 @@ class Record:
     """One setting.
 
     Attributes:
-        number: Optuna's. setting: axis -> value. kind, reason: as in ``Outcome``; "ruled out": never launched.
+        number: Optuna's. setting: axis -> value. kind, reason: as in ``LaunchOutcome``; "ruled out": never launched.
         own: the user's file.
         points: measured. predicted: micro-batch -> (seconds, bytes) before the launch.
         best: the point with the best value. value: in the metric's unit.
         started, seconds: wall clock of the launch.
         natural, waits: seconds of the script's own steps, and how many of them for data.
-        natural_error: as in ``Outcome``.
+        natural_error: as in ``LaunchOutcome``.
     """
 
     number: int
@@ -93,7 +93,7 @@ def value_of(point: Point, metric: Metric, flops: float = 1.0) -> float:
 
 
 def attributes_of(
-    setting: Setting, outcome: Outcome, predicted: dict[int, tuple[float, int]], started: float
+    setting: Setting, outcome: LaunchOutcome, predicted: dict[int, tuple[float, int]], started: float
 ) -> dict[str, Any]:
     """What is kept of a launch, as JSON."""
     return {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import optuna
 
-from ds_hf.autotune.charts import COLOURS, Axis, Bar, Series, bars, xy
+from ds_hf.autotune.charts import COLOURS, Bar, ChartAxis, Series, bars, xy
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.page import code, facts, notice, page, section, side_by_side, table
 from ds_hf.autotune.records import Record, records_of, value_of
@@ -136,7 +136,7 @@ def _throughput(search: Search, records: list[Record]) -> str:
             )
         )  # fmt: skip
     micros = sorted({point.micro for record in records for point in record.points})
-    return xy(series, Axis("micro-batch", log=True, ticks=micros), Axis(metric.unit, low=0))
+    return xy(series, ChartAxis("micro-batch", log=True, ticks=micros), ChartAxis(metric.unit, low=0))
 
 
 def _predictions(records: list[Record]) -> str:
@@ -153,7 +153,7 @@ def _predictions(records: list[Record]) -> str:
         top = 1.05 * max(*expected, *measured)
         line = Series([0, top], [0, top], dash=True, colour="#7a8794")
         dots = Series(expected, measured, line=False, size=5, notes=notes)
-        x, y = (Axis(f"{word} {name}, {unit}", low=0, high=top) for word in ("predicted", "measured"))
+        x, y = (ChartAxis(f"{word} {name}, {unit}", low=0, high=top) for word in ("predicted", "measured"))
         charts.append(xy([line, dots], x, y, height=340, width=HALF))
         off = sorted(abs(b / a - 1) for a, b in zip(expected, measured, strict=True) if a)
         if off:
@@ -170,7 +170,7 @@ def _shares(result: Result) -> str:
         parts.append(Bar("a step", start, start + share, COLOURS[index % len(COLOURS)], text, text))
         start += share
     words = ", ".join(bar.text for bar in parts)
-    return bars(parts, Axis(words, low=0, high=1, percent=True))
+    return bars(parts, ChartAxis(words, low=0, high=1, percent=True))
 
 
 def _again(result: Result) -> str:
@@ -208,7 +208,7 @@ def _timeline(records: list[Record], result: Result) -> str:
         for each in result.again
         for at in (each.started - start,)
     ]
-    return bars(rows, Axis("seconds since the start", low=0))
+    return bars(rows, ChartAxis("seconds since the start", low=0))
 
 
 def _importances(search: Search) -> str:
@@ -218,7 +218,7 @@ def _importances(search: Search) -> str:
     rows = [Bar(name, 0, share, text=f"{share:.0%}") for name, share in found.items()]
     count = len([record for record in search.launched() if record.points])
     text = f"How much of the difference between {count} measured settings each key explains (Optuna's PED-ANOVA)."
-    return section("Importance of the keys", bars(rows, Axis(low=0, high=1, percent=True)), text=text)
+    return section("Importance of the keys", bars(rows, ChartAxis(low=0, high=1, percent=True)), text=text)
 
 
 def importances(search: Search) -> Mapping[str, float]:

@@ -29,7 +29,7 @@ from ds_hf.autotune.space import (
     freed_by,
 )
 from ds_hf.autotune.study import Search
-from ds_hf.autotune.trial import Outcome, Point, launch_words
+from ds_hf.autotune.trial import LaunchOutcome, Point, launch_words
 from ds_hf.autotune.view import show_value
 from ds_hf.config.load import examine
 from ds_hf.config.triple import WorldSize
@@ -102,7 +102,7 @@ class Result:
     again: list[Again] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
-    confirmed: Outcome | None = None
+    confirmed: LaunchOutcome | None = None
     limits: dict[str, float] = field(default_factory=dict)
     limit: str = ""
     why_stopped: str = ""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hf.autotune.command import Command
-from ds_hf.autotune.division import SEQUENCE, TENSOR, Division, Sizes
+from ds_hf.autotune.division import SEQUENCE, TENSOR, AxisSizes, MeshDivision
 from ds_hf.autotune.options import Options
 from ds_hf.config.load import examine
 from ds_hf.config.mesh import mesh_shape
@@ -25,7 +25,7 @@ from ds_hf.config.schema import load_schema
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
 
-__all__ = ["Axis", "Setting", "Space", "check_names", "config_of", "freed_by", "key_of", "label_of", "points"]
+__all__ = ["FreeKey", "Setting", "Space", "check_names", "config_of", "freed_by", "key_of", "label_of", "points"]
 
 Setting = dict[str, Any]  # axis name -> value
 
@@ -42,7 +42,7 @@ WORKERS = "dataloader_num_workers"  # no axis: batches that are replayed say not
 
 
 @dataclass(frozen=True)
-class Axis:
+class FreeKey:
     """One free key.
 
     Attributes:
@@ -59,19 +59,19 @@ class Axis:
 
 
 AXES = (
-    Axis(STAGE, (0, 1, 2, 3)),
-    Axis(OFFLOAD_OPTIMIZER, ("none", "cpu"), device_only=True),
-    Axis(OFFLOAD_PARAM, ("none", "cpu"), device_only=True),
-    Axis(RATIO, (1.0, 0.75, 0.5, 0.25), device_only=True),
-    Axis("zero_optimization.stage3_prefetch_bucket_size", (50_000_000, 0), named_only=True),
-    Axis("zero_optimization.stage3_max_live_parameters", (1_000_000_000, 100_000_000), named_only=True),
-    Axis(COMPILE, (False, "blocks"), device_only=True),
-    Axis(CHECKPOINTING, (False, True)),
-    Axis(ACTIVATIONS, (False, True), device_only=True),
-    Axis(CHUNKED_LOSS, (False, True), device_only=True),
-    Axis(COMMUNICATION, (None, "bf16", "fp32"), named_only=True),
-    Axis(TENSOR, (1,), device_only=True),  # other values: ``division.Sizes``
-    Axis(SEQUENCE, (1,), named_only=True, device_only=True),
+    FreeKey(STAGE, (0, 1, 2, 3)),
+    FreeKey(OFFLOAD_OPTIMIZER, ("none", "cpu"), device_only=True),
+    FreeKey(OFFLOAD_PARAM, ("none", "cpu"), device_only=True),
+    FreeKey(RATIO, (1.0, 0.75, 0.5, 0.25), device_only=True),
+    FreeKey("zero_optimization.stage3_prefetch_bucket_size", (50_000_000, 0), named_only=True),
+    FreeKey("zero_optimization.stage3_max_live_parameters", (1_000_000_000, 100_000_000), named_only=True),
+    FreeKey(COMPILE, (False, "blocks"), device_only=True),
+    FreeKey(CHECKPOINTING, (False, True)),
+    FreeKey(ACTIVATIONS, (False, True), device_only=True),
+    FreeKey(CHUNKED_LOSS, (False, True), device_only=True),
+    FreeKey(COMMUNICATION, (None, "bf16", "fp32"), named_only=True),
+    FreeKey(TENSOR, (1,), device_only=True),  # other values: ``division.Sizes``
+    FreeKey(SEQUENCE, (1,), named_only=True, device_only=True),
 )
 
 _SAME = {ACTIVATIONS: ("ds_hf.offload_activations",), TENSOR: ("tensor_parallel.tp.tp_size",)}  # say the same
@@ -101,11 +101,11 @@ class Space:
         can_checkpoint: bool,
         checkpoints: bool = False,
         can_chunk: bool = False,
-        division: Division | None = None,
-        sizes: Sizes | None = None,
+        division: MeshDivision | None = None,
+        sizes: AxisSizes | None = None,
     ) -> None:
         self.tree = config.resolved
-        self.division, self.sizes = division or Division(), sizes or Sizes()
+        self.division, self.sizes = division or MeshDivision(), sizes or AxisSizes()
         self.command = command
         self.checkpoints, self.can_chunk = checkpoints, can_chunk
         self.kept: dict[str, str] = {}
@@ -114,11 +114,11 @@ class Space:
         self.axes = [axis for axis in axes if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
         self.own: Setting = {axis.name: self._own(axis) for axis in self.axes}
         self.axes = [
-            axis if self.own[axis.name] in axis.values else Axis(axis.name, (*axis.values, self.own[axis.name]))
+            axis if self.own[axis.name] in axis.values else FreeKey(axis.name, (*axis.values, self.own[axis.name]))
             for axis in self.axes
         ]
 
-    def _is_free(self, axis: Axis, options: Options, *, cuda: bool, can_checkpoint: bool) -> bool:
+    def _is_free(self, axis: FreeKey, options: Options, *, cuda: bool, can_checkpoint: bool) -> bool:
         named = axis.name in options.tune or ("all" in options.tune and not axis.named_only)
         reason = ""
         if axis.name == CHECKPOINTING:
@@ -160,7 +160,7 @@ class Space:
         value = _get(self.tree, name)
         return value is not None and value != "auto"
 
-    def _own(self, axis: Axis) -> Any:
+    def _own(self, axis: FreeKey) -> Any:
         """The user's value of the axis."""
         if axis.name == CHECKPOINTING:
             return bool(self.command.given_flag(CHECKPOINTING))

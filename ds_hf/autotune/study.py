@@ -39,7 +39,7 @@ from ds_hf.autotune.records import (
     worker_attributes,
 )
 from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points
-from ds_hf.autotune.trial import Outcome, Point, run_launch, samplers
+from ds_hf.autotune.trial import LaunchOutcome, Point, run_launch, samplers
 from ds_hf.autotune.view import View
 from ds_hf.errors import DsHfError
 from ds_hf.memory import UnpredictableError
@@ -413,7 +413,7 @@ class Search:
             raise
         self._learn(self._tell(setting, outcome, predicted, started, trial=trial))
 
-    def _launch_sizes(self, name: str, setting: Setting, sizes: list[tuple[int, int]]) -> Outcome:
+    def _launch_sizes(self, name: str, setting: Setting, sizes: list[tuple[int, int]]) -> LaunchOutcome:
         """One launch for all sizes, or one a size where the engine cannot change them."""
         if "not resizable" in self.own.events:
             return self.launches.each_natural(name, setting, sizes, self.data(setting))
@@ -434,7 +434,7 @@ class Search:
     def _tell(
         self,
         setting: Setting,
-        outcome: Outcome,
+        outcome: LaunchOutcome,
         predicted: dict[int, tuple[float, int]],
         started: float,
         *,

@@ -1,6 +1,7 @@
 """One launch: the user's script in processes of its own, watched until it has measured, failed, hung or run too long.
 
-Whatever happens is an ``Outcome`` with a reason in words and never an exception; nothing that it started stays behind.
+Whatever happens is a ``LaunchOutcome`` with a reason in words and never an exception; nothing that it started stays
+behind.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ds_hf.autotune.load import LoadMeter, gpu_share
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, read_events
 from ds_hf.regular_files import read_regular, replace_file
 
-__all__ = ["Launch", "Outcome", "Point", "kill_leftovers", "launch_words", "run_launch", "samplers"]
+__all__ = ["Launch", "LaunchOutcome", "Point", "kill_leftovers", "launch_words", "run_launch", "samplers"]
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # of processes that go on when the first one has measured everything
@@ -65,7 +66,7 @@ class Point:
 
 
 @dataclass
-class Outcome:
+class LaunchOutcome:
     """How a launch ended.
 
     Attributes:
@@ -145,7 +146,7 @@ def launch_words(launcher: Sequence[str], processes: int, words: Sequence[str]) 
     return [*run, *words]
 
 
-def run_launch(launch: Launch, watch: Watch | None = None) -> Outcome:
+def run_launch(launch: Launch, watch: Watch | None = None) -> LaunchOutcome:
     """Run to its end.
 
     Args:
@@ -156,7 +157,7 @@ def run_launch(launch: Launch, watch: Watch | None = None) -> Outcome:
     launch.request.write(folder / "request.json")
     replace_file(folder / "command.txt", shlex.join(launch.words) + "\n")
     Path(launch.request.events).unlink(missing_ok=True)
-    outcome = Outcome("ok", events={"load": {"gpu": gpu_share()}})
+    outcome = LaunchOutcome("ok", events={"load": {"gpu": gpu_share()}})
     start = time.monotonic()
     (folder / "output.log").unlink(missing_ok=True)  # it may be a link
     with (folder / "output.log").open("xb") as output:
@@ -188,7 +189,7 @@ def run_launch(launch: Launch, watch: Watch | None = None) -> Outcome:
     return outcome
 
 
-def _watch(process: subprocess.Popen[bytes], launch: Launch, outcome: Outcome, watch: Watch | None) -> str:
+def _watch(process: subprocess.Popen[bytes], launch: Launch, outcome: LaunchOutcome, watch: Watch | None) -> str:
     """Read events until the process ends or must be ended; says which."""
     events, log = Path(launch.request.events), launch.folder / "output.log"
     start = life = time.monotonic()
@@ -216,12 +217,12 @@ def _watch(process: subprocess.Popen[bytes], launch: Launch, outcome: Outcome, w
         time.sleep(POLL_SECONDS)
 
 
-def _rest(launch: Launch, outcome: Outcome) -> list[tuple[dict[str, Any], int]]:
+def _rest(launch: Launch, outcome: LaunchOutcome) -> list[tuple[dict[str, Any], int]]:
     offset = outcome.events.pop("offset", {}).get("offset", 0)
     return list(read_events(Path(launch.request.events), offset))
 
 
-def _judge(outcome: Outcome, ended: str, code: int, launch: Launch) -> None:
+def _judge(outcome: LaunchOutcome, ended: str, code: int, launch: Launch) -> None:
     """Set ``kind`` and ``reason``."""
     if ended in ("timeout", "hang"):
         limit = launch.timeout if ended == "timeout" else launch.stall
@@ -244,7 +245,7 @@ def _judge(outcome: Outcome, ended: str, code: int, launch: Launch) -> None:
         outcome.reason = "the script made an engine, but ended before it had trained enough steps to measure"
 
 
-def _judge_without_engine(outcome: Outcome, code: int) -> None:
+def _judge_without_engine(outcome: LaunchOutcome, code: int) -> None:
     if code == 0:
         outcome.kind = "no engine"
         outcome.reason = (

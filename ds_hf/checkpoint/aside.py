@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from ds_hf.checkpoint.holds import Hold, boot_of, sync, this_writer, untouched
+from ds_hf.checkpoint.holds import FolderHold, boot_of, sync, this_writer, untouched
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import read_regular
 
@@ -41,7 +41,7 @@ def weights_aside(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     _remove_aside(folder, _read_by_index(folder))
     aside = folder / f"{_ASIDE}{this_writer()}"
-    hold = Hold(aside, made=True)
+    hold = FolderHold(aside, made=True)
     try:
         yield aside
     finally:
@@ -51,11 +51,11 @@ def weights_aside(folder: Path) -> Iterator[Path]:
 
 
 def _remove_aside(folder: Path, but: str = "") -> None:
-    Hold.remove_unnamed(folder)
+    FolderHold.remove_unnamed(folder)
     for path in folder.glob(f"{_ASIDE}*"):
         if path.name == but or not path.is_dir() or path.is_symlink():
             continue
-        lives = Hold.lives(path)
+        lives = FolderHold.lives(path)
         here = path.name.rpartition("-")[2].startswith(boot_of()[:8])
         if lives is not True and ((here and lives is False) or untouched(path)):
             shutil.rmtree(path, ignore_errors=True)

@@ -2,9 +2,9 @@
 
 Files are written into ``.TAG.saving-HOST-PID-ID`` beside the target. The target appears by one rename; a former one of
 the same tag is renamed to ``.TAG.old-HOST-PID-ID`` before and removed after, so at every moment one of the two is
-whole, and ``recover`` finds it. Their writer holds these folders (``Hold``): one that is not held is left over, also
-where the number of its process is another's today. What else lay in a replaced folder, a user's notes or a checkpoint
-of a tag below, moves to the new one. ``latest`` is written last. Only rank 0 calls what is here.
+whole, and ``recover`` finds it. Their writer holds these folders (``FolderHold``): one that is not held is left over,
+also where the number of its process is another's today. What else lay in a replaced folder, a user's notes or a
+checkpoint of a tag below, moves to the new one. ``latest`` is written last. Only rank 0 calls what is here.
 
 Tags are names of folders of any depth. What DeepSpeed's users take as tags is fine: numbers, losses, ``global_step10``,
 ``epoch=1-step=10``, ``run/best``, names in any script, with spaces and dots. Refused is what would lead elsewhere, what
@@ -25,7 +25,7 @@ import psutil
 
 from ds_hf.checkpoint.files import replace_text, write_text
 from ds_hf.checkpoint.format import MANIFEST, SCRIPT
-from ds_hf.checkpoint.holds import Hold, boot_of, sync, this_writer, untouched
+from ds_hf.checkpoint.holds import FolderHold, boot_of, sync, this_writer, untouched
 from ds_hf.checkpoint.manifest import sealed
 from ds_hf.checkpoint.places import recover, tag_fault
 from ds_hf.checkpoint.reports import RankReport, complete
@@ -87,12 +87,12 @@ def stage(target: Path, nbytes: int, *, over: bool = False) -> Iterator[Path]:
         hold.close()
 
 
-def make_room(staged: Path, target: Path, nbytes: int, save_dir: Path | None = None) -> Hold:
+def make_room(staged: Path, target: Path, nbytes: int, save_dir: Path | None = None) -> FolderHold:
     """The new folder ``staged``, held, on a disk with room; what killed writers left beside ``target`` goes first."""
     remove_leftovers(target.parent if save_dir is None else save_dir, target)
     check_space(target.parent, nbytes)
     _make_folder(staged.parent)
-    return Hold(staged, made=True)
+    return FolderHold(staged, made=True)
 
 
 def check_space(folder: Path, nbytes: int) -> None:
@@ -134,7 +134,7 @@ def publish(staged: Path, target: Path, *, over: bool = False) -> None:
     sync(staged)
     former = hidden_beside(target, "old")
     replaced = over and os.path.lexists(target)
-    hold = Hold(target) if replaced and target.is_dir() else None  # before another finds it under its hidden name
+    hold = FolderHold(target) if replaced and target.is_dir() else None  # before another finds it under its hidden name
     if replaced:
         os.rename(target, former)
     try:
@@ -171,7 +171,7 @@ def announce(save_dir: Path, tag: str, save_latest: bool) -> None:
 
 def remove_leftovers(save_dir: Path, target: Path) -> None:
     """Remove what killed processes have left; a whole checkpoint among it that is the only one gets its name back."""
-    Hold.remove_unnamed(target.parent)
+    FolderHold.remove_unnamed(target.parent)
     for path in [*target.parent.glob(".*.saving-*"), *target.parent.glob(".*.old-*")]:
         match = _HIDDEN.fullmatch(path.name)
         if match is None or not _is_dead(path, match, match["tag"] == target.name):
@@ -192,7 +192,7 @@ def remove_leftovers(save_dir: Path, target: Path) -> None:
 
 def _is_dead(path: Path, writer: re.Match[str], same_tag: bool) -> bool:
     """Whether ``path`` is not being written to any more, as far as can be told."""
-    lives = Hold.lives(path)
+    lives = FolderHold.lives(path)
     if lives:
         return False
     host, pid, boot, here = writer["host"], writer["pid"], writer["boot"], boot_of()

@@ -34,7 +34,7 @@ from ds_hf.checkpoint.deepspeed.layout import count_of
 from ds_hf.checkpoint.format import SavedBuffer, SavedFragment, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.scalars import encode_scalar
-from ds_hf.checkpoint.source import Kind, MappedFiles, Report, Source
+from ds_hf.checkpoint.source import CheckpointKind, MappedFiles, Report, Source
 from ds_hf.checkpoint.trust.archive import Window
 from ds_hf.checkpoint.trust.pickle_walk import FrugalUnpickler, walk
 from ds_hf.checkpoint.trust.pickled import check_archive, reading
@@ -347,7 +347,7 @@ def _read(found: _Folder) -> Source:
     if groups:
         common["param_groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         manifest.extra["groups"] = [[str(name) for name in group.get("params", ())] for group in groups]
-    return Source(Kind.DCP, manifest, MappedFiles(folder, mapped), common)
+    return Source(CheckpointKind.DCP, manifest, MappedFiles(folder, mapped), common)
 
 
 def _own_part(found: _Folder) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 
 __all__ = [
-    "Stretch",
+    "StateStretch",
     "TensorEntry",
     "Values",
     "WrittenFile",
@@ -126,7 +126,7 @@ def optimizer_states_name(rank: int, *, bf16: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class StateStretch:
     """Elements of a stored tensor that are elements ``start`` to ``start + numel`` of a state of a parameter.
 
     Attributes:
@@ -144,7 +144,7 @@ class Stretch:
     cut: SavedCut | None = None
 
     @classmethod
-    def whole(cls, name: str, state: str, tensor: Tensor) -> tuple[Stretch, ...]:
+    def whole(cls, name: str, state: str, tensor: Tensor) -> tuple[StateStretch, ...]:
         """All of a tensor, in one piece."""
         return (cls(name, state, 0, 0, tensor.numel(), tuple(tensor.shape)),) if tensor.numel() else ()
 
@@ -189,17 +189,17 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     source: Values
-    stretches: tuple[Stretch, ...] = ()
+    stretches: tuple[StateStretch, ...] = ()
 
     @classmethod
-    def of(cls, tensor: Tensor, stretches: Sequence[Stretch] = ()) -> TensorEntry:
+    def of(cls, tensor: Tensor, stretches: Sequence[StateStretch] = ()) -> TensorEntry:
         return cls(tuple(tensor.shape), tensor.dtype, _Given(tensor.detach()), tuple(stretches))
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def state_key(self, stretch: Stretch) -> str:
+    def state_key(self, stretch: StateStretch) -> str:
         """What the sum of a stretch is called: sums of other dtypes cannot be compared."""
         return f"{stretch.state}:{name_of(self.dtype)}"
 

@@ -13,7 +13,7 @@ from ds_hf.checkpoint.format import LATEST, MANIFEST
 from ds_hf.checkpoint.manifest import Manifest, open_own, read_manifest
 from ds_hf.checkpoint.places import find_folder, folder_of
 from ds_hf.checkpoint.pretrained import is_pretrained, read_pretrained
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.checkpoint.tensors import TensorFiles
 from ds_hf.checkpoint.trust.pickled import read_pickled
 from ds_hf.errors import CheckpointError
@@ -23,7 +23,7 @@ __all__ = ["kind_of", "locate", "named_by_latest", "open_folder", "open_source",
 DCP_METADATA = ".metadata"
 
 
-def locate(path: str | Path, tag: str | None = None) -> tuple[Kind, Path]:
+def locate(path: str | Path, tag: str | None = None) -> tuple[CheckpointKind, Path]:
     """Kind and place of the checkpoint at ``path``: a tag's folder, one that holds ``latest``, or one file.
 
     Raises:
@@ -43,7 +43,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Kind, Path]:
             raise CheckpointError(f"{folder} is not a complete checkpoint of ds_hf, DeepSpeed or torch.distributed")
         raise CheckpointError(f"{folder} does not exist")
     if is_pretrained(root):  # after 'latest': the Trainer puts the weights beside the checkpoint
-        return Kind.HF, root
+        return CheckpointKind.HF, root
     if not root.exists():
         raise CheckpointError(f"{root} does not exist")
     raise CheckpointError(
@@ -62,31 +62,31 @@ def named_by_latest(root: Path, *, universal: bool = False) -> str | None:
     return next((name for name in names if os.path.lexists(root / name)), None)
 
 
-def kind_of(folder: Path) -> Kind | None:
+def kind_of(folder: Path) -> CheckpointKind | None:
     """Who wrote what lies in ``folder`` itself, ``None`` when there is no complete checkpoint."""
     if (folder / MANIFEST).is_file():
-        return Kind.DS_HF
+        return CheckpointKind.DS_HF
     if (folder / DCP_METADATA).is_file():
-        return Kind.DCP
+        return CheckpointKind.DCP
     if any(folder.glob("rank_*.safetensors")):  # of ds_hf, whose pickled files have DeepSpeed's names: incomplete
         return None
     if is_universal(folder):
-        return Kind.UNIVERSAL
-    return Kind.DEEPSPEED if is_deepspeed(folder) else None
+        return CheckpointKind.UNIVERSAL
+    return CheckpointKind.DEEPSPEED if is_deepspeed(folder) else None
 
 
-def open_source(path: str | Path, tag: str | None = None, kind: Kind | None = None) -> Source:
+def open_source(path: str | Path, tag: str | None = None, kind: CheckpointKind | None = None) -> Source:
     """Open a checkpoint for reading; ``kind`` is found out if not given.
 
     Raises:
         CheckpointError: there is none, it is of another kind, or it contradicts itself.
     """
     found, folder = locate(path, tag)
-    if kind is Kind.HF and found is not Kind.HF and is_pretrained(Path(path)):
-        found, folder = Kind.HF, Path(path)
+    if kind is CheckpointKind.HF and found is not CheckpointKind.HF and is_pretrained(Path(path)):
+        found, folder = CheckpointKind.HF, Path(path)
     if kind is not None and kind is not found:
         raise CheckpointError(f"{folder} is a checkpoint of kind {found.value}, not {kind.value}")
-    return read_pretrained(folder) if found is Kind.HF else open_folder(folder)
+    return read_pretrained(folder) if found is CheckpointKind.HF else open_folder(folder)
 
 
 def open_folder(folder: Path) -> Source:
@@ -96,16 +96,16 @@ def open_folder(folder: Path) -> Source:
         CheckpointError: it is not complete, or contradicts itself.
     """
     kind = kind_of(folder)
-    if kind is Kind.DEEPSPEED:
+    if kind is CheckpointKind.DEEPSPEED:
         return read_deepspeed(folder)
-    if kind is Kind.UNIVERSAL:
+    if kind is CheckpointKind.UNIVERSAL:
         return read_universal(folder)
-    if kind is Kind.DCP:
+    if kind is CheckpointKind.DCP:
         from ds_hf.checkpoint.dcp import read_dcp  # torch.distributed.checkpoint takes half a second to import
 
         return read_dcp(folder)
     manifest = read_manifest(folder)
-    return Source(Kind.DS_HF, manifest, TensorFiles(folder), _read_common(folder, manifest))
+    return Source(CheckpointKind.DS_HF, manifest, TensorFiles(folder), _read_common(folder, manifest))
 
 
 def open_whole(path: str | Path, tag: str | None = None) -> tuple[Manifest, TensorFiles]:
@@ -118,7 +118,7 @@ def open_whole(path: str | Path, tag: str | None = None) -> tuple[Manifest, Tens
         kind, folder = locate(path, tag)
     except (CheckpointError, OSError):  # the search for ours says what is wrong
         return open_own(path, tag)
-    if kind in (Kind.DS_HF, Kind.HF):
+    if kind in (CheckpointKind.DS_HF, CheckpointKind.HF):
         return open_own(path, tag)
     source = open_folder(folder)
     source.check()

@@ -13,13 +13,13 @@ import time
 import uuid
 from pathlib import Path
 
-__all__ = ["LEFT_ALONE_S", "Hold", "boot_of", "sync", "this_writer", "untouched"]
+__all__ = ["LEFT_ALONE_S", "FolderHold", "boot_of", "sync", "this_writer", "untouched"]
 
 LEFT_ALONE_S = 600.0  # what another machine's process staged is abandoned if it was not written to for so long
 _UNNAMED = ".held"
 
 
-class Hold:
+class FolderHold:
     """A folder that is being written: as long as this process lives, others see that its writer does.
 
     Args:
@@ -52,7 +52,7 @@ class Hold:
     def remove_unnamed(folder: Path) -> None:
         """Remove what processes have left that were killed before they had named the folder they made."""
         for path in folder.glob(f".*{_UNNAMED}"):
-            if Hold.lives(path) is not True:
+            if FolderHold.lives(path) is not True:
                 with contextlib.suppress(OSError):
                     path.rmdir()
 

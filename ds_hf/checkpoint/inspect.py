@@ -11,13 +11,13 @@ from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.formats import locate, open_folder
 from ds_hf.checkpoint.manifest import read_manifest
 from ds_hf.checkpoint.pretrained import read_pretrained
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.checkpoint.trust.pickled import check_pickled
 from ds_hf.checkpoint.verify import verify
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 
-__all__ = ["Content", "Verdict", "faults_of", "inspect", "verdict_of"]
+__all__ = ["CheckpointVerdict", "Content", "faults_of", "inspect", "verdict_of"]
 
 _RANK = re.compile(r"(?:rank_|zero_pp_rank_|__)(\d+)")
 
@@ -130,7 +130,7 @@ def _holds(source: Source, file: str) -> str:
     manifest = source.manifest
     rank = _RANK.search(file)
     whose = f" of rank {int(rank[1])}" if rank else ""
-    if source.kind is Kind.DS_HF:
+    if source.kind is CheckpointKind.DS_HF:
         if file.endswith(".safetensors"):
             here = [s for s in manifest.parameters.values() if any(f.file == file for f in s.fragments)]
             elements = sum(f.numel for s in here for f in s.fragments if f.file == file)
@@ -138,20 +138,20 @@ def _holds(source: Source, file: str) -> str:
         if file == manifest.extra.get("common_file"):
             return "counters, scheduler, options and client state"
         return f"random state{whose}" if file.endswith("_optim_states.pt") else f"counters{whose}"
-    if source.kind is Kind.DEEPSPEED:
+    if source.kind is CheckpointKind.DEEPSPEED:
         what = "masters and moments" if file.endswith("_optim_states.pt") else "module, counters and client state"
         return f"{what}{whose}"
-    if source.kind is Kind.UNIVERSAL:
+    if source.kind is CheckpointKind.UNIVERSAL:
         if file.startswith("zero/"):
             return "options and loss scaler" if file.endswith("optimizer_state.pt") else "one state of a parameter"
         return f"module, counters and client state{whose}"
-    if source.kind is Kind.DCP:
+    if source.kind is CheckpointKind.DCP:
         return "names, shapes and places" if file == ".metadata" else f"tensors{whose}"
     return f"{sum(any(f.file == file for f in s.fragments) for s in manifest.parameters.values())} weights"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckpointVerdict:
     """What reading all of a checkpoint has shown.
 
     Attributes:
@@ -178,7 +178,7 @@ def faults_of(path: str | Path, tag: str | None = None, report: Any = None) -> l
     return verdict_of(path, tag, report).faults
 
 
-def verdict_of(path: str | Path, tag: str | None = None, report: Any = None) -> Verdict:
+def verdict_of(path: str | Path, tag: str | None = None, report: Any = None) -> CheckpointVerdict:
     """Read the whole of a checkpoint in any format.
 
     Ours have checksums and digests, files of ``torch.save`` (DeepSpeed's, and the items of torch.distributed) a
@@ -186,26 +186,26 @@ def verdict_of(path: str | Path, tag: str | None = None, report: Any = None) -> 
     """
     try:
         kind, folder = locate(path, tag)
-        if kind is Kind.DS_HF:
+        if kind is CheckpointKind.DS_HF:
             faults = verify(folder, progress=report)
             summed = bool(faults) or bool(read_manifest(folder).extra.get("checksums"))
-            return Verdict(faults, "" if summed else "it was saved before there were any and has")
-        return Verdict([], _read_all(kind, folder, report))
+            return CheckpointVerdict(faults, "" if summed else "it was saved before there were any and has")
+        return CheckpointVerdict([], _read_all(kind, folder, report))
     except CheckpointError as error:
-        return Verdict([str(error)])
+        return CheckpointVerdict([str(error)])
 
 
-def _read_all(kind: Kind, folder: Path, report: Any) -> str:
+def _read_all(kind: CheckpointKind, folder: Path, report: Any) -> str:
     """Read every tensor of another library's checkpoint; what of it has no checksums."""
     sums: list[bool] = []
-    if kind is Kind.DCP:
+    if kind is CheckpointKind.DCP:
         from ds_hf.checkpoint.dcp import read_dcp
 
         source = read_dcp(folder, sums=sums)
     else:
-        source = read_pretrained(folder) if kind is Kind.HF else open_folder(folder)
+        source = read_pretrained(folder) if kind is CheckpointKind.HF else open_folder(folder)
     source.check()
-    if kind in (Kind.DEEPSPEED, Kind.UNIVERSAL):
+    if kind in (CheckpointKind.DEEPSPEED, CheckpointKind.UNIVERSAL):
         sums += [check_pickled(source.folder / file).summed for file in source.manifest.files]
     weights = list(source.weights())
     for number, weight in enumerate(weights, 1):
@@ -217,4 +217,4 @@ def _read_all(kind: Kind, folder: Path, report: Any) -> str:
             report(number, len(weights))
     if not sums or not all(sums):
         return "it has"
-    return ".metadata has" if kind is Kind.DCP else ""
+    return ".metadata has" if kind is CheckpointKind.DCP else ""

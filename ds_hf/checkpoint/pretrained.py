@@ -25,7 +25,7 @@ from ds_hf.checkpoint.files import safetensors_header
 from ds_hf.checkpoint.format import SavedFragment, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.model_files import Switched, copy_model_files, find_model_folder, require_config
-from ds_hf.checkpoint.source import Kind, MappedFiles, Report, Source, TensorPiece
+from ds_hf.checkpoint.source import CheckpointKind, MappedFiles, Report, Source, TensorPiece
 from ds_hf.checkpoint.trust.pickled import reading
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
@@ -299,7 +299,7 @@ def read_pretrained(path: Path) -> Source:
     sizes = {file: (folder / file).stat().st_size for file in files}
     extra: dict[str, Any] = {"parameters": dtypes, "counters": {}, "groups": None}
     manifest = Manifest(folder, 1, parameters, {}, {}, frozenset(), sizes, extra)
-    return Source(Kind.HF, manifest, MappedFiles(folder, tensors), {"client_state": {}, "extra_state": {}})
+    return Source(CheckpointKind.HF, manifest, MappedFiles(folder, tensors), {"client_state": {}, "extra_state": {}})
 
 
 def weights_in(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -23,12 +23,12 @@ from ds_hf.checkpoint.tensors import StoredTensor, TensorFiles
 from ds_hf.dtypes import torch_dtype
 from ds_hf.errors import CheckpointError
 
-__all__ = ["Kind", "MappedFiles", "Report", "Source", "TensorPiece", "Weight", "model_dtypes"]
+__all__ = ["CheckpointKind", "MappedFiles", "Report", "Source", "TensorPiece", "Weight", "model_dtypes"]
 
 Report = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-class Kind(str, Enum):
+class CheckpointKind(str, Enum):
     """Who wrote a checkpoint."""
 
     DS_HF = "ds_hf"
@@ -49,7 +49,7 @@ class Source:
         checks: what a reader can only compare by reading tensors.
     """
 
-    kind: Kind
+    kind: CheckpointKind
     manifest: Manifest
     files: TensorFiles
     common: dict[str, Any] = field(default_factory=dict)

@@ -164,10 +164,10 @@ def convert_command(
     if to not in (Format.hf, Format.fp32) and model is not None:
         _usage(f"--model goes with weights (--to hf or fp32), not with {to.value}")
     from ds_hf.checkpoint.formats import open_source
-    from ds_hf.checkpoint.source import Kind
+    from ds_hf.checkpoint.source import CheckpointKind
 
     with _faults(as_json):
-        opened = open_source(path, tag, None if source is None else Kind(source.value))
+        opened = open_source(path, tag, None if source is None else CheckpointKind(source.value))
         with _progress(printable(f"writing {output}")) as report:
             where, copied = _convert(
                 opened, output, to, out_tag, kind, max_shard_size, model, (stage, world_size, sub_group_size), report

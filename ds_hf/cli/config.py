@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_hf.config.docs import configuration_page
-from ds_hf.config.explain import Row, auto_keys, rows, summary, wire_notes
+from ds_hf.config.explain import EffectiveValue, auto_keys, rows, summary, wire_notes
 from ds_hf.config.load import examine, grouped
 from ds_hf.config.presets import PRESETS, preset
 from ds_hf.config.schema import schema_text
@@ -213,7 +213,7 @@ def _print_faults(error: ConfigError, as_json: bool) -> None:
         print(f"\n... and {count - SHOWN_FAULTS} more")
 
 
-def _print_rows(config: Config, shown: list[Row]) -> None:
+def _print_rows(config: Config, shown: list[EffectiveValue]) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         cells = [(printable(row.key), _short(_value(row.value)), printable(row.origin), row.note) for row in shown]
@@ -237,7 +237,7 @@ def _print_rows(config: Config, shown: list[Row]) -> None:
     console.print(table)
 
 
-def _cells(row: Row, inner: str) -> tuple[Text, Text, Text]:
+def _cells(row: EffectiveValue, inner: str) -> tuple[Text, Text, Text]:
     """Key, value and origin of one row of the terminal's table; ``inner`` is the key inside its section."""
     style = "dim" if row.origin.kind is OriginKind.DEFAULT else ""
     note = f"; {row.note}" if row.note else ""
@@ -262,7 +262,7 @@ def _short(text: str, limit: int = 40) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: EffectiveValue) -> dict[str, Any]:
     value = str(row.value) if isinstance(row.value, float) and not math.isfinite(row.value) else row.value
     return {"key": row.key, "value": value, "from": row.origin.kind.value, "detail": str(row.origin), "note": row.note}
 

@@ -20,7 +20,7 @@ from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.front import launch
 from ds_hf.launcher.handover import call_real, real_deepspeed
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE
-from ds_hf.launcher.options import LAUNCHERS, Options
+from ds_hf.launcher.options import LAUNCHERS, LaunchOptions
 from ds_hf.log import complain
 
 __all__ = ["EXAMPLES", "add_run_command", "deepspeed_main"]
@@ -160,8 +160,8 @@ def run_command(
     mode = given.pop("autotuning")
     given["log_dir"] = "" if enable_each_rank_log == "None" else enable_each_rank_log
     given["export"] = list(export or [])
-    names = {field.name for field in fields(Options)}
-    options = Options(command, **{name: value for name, value in given.items() if name in names})
+    names = {field.name for field in fields(LaunchOptions)}
+    options = LaunchOptions(command, **{name: value for name, value in given.items() if name in names})
     try:
         if mode is not None:
             options.check()

@@ -15,11 +15,11 @@ from ds_hf.config.schema import Node, Path, dotted, load_schema, pointer_of, wal
 from ds_hf.config.types.root import Config, Origin, OriginKind
 from ds_hf.config.wire_seconds import ONE_BIT_NBYTES, full_nbytes
 
-__all__ = ["Row", "auto_keys", "rows", "summary", "wire_notes"]
+__all__ = ["EffectiveValue", "auto_keys", "rows", "summary", "wire_notes"]
 
 
 @dataclass(frozen=True)
-class Row:
+class EffectiveValue:
     """One effective value."""
 
     key: str
@@ -29,7 +29,7 @@ class Row:
     quiet: bool
 
 
-def rows(config: Config) -> list[Row]:
+def rows(config: Config) -> list[EffectiveValue]:
     """All effective values in the order of the schema."""
     nodes = {pointer_of(path): (path, node) for path, node in walk_for(config.resolved)}
     warned = _without_effect(config)
@@ -40,7 +40,7 @@ def rows(config: Config) -> list[Row]:
         status = _status(path)
         quiet = origin.kind is OriginKind.DEFAULT and (status != "implemented" or _switched_off(config, path))
         note = _note(node, value, origin, status) or warned.get(pointer, "")
-        found.append(Row(dotted(path), value, origin, note, quiet))
+        found.append(EffectiveValue(dotted(path), value, origin, note, quiet))
     return found
 
 

@@ -27,7 +27,7 @@ from ds_hf.config.types.root import Origin
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.regular_files import TEXT_NBYTES, read_regular
 
-__all__ = ["Draft", "Source", "in_order", "read_source"]
+__all__ = ["ConfigSource", "Draft", "in_order", "read_source"]
 
 _BASE64_MIN = 8
 _MAX_BITS = 1024
@@ -35,7 +35,7 @@ _MOST_VALUES = 10**6  # of a dict
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """A configuration as it arrived: its tree, a name for messages, lines, and faults met while reading."""
 
     name: str
@@ -44,7 +44,7 @@ class Source:
     faults: list[Fault] = field(default_factory=list)
 
 
-def read_source(source: object) -> Source:
+def read_source(source: object) -> ConfigSource:
     """Read ``source``, whatever it is."""
     if isinstance(source, Mapping):
         return _from_mapping(source)
@@ -56,9 +56,9 @@ def read_source(source: object) -> Source:
     raise ConfigError([Fault("", message, "give a path, a dict, JSON text, base64 text or the name of a preset")])
 
 
-def _from_text(text: str) -> Source:
+def _from_text(text: str) -> ConfigSource:
     if text in PRESETS and not os.path.isfile(text):
-        return Source(f"preset {text}", preset(text))
+        return ConfigSource(f"preset {text}", preset(text))
     if _is_file(text):
         return _from_file(text)
     stripped = text.lstrip("\ufeff \t\r\n")
@@ -102,7 +102,7 @@ def _not_found(text: str) -> ConfigError:
     return ConfigError([Fault("", f'there is no file "{shown}"', fix)], shown)
 
 
-def _from_file(path: str | bytes) -> Source:
+def _from_file(path: str | bytes) -> ConfigSource:
     name = os.fsdecode(path)
     try:
         raw = read_regular(name, TEXT_NBYTES)
@@ -127,14 +127,14 @@ def _from_file(path: str | bytes) -> Source:
     return _from_parsed(parse(text, name), name)
 
 
-def _from_parsed(parsed: Parsed, name: str) -> Source:
+def _from_parsed(parsed: Parsed, name: str) -> ConfigSource:
     if not isinstance(parsed.value, dict):
         kind = {list: "a list", str: "a text", bool: "a boolean", type(None): "null"}.get(
             type(parsed.value), "a number"
         )
         fault = Fault("", f"the file holds {kind}, not an object", "put the settings in { }", parsed.lines.get(""))
         raise ConfigError([*parsed.faults, fault], name)
-    return Source(name, parsed.value, parsed.lines, [*parsed.faults, *_nul_faults(parsed.value, "")])
+    return ConfigSource(name, parsed.value, parsed.lines, [*parsed.faults, *_nul_faults(parsed.value, "")])
 
 
 def _nul_faults(value: Any, pointer: str) -> Iterator[Fault]:
@@ -147,8 +147,8 @@ def _nul_faults(value: Any, pointer: str) -> Iterator[Fault]:
             yield from _nul_faults(each, f"{pointer}/{escape(str(key))}")
 
 
-def _from_mapping(mapping: Mapping[Any, Any]) -> Source:
-    source = Source("config dict", {})
+def _from_mapping(mapping: Mapping[Any, Any]) -> ConfigSource:
+    source = ConfigSource("config dict", {})
     tree = _plain(mapping, "", (), source.faults, itertools.count(1))
     if isinstance(tree, dict):
         source.tree = tree
@@ -225,7 +225,7 @@ class Draft:
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, source: Source, allow_auto: bool) -> Draft:
+    def of(cls, source: ConfigSource, allow_auto: bool) -> Draft:
         draft = cls(source.name, copy.deepcopy(source.tree), dict(source.lines), allow_auto)
         for fault in source.faults:
             draft._add(fault)

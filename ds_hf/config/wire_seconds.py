@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_hf.config.optimizer_traits import ONE_BIT
 from ds_hf.config.plan import plan_states
 from ds_hf.config.types.root import Config
-from ds_hf.measure.links import Links
+from ds_hf.measure.links import MeasuredLinks
 
 __all__ = ["ONE_BIT_NBYTES", "full_nbytes", "wire_seconds"]
 
@@ -19,7 +19,7 @@ def full_nbytes(config: Config) -> int:
     return 4 if plan_states(config).parameters.dtype is None else 2
 
 
-def wire_seconds(config: Config, links: Links) -> str:
+def wire_seconds(config: Config, links: MeasuredLinks) -> str:
     """What the settings save and cost in a step of a billion parameters whose links are ``links``, in a sentence."""
     speed = links.between or links.neighbours
     if not speed:

@@ -17,7 +17,7 @@ __all__ = ["BUILDERS", "OpBuilder", "compatible_ops"]
 
 
 @dataclass(frozen=True)
-class Op:
+class BuilderOp:
     """One operation: class name of DeepSpeed's builder, its own name, our module (None: not here), what it needs."""
 
     builder: str
@@ -32,39 +32,39 @@ class Op:
 
 
 OPS = (
-    Op("AsyncIOBuilder", "async_io", "ds_hf.engine.offload.handle", "libds_hf_aio.so"),
-    Op("CCLCommBuilder", "deepspeed_ccl_comm"),
-    Op("CPUAdagradBuilder", "cpu_adagrad", "ds_hf.engine.optim.adagrad"),
-    Op("CPUAdamBuilder", "cpu_adam", "ds_hf.engine.optim.adam"),
-    Op("CPULionBuilder", "cpu_lion", "ds_hf.engine.optim.lion"),
-    Op("DeepCompileBuilder", "dc"),
-    Op("EvoformerAttnBuilder", "evoformer_attn"),
-    Op("FPQuantizerBuilder", "fp_quantizer"),
-    Op("FusedAdamBuilder", "fused_adam", "ds_hf.engine.optim.adam"),
-    Op("FusedLambBuilder", "fused_lamb", "ds_hf.engine.optim.lamb"),
-    Op("FusedLionBuilder", "fused_lion", "ds_hf.engine.optim.lion"),
-    Op("GDSBuilder", "gds"),
-    Op("InferenceBuilder", "transformer_inference"),
-    Op("InferenceCoreBuilder", "inference_core_ops"),
-    Op("InferenceCutlassBuilder", "cutlass_ops"),
-    Op("PinMemoryBuilder", "pin_memory"),
-    Op("QuantizerBuilder", "quantizer"),
-    Op("RaggedOpsBuilder", "ragged_device_ops"),
-    Op("RaggedUtilsBuilder", "ragged_ops"),
-    Op("RandomLTDBuilder", "random_ltd"),
-    Op("ShareMemCommBuilder", "deepspeed_shm_comm"),
-    Op("SparseAttnBuilder", "sparse_attn"),
-    Op("SpatialInferenceBuilder", "spatial_inference"),
-    Op("StochasticTransformerBuilder", "stochastic_transformer"),
-    Op("TransformerBuilder", "transformer"),
-    Op("UtilsBuilder", "utils", "torch._utils"),
+    BuilderOp("AsyncIOBuilder", "async_io", "ds_hf.engine.offload.handle", "libds_hf_aio.so"),
+    BuilderOp("CCLCommBuilder", "deepspeed_ccl_comm"),
+    BuilderOp("CPUAdagradBuilder", "cpu_adagrad", "ds_hf.engine.optim.adagrad"),
+    BuilderOp("CPUAdamBuilder", "cpu_adam", "ds_hf.engine.optim.adam"),
+    BuilderOp("CPULionBuilder", "cpu_lion", "ds_hf.engine.optim.lion"),
+    BuilderOp("DeepCompileBuilder", "dc"),
+    BuilderOp("EvoformerAttnBuilder", "evoformer_attn"),
+    BuilderOp("FPQuantizerBuilder", "fp_quantizer"),
+    BuilderOp("FusedAdamBuilder", "fused_adam", "ds_hf.engine.optim.adam"),
+    BuilderOp("FusedLambBuilder", "fused_lamb", "ds_hf.engine.optim.lamb"),
+    BuilderOp("FusedLionBuilder", "fused_lion", "ds_hf.engine.optim.lion"),
+    BuilderOp("GDSBuilder", "gds"),
+    BuilderOp("InferenceBuilder", "transformer_inference"),
+    BuilderOp("InferenceCoreBuilder", "inference_core_ops"),
+    BuilderOp("InferenceCutlassBuilder", "cutlass_ops"),
+    BuilderOp("PinMemoryBuilder", "pin_memory"),
+    BuilderOp("QuantizerBuilder", "quantizer"),
+    BuilderOp("RaggedOpsBuilder", "ragged_device_ops"),
+    BuilderOp("RaggedUtilsBuilder", "ragged_ops"),
+    BuilderOp("RandomLTDBuilder", "random_ltd"),
+    BuilderOp("ShareMemCommBuilder", "deepspeed_shm_comm"),
+    BuilderOp("SparseAttnBuilder", "sparse_attn"),
+    BuilderOp("SpatialInferenceBuilder", "spatial_inference"),
+    BuilderOp("StochasticTransformerBuilder", "stochastic_transformer"),
+    BuilderOp("TransformerBuilder", "transformer"),
+    BuilderOp("UtilsBuilder", "utils", "torch._utils"),
 )
 
 
 class OpBuilder:
     """Base of the builders, whose subclasses differ in ``op`` alone."""
 
-    op: ClassVar[Op]
+    op: ClassVar[BuilderOp]
     NAME: ClassVar[str] = ""
     BUILD_VAR: ClassVar[str] = ""
 

@@ -3,6 +3,6 @@
 How it works is in docs/design/tools.md.
 """
 
-from ds_hf.doctor.report import Fact, Operator, Report, examine, take_part
+from ds_hf.doctor.report import DoctorReport, Fact, Operator, examine, take_part
 
-__all__ = ["Fact", "Operator", "Report", "examine", "take_part"]
+__all__ = ["DoctorReport", "Fact", "Operator", "examine", "take_part"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ds_hf.measure.links import Links
+from ds_hf.measure.links import MeasuredLinks
 
 __all__ = ["device_name", "measure_between", "rank", "started_as_several"]
 
@@ -44,7 +44,7 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
-def measure_between() -> Links:
+def measure_between() -> MeasuredLinks:
     """Time all-reduces of all processes, and blocks on the device. All of them call it.
 
     Raises:
@@ -71,7 +71,7 @@ def measure_between() -> Links:
         world = dist.get_world_size()
         sent = 2 * (world - 1) / world * 4 * numel  # of a ring
         packed = _PACKED / _seconds(_there_and_back(), torch.ones(1, _PACKED, device=device))
-        return Links(
+        return MeasuredLinks(
             device_name(),
             between=sent / seconds,
             processes=world,

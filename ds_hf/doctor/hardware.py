@@ -20,7 +20,7 @@ from pathlib import Path
 
 __all__ = [
     "DiskSpeed",
-    "Gpu",
+    "ListedGpu",
     "disk_speed",
     "gpus",
     "links",
@@ -43,7 +43,7 @@ _LINKS = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class ListedGpu:
     """One GPU as nvidia-smi sees it, whatever CUDA_VISIBLE_DEVICES says; memory in MiB."""
 
     index: int
@@ -61,19 +61,19 @@ class DiskSpeed:
     read: float
 
 
-def gpus() -> list[Gpu]:
+def gpus() -> list[ListedGpu]:
     """The GPUs of this machine; none where there is no nvidia-smi or no driver."""
     query = "index,memory.free,memory.total,driver_version,name"
     return parse_gpus(_ask("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"))
 
 
-def parse_gpus(text: str) -> list[Gpu]:
+def parse_gpus(text: str) -> list[ListedGpu]:
     """Read the table; lines that are none of it (messages, ``[N/A]``) are passed over."""
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",", 4)]
         if len(cells) == 5 and all(cell.isdecimal() for cell in cells[:3]):
-            found.append(Gpu(int(cells[0]), cells[4], int(cells[1]), int(cells[2]), cells[3]))
+            found.append(ListedGpu(int(cells[0]), cells[4], int(cells[1]), int(cells[2]), cells[3]))
     return found
 
 

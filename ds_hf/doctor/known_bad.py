@@ -1,7 +1,7 @@
 """Of ``ds-hf doctor``: combinations that are known to fail, hang or be slow, each with what to do.
 
-A rule is a function of ``Machine`` that returns what is wrong and the fix, or None. Rules look at what was found and
-ask nothing themselves, so that each is tested with a made-up machine.
+A rule is a function of ``KnownMachine`` that returns what is wrong and the fix, or None. Rules look at what was found
+and ask nothing themselves, so that each is tested with a made-up machine.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from packaging.specifiers import SpecifierSet
 
 from ds_hf.doctor import releases
-from ds_hf.doctor.hardware import Gpu
+from ds_hf.doctor.hardware import ListedGpu
 
-__all__ = ["RULES", "Machine", "problems", "this_machine"]
+__all__ = ["RULES", "KnownMachine", "problems", "this_machine"]
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Machine:
+class KnownMachine:
     """What the rules look at."""
 
-    gpus: list[Gpu] = field(default_factory=list)
+    gpus: list[ListedGpu] = field(default_factory=list)
     torch_gpus: int = 0
     torch_cuda: str | None = None
     nccl: tuple[int, ...] | None = None
@@ -42,10 +42,10 @@ class Machine:
     lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-Rule = Callable[[Machine], "tuple[str, str] | None"]
+Rule = Callable[[KnownMachine], "tuple[str, str] | None"]
 
 
-def this_machine(gpus: list[Gpu], shm_nbytes: int | None, memory_nbytes: int) -> Machine:
+def this_machine(gpus: list[ListedGpu], shm_nbytes: int | None, memory_nbytes: int) -> KnownMachine:
     """Look at the one we are on."""
     import resource
 
@@ -56,7 +56,7 @@ def this_machine(gpus: list[Gpu], shm_nbytes: int | None, memory_nbytes: int) ->
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
         address = None
-    return Machine(
+    return KnownMachine(
         gpus=gpus,
         torch_gpus=torch.cuda.device_count(),
         torch_cuda=torch.version.cuda,
@@ -73,72 +73,72 @@ def this_machine(gpus: list[Gpu], shm_nbytes: int | None, memory_nbytes: int) ->
     )
 
 
-def problems(machine: Machine) -> list[tuple[str, str]]:
+def problems(machine: KnownMachine) -> list[tuple[str, str]]:
     """What is wrong, each with its fix."""
     return [found for rule in RULES if (found := rule(machine)) is not None]
 
 
-def _torch_without_cuda(m: Machine) -> tuple[str, str] | None:
+def _torch_without_cuda(m: KnownMachine) -> tuple[str, str] | None:
     if m.gpus and m.torch_cuda is None:
         return f"{len(m.gpus)} GPUs, and torch is a build for the CPU", "install torch for CUDA from pytorch.org"
     return None
 
 
-def _hidden_gpus(m: Machine) -> tuple[str, str] | None:
+def _hidden_gpus(m: KnownMachine) -> tuple[str, str] | None:
     visible = m.env.get("CUDA_VISIBLE_DEVICES")
     if m.gpus and visible is not None and m.torch_cuda and m.torch_gpus == 0:
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides all {len(m.gpus)} GPUs", "unset it, or name GPUs that exist"
     return None
 
 
-def _old_driver(m: Machine) -> tuple[str, str] | None:
+def _old_driver(m: KnownMachine) -> tuple[str, str] | None:
     if m.gpus and m.torch_cuda and m.torch_gpus == 0 and "CUDA_VISIBLE_DEVICES" not in m.env:
         found = f"torch for CUDA {m.torch_cuda} cannot use the GPUs under driver {m.gpus[0].driver}"
         return found, "update the driver, or install a torch for an older CUDA"
     return None
 
 
-def _small_shm(m: Machine) -> tuple[str, str] | None:
+def _small_shm(m: KnownMachine) -> tuple[str, str] | None:
     if m.shm_nbytes is not None and m.shm_nbytes < GIB:
         found = f"/dev/shm has {m.shm_nbytes / 2**20:.0f} MiB: NCCL and data loaders with workers fail (bus error)"
         return found, "start the container with --shm-size=8g or --ipc=host"
     return None
 
 
-def _old_kernel(m: Machine) -> tuple[str, str] | None:
+def _old_kernel(m: KnownMachine) -> tuple[str, str] | None:
     version = re.match(r"(\d+)\.(\d+)", m.kernel)
     if version and (int(version[1]), int(version[2])) < (5, 5):
         return f"Linux {m.kernel}: processes are known to hang on kernels before 5.5", "update the kernel"
     return None
 
 
-def _consumer_p2p(m: Machine) -> tuple[str, str] | None:
+def _consumer_p2p(m: KnownMachine) -> tuple[str, str] | None:
     cards = [gpu.name for gpu in m.gpus if re.search(r"RTX 40[0-9]0", gpu.name)]
     if len(cards) > 1 and m.env.get("NCCL_P2P_DISABLE") != "1":
         return f"{cards[0]}: such cards have no direct access to each other; NCCL may hang", "export NCCL_P2P_DISABLE=1"
     return None
 
 
-def _blocking_launches(m: Machine) -> tuple[str, str] | None:
+def _blocking_launches(m: KnownMachine) -> tuple[str, str] | None:
     if m.env.get("CUDA_LAUNCH_BLOCKING") == "1":
         return "CUDA_LAUNCH_BLOCKING=1: nothing overlaps, which is several times slower", "unset it after debugging"
     return None
 
 
-def _debug_collectives(m: Machine) -> tuple[str, str] | None:
+def _debug_collectives(m: KnownMachine) -> tuple[str, str] | None:
     if m.env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every collective: slow", "unset it after debugging"
     return None
 
 
-def _slow_nccl(m: Machine) -> tuple[str, str] | None:
+def _slow_nccl(m: KnownMachine) -> tuple[str, str] | None:
     names = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE") if m.env.get(name) == "1"]
     if names and len(m.gpus) > 1 and not any(re.search(r"RTX 40[0-9]0", gpu.name) for gpu in m.gpus):
         return f"{', '.join(names)}=1: NCCL takes a slower way", "unset them if they were set for debugging"
     return None
 
 
-def _loopback_name(m: Machine) -> tuple[str, str] | None:
+def _loopback_name(m: KnownMachine) -> tuple[str, str] | None:
     if m.host_address is None:
         found = "the name of this host has no address: gloo finds no other host"
         return found, "put the name into /etc/hosts, or export GLOO_SOCKET_IFNAME"
@@ -148,7 +148,7 @@ def _loopback_name(m: Machine) -> tuple[str, str] | None:
     return None
 
 
-def _little_host_memory(m: Machine) -> tuple[str, str] | None:
+def _little_host_memory(m: KnownMachine) -> tuple[str, str] | None:
     total = sum(gpu.total_mib for gpu in m.gpus) << 20
     if total and m.memory_nbytes < total / 2:
         found = f"{m.memory_nbytes / GIB:.0f} GiB of memory beside {total / GIB:.0f} GiB on GPUs"
@@ -156,13 +156,13 @@ def _little_host_memory(m: Machine) -> tuple[str, str] | None:
     return None
 
 
-def _locked_memory(m: Machine) -> tuple[str, str] | None:
+def _locked_memory(m: KnownMachine) -> tuple[str, str] | None:
     if m.gpus and 0 <= m.memlock < 64 << 20:
         return f"ulimit -l is {m.memlock >> 10} KiB: InfiniBand and io_uring cannot pin", "ulimit -l unlimited"
     return None
 
 
-def _undeclared_release(m: Machine) -> tuple[str, str] | None:
+def _undeclared_release(m: KnownMachine) -> tuple[str, str] | None:
     outside = [
         name
         for name, version in m.installed.items()
@@ -175,7 +175,7 @@ def _undeclared_release(m: Machine) -> tuple[str, str] | None:
     return f"{found}: ds-hf is not made for so old a release", f"pip install {wanted}"
 
 
-def _unfit_release(m: Machine) -> tuple[str, str] | None:
+def _unfit_release(m: KnownMachine) -> tuple[str, str] | None:
     if not m.lacking:
         return None
     found = "; ".join(f"{name} {m.installed.get(name, '')} lacks {_few(names)}" for name, names in m.lacking.items())

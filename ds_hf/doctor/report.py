@@ -17,13 +17,13 @@ from typing import Any
 
 from ds_hf import host
 from ds_hf.doctor import between, hardware
-from ds_hf.doctor.hardware import Gpu
-from ds_hf.doctor.known_bad import Machine, problems, this_machine
+from ds_hf.doctor.hardware import ListedGpu
+from ds_hf.doctor.known_bad import KnownMachine, problems, this_machine
 from ds_hf.doctor.releases import installed
 from ds_hf.launcher.handover import real_deepspeed
-from ds_hf.measure.links import Links, links_file, save_links
+from ds_hf.measure.links import MeasuredLinks, links_file, save_links
 
-__all__ = ["Fact", "Operator", "Report", "examine", "take_part"]
+__all__ = ["DoctorReport", "Fact", "Operator", "examine", "take_part"]
 
 _SLOW_LINK = 40e9  # bytes a second: less is PCIe, over which the sums of each layer take longer than the layer
 
@@ -48,7 +48,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """All of it."""
 
     facts: list[Fact] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Report:
         return {"facts": [vars(fact) for fact in self.facts], "operators": [vars(op) for op in self.operators]}
 
 
-def examine(folder: Path | None = None) -> Report:
+def examine(folder: Path | None = None) -> DoctorReport:
     """Look at this machine and this environment; ``folder`` is whose disk is timed, None for none."""
     versions = Fact("versions", f"Python {platform.python_version()}, " + ", ".join(map(" ".join, installed().items())))
     gpus = hardware.gpus()
@@ -68,7 +68,7 @@ def examine(folder: Path | None = None) -> Report:
     if folder is not None:
         facts.append(_disk(folder))
     facts += [Fact("problem", text, fix) for text, fix in problems(machine)]
-    return Report(facts, _operators())
+    return DoctorReport(facts, _operators())
 
 
 def take_part() -> bool:
@@ -137,7 +137,7 @@ def _devices() -> list[Fact]:
     return facts
 
 
-def _groups(machine: Machine) -> list[Fact]:
+def _groups(machine: KnownMachine) -> list[Fact]:
     import torch.distributed as dist
 
     names = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
@@ -148,7 +148,7 @@ def _groups(machine: Machine) -> list[Fact]:
     return facts
 
 
-def _links(gpus: list[Gpu]) -> list[Fact]:
+def _links(gpus: list[ListedGpu]) -> list[Fact]:
     text = hardware.links() if len(gpus) > 1 else ""
     facts = [Fact("links", text)] if text else []
     speed = hardware.neighbour_speed()
@@ -156,7 +156,7 @@ def _links(gpus: list[Gpu]) -> list[Fact]:
         slow = speed < _SLOW_LINK
         fix = "keep tensor_parallel.autotp_size at 1: ZeRO sends less" if slow else ""
         facts.append(Fact("neighbours", f"{speed / 1e9:.0f} GB/s from GPU 0 to GPU 1 (tensor parallelism)", fix))
-    links, fact = _between() if between.started_as_several() else (Links(between.device_name()), None)
+    links, fact = _between() if between.started_as_several() else (MeasuredLinks(between.device_name()), None)
     if fact is not None:
         facts.append(fact)
     if links is not None and (problem := _keep(replace(links, neighbours=speed or 0.0))):
@@ -164,7 +164,7 @@ def _links(gpus: list[Gpu]) -> list[Fact]:
     return facts
 
 
-def _between() -> tuple[Links | None, Fact | None]:
+def _between() -> tuple[MeasuredLinks | None, Fact | None]:
     try:
         links = between.measure_between()
     except (RuntimeError, ValueError) as error:  # torch's own errors are the former
@@ -173,7 +173,7 @@ def _between() -> tuple[Links | None, Fact | None]:
     return links, Fact("processes", f"{links}, {links.latency * 1e3:.2g} ms a collective")
 
 
-def _keep(links: Links) -> Fact | None:
+def _keep(links: MeasuredLinks) -> Fact | None:
     """Save ``links``; what is wrong if that cannot be."""
     try:
         save_links(links)
@@ -182,7 +182,7 @@ def _keep(links: Links) -> Fact | None:
     return None
 
 
-def _memory(gpus: list[Gpu]) -> list[Fact]:
+def _memory(gpus: list[ListedGpu]) -> list[Fact]:
     available, total = host.available_memory(), host.total_memory()
     facts = [Fact("memory", f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free")]
     for gpu in gpus:

@@ -27,7 +27,7 @@ from ds_hf.hf.source import AUTO
 from ds_hf.host import available_memory, local_world_size
 from ds_hf.log import logger
 
-__all__ = ["Choice", "Memory", "choose", "choose_at_parse_time", "model_on_command_line", "wrap_integration"]
+__all__ = ["Memory", "PresetChoice", "choose", "choose_at_parse_time", "model_on_command_line", "wrap_integration"]
 
 # Smallest first; a stage without offload comes before any offload, which costs time at every step.
 CANDIDATES = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
@@ -45,7 +45,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PresetChoice:
     """The preset that was chosen, and the need of each candidate that was looked at."""
 
     preset: str
@@ -70,7 +70,9 @@ def choose_at_parse_time(arguments: Any) -> None:
         _settle(arguments, arguments.hf_deepspeed_config, size)
 
 
-def choose(size: ModelSize, memory: Memory, world_size: int, *, dtype: str, accumulates: bool, offload: bool) -> Choice:
+def choose(
+    size: ModelSize, memory: Memory, world_size: int, *, dtype: str, accumulates: bool, offload: bool
+) -> PresetChoice:
     """The first candidate that fits into ``memory``, or the last one if none does."""
     needs: dict[str, StateBytes] = {}
     for name in CANDIDATES:
@@ -85,8 +87,8 @@ def choose(size: ModelSize, memory: Memory, world_size: int, *, dtype: str, accu
             plan_states(config), size, world_size, module_dtype="float32", accumulates=accumulates
         )
         if needs[name].device <= STATES_SHARE * memory.device and needs[name].host <= STATES_SHARE * memory.host:
-            return Choice(name, True, needs)
-    return Choice(next(reversed(needs)), False, needs)
+            return PresetChoice(name, True, needs)
+    return PresetChoice(next(reversed(needs)), False, needs)
 
 
 def model_on_command_line(argv: Sequence[str]) -> str | None:
@@ -168,7 +170,7 @@ def free_device_memory() -> Memory:
     return Memory(int(free[0]), int(free[1]))
 
 
-def _report(choice: Choice, size: ModelSize, memory: Memory, world_size: int, dtype: str) -> str:
+def _report(choice: PresetChoice, size: ModelSize, memory: Memory, world_size: int, dtype: str) -> str:
     room = STATES_SHARE * memory.device
     why = "the smallest that fits" if choice.fits else "NOTHING FITS, this one comes nearest"
     total, trainable = (f"{count / 1e6:,.1f} M" for count in (size.total, size.trainable))

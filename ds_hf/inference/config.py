@@ -18,7 +18,7 @@ import torch
 
 from ds_hf.config.check import check_against
 from ds_hf.config.load import grouped
-from ds_hf.config.source import Draft, Source, read_source
+from ds_hf.config.source import ConfigSource, Draft, read_source
 from ds_hf.dtypes import SHORT, canonical
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
@@ -47,7 +47,7 @@ class InferenceConfig(SimpleNamespace):
 
     def __init__(self, **values: Any) -> None:
         tree, objects = _apart(values)
-        draft = Draft.of(Source(_SOURCE, tree), allow_auto=False)
+        draft = Draft.of(ConfigSource(_SOURCE, tree), allow_auto=False)
         _rename(draft)
         check_against(draft, _schema())
         if draft.faults:

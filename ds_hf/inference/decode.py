@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.process_group import release_before_shutdown
 from ds_hf.engine.zero.packed import packed_parts
 from ds_hf.inference.static import CACHE_NAMES, cache_of, fill, given_cache, shape_of, static_cache
-from ds_hf.inference.step import Choice, DecodingStep
+from ds_hf.inference.step import DecodingStep, TokenChoice
 from ds_hf.inference.supported import Unsupported, check_cache, check_choice, check_mode, refusal, stops
 from ds_hf.log import log_once, logger
 
@@ -123,7 +123,7 @@ class Decoder:
         limit, ends = stops(stopping_criteria)
         pad = generation_config._pad_token_tensor
         device = model.device
-        choice = Choice(
+        choice = TokenChoice(
             logits_processor,
             bool(generation_config.do_sample),
             None if ends is None else ends.to(device),
@@ -157,7 +157,7 @@ class Decoder:
             )
 
     def _begun(
-        self, model: Any, state: _State, choice: Choice, first: Tensor, finished: Tensor, new: int, compiled: bool
+        self, model: Any, state: _State, choice: TokenChoice, first: Tensor, finished: Tensor, new: int, compiled: bool
     ) -> DecodingStep:
         """The step for this shape of batch, made or found, with the prompt in it."""
         addresses = _addresses(self.model)
@@ -332,7 +332,7 @@ def cache_length(positions: int, limit: int | None = None) -> int:
     return length if limit is None else max(positions, min(length, limit))
 
 
-def choice_key(choice: Choice) -> tuple[Any, ...]:
+def choice_key(choice: TokenChoice) -> tuple[Any, ...]:
     """What two choices that may share a graph have in common."""
     processors = tuple(
         (type(p).__name__, *sorted((k, _plain(v)) for k, v in vars(p).items())) for p in choice.processors

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Choice", "DecodingStep"]
+__all__ = ["DecodingStep", "TokenChoice"]
 
 _WARM_UP = 2  # the first compiles and tunes kernels, the second makes libraries' workspaces
 
 
-class Choice:
+class TokenChoice:
     """How the next token is chosen from logits: transformers' own processors, then the best or a drawn one.
 
     Args:
@@ -72,7 +72,7 @@ class DecodingStep:
         forward: Callable[..., Any],
         names: tuple[str, str, str],
         cache: Any,
-        choice: Choice,
+        choice: TokenChoice,
         *,
         batch: int,
         length: int,

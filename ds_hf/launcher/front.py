@@ -23,9 +23,9 @@ from types import FrameType
 from ds_hf.launcher.environment import exported, read_environment_files
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.node import check_can_start, run_node
-from ds_hf.launcher.options import DEFAULT_PORT, Options
+from ds_hf.launcher.options import DEFAULT_PORT, LaunchOptions
 from ds_hf.launcher.ports import bindable
-from ds_hf.launcher.preflight import Meeting, end_far_sides, preflight
+from ds_hf.launcher.preflight import MeetingPlace, end_far_sides, preflight
 from ds_hf.launcher.remote import Start, check_tools, start_commands
 from ds_hf.launcher.resources import Resources, find_resources
 from ds_hf.launcher.spec import NodeSpec
@@ -38,7 +38,7 @@ END_S = 14.0  # after they were told to end
 FAR_END_S = 10.0
 
 
-def launch(options: Options) -> int:
+def launch(options: LaunchOptions) -> int:
     """Start what ``options`` ask for and wait for its end.
 
     Returns:
@@ -79,7 +79,7 @@ def is_this_host(name: str) -> bool:
         return False
 
 
-def _spec(options: Options, resources: Resources, *, travels: bool) -> NodeSpec:
+def _spec(options: LaunchOptions, resources: Resources, *, travels: bool) -> NodeSpec:
     hosts = list(resources.pool)
     alone = len(hosts) == 1 and not travels
     least = options.min_elastic_nodes if options.min_elastic_nodes > 0 else 1
@@ -109,7 +109,7 @@ def _spec(options: Options, resources: Resources, *, travels: bool) -> NodeSpec:
     )
 
 
-def _travelling(options: Options) -> dict[str, str]:
+def _travelling(options: LaunchOptions) -> dict[str, str]:
     """The environment that goes to the other hosts; Python finds modules of the current folder there, too."""
     env = {**exported(os.environ, options.export), **read_environment_files()}
     env.pop("CUDA_VISIBLE_DEVICES", None)
@@ -134,7 +134,7 @@ def _port(asked: int, *, look_here: bool) -> int:
     )
 
 
-def _here(spec: NodeSpec, options: Options) -> int:
+def _here(spec: NodeSpec, options: LaunchOptions) -> int:
     node = options.node_rank if options.no_ssh else 0
     if node >= len(spec.hosts):
         raise LaunchError(f"--node_rank is {node}, and there are {len(spec.hosts)} hosts\n  fix: 0 is the first one")
@@ -145,10 +145,10 @@ def _here(spec: NodeSpec, options: Options) -> int:
     return run_node(spec, node)
 
 
-def _at_meeting(spec: NodeSpec, options: Options) -> NodeSpec:
+def _at_meeting(spec: NodeSpec, options: LaunchOptions) -> NodeSpec:
     if options.no_ssh_check or options.launcher == "slurm":
         return spec
-    meeting: Meeting = preflight(spec.hosts, options, spec.env.get("PYTHONPATH", ""), spec.cwd)
+    meeting: MeetingPlace = preflight(spec.hosts, options, spec.env.get("PYTHONPATH", ""), spec.cwd)
     return replace(spec, master_addr=meeting.address, master_port=meeting.port)
 
 
@@ -158,7 +158,7 @@ class _Running:
     process: subprocess.Popen[bytes]
 
 
-def _supervise(starts: list[Start], spec: NodeSpec, options: Options) -> int:
+def _supervise(starts: list[Start], spec: NodeSpec, options: LaunchOptions) -> int:
     """Run ``starts`` to their end; a failure or a signal ends them all."""
     received: list[int] = []
     with _signals(received):
@@ -243,7 +243,7 @@ def _signals(received: list[int]) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _print_plan(spec: NodeSpec, options: Options, starts: list[Start]) -> None:
+def _print_plan(spec: NodeSpec, options: LaunchOptions, starts: list[Start]) -> None:
     """``--dry-run``: who gets which ranks, what each process executes, and the exact commands."""
     from ds_hf.launcher.plan import plan_lines
 

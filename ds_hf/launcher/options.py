@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE, MAX_SLOTS
 
-__all__ = ["DEFAULT_PORT", "LAUNCHERS", "Options"]
+__all__ = ["DEFAULT_PORT", "LAUNCHERS", "LaunchOptions"]
 
 DEFAULT_PORT = 29500
 LAUNCHERS = ("pdsh", "ssh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """One command line. ``-1`` and ``""`` mean not given, as in DeepSpeed."""
 
     command: list[str]

@@ -6,14 +6,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from ds_hf.launcher.options import Options
+from ds_hf.launcher.options import LaunchOptions
 from ds_hf.launcher.spec import NodeSpec
 
 __all__ = ["plan_lines"]
 
 
 def plan_lines(
-    spec: NodeSpec, options: Options, starts: Sequence[tuple[Sequence[str], dict[str, str], str]]
+    spec: NodeSpec, options: LaunchOptions, starts: Sequence[tuple[Sequence[str], dict[str, str], str]]
 ) -> list[str]:
     """The lines of the plan; ``starts``: hosts, environment and command line of each start, none for this machine."""
     hosts = len(spec.hosts)

@@ -20,10 +20,10 @@ from typing import Any
 
 from ds_hf.launcher import probe
 from ds_hf.launcher.errors import LaunchError
-from ds_hf.launcher.options import DEFAULT_PORT, Options
+from ds_hf.launcher.options import DEFAULT_PORT, LaunchOptions
 from ds_hf.launcher.remote import ssh_command
 
-__all__ = ["PACKAGES", "Meeting", "end_far_sides", "preflight"]
+__all__ = ["PACKAGES", "MeetingPlace", "end_far_sides", "preflight"]
 
 PACKAGES = ("ds-hf", "torch", "transformers", "accelerate", "safetensors", "numpy")
 ANSWER_S = 30.0
@@ -31,7 +31,7 @@ _RUN = "import sys,base64;exec(compile(base64.b64decode(sys.argv[1]),'probe','ex
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MeetingPlace:
     """Where the processes meet."""
 
     address: str
@@ -40,12 +40,14 @@ class Meeting:
 
 @dataclass(frozen=True)
 class _Question:
-    options: Options
+    options: LaunchOptions
     pythonpath: str
     cwd: str | None
 
 
-def preflight(hosts: Sequence[str], options: Options, pythonpath: str = "", cwd: str | None = None) -> Meeting:
+def preflight(
+    hosts: Sequence[str], options: LaunchOptions, pythonpath: str = "", cwd: str | None = None
+) -> MeetingPlace:
     """Check ``hosts`` and find the meeting point; the environment's ``PYTHONPATH`` counts for the packages.
 
     Raises:
@@ -64,7 +66,7 @@ def preflight(hosts: Sequence[str], options: Options, pythonpath: str = "", cwd:
         return _meet(hosts, looks[0]["addresses"], question, pool)
 
 
-def end_far_sides(hosts: Sequence[str], run_id: str, options: Options, seconds: float) -> None:
+def end_far_sides(hosts: Sequence[str], run_id: str, options: LaunchOptions, seconds: float) -> None:
     """Tell the node processes of a run to end, on all hosts at once, and wait for it; hosts out of reach end alone."""
     question = _Question(options, "", None)
     with ThreadPoolExecutor(min(64, len(hosts))) as pool:
@@ -90,7 +92,7 @@ def _differences(hosts: Sequence[str], looks: list[dict[str, Any]], cwd: str | N
     return faults
 
 
-def _meet(hosts: Sequence[str], addresses: list[str], question: _Question, pool: ThreadPoolExecutor) -> Meeting:
+def _meet(hosts: Sequence[str], addresses: list[str], question: _Question, pool: ThreadPoolExecutor) -> MeetingPlace:
     """Listen on the first host while all hosts try to reach it."""
     options, first = question.options, hosts[0]
     wanted = options.master_port if options.master_port != -1 else DEFAULT_PORT
@@ -105,7 +107,7 @@ def _meet(hosts: Sequence[str], addresses: list[str], question: _Question, pool:
         listener.communicate()  # closes its input, which ends it, and the port is free again
     for index, address in enumerate(candidates):
         if all(isinstance(answer, list) and answer[index] for answer in answers):
-            return Meeting(address, port)
+            return MeetingPlace(address, port)
     raise LaunchError(_unreachable(hosts, candidates, answers, port))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_hf.launcher.errors import LaunchError
-from ds_hf.launcher.options import Options
+from ds_hf.launcher.options import LaunchOptions
 from ds_hf.launcher.spec import NodeSpec, encode
 
 __all__ = ["STARTERS", "Start", "check_tools", "node_command", "ssh_command", "start_commands"]
@@ -39,14 +39,14 @@ class Start:
     end_by_ssh: bool = False
 
 
-def ssh_command(host: str, remote: str, options: Options) -> list[str]:
+def ssh_command(host: str, remote: str, options: LaunchOptions) -> list[str]:
     """``remote``, already quoted for a shell, on ``host``."""
     port = ["-p", str(options.ssh_port)] if options.ssh_port else []
     extra = shlex.split(options.launcher_args) if options.launcher in ("ssh", "") else []
     return [*SSH, *port, *extra, "--", host, remote]
 
 
-def node_command(spec: NodeSpec, node_rank: str, options: Options, *, stdin_leash: bool = False) -> list[str]:
+def node_command(spec: NodeSpec, node_rank: str, options: LaunchOptions, *, stdin_leash: bool = False) -> list[str]:
     """The command of one host, as words; ``PYTHONPATH`` and ``--venv_script`` must be there before Python starts."""
     leash = ["--stdin_leash"] if stdin_leash else []
     command = [sys.executable, "-u", "-m", "ds_hf.launcher.node", f"--run={spec.run_id}"]
@@ -61,13 +61,13 @@ def node_command(spec: NodeSpec, node_rank: str, options: Options, *, stdin_leas
     return command
 
 
-def start_commands(spec: NodeSpec, options: Options) -> list[Start]:
+def start_commands(spec: NodeSpec, options: LaunchOptions) -> list[Start]:
     """What to run on this machine to start every host's part."""
     starter = STARTERS[options.launcher]
     return starter(spec, options)
 
 
-def check_tools(options: Options) -> None:
+def check_tools(options: LaunchOptions) -> None:
     """Refuse a launcher whose program is not here."""
     program, package = _PROGRAMS[options.launcher]
     if shutil.which(program) is None:
@@ -77,7 +77,7 @@ def check_tools(options: Options) -> None:
         )
 
 
-def _ssh(spec: NodeSpec, options: Options) -> list[Start]:
+def _ssh(spec: NodeSpec, options: LaunchOptions) -> list[Start]:
     starts = []
     for rank, host in enumerate(spec.hosts):
         remote = shlex.join(["exec", *node_command(spec, str(rank), options, stdin_leash=True)])
@@ -85,7 +85,7 @@ def _ssh(spec: NodeSpec, options: Options) -> list[Start]:
     return starts
 
 
-def _pdsh(spec: NodeSpec, options: Options) -> list[Start]:
+def _pdsh(spec: NodeSpec, options: LaunchOptions) -> list[Start]:
     words = node_command(spec, "@rank@", options)
     # pdsh replaces %n by the host's index, and reads % elsewhere too: a literal one would be written %%
     remote = shlex.join(["exec", *words]).replace("%", "%%").replace("@rank@", "%n")
@@ -96,7 +96,7 @@ def _pdsh(spec: NodeSpec, options: Options) -> list[Start]:
     return [Start(spec.hosts, command, {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": appended}, end_by_ssh=True)]
 
 
-def _openmpi(spec: NodeSpec, options: Options) -> list[Start]:
+def _openmpi(spec: NodeSpec, options: LaunchOptions) -> list[Start]:
     ssh = shlex.join(["-o", "BatchMode=yes", *KEEP_ALIVE, *(["-p", str(options.ssh_port)] if options.ssh_port else [])])
     command = ["mpirun", "--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "--leave-session-attached"]
     for name, value in {
@@ -115,7 +115,7 @@ def _openmpi(spec: NodeSpec, options: Options) -> list[Start]:
     return [Start(spec.hosts, [*command, *_joined(parts)], {})]
 
 
-def _hydra(spec: NodeSpec, options: Options) -> list[Start]:
+def _hydra(spec: NodeSpec, options: LaunchOptions) -> list[Start]:
     """MPICH, Intel MPI and MVAPICH: their mpirun is Hydra."""
     command = ["mpirun", *shlex.split(options.launcher_args)]
     parts = [
@@ -125,7 +125,7 @@ def _hydra(spec: NodeSpec, options: Options) -> list[Start]:
     return [Start(spec.hosts, [*command, *_joined(parts)], env)]
 
 
-def _slurm(spec: NodeSpec, options: Options) -> list[Start]:
+def _slurm(spec: NodeSpec, options: LaunchOptions) -> list[Start]:
     for host, slots in zip(spec.hosts, spec.slots, strict=True):
         if slots != list(range(len(slots))):
             raise LaunchError(
@@ -149,7 +149,7 @@ def _joined(parts: list[list[str]]) -> list[str]:
     return [word for index, part in enumerate(parts) for word in ([":", *part] if index else part)]
 
 
-STARTERS: dict[str, Callable[[NodeSpec, Options], list[Start]]] = {
+STARTERS: dict[str, Callable[[NodeSpec, LaunchOptions], list[Start]]] = {
     "ssh": _ssh,
     "pdsh": _pdsh,
     "openmpi": _openmpi,

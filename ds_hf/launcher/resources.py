@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ds_hf.launcher.errors import LaunchError
 from ds_hf.launcher.filters import first_nodes_and_slots, select
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE, Pool, check_host_name, read_hostfile
-from ds_hf.launcher.options import Options
+from ds_hf.launcher.options import LaunchOptions
 
 __all__ = ["Resources", "find_resources", "gpu_count"]
 
@@ -39,7 +39,7 @@ class Resources:
     set_devices: bool = True
 
 
-def find_resources(options: Options, env: Mapping[str, str]) -> Resources:
+def find_resources(options: LaunchOptions, env: Mapping[str, str]) -> Resources:
     """Resolve hostfile, allocation or machine, and the filters.
 
     Raises:
@@ -70,7 +70,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def _this_machine(options: Options, env: Mapping[str, str]) -> Resources:
+def _this_machine(options: LaunchOptions, env: Mapping[str, str]) -> Resources:
     count = gpu_count()
     if count == 0:
         if options.include or options.exclude:
@@ -94,7 +94,7 @@ def _this_machine(options: Options, env: Mapping[str, str]) -> Resources:
     return Resources(first_nodes_and_slots(pool, options.num_nodes, options.num_gpus), local=True, devices=devices)
 
 
-def _numbered_hosts(options: Options) -> Resources:
+def _numbered_hosts(options: LaunchOptions) -> Resources:
     """``--no_ssh --num_nodes N`` without a hostfile: hosts without names, all like this one."""
     if options.include or options.exclude:
         raise LaunchError("--include and --exclude need a hostfile\n  fix: --hostfile FILE, or --num_gpus")
@@ -103,7 +103,7 @@ def _numbered_hosts(options: Options) -> Resources:
     return Resources(pool, local=False, set_devices=gpu_count() > 0)
 
 
-def _slurm_pool(options: Options, env: Mapping[str, str]) -> Pool:
+def _slurm_pool(options: LaunchOptions, env: Mapping[str, str]) -> Pool:
     if shutil.which("scontrol") is None:
         raise LaunchError(
             "--launcher slurm: no `scontrol` here\n  fix: start from a Slurm allocation, or give --hostfile"

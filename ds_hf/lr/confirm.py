@@ -2,7 +2,7 @@
 
 A range test alone is not enough: it tells where training breaks, while the best rate for a whole training lies
 somewhere below, by a factor that depends on the model, the optimizer and the data. ``decide`` is a conversation: it
-yields a ``Run``, is sent what came of it, and returns the ``Decision``.
+yields a ``PlannedRun``, is sent what came of it, and returns the ``Decision``.
 
 1. A ladder of rates, half a decade apart, downwards from the limit of stability; it goes on until its lower end is
    clearly worse than the best, since a plateau at a high rate may hide a better place below.
@@ -24,7 +24,7 @@ from typing import Any
 
 from ds_hf.lr.rules import Landmarks
 
-__all__ = ["Decision", "Run", "RunResult", "decide", "run_lr"]
+__all__ = ["Decision", "PlannedRun", "RunResult", "decide", "run_lr"]
 
 RUNG = 10**0.5
 STEP = 10**0.25
@@ -38,7 +38,7 @@ HORIZON = -0.32
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A training to be made: ``steps`` updates with peak ``lr``, from the same start as all others."""
 
     lr: float
@@ -50,7 +50,7 @@ class Run:
 class RunResult:
     """What came of it: the held-out loss at its end, infinite when it diverged."""
 
-    run: Run
+    run: PlannedRun
     loss: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,10 +72,10 @@ class Decision:
     reason: str
 
 
-Conversation = Generator[Run, float, Decision]
+Conversation = Generator[PlannedRun, float, Decision]
 
 
-def run_lr(run: Run, step: int) -> float:
+def run_lr(run: PlannedRun, step: int) -> float:
     """Learning rate of the update ``step`` (0-based) of a run: a linear warm-up, then a linear decay towards zero."""
     warm = max(1, round(WARMUP * run.steps))
     if step < warm:
@@ -99,7 +99,7 @@ def decide(marks: Landmarks, steps: int, seeds: Iterable[int], total_steps: int 
     coarse: dict[float, float] = {}
     for rung in range(RUNGS):
         lr = marks.limit / RUNG**rung
-        coarse[lr] = yield Run(lr, steps, seeds[0])
+        coarse[lr] = yield PlannedRun(lr, steps, seeds[0])
     yield from _extend(coarse, RUNG, steps, seeds[:1], CLEARLY)
     centre = min(coarse, key=lambda lr: coarse[lr])
     if not math.isfinite(coarse[centre]):
@@ -116,10 +116,10 @@ def decide(marks: Landmarks, steps: int, seeds: Iterable[int], total_steps: int 
     return _decision(fine, FINE * steps, total_steps)
 
 
-def _mean(lr: float, steps: int, seeds: list[int]) -> Generator[Run, float, float]:
+def _mean(lr: float, steps: int, seeds: list[int]) -> Generator[PlannedRun, float, float]:
     losses: list[float] = []
     for seed in seeds:
-        losses.append((yield Run(lr, steps, seed)))
+        losses.append((yield PlannedRun(lr, steps, seed)))
         if not math.isfinite(losses[-1]):
             break
     return sum(losses) / len(losses)
@@ -127,7 +127,7 @@ def _mean(lr: float, steps: int, seeds: list[int]) -> Generator[Run, float, floa
 
 def _extend(
     losses: dict[float, float], factor: float, steps: int, seeds: list[int], margin: float = 0.0
-) -> Generator[Run, float, None]:
+) -> Generator[PlannedRun, float, None]:
     """Try further rates while an end is the best, or nothing has held, or the lower end is within ``margin`` of it."""
     for _ in range(MORE):
         best, low, high = min(losses, key=lambda lr: losses[lr]), min(losses), max(losses)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ds_hf.lr.confirm import Decision, Run, RunResult
+from ds_hf.lr.confirm import Decision, PlannedRun, RunResult
 from ds_hf.lr.curves import Sweep
 from ds_hf.lr.rules import Landmarks
 from ds_hf.lr.schedules import Advice, advise
@@ -76,7 +76,7 @@ class LrResult:
         """
         runs = (
             RunResult(
-                Run(float(run["lr"]), int(run["steps"]), int(run["seed"])),
+                PlannedRun(float(run["lr"]), int(run["steps"]), int(run["seed"])),
                 float("inf" if run["loss"] is None else run["loss"]),
             )
             for run in values["runs"]

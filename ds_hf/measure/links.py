@@ -18,7 +18,7 @@ from typing import Any
 
 from ds_hf.regular_files import read_regular
 
-__all__ = ["Links", "links_file", "load_links", "save_links"]
+__all__ = ["MeasuredLinks", "links_file", "load_links", "save_links"]
 
 VERSION = 1
 _MOST = 1 << 20  # bytes of the file
@@ -26,7 +26,7 @@ _ENTRIES = 64  # the latest are kept
 
 
 @dataclass(frozen=True)
-class Links:
+class MeasuredLinks:
     """What was measured on one host with one kind of device; 0 where it was not.
 
     Attributes:
@@ -64,7 +64,7 @@ def links_file() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "ds_hf" / "links.json"
 
 
-def save_links(links: Links) -> None:
+def save_links(links: MeasuredLinks) -> None:
     """Keep ``links`` for this host; what an earlier launch measured and this one did not stays.
 
     Raises:
@@ -93,7 +93,7 @@ def save_links(links: Links) -> None:
         raise
 
 
-def load_links() -> tuple[Links | None, str]:
+def load_links() -> tuple[MeasuredLinks | None, str]:
     """The latest figures of this host, and why there are none if there are none: a sentence."""
     path = links_file()
     try:
@@ -107,7 +107,7 @@ def load_links() -> tuple[Links | None, str]:
     found = [entry for key, entry in entries.items() if key.startswith(prefix)]
     if not found:
         return None, "run ds-hf doctor on this host"
-    return Links(**found[-1]), ""
+    return MeasuredLinks(**found[-1]), ""
 
 
 def _entries(path: Path) -> dict[str, dict[str, Any]]:
@@ -131,10 +131,10 @@ def _entries(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check(entry: object) -> None:
-    if not isinstance(entry, Mapping) or set(entry) != {field.name for field in fields(Links)}:
+    if not isinstance(entry, Mapping) or set(entry) != {field.name for field in fields(MeasuredLinks)}:
         raise ValueError("an entry has other keys")
-    for field in fields(Links):
-        value, kind = entry[field.name], type(getattr(Links(""), field.name))
+    for field in fields(MeasuredLinks):
+        value, kind = entry[field.name], type(getattr(MeasuredLinks(""), field.name))
         if kind is str:
             if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
                 raise ValueError(f"{field.name} is no text")

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from ds_hf.measure.machine import Level
 from ds_hf.measure.statistics import Summary, summarise
 
-__all__ = ["Rules", "Timing", "Visit", "settle", "take_turns"]
+__all__ = ["StopRules", "Timing", "Visit", "settle", "take_turns"]
 
 K = TypeVar("K", bound=Hashable)
 Reading = Mapping[str, float]  # kind of probe -> seconds of a beat
@@ -37,7 +37,7 @@ class Visit(Generic[K]):
 
 
 @dataclass(frozen=True)
-class Rules:
+class StopRules:
     """When a point is known well enough.
 
     Attributes:
@@ -71,7 +71,7 @@ def take_turns(
     prepare: Callable[[K], bool],
     visit: Callable[[K], Sequence[float]],
     read: Callable[[float], Reading],
-    rules: Rules,
+    rules: StopRules,
     *,
     agree: Callable[[bool], bool] = bool,
     lost: Callable[[Summary, K], bool] = lambda found, point: False,
@@ -121,7 +121,7 @@ def take_turns(
     return visits
 
 
-def _known(visits: Sequence[Visit[K]], point: K, found: Summary, rules: Rules) -> bool:
+def _known(visits: Sequence[Visit[K]], point: K, found: Summary, rules: StopRules) -> bool:
     own = [each.steps for each in visits if each.point == point]
     count, seconds = sum(map(len, own)), sum(map(sum, own))
     return count >= rules.steps or seconds > rules.seconds or (len(own) > 1 and found.precision <= rules.precision)

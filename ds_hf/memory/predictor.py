@@ -25,7 +25,7 @@ from ds_hf.config.optimizer_traits import ONE_BIT, Traits, traits_of
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine.casting import set_buffer_dtypes
-from ds_hf.engine.parallel.pipeline.division import Division
+from ds_hf.engine.parallel.pipeline.division import LayerDivision
 from ds_hf.engine.parallel.pipeline.schedule import in_flight
 from ds_hf.engine.parallel.tensor.divide import divide_without_values
 from ds_hf.engine.zero.leaf import mark_leaves
@@ -65,7 +65,7 @@ class Predictor:
         with _quiet():
             _set_checkpointing(self._model, self.workload.gradient_checkpointing)
         self._timelines: dict[Any, Timeline] = {}
-        self._divisions: dict[tuple[int, int], Division] = {}
+        self._divisions: dict[tuple[int, int], LayerDivision] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -252,7 +252,7 @@ class Predictor:
                 self._timelines[key] = _recorded(_cast(model, settings, plan), workload, sharding)
         return self._timelines[key]
 
-    def _division(self, stages: int, chunks: int) -> Division:
+    def _division(self, stages: int, chunks: int) -> LayerDivision:
         """The layers of each stage."""
         if (stages, chunks) not in self._divisions:
             self._divisions[stages, chunks] = division_of(self._model, stages, chunks)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.parallel.pipeline.division import Division, divide_layers
+from ds_hf.engine.parallel.pipeline.division import LayerDivision, divide_layers
 from ds_hf.engine.parallel.pipeline.holes import Skip, Swapped, is_tied, layers_of, parts_of, with_holes
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
@@ -23,7 +23,7 @@ __all__ = ["Stage", "division_of"]
 _NAMES = ("attention_mask", "position_ids")
 
 
-def division_of(model: nn.Module, stages: int, chunks: int) -> Division:
+def division_of(model: nn.Module, stages: int, chunks: int) -> LayerDivision:
     """The layers of each stage, by their parameters.
 
     Raises:
@@ -48,7 +48,7 @@ class Stage(nn.Module):
     _base: Any
     _head: str | None
 
-    def __init__(self, model: Any, division: Division, stage: int) -> None:
+    def __init__(self, model: Any, division: LayerDivision, stage: int) -> None:
         super().__init__()
         base, head = parts_of(model)
         self._bounds, self._count = division.bounds(stage), len(layers_of(model))

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from ds_hf.autotune.charts import COLOURS, LETTER, Axis, Bar, Mark, Series, bars, xy
+from ds_hf.autotune.charts import COLOURS, LETTER, Bar, ChartAxis, Mark, Series, bars, xy
 from ds_hf.profile.analysis import Analysis
 from ds_hf.profile.load import Rank, StepRecord
 from ds_hf.profile.verdict import NAMES, milliseconds
@@ -89,7 +89,7 @@ def timeline(analysis: Analysis, number: int) -> str:
             note = f"{key.operation} of {key.place}: {milliseconds(span.seconds)}"
             begin = shift + span.start * 1e3
             rows.append(Bar(label, begin, begin + span.seconds * 1e3, COLOUR[key.kind], note=note))
-    return bars(rows, Axis(f"ms, step {number}", low=0))
+    return bars(rows, ChartAxis(f"ms, step {number}", low=0))
 
 
 def waterfall(analysis: Analysis) -> str:
@@ -111,7 +111,7 @@ def waterfall(analysis: Analysis) -> str:
             rows.append(Bar(label, at * 1e3, (at + seconds) * 1e3, colour, text))
         at += seconds
     rows.append(Bar("a step", 0.0, at * 1e3, "#57606a", milliseconds(at)))
-    return bars(rows, Axis("ms", low=0, high=1.25 * at * 1e3))
+    return bars(rows, ChartAxis("ms", low=0, high=1.25 * at * 1e3))
 
 
 def heat_map(analysis: Analysis) -> str:
@@ -188,8 +188,8 @@ def history(analysis: Analysis) -> list[str]:
         notes = [f"step {s}: {v:.1%}" if percent else f"step {s}: {v:,.0f} tokens/s" for s, v in
                  zip(steps, values, strict=True)]  # fmt: skip
         series = [Series(steps, values, colour=colour, marks=len(steps) <= 80, size=3, notes=notes)]
-        y = Axis(title, low=0, high=max(values) * 1.1 or 1.0, percent=percent and max(values) > 0.05)
-        made.append(xy(series, Axis("step"), y, height=260, width=430))
+        y = ChartAxis(title, low=0, high=max(values) * 1.1 or 1.0, percent=percent and max(values) > 0.05)
+        made.append(xy(series, ChartAxis("step"), y, height=260, width=430))
     return made
 
 
@@ -211,5 +211,8 @@ def memory(record: dict[str, object]) -> str:
         series.append(Series(times, below, label, colour, width=2, marks=True, size=2.5, notes=notes))
     peak = max(range(len(total)), key=total.__getitem__)
     mark = Mark(times[peak], f"peak {total[peak]:,.0f} MiB: {places[peak]}", COLOURS[1], dash=True)
-    return xy(series, Axis("ms of a step in which memory was looked at"), Axis("MiB", low=0, high=1.12 * max(total)),
-              marks=[mark], height=320)  # fmt: skip
+    across, mib = (
+        ChartAxis("ms of a step in which memory was looked at"),
+        ChartAxis("MiB", low=0, high=1.12 * max(total)),
+    )
+    return xy(series, across, mib, marks=[mark], height=320)

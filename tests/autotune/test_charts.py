@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ds_hf.autotune.charts import Axis, Band, Bar, Mark, Series, bars, xy
+from ds_hf.autotune.charts import Band, Bar, ChartAxis, Mark, Series, bars, xy
 
 
 def circles(svg: str) -> list[tuple[float, float]]:
@@ -20,12 +20,14 @@ def texts(svg: str) -> list[str]:
 
 
 def test_logarithmic_axes_keep_ratios() -> None:
-    (a, _), (b, _), (c, _) = circles(xy([Series([1, 10, 100], [1, 2, 3], marks=True)], Axis(log=True), Axis()))
+    (a, _), (b, _), (c, _) = circles(
+        xy([Series([1, 10, 100], [1, 2, 3], marks=True)], ChartAxis(log=True), ChartAxis())
+    )
     assert b - a == pytest.approx(c - b, abs=0.2)
 
 
 def test_larger_values_are_higher_and_ticks_are_round() -> None:
-    svg = xy([Series([0, 1], [0.0, 50.0], marks=True)], Axis("step"), Axis("loss", low=0))
+    svg = xy([Series([0, 1], [0.0, 50.0], marks=True)], ChartAxis("step"), ChartAxis("loss", low=0))
     (_, low), (_, high) = circles(svg)
     assert high < low
     assert {"0", "10", "50", "step", "loss"} <= set(texts(svg))
@@ -34,7 +36,7 @@ def test_larger_values_are_higher_and_ticks_are_round() -> None:
 @pytest.mark.parametrize("values", [[1.0, float("nan"), 2.0], [None, 1.0, float("inf")], [5.0, 5.0, 5.0], [0.0] * 3])
 @pytest.mark.parametrize("log", [False, True])
 def test_gaps_and_equal_values_are_drawn(values: list[float | None], log: bool) -> None:
-    svg = xy([Series([1, 2, 3], values, marks=True)], Axis(log=log), Axis(log=log))
+    svg = xy([Series([1, 2, 3], values, marks=True)], ChartAxis(log=log), ChartAxis(log=log))
     ElementTree.fromstring(svg)
     assert "nan" not in svg
     assert "inf" not in svg
@@ -42,7 +44,7 @@ def test_gaps_and_equal_values_are_drawn(values: list[float | None], log: bool) 
 
 def test_labels_are_escaped_and_neighbours_stand_apart() -> None:
     marks = [Mark(1.0, "valley <i>"), Mark(1.01, "steepest"), Mark(9.0, "at the very end of the picture")]
-    svg = xy([Series([0, 9], [0, 1])], Axis(), Axis(), marks=marks, bands=[Band(1, 2)])
+    svg = xy([Series([0, 9], [0, 1])], ChartAxis(), ChartAxis(), marks=marks, bands=[Band(1, 2)])
     nodes = [node for node in ElementTree.fromstring(svg).iter("text") if node.get("class") == "mark"]
     assert [node.text for node in nodes] == ["valley <i>", "steepest", "at the very end of the picture"]
     assert nodes[0].get("y") != nodes[1].get("y")
@@ -50,7 +52,7 @@ def test_labels_are_escaped_and_neighbours_stand_apart() -> None:
 
 
 def test_bars_share_rows_by_label() -> None:
-    svg = bars([Bar("a", 0, 1, text="one"), Bar("a", 1, 4), Bar("b", 2, 4, note="x & y")], Axis(low=0, high=4))
+    svg = bars([Bar("a", 0, 1, text="one"), Bar("a", 1, 4), Bar("b", 2, 4, note="x & y")], ChartAxis(low=0, high=4))
     rows = [(float(node.get("y", "")), float(node.get("width", ""))) for node in ElementTree.fromstring(svg)
             if node.tag == "rect"]  # fmt: skip
     assert rows[0][0] == rows[1][0] < rows[2][0]

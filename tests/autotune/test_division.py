@@ -16,7 +16,7 @@ from transformers import GPT2Config, LlamaConfig
 from ds_hf.autotune import division
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.cost import CostModel, Survey
-from ds_hf.autotune.division import SEQUENCE, TENSOR, Division, division_of, sizes_of
+from ds_hf.autotune.division import SEQUENCE, TENSOR, MeshDivision, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import value_of
@@ -120,8 +120,8 @@ def test_as_many_samples_a_step() -> None:
     assert points(Options(), 4, (1, 3), 2) == []  # 6 samples do not divide over 4 processes
     assert points(Options(fix=("gradient_accumulation_steps",)), 2, (1, 3), 4) == [(2, 3)]
     assert points(Options(fix=("train_micro_batch_size_per_gpu",)), 2, (1, 3), 4) == [(1, 6)]
-    assert Division(4, 1, 1).of({TENSOR: 2}) == Division(2, 1, 2)
-    assert division_of({"world_size": 4}) == Division(4)  # of an older journal
+    assert MeshDivision(4, 1, 1).of({TENSOR: 2}) == MeshDivision(2, 1, 2)
+    assert division_of({"world_size": 4}) == MeshDivision(4)  # of an older journal
 
 
 def test_what_sharing_costs() -> None:

@@ -16,7 +16,7 @@ from ds_hf.autotune.records import record_of
 from ds_hf.autotune.result import Result
 from ds_hf.measure.machine import compared, levels_of
 from ds_hf.measure.statistics import summarise
-from ds_hf.measure.turns import Rules, settle, take_turns
+from ds_hf.measure.turns import StopRules, settle, take_turns
 from tests.autotune.world import World
 
 PROBES = {"compute": 0.004, "copy": 0.002, "communication": 0.003}
@@ -63,7 +63,7 @@ class Drifting(World):
         else:
             timing = settle(
                 take_turns(list(truth), lambda _: True, lambda size: [self.work(truth[size]) for _ in range(4)],
-                           self.read, Rules())
+                           self.read, StopRules())
             )  # fmt: skip
             found = timing.points
             levels = {kind: [level.seconds, level.error] for kind, level in timing.machine.items()}

@@ -222,7 +222,7 @@ def test_unwritable_folder(search: Search, tmp_path: Path) -> None:
 
 def test_script_that_fails_by_itself(search: Search) -> None:
     world = World()
-    world.run = lambda launch, watch: __import__("ds_hf.autotune.trial", fromlist=["Outcome"]).Outcome(  # type: ignore[method-assign]
+    world.run = lambda launch, watch: __import__("ds_hf.autotune.trial", fromlist=["LaunchOutcome"]).LaunchOutcome(  # type: ignore[method-assign]
         "crash", "exit code 1: ValueError: mine", tail="Traceback ...\nValueError: mine"
     )
     with pytest.raises(DsHfError, match="ValueError: mine") as error:

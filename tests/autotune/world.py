@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hf.autotune.trial import Launch, Outcome
+from ds_hf.autotune.trial import Launch, LaunchOutcome
 
 MIB = 2**20
 GLOBAL_MICRO, GLOBAL_STEPS, WORLD = 2, 16, 4
@@ -66,7 +66,7 @@ class World:
         share = {0: 16, 1: 8 + 8 / WORLD, 2: 4 + 12 / WORLD, 3: 16 / WORLD + 1}[stage]
         return int(NUMEL * share + (12 if checkpointing else 60) * MIB * micro + 30 * MIB)
 
-    def run(self, launch: Launch, watch: Any) -> Outcome:
+    def run(self, launch: Launch, watch: Any) -> LaunchOutcome:
         """One launch."""
         self.before(len(self.launched))
         tree = json.loads((Path(launch.request.events).parent / "ds_config.json").read_text())
@@ -77,11 +77,11 @@ class World:
         compiled = bool(tree.get("ds_hf", {}).get("compile"))
         kind = self.again if Path(request.events).parent.name.startswith("again") else self.launched
         kind.append({"stage": stage, "checkpointing": checkpointing, "compiled": compiled})
-        outcome = Outcome("ok", seconds=self.launch_seconds(compiled, len(request.points) or 1))
+        outcome = LaunchOutcome("ok", seconds=self.launch_seconds(compiled, len(request.points) or 1))
         self.spent += outcome.seconds
         events: list[dict[str, Any]] = [self.facts()]
         if stage in self.fail and not request.own_axis:
-            return Outcome(self.fail[stage], f"made to {self.fail[stage]}", seconds=10.0)
+            return LaunchOutcome(self.fail[stage], f"made to {self.fail[stage]}", seconds=10.0)
         if request.survey and self.resizable:
             events.append(self.survey(stage))
         sizes = request.points
@@ -100,7 +100,7 @@ class World:
             micro, steps = (self.micro, self.steps) if "auto" in given else given
             seconds = self.seconds(stage, checkpointing, compiled, micro, steps) + 0.01
             if self.nbytes(stage, checkpointing, micro, compiled) > self.memory:
-                return Outcome("oom", "out of memory", seconds=10.0, events={"facts": self.facts()})
+                return LaunchOutcome("oom", "out of memory", seconds=10.0, events={"facts": self.facts()})
             events += [
                 {"event": "step", "kind": "natural", "seconds": seconds, "micro": micro, "accumulation": steps}
             ] * 6

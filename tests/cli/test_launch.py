@@ -14,7 +14,7 @@ from ds_hf import cli
 from ds_hf.cli import launch as launch_cli
 from ds_hf.cli.root import app
 from ds_hf.launcher import front, handover, resources
-from ds_hf.launcher.options import Options
+from ds_hf.launcher.options import LaunchOptions
 from ds_hf.launcher.spec import decode
 
 
@@ -24,11 +24,11 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[LaunchOptions]:
     """The options of each launch, which does not happen."""
-    found: list[Options] = []
+    found: list[LaunchOptions] = []
 
-    def launch(options: Options) -> int:
+    def launch(options: LaunchOptions) -> int:
         found.append(options)
         return 7
 
@@ -36,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     return found
 
 
-def test_deepspeeds_spelling_and_ours(asked: list[Options]) -> None:
+def test_deepspeeds_spelling_and_ours(asked: list[LaunchOptions]) -> None:
     code, _ = run(
         "-H", "h", "-i", "a:1", "--master-port=5", "--no_local_rank", "--no-ssh-check", "train.py", "--num_gpus", "3"
     )
@@ -46,7 +46,7 @@ def test_deepspeeds_spelling_and_ours(asked: list[Options]) -> None:
     assert (asked[0].no_local_rank, asked[0].no_ssh_check, asked[0].num_gpus) == (True, True, -1)
 
 
-def test_what_accelerate_calls(asked: list[Options]) -> None:
+def test_what_accelerate_calls(asked: list[LaunchOptions]) -> None:
     """accelerate 1.15, utils/launch.py, prepare_deepspeed_cmd_env."""
     words = "--hostfile None --no_local_rank --launcher pdsh --exclude a:1 --master_addr 1.2.3.4 --master_port 29500"
     run(*words.split(), "--module", "m", "x")
@@ -60,7 +60,7 @@ def test_what_accelerate_calls(asked: list[Options]) -> None:
     assert (asked[1].no_ssh, asked[1].node_rank, asked[1].num_gpus) == (True, 1, 4)
 
 
-def test_deepspeeds_whole_command_line_is_understood(asked: list[Options]) -> None:
+def test_deepspeeds_whole_command_line_is_understood(asked: list[LaunchOptions]) -> None:
     """Every option of DeepSpeed 0.19.8's launcher (and those that earlier versions had for elastic training)."""
     flags = (
         "--module --no_local_rank --no_ssh_check --force_multi --save_pid --bind_cores_to_rank -q --elastic_training"

@@ -12,7 +12,7 @@ from ds_hf.config.explain import summary, wire_notes
 from ds_hf.config.plan import plan_states
 from ds_hf.config.wire_seconds import wire_seconds
 from ds_hf.errors import ConfigError
-from ds_hf.measure.links import Links
+from ds_hf.measure.links import MeasuredLinks
 
 LOCO = {"zeropp_loco_param": {}}
 
@@ -99,7 +99,7 @@ def test_explain_says_what_is_saved_and_what_it_costs() -> None:
 
 
 def test_seconds_on_links_that_were_measured() -> None:
-    links = Links("a CPU", between=1e9, processes=4, hosts=2, backend="gloo", packed=1e10, day="2026-11-25")
+    links = MeasuredLinks("a CPU", between=1e9, processes=4, hosts=2, backend="gloo", packed=1e10, day="2026-11-25")
     zero = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
     tree = load_config(config(3, zero, bf16={"enabled": True}, gradient_accumulation_steps=2), world_size=4)
     text = wire_seconds(tree, links)
@@ -111,7 +111,7 @@ def test_seconds_on_links_that_were_measured() -> None:
     one_bit = config(0, {}, optimizer={"type": "OneBitAdam", "params": {"freeze_step": 10}}, bf16={"enabled": True})
     text = wire_seconds(load_config(one_bit, world_size=4), links)
     assert f"waits {1.5 * (2 - 1 / 8 - 4 / 4096):.2g} s less" in text
-    neighbours = wire_seconds(tree, Links("a GPU", neighbours=4e11))
+    neighbours = wire_seconds(tree, MeasuredLinks("a GPU", neighbours=4e11))
     assert "from GPU to GPU of this host, 400 GB/s" in neighbours
     assert "ds_hf.cli doctor" in neighbours
-    assert "has measured no link" in wire_seconds(tree, Links("a CPU"))
+    assert "has measured no link" in wire_seconds(tree, MeasuredLinks("a CPU"))

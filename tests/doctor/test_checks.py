@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from ds_hf.doctor import hardware, releases, report
-from ds_hf.doctor.hardware import Gpu, disk_speed, parse_gpus, parse_links
-from ds_hf.doctor.known_bad import RULES, Machine, problems
+from ds_hf.doctor.hardware import ListedGpu, disk_speed, parse_gpus, parse_links
+from ds_hf.doctor.known_bad import RULES, KnownMachine, problems
 
-H100 = [Gpu(index, "NVIDIA H100 80GB HBM3", 80_000, 81_559, "570.1") for index in range(2)]
-RTX = [Gpu(index, "NVIDIA GeForce RTX 4090", 24_000, 24_564, "570.1") for index in range(2)]
-FINE = Machine(
+H100 = [ListedGpu(index, "NVIDIA H100 80GB HBM3", 80_000, 81_559, "570.1") for index in range(2)]
+RTX = [ListedGpu(index, "NVIDIA GeForce RTX 4090", 24_000, 24_564, "570.1") for index in range(2)]
+FINE = KnownMachine(
     gpus=H100,
     torch_gpus=2,
     torch_cuda="12.8",
@@ -35,7 +35,7 @@ TOPO = (
 
 def test_gpus() -> None:
     text = "0, 80995, 81559, 570.124.06, NVIDIA H100 80GB HBM3\n1, [N/A], 81559, 570, x\nsome message\n"
-    assert parse_gpus(text) == [Gpu(0, "NVIDIA H100 80GB HBM3", 80995, 81559, "570.124.06")]
+    assert parse_gpus(text) == [ListedGpu(0, "NVIDIA H100 80GB HBM3", 80995, 81559, "570.124.06")]
     assert parse_gpus("") == []
 
 

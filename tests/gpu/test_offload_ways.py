@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ds_hf import initialize
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.optim import offloading, stream_share
-from ds_hf.engine.optim.host_store import HostStore, Place
+from ds_hf.engine.optim.host_store import HostPlace, HostStore
 from ds_hf.engine.optim.stream_share import AutoShare
 from ds_hf.engine.zero.storage import DeviceGradientStorage
 from tests.contract.test_parity import ADAMW, CLIP, MICRO, batches, model
@@ -46,12 +46,12 @@ def train(stage: int, accumulation: int, zero: dict[str, Any], own: dict[str, An
     store = engine.optimizer.store
     places = list(store.places.values()) if isinstance(store, HostStore) else None
     if isinstance(store, HostStore):
-        optimizer, streamed = engine.optimizer, {b for b, p in store.places.items() if p is Place.STREAMED}
-        assert all(optimizer.masters[b].is_pinned() for b, place in store.places.items() if place is Place.HOST)
+        optimizer, streamed = engine.optimizer, {b for b, p in store.places.items() if p is HostPlace.STREAMED}
+        assert all(optimizer.masters[b].is_pinned() for b, place in store.places.items() if place is HostPlace.HOST)
         here = not (zero.get("offload_param") or {})
         assert all(optimizer.low_bits[b].is_pinned() for b in streamed if here)
         for gradient in optimizer.segments:
-            stays = gradient.buffer in streamed or store.places[gradient.buffer] is Place.DEVICE
+            stays = gradient.buffer in streamed or store.places[gradient.buffer] is HostPlace.DEVICE
             assert isinstance(gradient.storage, DeviceGradientStorage) == stays
     engine.destroy()
     return losses, places
@@ -63,13 +63,18 @@ def ways(folder: str) -> None:
     for accumulation in (1, 4):
         plain, _ = train(2, accumulation, {}, {})
         for stage, zero, own, wanted in [
-            (1, {"offload_optimizer": CPU}, {"stream": 0.0}, {Place.HOST}),
-            (1, {"offload_optimizer": CPU}, {}, {Place.HOST}),  # auto: too small a model for more
-            (2, {"offload_optimizer": CPU}, {"stream": 1.0}, {Place.STREAMED}),
-            (2, {"offload_optimizer": CPU}, {"stream": 0.4}, {Place.STREAMED, Place.HOST}),
-            (3, {"offload_optimizer": {**CPU, "ratio": 0.6}}, {"stream": 0.0}, {Place.DEVICE, Place.HOST}),
-            (3, {"offload_optimizer": CPU, "offload_param": CPU}, {"stream": 0.5}, {Place.STREAMED, Place.HOST}),
-            (2, {"offload_optimizer": CPU}, {"ratio": "auto"}, {Place.DEVICE}),  # this model always fits
+            (1, {"offload_optimizer": CPU}, {"stream": 0.0}, {HostPlace.HOST}),
+            (1, {"offload_optimizer": CPU}, {}, {HostPlace.HOST}),  # auto: too small a model for more
+            (2, {"offload_optimizer": CPU}, {"stream": 1.0}, {HostPlace.STREAMED}),
+            (2, {"offload_optimizer": CPU}, {"stream": 0.4}, {HostPlace.STREAMED, HostPlace.HOST}),
+            (3, {"offload_optimizer": {**CPU, "ratio": 0.6}}, {"stream": 0.0}, {HostPlace.DEVICE, HostPlace.HOST}),
+            (
+                3,
+                {"offload_optimizer": CPU, "offload_param": CPU},
+                {"stream": 0.5},
+                {HostPlace.STREAMED, HostPlace.HOST},
+            ),
+            (2, {"offload_optimizer": CPU}, {"ratio": "auto"}, {HostPlace.DEVICE}),  # this model always fits
             (3, {"offload_param": CPU}, {}, None),
             (3, files, {}, None),
         ]:
@@ -115,7 +120,9 @@ def test_states_are_not_on_the_device() -> None:
     assert numbers[0] - numbers[1] > 11 * numel  # of 12 bytes
 
 
-def offloaded(own: dict[str, Any], stage: int = 2, **zero: Any) -> tuple[list[torch.Tensor], list[float], set[Place]]:
+def offloaded(
+    own: dict[str, Any], stage: int = 2, **zero: Any
+) -> tuple[list[torch.Tensor], list[float], set[HostPlace]]:
     """Parameters and losses of some steps with states in host memory, and the places of units."""
     trained = model()
     config: dict[str, Any] = {
@@ -144,7 +151,7 @@ def as_on_the_device(stage: int) -> None:
         stream_share.slots_room = lambda _, room=room: room  # type: ignore[misc, assignment]
         offloading.slots_room = stream_share.slots_room
         weights, losses, places = offloaded({"stream": 1.0}, stage)
-        assert places == {Place.STREAMED}
+        assert places == {HostPlace.STREAMED}
         assert losses == expected
         assert all(torch.equal(a, b) for a, b in zip(weights, plain, strict=True))
 
@@ -199,7 +206,7 @@ def test_the_host_does_not_wait_for_backward() -> None:
 @pytest.mark.parametrize("numel", [0, 1, 1000, (128 << 20) + 1, 400_000_003])
 def test_parts_arrive(numel: int) -> None:
     """By a link that lets others between: every byte, in both directions."""
-    link = Link(torch.device("cuda"), yielding=True)
+    link = HostLink(torch.device("cuda"), yielding=True)
     source = torch.randint(0, 256, (numel,), dtype=torch.uint8, device="cuda")
     host, back = torch.empty(numel, dtype=torch.uint8, pin_memory=True), torch.zeros_like(source)
     down = link.down(host, source)
@@ -212,7 +219,7 @@ def test_parts_arrive(numel: int) -> None:
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_copies_of_others_get_between(way: str) -> None:
     """A number that somebody looks at does not wait for all states that are on their way."""
-    link, numel = Link(torch.device("cuda"), yielding=True), 512 << 20
+    link, numel = HostLink(torch.device("cuda"), yielding=True), 512 << 20
     device, host = (
         torch.empty(numel, dtype=torch.uint8, device="cuda"),
         torch.empty(numel, dtype=torch.uint8).pin_memory(),
@@ -234,17 +241,17 @@ def test_copies_of_others_get_between(way: str) -> None:
 def auto() -> tuple[bool, list[float]]:
     """Whether units were streamed once sizes allowed it, and the speeds that were measured then."""
     plain, expected, places = offloaded({"stream": 0.0})
-    assert places == {Place.HOST}
+    assert places == {HostPlace.HOST}
     for own in ({}, {"stream": "auto"}):
         same, losses, places = offloaded(own)
         assert losses == expected
-        assert places == {Place.HOST}, "the model is small"
+        assert places == {HostPlace.HOST}, "the model is small"
         assert all(torch.equal(a, b) for a, b in zip(same, plain, strict=True))
 
     speeds: list[float] = []
     measure = AutoShare._speed
 
-    def noted(self: AutoShare, link: Link) -> float:
+    def noted(self: AutoShare, link: HostLink) -> float:
         speeds.append(measure(self, link))
         return speeds[-1]
 
@@ -252,7 +259,7 @@ def auto() -> tuple[bool, list[float]]:
     stream_share.LEAST_STATES = 1
     _, losses, places = offloaded({})
     assert losses == pytest.approx(expected, rel=1e-2)  # another kernel
-    return Place.STREAMED in places, speeds
+    return HostPlace.STREAMED in places, speeds
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -269,7 +276,7 @@ def seconds_to_measure() -> float:
     from ds_hf.engine.comm.mesh import Axis
 
     device = torch.device("cuda", torch.cuda.current_device())
-    auto, link = AutoShare(device, Axis(None, 0, 1)), Link(device)
+    auto, link = AutoShare(device, Axis(None, 0, 1)), HostLink(device)
     before = torch.cuda.memory_allocated()
     found = []
     for _ in range(3):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hf.launcher.errors import LaunchError
-from ds_hf.launcher.options import LAUNCHERS, Options
+from ds_hf.launcher.options import LAUNCHERS, LaunchOptions
 from ds_hf.launcher.remote import start_commands
 from ds_hf.launcher.spec import NodeSpec, decode, encode
 
@@ -64,7 +64,7 @@ def test_too_much_for_a_command_line_is_refused() -> None:
 def test_every_launcher_starts_one_node_a_host(launcher: str) -> None:
     slots = [[0, 1], [0]] if launcher == "slurm" else [[0, 1], [1]]
     whole = spec(slots=slots, env={"PYTHONPATH": "/p q"})
-    starts = start_commands(whole, Options(["x"], launcher=launcher, ssh_port=2222 if launcher == "ssh" else 0))
+    starts = start_commands(whole, LaunchOptions(["x"], launcher=launcher, ssh_port=2222 if launcher == "ssh" else 0))
     assert [host for start in starts for host in start.hosts] == ["a", "b"]
     assert len(starts) == (2 if launcher == "ssh" else 1)
     assert starts[0].command[0] == {"ssh": "ssh", "pdsh": "pdsh", "slurm": "srun"}.get(launcher, "mpirun")
@@ -90,7 +90,7 @@ def test_the_remote_command_survives_a_login_shell(shell: str, tmp_path: Path) -
     odd = str(tmp_path) + ":/with space/and'quote$x"
     for launcher in ("ssh", "pdsh"):
         whole = spec(env={"PYTHONPATH": odd})
-        remote = start_commands(whole, Options(["x"], launcher=launcher))[0].command[-1]
+        remote = start_commands(whole, LaunchOptions(["x"], launcher=launcher))[0].command[-1]
         remote = remote.replace("%n", "0").replace("%%", "%")  # as pdsh does
         done = subprocess.run([shell, "-c", remote], capture_output=True, text=True, check=True, cwd="/")
         arguments, path = json.loads(done.stdout)
@@ -101,7 +101,7 @@ def test_the_remote_command_survives_a_login_shell(shell: str, tmp_path: Path) -
 def test_a_venv_is_sourced(tmp_path: Path) -> None:
     script = tmp_path / "act'iv ate"
     script.write_text("export FROM_VENV=yes\n")
-    command = start_commands(spec(), Options(["x"], launcher="ssh", venv_script=str(script)))[0].command[-1]
+    command = start_commands(spec(), LaunchOptions(["x"], launcher="ssh", venv_script=str(script)))[0].command[-1]
     words = shlex.split(command)
     start = words.index(sys.executable)
     probe = shlex.join([*words[1:start], sys.executable, "-c", "import os; print(os.environ['FROM_VENV'])"])
@@ -111,7 +111,7 @@ def test_a_venv_is_sourced(tmp_path: Path) -> None:
 
 def test_slurm_cannot_choose_slots() -> None:
     with pytest.raises(LaunchError, match=r"cannot choose slots \[1\] on b"):
-        start_commands(spec(), Options(["x"], launcher="slurm"))
+        start_commands(spec(), LaunchOptions(["x"], launcher="slurm"))
 
 
 @settings(max_examples=5, deadline=None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_hf.lr import Decision, Landmarks, Run, decide, run_lr
+from ds_hf.lr import Decision, Landmarks, PlannedRun, decide, run_lr
 from ds_hf.lr.confirm import FINE, HORIZON
 
 
@@ -16,8 +16,8 @@ def marks(limit: float) -> Landmarks:
 
 
 def converse(
-    loss: Callable[[Run], float], limit: float, seeds: int = 2, total: int | None = None
-) -> tuple[Decision, list[Run]]:
+    loss: Callable[[PlannedRun], float], limit: float, seeds: int = 2, total: int | None = None
+) -> tuple[Decision, list[PlannedRun]]:
     asking = decide(marks(limit), 50, range(seeds), total)
     runs = [next(asking)]
     while True:
@@ -27,7 +27,7 @@ def converse(
             return end.value, runs
 
 
-def bowl(best: float, breaks: float = math.inf) -> Callable[[Run], float]:
+def bowl(best: float, breaks: float = math.inf) -> Callable[[PlannedRun], float]:
     """A parabola over the logarithm, infinite above ``breaks``."""
     return lambda run: math.inf if run.lr > breaks else 2 + 0.3 * math.log10(run.lr / best) ** 2
 
@@ -63,7 +63,7 @@ def test_the_longer_runs_use_every_seed_and_are_longer() -> None:
 
 
 def test_noise_of_one_order_is_averaged() -> None:
-    def loss(run: Run) -> float:
+    def loss(run: PlannedRun) -> float:
         return bowl(3e-3)(run) + (0.02 if run.seed == 0 else -0.02) * math.sin(run.lr * 1e4)
 
     decision, _ = converse(loss, limit=0.03)
@@ -87,7 +87,7 @@ def test_longer_runs_go_down_until_they_hold() -> None:
 
 
 def test_a_plateau_at_high_rates_does_not_end_the_ladder() -> None:
-    def loss(run: Run) -> float:
+    def loss(run: PlannedRun) -> float:
         return min(2.6 + 0.1 * math.log10(run.lr / 0.08) ** 2, 2 + 2 * math.log10(run.lr / 3e-3) ** 2)
 
     decision, _ = converse(loss, limit=0.8)
@@ -95,7 +95,7 @@ def test_a_plateau_at_high_rates_does_not_end_the_ladder() -> None:
 
 
 def test_a_run_warms_up_and_decays() -> None:
-    rates = [run_lr(Run(1.0, 50, 0), step) for step in range(50)]
+    rates = [run_lr(PlannedRun(1.0, 50, 0), step) for step in range(50)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert max(rates) == 1
     assert rates[5:] == sorted(rates[5:], reverse=True)

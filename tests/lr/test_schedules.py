@@ -12,7 +12,7 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from ds_hf.engine.optim.schedules.build import build_scheduler
-from ds_hf.lr import Advice, Decision, Landmarks, LrResult, Run, RunResult, Sweep, advise
+from ds_hf.lr import Advice, Decision, Landmarks, LrResult, PlannedRun, RunResult, Sweep, advise
 
 LR = 0.0123456
 NAMES = ["WarmupDecayLR", "WarmupCosineLR", "WarmupLR", "OneCycle"]
@@ -75,7 +75,7 @@ def test_arguments_are_those_of_transformers(steps: int | None, tmp_path: Any) -
 
 def test_result_as_json() -> None:
     marks = Landmarks(1e-4, 1e-2, 0.1, True, None, 2e-3, 1.5)
-    runs = (RunResult(Run(0.1, 50, 0), math.inf), RunResult(Run(0.01, 50, 0), 1.25))
+    runs = (RunResult(PlannedRun(0.1, 50, 0), math.inf), RunResult(PlannedRun(0.01, 50, 0), 1.25))
     sweep = Sweep(0, (1e-4, 1e-3), (2.0, 1.0), (1e-4,), (2.0,), (0.1, 0.2), 0, None)
     result = LrResult.of(
         marks, Decision(0.02, 0.01, 0.03, "why"), sweeps=(sweep,), runs=runs, optimizer="AdamW", cycles_momentum=True,

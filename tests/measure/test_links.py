@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_hf.measure import links
-from ds_hf.measure.links import Links, load_links, save_links
+from ds_hf.measure.links import MeasuredLinks, load_links, save_links
 
-HERE = Links("a GPU", between=1e8, processes=4, hosts=2, backend="gloo", latency=1e-3, packed=1e9)
+HERE = MeasuredLinks("a GPU", between=1e8, processes=4, hosts=2, backend="gloo", latency=1e-3, packed=1e9)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_was_measured_is_found_on_this_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_links() == (None, "run ds-hf doctor")
     save_links(HERE)
-    save_links(Links("a CPU", between=2e6, processes=2))
+    save_links(MeasuredLinks("a CPU", between=2e6, processes=2))
     found, reason = load_links()
     assert found is not None
     assert (found.device, found.between, reason) == ("a CPU", 2e6, "")  # the latest
@@ -35,18 +35,18 @@ def test_what_was_measured_is_found_on_this_host_alone(monkeypatch: pytest.Monke
 
 def test_a_launch_of_one_and_a_launch_of_several_keep_each_other_s_figures() -> None:
     save_links(HERE)
-    save_links(Links("a GPU", neighbours=4e11))
+    save_links(MeasuredLinks("a GPU", neighbours=4e11))
     found, _ = load_links()
     assert found is not None
     assert (found.neighbours, found.between, found.packed) == (4e11, 1e8, 1e9)
-    save_links(Links("a GPU", between=3e8, processes=8))
+    save_links(MeasuredLinks("a GPU", between=3e8, processes=8))
     found, _ = load_links()
     assert found is not None
     assert (found.neighbours, found.between, found.processes) == (4e11, 3e8, 8)
 
 
 def tree(**entry: object) -> str:
-    good = {name: getattr(HERE, name) for name in Links.__dataclass_fields__}
+    good = {name: getattr(HERE, name) for name in MeasuredLinks.__dataclass_fields__}
     return json.dumps({"version": 1, "machines": {"x/y": good | entry}})
 
 
@@ -92,5 +92,5 @@ def test_a_pipe_is_not_waited_for(file: Path) -> None:
 
 def test_old_hosts_make_room() -> None:
     for number in range(70):
-        save_links(Links(f"device {number}"))
+        save_links(MeasuredLinks(f"device {number}"))
     assert len(json.loads(links.links_file().read_text())["machines"]) == 64

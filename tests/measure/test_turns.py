@@ -10,7 +10,7 @@ import pytest
 
 from ds_hf.measure.machine import LAUNCH, Estimate, compared, error_of, gain_of
 from ds_hf.measure.statistics import Summary, summarise
-from ds_hf.measure.turns import Rules, Timing, Visit, settle, take_turns
+from ds_hf.measure.turns import StopRules, Timing, Visit, settle, take_turns
 
 TRUTH = {"small": 0.20, "middle": 0.15, "large": 0.16}
 PROBES = {"compute": 0.004, "copy": 0.002}
@@ -41,7 +41,7 @@ class Machine:
         def visit(point: str) -> list[float]:
             return [self.work(truth[point] * place) for _ in range(4)]
 
-        return settle(take_turns(list(truth), lambda point: self.work(truth[point]) > 0, visit, read, Rules()))
+        return settle(take_turns(list(truth), lambda point: self.work(truth[point]) > 0, visit, read, StopRules()))
 
     def one_after_the_other(self, truth: dict[str, float]) -> dict[str, Summary]:
         """What was done before: every point by itself, without probes."""
@@ -121,13 +121,13 @@ def test_turns_and_the_first_again_at_the_end() -> None:
         order.append(point)
         return [0.1, 0.11, 0.09, 0.1]
 
-    take_turns(list("abc"), lambda point: point != "b", visit, lambda measured: {}, Rules(steps=8))
+    take_turns(list("abc"), lambda point: point != "b", visit, lambda measured: {}, StopRules(steps=8))
     assert "".join(order) == "acaca"
     order.clear()
-    take_turns(list("abc"), lambda _: True, visit, lambda measured: {}, Rules(steps=8, alone=True))
+    take_turns(list("abc"), lambda _: True, visit, lambda measured: {}, StopRules(steps=8, alone=True))
     assert "".join(order) == "aabbcc"
     order.clear()
-    take_turns(list("abc"), lambda _: True, visit, lambda _: {}, Rules(steps=8), lost=lambda _, point: point == "b")
+    take_turns(list("abc"), lambda _: True, visit, lambda _: {}, StopRules(steps=8), lost=lambda _, point: point == "b")
     assert "".join(order) == "abcaca"
 
 
@@ -138,7 +138,7 @@ def test_readings_are_taken_around_every_visit_and_told_how_long_it_was() -> Non
         told.append(measured)
         return {"compute": float(len(told))}
 
-    visits = take_turns(["a"], lambda _: True, lambda _: [0.5, 0.5], read, Rules(steps=4, precision=0))
+    visits = take_turns(["a"], lambda _: True, lambda _: [0.5, 0.5], read, StopRules(steps=4, precision=0))
     assert told == [0.0, 1.0, 1.0]
     assert [each.machine for each in visits] == [{"compute": 1.5}, {"compute": 2.5}]
 

@@ -114,18 +114,18 @@ def test_workers_that_are_too_few_are_counted(tmp_path: Path) -> None:
 
 
 def slow_disk(folder: Path) -> None:
-    wait = aio.Request.wait
+    wait = aio.FileRequest.wait
 
-    def slowly(request: aio.Request) -> int:
+    def slowly(request: aio.FileRequest) -> int:
         time.sleep(0.02)
         return wait(request)
 
-    aio.Request.wait = told(slowly)  # type: ignore[method-assign]
+    aio.FileRequest.wait = told(slowly)  # type: ignore[method-assign]
     offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder / "disk")}}
     engine = make_engine(3, folder, TinyLM(width=32, depth=3), zero_optimization=offload)
     train(engine, 6)
     engine.destroy()
-    aio.Request.wait = wait  # type: ignore[method-assign]
+    aio.FileRequest.wait = wait  # type: ignore[method-assign]
 
 
 @pytest.mark.skipif(aio.available() is not None, reason=str(aio.available()))

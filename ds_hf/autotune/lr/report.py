@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from ds_hf.autotune.charts import COLOURS, Axis, Band, Mark, Series, xy
+from ds_hf.autotune.charts import COLOURS, Band, ChartAxis, Mark, Series, xy
 from ds_hf.autotune.page import code, facts, notice, page, section, table
 from ds_hf.lr import Advice, LrResult, mean_curve
 
@@ -101,7 +101,13 @@ def _range_test(result: LrResult) -> str:
     marks = [Mark(result.lr, f"suggested {result.lr:.3g}", GREEN)]
     others = {"steepest": result.marks.steepest, "valley": result.marks.valley, "breaks": result.marks.limit}
     marks += [Mark(lr, f"{name} {lr:.2g}", GREY, dash=True) for name, lr in others.items() if lr is not None]
-    return xy(series, Axis("learning rate", log=True), Axis("loss"), marks=marks, bands=[Band(*result.interval, GREEN)])
+    return xy(
+        series,
+        ChartAxis("learning rate", log=True),
+        ChartAxis("loss"),
+        marks=marks,
+        bands=[Band(*result.interval, GREEN)],
+    )
 
 
 def _confirming(result: LrResult) -> str:
@@ -131,8 +137,8 @@ def _confirming(result: LrResult) -> str:
         lowest = fit[0][int(np.argmin(fit[1]))]
         if abs(math.log(lowest / result.lr)) > 0.02:
             marks.append(Mark(lowest, f"lowest of the parabola {lowest:.3g}", GREEN, dash=True))
-    losses = Axis("held-out loss at the end", high=_top(result))
-    return xy(series, Axis("learning rate", log=True), losses, marks=marks, bands=[Band(*result.near, GREEN)])
+    losses = ChartAxis("held-out loss at the end", high=_top(result))
+    return xy(series, ChartAxis("learning rate", log=True), losses, marks=marks, bands=[Band(*result.near, GREEN)])
 
 
 def _top(result: LrResult) -> float | None:

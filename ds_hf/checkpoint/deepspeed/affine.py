@@ -25,7 +25,7 @@ _POWERS = {"master": 1, "weight": 1, "exp_avg": -1, "exp_avg_sq": -2}  # gradien
 
 
 @dataclass(frozen=True)
-class Piece:
+class AffinePiece:
     """A block: ``(offset, strides)`` of its elements in the whole and in the slice, which has them ``scale`` times."""
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class AffineMap:
 
     shape: tuple[int, ...]
     slices: tuple[tuple[int, ...], ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[tuple[AffinePiece, ...], ...]
 
     @property
     def scaled(self) -> bool:
@@ -112,7 +112,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _ranges(
-    whole: tuple[int, ...], held: tuple[int, ...], pieces: Sequence[Piece], dim: int
+    whole: tuple[int, ...], held: tuple[int, ...], pieces: Sequence[AffinePiece], dim: int
 ) -> tuple[tuple[int, int], ...] | None:
     """Ranges of ``dim``, in the order of the slice."""
     outer, inner, end = _row_major(whole), _row_major(held), 0
@@ -158,7 +158,7 @@ def parse_affine_map(entry: Any, ranks: int) -> AffineMap:
     return AffineMap(shape, tuple(slices), tuple(pieces))
 
 
-def _piece(entry: Any, rank: int, whole: tuple[int, ...], held: tuple[int, ...]) -> Piece:
+def _piece(entry: Any, rank: int, whole: tuple[int, ...], held: tuple[int, ...]) -> AffinePiece:
     shape = _sizes(_get(entry, "shape"))
     places = []
     for key, around in (("source", whole), ("dest", held)):
@@ -175,7 +175,7 @@ def _piece(entry: Any, rank: int, whole: tuple[int, ...], held: tuple[int, ...])
     scale, holders = entry.get("scale", 1.0), _sizes(_get(entry, "locations"))
     if not isinstance(scale, int | float) or isinstance(scale, bool) or scale == 0 or not math.isfinite(scale):
         raise ValueError("a piece of its affine map has an impossible scale")
-    return Piece(shape, places[0], places[1], min(holders, default=rank), float(scale))
+    return AffinePiece(shape, places[0], places[1], min(holders, default=rank), float(scale))
 
 
 def _get(entry: Any, key: str) -> Any:

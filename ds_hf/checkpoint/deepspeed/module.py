@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ds_hf.checkpoint.deepspeed.layout import Grid, count_of
 from ds_hf.checkpoint.deepspeed.pickles import load_pickled, of
-from ds_hf.checkpoint.deepspeed.slices import INFO, Place, Rules, given_info
+from ds_hf.checkpoint.deepspeed.slices import INFO, SlicePlace, SliceRules, given_info
 from ds_hf.checkpoint.deepspeed.whole import Found, Local
 from ds_hf.checkpoint.format import SavedBuffer, SavedFragment, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
-from ds_hf.checkpoint.source import Kind, MappedFiles, Source
+from ds_hf.checkpoint.source import CheckpointKind, MappedFiles, Source
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
 
@@ -50,7 +50,7 @@ class ModelStates:
         self.pipe, self.tensor = self._degrees()
         self.world_size = count_of(self.first.get("dp_world_size", 1))
         self.info = given_info(folder, self.first.get(INFO))
-        self.rules = Rules(self.info, folder, self.tensor, assumed=assumed)
+        self.rules = SliceRules(self.info, folder, self.tensor, assumed=assumed)
 
     def _fail(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.folder}: {reason}")
@@ -107,8 +107,8 @@ class ModelStates:
             for each in of(list, found, path, "param_shapes")
         ]
 
-    def place(self, name: str, slices: Sequence[tuple[int, ...]]) -> Place | None:
-        """See ``Rules.place``; ``None`` where no rank has slices."""
+    def place(self, name: str, slices: Sequence[tuple[int, ...]]) -> SlicePlace | None:
+        """See ``SliceRules.place``; ``None`` where no rank has slices."""
         return None if self.tensor == 1 else self.rules.place(name, slices)
 
     def common(self) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class ModelStates:
 
     def source(
         self,
-        kind: Kind,
+        kind: CheckpointKind,
         found: Found,
         stage: int | None,
         buffers: dict[str, SavedBuffer],

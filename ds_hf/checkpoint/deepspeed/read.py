@@ -30,7 +30,7 @@ from ds_hf.checkpoint.deepspeed.pickles import (
 from ds_hf.checkpoint.deepspeed.whole import Found, Local
 from ds_hf.checkpoint.format import SavedFragment
 from ds_hf.checkpoint.scalars import encode_scalar
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 from ds_hf.printable import harmless
@@ -110,7 +110,7 @@ class _Reader:
             )
         tied = states.tied()
         buffers = states.rest(self.found, tied, common["extra_state"])
-        return states.source(Kind.DEEPSPEED, self.found, stage, buffers, tied, common, self.grid.names)
+        return states.source(CheckpointKind.DEEPSPEED, self.found, stage, buffers, tied, common, self.grid.names)
 
     def _optimizer_states(self, names: list[str]) -> list[dict[str, Any]]:
         if len(names) != self.states.world_size:

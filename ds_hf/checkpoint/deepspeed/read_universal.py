@@ -36,7 +36,7 @@ from ds_hf.checkpoint.deepspeed.slices import RULES_FILE
 from ds_hf.checkpoint.deepspeed.whole import Found, Local
 from ds_hf.checkpoint.format import SavedFragment
 from ds_hf.checkpoint.scalars import encode_scalar
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.checkpoint.trust.pickled import check_pickled
 from ds_hf.errors import CheckpointError
 
@@ -101,7 +101,7 @@ class _Reader:
             self._check_frozen(names, tied)
         buffers = states.rest(self.found, tied, common["extra_state"])
         stage = _stage(options, self.grid.models[0][0])
-        return states.source(Kind.UNIVERSAL, self.found, stage, buffers, tied, common, self.files)
+        return states.source(CheckpointKind.UNIVERSAL, self.found, stage, buffers, tied, common, self.files)
 
     def _shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Parameters that train; shapes where the model has no slices, so that flat tensors get theirs."""

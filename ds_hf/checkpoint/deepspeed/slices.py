@@ -31,7 +31,7 @@ from ds_hf.checkpoint.trust.pickled import reading
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import read_regular
 
-__all__ = ["INFO", "RULES_FILE", "Place", "Rules", "given_info"]
+__all__ = ["INFO", "RULES_FILE", "SlicePlace", "SliceRules", "given_info"]
 
 INFO = "universal_checkpoint_info"
 RULES_FILE = "universal_checkpoint_info.json"
@@ -50,7 +50,7 @@ _WIDTHS_SINCE = 0.4  # universal_checkpoint_version from which widths of sub-par
 
 
 @dataclass(frozen=True)
-class Place:
+class SlicePlace:
     """Where the slices of a parameter lie in the whole of ``shape``.
 
     Attributes:
@@ -98,7 +98,7 @@ def given_info(folder: Path, info: Any) -> Any:
         return json.loads(read_regular(path, 2**26))
 
 
-class Rules:
+class SliceRules:
     """What ``universal_checkpoint_info`` says, checked.
 
     Args:
@@ -180,7 +180,7 @@ class Rules:
 
     # -- one parameter --------------------------------------------------------------------------------------------
 
-    def place(self, name: str, slices: Sequence[tuple[int, ...]]) -> Place:
+    def place(self, name: str, slices: Sequence[tuple[int, ...]]) -> SlicePlace:
         """Of a parameter of which the tensor-parallel ranks hold ``slices`` (their shapes).
 
         Raises:
@@ -195,7 +195,7 @@ class Rules:
             raise self._fail(f"{name} is to have more elements than its slices")
         return place
 
-    def _place(self, name: str, slices: Sequence[tuple[int, ...]]) -> Place:
+    def _place(self, name: str, slices: Sequence[tuple[int, ...]]) -> SlicePlace:
         matched = {key: patterns.match(name) for key, patterns in self._lists.items()}
         part = next(((shape, text) for patterns, shape in self._parts if (text := patterns.match(name))), None)
         affine = self._affine.match(name)
@@ -210,15 +210,15 @@ class Rules:
                 raise ValueError("it is to be the same on all tensor-parallel ranks, which have different shapes of it")
             average = not matched[_REPLICATED] and len(slices) > 1
             nothing = (None,) * len(slices)
-            return Place(slices[0], nothing, full, same=not average, made=_average if average else None)
+            return SlicePlace(slices[0], nothing, full, same=not average, made=_average if average else None)
         if matched[_TWO_PARTS]:
             return self._two_parts(slices, full)
         if part is not None:
             return self._packed(*part, slices, full)
         dim = 1 if matched[_ROWS] else 0
-        return Place(_joined(slices, dim), _one_after_another(slices, dim), full, {"cat_dim": dim})
+        return SlicePlace(_joined(slices, dim), _one_after_another(slices, dim), full, {"cat_dim": dim})
 
-    def _two_parts(self, slices: Sequence[tuple[int, ...]], full: tuple[int, ...]) -> Place:
+    def _two_parts(self, slices: Sequence[tuple[int, ...]], full: tuple[int, ...]) -> SlicePlace:
         whole = _joined(slices, 0)
         if any(shape[0] % 2 for shape in slices):
             raise ValueError("it is to be of two matrices, and a slice has an odd number of rows")
@@ -228,11 +228,11 @@ class Rules:
             SavedCut(0, ((start, half), (start + sum(halves), half)))
             for start, half in zip(starts, halves, strict=True)
         ]
-        return Place(whole, _none_if_one(cuts), full, {"cat_dim": 0, "param_n_sub_params": 2})
+        return SlicePlace(whole, _none_if_one(cuts), full, {"cat_dim": 0, "param_n_sub_params": 2})
 
     def _packed(
         self, part: SubparamShape, text: str, slices: Sequence[tuple[int, ...]], full: tuple[int, ...]
-    ) -> Place:
+    ) -> SlicePlace:
         """Matrices packed along ``partition_dim`` of a view of the parameter, of each of which ranks have a part."""
         dim, total = part.partition_dim, sum(full)
         sizes = part.shape[dim]
@@ -264,7 +264,7 @@ class Rules:
             for of_rank in ranges
         ]
         cuts = [SavedCut(at, of_rank) if of_rank else None for of_rank in spread]
-        return Place(whole, _none_if_one(cuts), full, {"sub_param_shape": normal})
+        return SlicePlace(whole, _none_if_one(cuts), full, {"sub_param_shape": normal})
 
     def _widths(self, text: str, sizes: Sequence[int]) -> list[list[int]]:
         if self.tensor == 1:
@@ -283,14 +283,14 @@ class Rules:
             raise ValueError("sub_param_shard_widths does not fit its parts and the number of tensor-parallel ranks")
         return found
 
-    def _without_padding(self, name: str, place: Place, slices: Sequence[tuple[int, ...]]) -> Place:
+    def _without_padding(self, name: str, place: SlicePlace, slices: Sequence[tuple[int, ...]]) -> SlicePlace:
         """A vocabulary without the rows that pad it to a multiple."""
         if not self._lists[_VOCABULARY].match(name):
             return place
         rows = count_of(self.info.get("original_vocab_size"))
         keys = {**place.keys, "vocab_tensor": True}
         if not place.shape or rows >= place.shape[0] or place.made is not None:
-            return Place(place.shape, place.cuts, place.kept, keys, place.same, place.made)
+            return SlicePlace(place.shape, place.cuts, place.kept, keys, place.same, place.made)
         cuts, kept = [], []
         for cut, held in zip(place.cuts, slices, strict=True):
             if cut is None or cut.dim != 0:
@@ -303,7 +303,7 @@ class Rules:
             left = max(0, min(count, rows - first))
             cuts.append(SavedCut(0, ((first, left),)) if left else None)
             kept.append(left * math.prod(held[1:]))
-        return Place((rows, *place.shape[1:]), tuple(cuts), tuple(kept), keys, place.same)
+        return SlicePlace((rows, *place.shape[1:]), tuple(cuts), tuple(kept), keys, place.same)
 
     def unused(self) -> list[str]:
         """Patterns that have matched no parameter."""
@@ -311,13 +311,13 @@ class Rules:
         return sorted({text for patterns in known for text in patterns.unused})
 
 
-def _affine_place(found: AffineMap, full: tuple[int, ...]) -> Place:
+def _affine_place(found: AffineMap, full: tuple[int, ...]) -> SlicePlace:
     if found.replicated:
-        return Place(found.shape, (None,) * len(full), full, same=True)
+        return SlicePlace(found.shape, (None,) * len(full), full, same=True)
     cuts = found.cuts()
     if cuts is not None and not _overlap(cuts):
-        return Place(found.shape, cuts, tuple(n if cut else 0 for n, cut in zip(full, cuts, strict=True)))
-    return Place(found.shape, (None,) * len(full), full, made=found.rebuild)
+        return SlicePlace(found.shape, cuts, tuple(n if cut else 0 for n, cut in zip(full, cuts, strict=True)))
+    return SlicePlace(found.shape, (None,) * len(full), full, made=found.rebuild)
 
 
 def _overlap(cuts: Sequence[SavedCut | None]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.checkpoint.boxes import cover_fault
-from ds_hf.checkpoint.deepspeed.slices import INFO, Place
+from ds_hf.checkpoint.deepspeed.slices import INFO, SlicePlace
 from ds_hf.checkpoint.format import SavedFragment, SavedParameter
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
@@ -56,7 +56,7 @@ class Found:
     checks: list[Callable[[], None]] = field(default_factory=list)
     counts_in_tensors: bool = False
 
-    def add(self, name: str, held: Sequence[Local], place: Place | None, *, trainable: bool) -> None:
+    def add(self, name: str, held: Sequence[Local], place: SlicePlace | None, *, trainable: bool) -> None:
         """One parameter of which the tensor-parallel ranks have ``held``; ``place`` is ``None`` for one rank alone."""
         for local in held:
             self._check_rows(name, local)
@@ -127,7 +127,7 @@ class Found:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def _made(
-        self, name: str, held: Sequence[Local], place: Place, states: dict[str, str]
+        self, name: str, held: Sequence[Local], place: SlicePlace, states: dict[str, str]
     ) -> tuple[list[SavedFragment], dict[str, str]]:
         """A parameter that is rebuilt when it is read."""
         file = held[0].rows[0].file if held[0].rows else ""

@@ -19,7 +19,7 @@ from ds_hf.checkpoint.commit import publish, stage
 from ds_hf.checkpoint.convert import default_tag, state_bytes
 from ds_hf.checkpoint.deepspeed.pickles import SubparamShape, save_pickled
 from ds_hf.checkpoint.deepspeed.read_universal import LATEST, OPTIMIZER_STATE, STATES, WRITTEN_AS, is_universal
-from ds_hf.checkpoint.deepspeed.slices import INFO, Rules
+from ds_hf.checkpoint.deepspeed.slices import INFO, SliceRules
 from ds_hf.checkpoint.deepspeed.write import (
     DEEPSPEED_VERSION,
     Target,
@@ -182,7 +182,7 @@ class _Keys:
         client = source.common.get("client_state") or {}
         self.info = manifest.extra.get(INFO) or client.get(INFO)
         self._known = manifest.extra.get("universal") or {}
-        self._rules = Rules(self.info, source.folder, 1)
+        self._rules = SliceRules(self.info, source.folder, 1)
         for weight in source.weights():  # those that are frozen too
             self._rules.place(weight.name, [tuple(weight.shape)])
 

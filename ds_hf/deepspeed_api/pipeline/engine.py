@@ -18,7 +18,7 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.engine import CoreEngine, Gives
 from ds_hf.engine.parallel.data import RepeatingLoader, ShardedLoader
 from ds_hf.engine.parallel.pipeline.batches import pull
-from ds_hf.engine.parallel.pipeline.executor import Executor, Outcome
+from ds_hf.engine.parallel.pipeline.executor import BatchOutcome, Executor
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.engine.parts import EngineParts
 from ds_hf.errors import ConfigError, PipelineError
@@ -217,7 +217,7 @@ class PipelineEngine(Engine):
                 found = self._from_last_stage(found)
         return (found, outcome.outputs) if return_logits else found
 
-    def _mean_loss(self, outcome: Outcome) -> Tensor:
+    def _mean_loss(self, outcome: BatchOutcome) -> Tensor:
         """Over micro-batches and pipelines, on all processes; additional losses with it. One collective."""
         names = sorted(self.module.get_additional_losses() or {})
         values = torch.zeros(1 + len(names), device=self.device)

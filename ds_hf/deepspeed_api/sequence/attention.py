@@ -1,7 +1,8 @@
 """Attention of transformers over divided sequences: what stands in ``ALL_ATTENTION_FUNCTIONS`` in place of a core.
 
 The entry of the core's own name is replaced, and not a name of our own made, because models ask for names such as
-"flash_attention_2" in other places. It calls the core as it is for every model that is not bound to a ``Division``.
+"flash_attention_2" in other places. It calls the core as it is for every model that is not bound to a
+``SequenceDivision``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.deepspeed_api.sequence.division import Division, division_of
+from ds_hf.deepspeed_api.sequence.division import SequenceDivision, division_of
 from ds_hf.engine.parallel.sequence.heads import gather_tokens, scatter_tokens
 
 __all__ = ["attend", "divided_attention", "replace_core"]
@@ -49,7 +50,7 @@ def divided_attention(core: Callable[..., Any]) -> Callable[..., Any]:
 
 def attend(
     core: Callable[..., Any],
-    division: Division,
+    division: SequenceDivision,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -101,7 +102,9 @@ def _groups(module: nn.Module, groups: int) -> Iterator[None]:
         module.num_key_value_groups = before
 
 
-def _check(division: Division, what: str, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+def _check(
+    division: SequenceDivision, what: str, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
+) -> None:
     tokens = query.shape[2]
     whole = tokens * division.axis.world_size
     if key.shape[2] != tokens:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hf.deepspeed_api.sequence.division import Division
+from ds_hf.deepspeed_api.sequence.division import SequenceDivision
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.parallel.sequence.heads import plan_heads
 from ds_hf.errors import DsHfError
@@ -94,7 +94,7 @@ def counts_mask(model: nn.Module) -> bool:
     )
 
 
-def check_called(division: Division, model: nn.Module) -> None:
+def check_called(division: SequenceDivision, model: nn.Module) -> None:
     """After the first forward: every layer's attention was divided.
 
     Raises:
@@ -122,7 +122,9 @@ def looks_packed(batch: dict[str, Any]) -> str:
     return ""
 
 
-def batch_faults(batch: dict[str, Any], positions: Tensor, mask: Tensor | None, tokens: int, division: Division) -> str:
+def batch_faults(
+    batch: dict[str, Any], positions: Tensor, mask: Tensor | None, tokens: int, division: SequenceDivision
+) -> str:
     """What is wrong about a forward with this part of the sequence, "" where nothing is.
 
     Args:

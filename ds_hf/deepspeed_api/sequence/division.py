@@ -1,8 +1,8 @@
 """Which models of transformers have their sequences divided, and over which processes.
 
-A model is *bound* to a ``Division``: each of its modules then finds it when transformers calls attention, and whatever
-makes a mask inside its forward. Other models of the process, which share transformers' functions and perhaps the very
-configuration, are not touched. A division outlives no model.
+A model is *bound* to a ``SequenceDivision``: each of its modules then finds it when transformers calls attention, and
+whatever makes a mask inside its forward. Other models of the process, which share transformers' functions and perhaps
+the very configuration, are not touched. A division outlives no model.
 """
 
 from __future__ import annotations
@@ -17,14 +17,23 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.parallel.sequence.losses import gather_whole
 
-__all__ = ["Division", "bind", "division_of", "forward_begins", "forward_ends", "forward_now", "forward_of", "release"]
+__all__ = [
+    "SequenceDivision",
+    "bind",
+    "division_of",
+    "forward_begins",
+    "forward_ends",
+    "forward_now",
+    "forward_of",
+    "release",
+]
 
-_modules: WeakKeyDictionary[nn.Module, Division] = WeakKeyDictionary()
-_forwards: list[Division] = []  # of bound models that are computing, the innermost last
+_modules: WeakKeyDictionary[nn.Module, SequenceDivision] = WeakKeyDictionary()
+_forwards: list[SequenceDivision] = []  # of bound models that are computing, the innermost last
 
 
 @dataclass(eq=False)
-class Division:
+class SequenceDivision:
     """How one model's sequences are divided.
 
     Attributes:
@@ -74,11 +83,11 @@ _WHOLE = "_ds_hf_whole"
 
 
 def keep(local: Tensor, whole: Tensor) -> None:
-    """Have ``Division.whole`` give ``whole`` for this very tensor, until it is written to."""
+    """Have ``SequenceDivision.whole`` give ``whole`` for this very tensor, until it is written to."""
     setattr(local, _WHOLE, (local._version, whole))
 
 
-def bind(model: nn.Module, division: Division) -> None:
+def bind(model: nn.Module, division: SequenceDivision) -> None:
     """Divide the sequences of ``model``; what its modules were bound to before counts no longer."""
     release(model)
     division.model = weakref.ref(model)
@@ -99,7 +108,7 @@ def release(model: nn.Module) -> None:
         _modules.pop(module, None)
 
 
-def division_of(module: nn.Module) -> Division | None:
+def division_of(module: nn.Module) -> SequenceDivision | None:
     """Of the model that ``module`` is in."""
     return _modules.get(module)
 
@@ -116,12 +125,12 @@ def forward_ends(module: nn.Module, args: Any, output: Any) -> None:
         _forwards.pop()
 
 
-def forward_now() -> Division | None:
+def forward_now() -> SequenceDivision | None:
     """Of the bound model that is computing."""
     return _forwards[-1] if _forwards else None
 
 
-def forward_of(config: Any) -> Division | None:
+def forward_of(config: Any) -> SequenceDivision | None:
     """Of the bound model that is computing, if this very object is its configuration or that of a model inside."""
     division = _forwards[-1] if _forwards else None
     return division if division is not None and any(config is known for known in division.configs) else None

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.deepspeed_api.sequence.division import Division, forward_now, forward_of
+from ds_hf.deepspeed_api.sequence.division import SequenceDivision, forward_now, forward_of
 from ds_hf.engine.parallel.sequence.losses import gather
 from ds_hf.inference.static import CACHE_NAMES, given_cache
 from ds_hf.log import warn_once
@@ -102,7 +102,7 @@ def _balance_of_the_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _of_the_whole(given: dict[str, Any], division: Division) -> dict[str, Any]:
+def _of_the_whole(given: dict[str, Any], division: SequenceDivision) -> dict[str, Any]:
     """Arguments for the whole sequence.
 
     Raises:

@@ -24,7 +24,7 @@ from ds_hf.deepspeed_api.sequence.checks import (
     tell_of_positions,
 )
 from ds_hf.deepspeed_api.sequence.division import (
-    Division,
+    SequenceDivision,
     bind,
     division_of,
     forward_begins,
@@ -40,7 +40,9 @@ from ds_hf.log import warn_once
 
 __all__ = ["UlyssesSPAttentionHF", "divide", "divide_for_engine"]
 
-_waiting: dict[str, Division] = {}  # kind of model -> how models of it will be divided that are still to be made
+_waiting: dict[
+    str, SequenceDivision
+] = {}  # kind of model -> how models of it will be divided that are still to be made
 
 
 class UlyssesSPAttentionHF(nn.Module):
@@ -84,7 +86,9 @@ class UlyssesSPAttentionHF(nn.Module):
         self.core_attn_implementation = getattr(attn, "__name__", "attention")
         length = None if seq_length_is_variable else global_seq_length
         axis = axis_of(process_group, "sequence")
-        self._division = Division(self.core_attn_implementation, axis, disable_in_eval, length, by_positions=True)
+        self._division = SequenceDivision(
+            self.core_attn_implementation, axis, disable_in_eval, length, by_positions=True
+        )
 
     def forward(
         self,
@@ -160,7 +164,7 @@ class UlyssesSPAttentionHF(nn.Module):
         assert core is not None, "core_attn_implementation is needed where the model is given by its name"
         check_model(model, config, core, sequence_parallel_size)
         _make_known(core)
-        division = Division(core, axis, disable_in_eval, length)
+        division = SequenceDivision(core, axis, disable_in_eval, length)
         if isinstance(model, nn.Module):
             divide(model, division)
         else:
@@ -209,7 +213,7 @@ def _make_known(core: str) -> None:
 # -- models that are still to be made ---------------------------------------------------------------------------------
 
 
-def _wait_for(config: Any, division: Division) -> None:
+def _wait_for(config: Any, division: SequenceDivision) -> None:
     """Divide every model of this kind when it has been made."""
     from transformers import PreTrainedModel
 
@@ -224,14 +228,14 @@ def _made(wrapped: Callable[..., Any], model: Any, args: Any, kwargs: Any) -> An
     if waiting is not None and parallel_state.is_initialized():
         core = _core_of(model.config, None)
         if core == waiting.core:  # a reference model with another attention is left alone
-            divide(model, Division(core, waiting.axis, waiting.disable_in_eval, waiting.seq_length))
+            divide(model, SequenceDivision(core, waiting.axis, waiting.disable_in_eval, waiting.seq_length))
     return result
 
 
 # -- binding ----------------------------------------------------------------------------------------------------------
 
 
-def divide(model: nn.Module, division: Division) -> None:
+def divide(model: nn.Module, division: SequenceDivision) -> None:
     """Have the model of transformers compute as ``division`` says, from its next forward on."""
     from transformers import PreTrainedModel
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
@@ -271,7 +275,7 @@ def divide_for_engine(model: nn.Module, axis: Axis) -> None:
     check_model(model, config, core, axis.world_size)
     _make_known(core)
     known = (False, None) if inside is None else (inside.disable_in_eval, inside.seq_length)  # a wrapper came around it
-    divide(model, Division(core, axis, *known))
+    divide(model, SequenceDivision(core, axis, *known))
 
 
 def _before(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -323,7 +327,7 @@ def _parts_end(model: nn.Module, args: Any, output: Any) -> None:
         division.parts = False
 
 
-def _gives_parts(args: tuple[Any, ...], kwargs: dict[str, Any], division: Division) -> bool:
+def _gives_parts(args: tuple[Any, ...], kwargs: dict[str, Any], division: SequenceDivision) -> bool:
     """Whether a call in evaluation, for which sequences are whole, has parts all the same.
 
     accelerate asks for whole sequences, and divides the batches of every loader that is prepared with the model, those
@@ -355,7 +359,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def _positions(batch: dict[str, Any], tokens: Tensor, division: Division) -> Tensor:
+def _positions(batch: dict[str, Any], tokens: Tensor, division: SequenceDivision) -> Tensor:
     """Where the tokens of this part are in the sequence.
 
     Raises:

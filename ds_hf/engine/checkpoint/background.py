@@ -33,7 +33,7 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["BackgroundWriter", "HostCopy", "Job", "SaveTimes"]
+__all__ = ["BackgroundWriter", "HostCopy", "SaveTimes", "WriteJob"]
 
 PATIENCE_S = 1800.0  # how long rank 0 waits for a rank that writes longer than itself, and the others for rank 0
 FAREWELL_S = 5.0  # how long rank 0 waits for the others to read the verdict, before it may end and the store with it
@@ -53,7 +53,7 @@ class SaveTimes:
 
 
 @dataclass
-class Job:
+class WriteJob:
     """One write.
 
     Attributes:
@@ -134,7 +134,7 @@ class BackgroundWriter:
         assert not self.busy
         self._copy.take(part)
 
-    def start(self, job: Job, step_hooks: list[Any]) -> None:
+    def start(self, job: WriteJob, step_hooks: list[Any]) -> None:
         """Write in the background, and look at the end of each step whether that is over. All ranks call it."""
         if self._hooked is not step_hooks:
             self._hooked = step_hooks
@@ -225,7 +225,7 @@ class BackgroundWriter:
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
-    def _run(self, job: Job, store: Any) -> None:
+    def _run(self, job: WriteJob, store: Any) -> None:
         report: RankReport | None = None
         try:
             try:
@@ -242,7 +242,7 @@ class BackgroundWriter:
             if self._failure is not None:
                 logger.error("%s", self._failure)
 
-    def _meet(self, job: Job, store: Any, report: RankReport | None, failure: str | None) -> str | None:
+    def _meet(self, job: WriteJob, store: Any, report: RankReport | None, failure: str | None) -> str | None:
         """What all ranks' writing came to: ``None``, or what went wrong."""
         rank, size = self.axis.rank, self.axis.world_size
         key = f"checkpoint/{job.staged.name}"
@@ -261,7 +261,7 @@ class BackgroundWriter:
                 store.delete_key(name)
         return verdict
 
-    def _judge(self, job: Job, parts: list[dict[str, Any]]) -> str | None:
+    def _judge(self, job: WriteJob, parts: list[dict[str, Any]]) -> str | None:
         """Rank 0: complete the checkpoint, or clear it away."""
         for rank, part in enumerate(parts):
             if part["failure"] is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hf.checkpoint.digest import digest_of_common, digests_of
 from ds_hf.checkpoint.files import (
-    Stretch,
+    StateStretch,
     TensorEntry,
     check_loadable,
     drop_unloadable,
@@ -184,7 +184,7 @@ def _entry(param: Tensor, shape: torch.Size, dtype: torch.dtype, value: str, key
     }
 
 
-def _stretches(engine: Checkpointable, buffer: FlatBuffer, state: str, report: RankReport) -> tuple[Stretch, ...]:
+def _stretches(engine: Checkpointable, buffer: FlatBuffer, state: str, report: RankReport) -> tuple[StateStretch, ...]:
     """What the elements of the rank's shard are that have the state and are written here."""
     names, params = names_of(engine, buffer), buffer.params
     found = []
@@ -193,7 +193,7 @@ def _stretches(engine: Checkpointable, buffer: FlatBuffer, state: str, report: R
         entry = report.parameters.get(name)
         if entry is not None and state in entry["states"]:
             place = fragment.start, fragment.shard_start, fragment.numel
-            found.append(Stretch(name, state, *place, tuple(entry["shape"]), cut_in(param)))
+            found.append(StateStretch(name, state, *place, tuple(entry["shape"]), cut_in(param)))
     return tuple(found)
 
 
@@ -331,7 +331,7 @@ def _whole_entries(
         entry = report.parameters[name] = _entry(param, param.shape, param.dtype, "weight", key)
         numel = param.numel()
         entry["fragments"] = [[0, 0, numel]] if numel else []
-        stretches = [Stretch(name, "weight", 0, 0, numel, tuple(entry["shape"]), cut)] if numel else []
+        stretches = [StateStretch(name, "weight", 0, 0, numel, tuple(entry["shape"]), cut)] if numel else []
         entries[key] = TensorEntry.of(param.detach().reshape(-1), stretches)
     buffers, tied = module_buffers(engine.module)
     for name, value in buffers.items():
@@ -339,7 +339,7 @@ def _whole_entries(
             report.excluded.append(name)
         elif holders.writes_whole(name):
             report.buffers[name] = {"shape": list(value.shape), "dtype": name_of(value.dtype)}
-            entries[buffer_key(name)] = TensorEntry.of(value, Stretch.whole(name, "buffer", value))
+            entries[buffer_key(name)] = TensorEntry.of(value, StateStretch.whole(name, "buffer", value))
     if not holders.alike or holders.rank == 0:
         report.tied = {**aliases(engine), **tied}
     return entries

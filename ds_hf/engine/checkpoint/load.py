@@ -21,7 +21,7 @@ from ds_hf.checkpoint.formats import kind_of, named_by_latest, open_folder
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.places import find_folder, folder_of
 from ds_hf.checkpoint.plain import restore
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.checkpoint.tensors import TensorFiles
 from ds_hf.checkpoint.vocabulary import padded
 from ds_hf.engine.checkpoint.agreement import collect, share, together
@@ -191,7 +191,7 @@ def _find(root: Path, tag: str | None, universal: bool) -> Path | None:
         logger.warning("no checkpoint loaded: %s does not exist; give load_checkpoint() a tag", root / LATEST)
         return None
     folder = find_folder(root, None if tag is None else str(tag), named or LATEST)
-    if tag is None and kind_of(folder) in (None, Kind.DS_HF):
+    if tag is None and kind_of(folder) in (None, CheckpointKind.DS_HF):
         return whole_or_newest(root, folder)
     if folder.is_dir():
         return folder
@@ -391,7 +391,7 @@ def _read_rest(
 def _known_options(optimizer: ShardedOptimizer, source: Source) -> list[dict[str, Any]]:
     """Options of the saved groups; of another library's optimizer those that this one has too."""
     saved: list[dict[str, Any]] = source.common["param_groups"]
-    if source.kind is Kind.DS_HF:
+    if source.kind is CheckpointKind.DS_HF:
         return saved
     pairs = zip(saved, optimizer.param_groups, strict=True)
     return [{key: value for key, value in group.items() if key in live} for group, live in pairs]

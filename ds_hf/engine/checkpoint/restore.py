@@ -17,12 +17,12 @@ from ds_hf.checkpoint.deepspeed.read_universal import STATES
 from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.scalars import newest
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.config.optimizer_traits import traits_of
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, names_of, world_of
 from ds_hf.engine.checkpoint.resume import Fit
-from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, Piece, decode_scalar, pieces, segments_of
+from ds_hf.engine.checkpoint.states import SCRIPTS_OWN, OwnedPiece, decode_scalar, pieces, segments_of
 from ds_hf.engine.optim.sharded import Segment, ShardedOptimizer
 from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.errors import CheckpointError
@@ -174,7 +174,7 @@ def _forget(optimizer: ShardedOptimizer, segment: Segment) -> None:
 
 
 def _restore_moments(
-    optimizer: ShardedOptimizer, buffer: FlatBuffer, found: list[tuple[Piece, SavedParameter]], source: Source
+    optimizer: ShardedOptimizer, buffer: FlatBuffer, found: list[tuple[OwnedPiece, SavedParameter]], source: Source
 ) -> None:
     files, numel, device = source.files, optimizer.masters[buffer].numel(), optimizer.states_device(buffer)
     for key in dict.fromkeys(key for _, saved in found for key in saved.moments):
@@ -228,7 +228,9 @@ def _check_values(source: Source, saved: SavedParameter, key: str, values: Tenso
     )
 
 
-def _restore_scalars(optimizer: ShardedOptimizer, found: list[tuple[Piece, SavedParameter]], source: Source) -> None:
+def _restore_scalars(
+    optimizer: ShardedOptimizer, found: list[tuple[OwnedPiece, SavedParameter]], source: Source
+) -> None:
     values: dict[int, tuple[Segment, dict[str, list[Any]]]] = {}
     for piece, saved in found:
         _, collected = values.setdefault(id(piece.segment), (piece.segment, {}))
@@ -307,7 +309,7 @@ def _was_stepped(source: Source, saved: SavedParameter) -> bool:
     number = step[1] if isinstance(step, list) else step
     if number is not None:
         return bool(number)
-    if source.kind is Kind.DS_HF:
+    if source.kind is CheckpointKind.DS_HF:
         return bool(saved.moments)
     counters = source.manifest.extra.get("counters") or {}
     return bool(counters.get("global_steps", 0) > counters.get("skipped_steps", 0))
@@ -315,7 +317,7 @@ def _was_stepped(source: Source, saved: SavedParameter) -> bool:
 
 def _place_of(source: Source, saved: SavedParameter, state: str) -> str:
     """The file that a state would be in, or what it is called in the folder."""
-    if source.kind is Kind.UNIVERSAL:
+    if source.kind is CheckpointKind.UNIVERSAL:
         return f"{source.folder}/{STATES}/{saved.name}/{state}.pt"
     return f"{source.folder}: {state} of {saved.name}"
 

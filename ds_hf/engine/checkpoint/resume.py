@@ -18,7 +18,7 @@ from typing import Any
 
 from ds_hf.checkpoint.format import MANIFEST, SavedBuffer, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.checkpoint.trust.pickled import read_pickled
 from ds_hf.engine.checkpoint.agreement import collect
 from ds_hf.engine.checkpoint.describe import mesh_sizes
@@ -104,7 +104,7 @@ def same_mesh(engine: Checkpointable, manifest: Manifest) -> bool:
 def rank_states(engine: Checkpointable, source: Source) -> RankStates:
     """Read the pickled states that this rank needs; other libraries have none."""
     manifest, rank = source.manifest, world_of(engine).rank
-    if source.kind is not Kind.DS_HF:
+    if source.kind is not CheckpointKind.DS_HF:
         return RankStates(None, [])
     matches = [_RANK_FILE.fullmatch(name) for name in manifest.files]
     by_rank = {int(match[1]): manifest.folder / match[0] for match in matches if match is not None}

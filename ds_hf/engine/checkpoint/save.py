@@ -22,11 +22,11 @@ from ds_hf.checkpoint.commit import (
     make_room,
 )
 from ds_hf.checkpoint.files import model_states_name
-from ds_hf.checkpoint.holds import Hold, this_writer
+from ds_hf.checkpoint.holds import FolderHold, this_writer
 from ds_hf.checkpoint.places import folder_of
 from ds_hf.checkpoint.reports import RankReport
 from ds_hf.engine.checkpoint.agreement import collect, together
-from ds_hf.engine.checkpoint.background import Job, SaveTimes
+from ds_hf.engine.checkpoint.background import SaveTimes, WriteJob
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict, save_16bit_model
 from ds_hf.engine.checkpoint.contents import gather_part, write_part
 from ds_hf.engine.checkpoint.describe import describe
@@ -92,7 +92,7 @@ def save_checkpoint(
             if hold is not None:
                 hold.close()
 
-        job = Job(part, staged, target, finish, began, SaveTimes(0.0, 0.0, nbytes))
+        job = WriteJob(part, staged, target, finish, began, SaveTimes(0.0, 0.0, nbytes))
         if in_background:
             job.times.blocked = time.perf_counter() - began
             engine.checkpoint_writer.start(job, engine.step_hooks)
@@ -149,7 +149,7 @@ def _describe(engine: Checkpointable, tag: str) -> dict[str, Any]:
     return describe(engine, PurePosixPath(tag).name, common_file)
 
 
-def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> Hold:
+def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> FolderHold:
     """Rank 0: an empty folder to write to, on a disk with room for all ranks' parts."""
     if target.is_file():
         raise CheckpointPlaceError(f"{target} is a file: give another tag, or move it away")
@@ -158,7 +158,7 @@ def _make_room(root: Path, target: Path, staged: Path, nbytes: int) -> Hold:
     return hold
 
 
-def _write_now(engine: Checkpointable, job: Job) -> None:
+def _write_now(engine: Checkpointable, job: WriteJob) -> None:
     """Write, and return when it is durable."""
     world = world_of(engine)
     with together(world, f"saving {job.target}"):

@@ -22,14 +22,14 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.layout import Fragment
 from ds_hf.errors import CheckpointError
 
-__all__ = ["SCRIPTS_OWN", "Piece", "decode_scalar", "kinds", "pieces", "segments_of"]
+__all__ = ["SCRIPTS_OWN", "OwnedPiece", "decode_scalar", "kinds", "pieces", "segments_of"]
 
 # Options of a group that are the script's and in no checkpoint: which positions have gradients (1-bit optimizers).
 SCRIPTS_OWN = ("exp_avg_mask",)
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedPiece:
     """The part of one parameter that this rank owns, and the stretch that updates it."""
 
     name: str
@@ -58,7 +58,7 @@ def segments_of(optimizer: ShardedOptimizer, buffer: FlatBuffer) -> list[Segment
     return next((s for gradient, s in optimizer.segments.items() if gradient.buffer is buffer), [])
 
 
-def pieces(engine: Checkpointable, buffer: FlatBuffer) -> Iterator[Piece]:
+def pieces(engine: Checkpointable, buffer: FlatBuffer) -> Iterator[OwnedPiece]:
     """Every piece of the buffer's parameters that this rank's optimizer updates, in order."""
     optimizer = engine.optimizer
     assert optimizer is not None
@@ -71,7 +71,7 @@ def pieces(engine: Checkpointable, buffer: FlatBuffer) -> Iterator[Piece]:
         assert segment is not None
         assert segment.start <= fragment.shard_start
         index = fragment.slot.index
-        yield Piece(names[index], fragment, segment, cut_in(buffer.params[index]))
+        yield OwnedPiece(names[index], fragment, segment, cut_in(buffer.params[index]))
 
 
 def kinds(optimizer: ShardedOptimizer, segment: Segment) -> Kinds:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ds_hf.engine.events import Observer, Phase
-from ds_hf.engine.observe.monitor.late import HostCopy, later
+from ds_hf.engine.observe.monitor.late import LateCopy, later
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class Tokens(Observer):
     def said(self, seconds: float, samples: float) -> str:
         """Tokens a second of all processes, and this one's share of its matrix rate; empty where inputs have none."""
         counts, self._counts = self._counts, []
-        tokens = sum(each.item() if isinstance(each, HostCopy) else each for each in counts)
+        tokens = sum(each.item() if isinstance(each, LateCopy) else each for each in counts)
         module = self._module()
         if not tokens or module is None:
             return ""

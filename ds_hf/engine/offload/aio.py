@@ -21,7 +21,7 @@ from ds_hf.engine.events import Waits, told
 from ds_hf.engine.ops.cpu import FOLDER, REPORT
 from ds_hf.errors import OffloadError
 
-__all__ = ["Aio", "Request", "available"]
+__all__ = ["Aio", "FileRequest", "available"]
 
 ABI = 1
 LIBRARY = "libds_hf_aio.so"
@@ -48,7 +48,7 @@ def available() -> str | None:
     return found if isinstance(found, str) else None
 
 
-class Request:
+class FileRequest:
     """One stretch of memory on its way to or from a file. The memory stays as long as this does.
 
     Attributes:
@@ -132,19 +132,19 @@ class Aio:
     def uses_uring(self) -> bool:
         return bool(self.library.ds_hf_aio_uses_uring(self.handle))
 
-    def read(self, path: str | Path, memory: Tensor, offset: int = 0) -> Request:
+    def read(self, path: str | Path, memory: Tensor, offset: int = 0) -> FileRequest:
         """Begin to fill ``memory`` (contiguous, on the host) from a file."""
         return self._submit(str(path), memory, offset, write=False)
 
-    def write(self, path: str | Path, memory: Tensor, offset: int = 0) -> Request:
+    def write(self, path: str | Path, memory: Tensor, offset: int = 0) -> FileRequest:
         """Begin to write ``memory`` (contiguous, on the host) into a file, made if it is not there."""
         return self._submit(str(path), memory, offset, write=True)
 
-    def write_open(self, file: int, memory: Tensor, offset: int = 0) -> Request:
+    def write_open(self, file: int, memory: Tensor, offset: int = 0) -> FileRequest:
         """The same into a file that is open; without O_DIRECT, unless it was opened with it."""
         return self._submit(f"file descriptor {file}", memory, offset, write=True, file=file)
 
-    def _submit(self, path: str, memory: Tensor, offset: int, *, write: bool, file: int = -1) -> Request:
+    def _submit(self, path: str, memory: Tensor, offset: int, *, write: bool, file: int = -1) -> FileRequest:
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise ValueError(f"files are read into and written from contiguous host memory, not {memory.device}")
         name = os.fsencode(path) if file < 0 else None
@@ -152,7 +152,7 @@ class Aio:
         number = self.library.ds_hf_aio_submit(self.handle, write, name, file, memory.data_ptr(), nbytes, offset)
         if number == 0:
             raise OffloadError(f"not enough memory for a request on {path}")
-        return Request(self, number, memory, path, write=write)
+        return FileRequest(self, number, memory, path, write=write)
 
 
 def _close(library: ctypes.CDLL, handle: int, owner: int) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from ds_hf.engine.offload.memory import round_up
 
-__all__ = ["Block", "Cut"]
+__all__ = ["Block", "BlockCut"]
 
 _VALUES = ""
 
 
-class Cut(Protocol):
+class BlockCut(Protocol):
     """A stretch of the values that an optimizer takes for a parameter (``optim.segments.Segment``)."""
 
     start: int
@@ -44,11 +44,11 @@ class Block:
         self.values = values
         self.name = name
         self.memory: Tensor | None = None
-        self._cuts: Sequence[Cut] = ()
+        self._cuts: Sequence[BlockCut] = ()
         self._state: MutableMapping[Any, dict[str, Any]] = {}
         self._laid_out: list[tuple[str, torch.dtype]] = []
 
-    def bind(self, cuts: Sequence[Cut], state: MutableMapping[Any, dict[str, Any]]) -> None:
+    def bind(self, cuts: Sequence[BlockCut], state: MutableMapping[Any, dict[str, Any]]) -> None:
         """The optimizer has cut the values into ``cuts`` and keeps moments in ``state``."""
         self._cuts, self._state = cuts, state
         if self._laid_out:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_hf.engine.offload.aio import Aio, Request
+from ds_hf.engine.offload.aio import Aio, FileRequest
 from ds_hf.engine.offload.memory import PAGE, host_empty
 
 __all__ = ["aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
@@ -40,7 +40,7 @@ class aio_handle:  # noqa: N801  DeepSpeed's spelling
     ) -> None:
         self._settings = (block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism)
         self._aio = Aio(block=block_size, depth=queue_depth, threads=intra_op_parallelism)
-        self._begun: list[tuple[Request, Tensor | None, Tensor]] = []
+        self._begun: list[tuple[FileRequest, Tensor | None, Tensor]] = []
         self._locked: list[Tensor] = []
 
     def get_block_size(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_hf.engine.events import Waits, told
 
-__all__ = ["DONE", "Arrival", "Link", "new_stream"]
+__all__ = ["DONE", "Arrival", "HostLink", "new_stream"]
 
 _IN_FLIGHT = 3  # gradients that may be on their way down, each kept alive on the device
 _PART = 128 << 20  # bytes: 3 ms at 45 GB/s; others wait for two of them at most
@@ -96,7 +96,7 @@ class _Direction:
             stream.synchronize()
 
 
-class Link:
+class HostLink:
     """The way between one device and the host, in both directions at once.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.offload.memory import host_empty
 
 __all__ = ["speed_both_ways"]
@@ -21,7 +21,7 @@ _ROUNDS = 8
 _LONGEST = 0.02  # seconds; a slow link has shown that it is one by then
 
 
-def speed_both_ways(link: Link, ready: Callable[[], None]) -> float:
+def speed_both_ways(link: HostLink, ready: Callable[[], None]) -> float:
     """What the link moves each way at once. Nothing else may be on its way.
 
     Args:
@@ -40,7 +40,7 @@ def speed_both_ways(link: Link, ready: Callable[[], None]) -> float:
     return rounds * _NBYTES / took
 
 
-def _round(link: Link, host: list[Tensor], above: list[Tensor]) -> None:
+def _round(link: HostLink, host: list[Tensor], above: list[Tensor]) -> None:
     arrivals = [link.up(above[0], host[0]), link.down(host[1], above[1])]
     for arrival in arrivals:
         arrival.on_host()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ds_hf.engine.offload.aio import Aio, Request
+from ds_hf.engine.offload.aio import Aio, FileRequest
 from ds_hf.engine.offload.blocks import Block
 from ds_hf.engine.offload.folder import SwapFolder
 from ds_hf.engine.offload.link import DONE, Arrival
@@ -29,7 +29,7 @@ class _Slot:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.block: Block | None = None
-        self.request: Request | None = None
+        self.request: FileRequest | None = None
         self.dirty = False
         self.visited = 0  # when
         self.readers: Arrival = DONE  # a copy to the device that still reads the memory
@@ -188,7 +188,7 @@ def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)[-80:] + ".bin"
 
 
-def _wait_quietly(request: Request) -> None:
+def _wait_quietly(request: FileRequest) -> None:
     try:
         request.wait()
     except OffloadError:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_hf.engine.ops import cuda, cuda_launch
 from ds_hf.engine.ops.cuda_build import Macros
-from ds_hf.engine.ops.cuda_launch import Machine, Tuning, dtype_number
+from ds_hf.engine.ops.cuda_launch import KernelMachine, Tuning, dtype_number
 
 __all__ = ["available", "from_blocks_", "to_blocks_"]
 
@@ -63,7 +63,7 @@ def _args(values: Tensor, other: Tensor | None, blocks: Tensor) -> _Blocks:
 
 
 def _launch(name: str, args: _Blocks, values: Tensor, other: Tensor | None, form: tuple[int, int], wanted: int) -> None:
-    machine: Machine = cuda_launch.machine_of(values)
+    machine: KernelMachine = cuda_launch.machine_of(values)
     numbers = dtype_number([values]), dtype_number([] if other is None else [other])
     kernel = machine.kernel("blocks.cu", name, macros_of(*form, *numbers))
     grid = min(wanted, machine.multiprocessors * TUNING.blocks * _WAVES)

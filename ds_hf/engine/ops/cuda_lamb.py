@@ -19,7 +19,7 @@ from ds_hf.engine.ops.cuda_launch import (
     BIAS_CORRECTION,
     EPS_INSIDE,
     Call,
-    Machine,
+    KernelMachine,
     Tuning,
     call_of,
     dtype_number,
@@ -199,7 +199,7 @@ def _fused(call: Call, places: Sequence[Sequence[Tensor]]) -> bool:
     return True
 
 
-def _slots(machine: Machine, kernel: Any, tuning: Tuning, threads: int) -> tuple[int, int]:
+def _slots(machine: KernelMachine, kernel: Any, tuning: Tuning, threads: int) -> tuple[int, int]:
     """How many tiles a block keeps, and how many blocks the GPU holds at once then."""
     own = 4 << 10  # of a block, for the system's use and for sums
     slots = (machine.shared_nbytes // tuning.blocks - own) // (tuning.tile * 4)

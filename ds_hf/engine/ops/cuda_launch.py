@@ -1,7 +1,7 @@
-"""Launching the kernels of ``csrc/cuda``: the table of tensors a launch gets, tunings, and one ``Machine`` a GPU.
+"""Launching the kernels of ``csrc/cuda``: the table of tensors a launch gets, tunings, and one ``KernelMachine`` a GPU.
 
 Kernels go to the current stream of the GPU, nothing waits for it, and all of a launch's arguments are copied by the
-driver during the call, so launches may be captured in a CUDA graph. Tests put a stand-in in ``Machine``'s place.
+driver during the call, so launches may be captured in a CUDA graph. Tests put a stand-in in ``KernelMachine``'s place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
     "Call",
     "Counters",
     "Gpu",
-    "Machine",
+    "KernelMachine",
     "Tuning",
     "Tunings",
     "call_of",
@@ -171,7 +171,7 @@ class Counters:
         return self
 
 
-class Machine(Protocol):
+class KernelMachine(Protocol):
     """What the operators need of a GPU.
 
     Attributes:
@@ -260,7 +260,7 @@ def macros_of(tuning: Tuning, own: Macros, dtypes: tuple[int, ...]) -> Macros:
     return (*tuning.macros, *own, *zip(names, (*dtypes, NO_DTYPE, NO_DTYPE), strict=False))
 
 
-def grid_of(machine: Machine, tuning: Tuning, tiles: int) -> int:
+def grid_of(machine: KernelMachine, tuning: Tuning, tiles: int) -> int:
     """Blocks of a launch over ``tiles``: as many as fit at once, and as there is work for."""
     return min(tiles, machine.multiprocessors * tuning.blocks * tuning.waves)
 
@@ -440,6 +440,6 @@ def gpu(index: int) -> Gpu:
     return Gpu(index)
 
 
-def machine_of(tensor: Tensor) -> Machine:
+def machine_of(tensor: Tensor) -> KernelMachine:
     """Where ``tensor`` lies."""
     return gpu(tensor.get_device())

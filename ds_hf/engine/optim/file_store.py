@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hf.engine.offload.blocks import Block
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.offload.swap import SwapPool
 from ds_hf.engine.offload.worker import Worker
 from ds_hf.engine.optim.segments import Segment
@@ -41,7 +41,7 @@ class FileStore:
     def __init__(self, device: torch.device, settings: HostSettings, pool: SwapPool) -> None:
         self.device = torch.device("cpu")
         self._settings, self._pool = settings, pool
-        self._link, self._worker = Link(device), Worker()
+        self._link, self._worker = HostLink(device), Worker()
         self._outputs = Outputs(self._link, pinned=settings.pinned)
         self._blocks: dict[FlatBuffer, Block] = {}
 

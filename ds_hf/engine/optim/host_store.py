@@ -1,14 +1,14 @@
 """Optimizer states in host memory: updated there unit after unit, while finished parameters go up.
 
-Each unit has a ``Place``. On the HOST the worker updates it with the CPU's kernel and the 16-bit result is copied up
-while the next one is updated. STREAMED units take another way at the same time: their states go up, the GPU updates
+Each unit has a ``HostPlace``. On the HOST the worker updates it with the CPU's kernel and the 16-bit result is copied
+up while the next one is updated. STREAMED units take another way at the same time: their states go up, the GPU updates
 them, they go down again; the CPU and the link work on different units. The first of them go up for the next step when
-the CPU is done. Units on the DEVICE are updated where they are.
-A step returns while updates go on: the next forward waits for each unit when it gets there, so that most of it is
-computed beside them (``zero/pending.py`` holds up every other use of a parameter). Where ranks gather what they
-updated, that is so for streamed units; those of the CPU are waited for, as all ranks must gather in one order.
-Which unit has which place follows from the sizes and the settings, so that it is the same on every rank and in every
-run; with ``stream: auto`` also from what the machine can do (``stream_share.py``).
+the CPU is done. Units on the DEVICE are updated where they are. A step returns while updates go on: the next forward
+waits for each unit when it gets there, so that most of it is computed beside them (``zero/pending.py`` holds up every
+other use of a parameter). Where ranks gather what they updated, that is so for streamed units; those of the CPU are
+waited for, as all ranks must gather in one order. Which unit has which place follows from the sizes and the settings,
+so that it is the same on every rank and in every run; with ``stream: auto`` also from what the machine can do
+(``stream_share.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hf.engine.offload.blocks import Block
-from ds_hf.engine.offload.link import Arrival, Link
+from ds_hf.engine.offload.link import Arrival, HostLink
 from ds_hf.engine.offload.memory import host_copy, host_empty
 from ds_hf.engine.offload.worker import Worker
 from ds_hf.engine.ops.split_master import LOW
@@ -36,10 +36,10 @@ from ds_hf.engine.zero.buffer import FlatBuffer
 from ds_hf.engine.zero.gradients import GradientBuffer
 from ds_hf.engine.zero.storage import DeviceGradientStorage, GradientStorage
 
-__all__ = ["DelayedStore", "HostStore", "Place"]
+__all__ = ["DelayedStore", "HostPlace", "HostStore"]
 
 
-class Place(Enum):
+class HostPlace(Enum):
     DEVICE = "device"
     HOST = "host"
     STREAMED = "streamed"
@@ -70,8 +70,8 @@ class HostStore:
         auto: AutoShare | None = None,
     ) -> None:
         self.device = torch.device("cpu")
-        self.link, self.worker = Link(device), Worker()
-        self.places: dict[FlatBuffer, Place] = {}
+        self.link, self.worker = HostLink(device), Worker()
+        self.places: dict[FlatBuffer, HostPlace] = {}
         self._compute, self._settings, self._room, self._auto = device, settings, room, auto
         self._gradient_places = gradient_places
         self._blocks: dict[FlatBuffer, Block] = {}
@@ -88,21 +88,21 @@ class HostStore:
 
     def place(self, buffer: FlatBuffer, owned: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         before = self.places.get(buffer)  # its masters were split: they come to where the moments are
-        place = self._choose(values.numel()) if buffer.stays and before is None else Place.HOST
-        if before is Place.DEVICE:
+        place = self._choose(values.numel()) if buffer.stays and before is None else HostPlace.HOST
+        if before is HostPlace.DEVICE:
             place = before
-        device = self._compute if place is Place.DEVICE else self.device
+        device = self._compute if place is HostPlace.DEVICE else self.device
         if owned.dtype == dtype and owned.device == device and buffer.stays and not self.delays:
             self._fixed.add(buffer)
             master = owned
-        elif place is Place.DEVICE:
+        elif place is HostPlace.DEVICE:
             master = values.to(device=device, dtype=dtype, copy=True)
         else:
             master = host_copy(values, dtype, pinned=self._settings.pinned)
         if not buffer.stays:
             self._fixed.add(buffer)
         self.places[buffer] = place
-        self._on_device += values.numel() if place is Place.DEVICE and before is None else 0
+        self._on_device += values.numel() if place is HostPlace.DEVICE and before is None else 0
         self._set_block(buffer, master)
         if before is not None and (gradient := self._gradient_of(buffer)) is not None:
             gradient.storage = self.gradient_storage(buffer)
@@ -110,7 +110,7 @@ class HostStore:
 
     def place_low_bits(self, buffer: FlatBuffer) -> Tensor:
         numel = self._blocks[buffer].values.numel()
-        if self.places[buffer] is Place.DEVICE:
+        if self.places[buffer] is HostPlace.DEVICE:
             low = torch.empty(numel, dtype=LOW, device=self._compute)
         else:
             low = host_empty(numel, LOW, pinned=self._settings.pinned)
@@ -126,14 +126,14 @@ class HostStore:
     def _gradient_of(self, buffer: FlatBuffer) -> GradientBuffer | None:
         return next((gradient for gradient in self._segments if gradient.buffer is buffer), None)
 
-    def _choose(self, numel: int) -> Place:
+    def _choose(self, numel: int) -> HostPlace:
         """First units to the device: their gradients come last. Which of the others are streamed is chosen later."""
         settings = self._settings
         fits = self._on_device + numel <= settings.device_share * settings.numel * (1 + 1e-9)
-        return Place.DEVICE if fits else Place.HOST
+        return HostPlace.DEVICE if fits else HostPlace.HOST
 
     def gradient_storage(self, buffer: FlatBuffer) -> GradientStorage:
-        if self.places[buffer] is Place.DEVICE:
+        if self.places[buffer] is HostPlace.DEVICE:
             return DeviceGradientStorage(self._settings.accumulation_dtype)
         return self._settings.new_gradient_storage(self.link, self.worker, self._gradient_places)
 
@@ -143,7 +143,7 @@ class HostStore:
             self._blocks[gradient.buffer].bind(cut, inner.state)
         if placed:
             return ()
-        offloaded = [g for g in segments if self.places[g.buffer] is not Place.DEVICE]
+        offloaded = [g for g in segments if self.places[g.buffer] is not HostPlace.DEVICE]
         units = [self._unit(gradient) for gradient in offloaded]
         share, room = self._settings.streamed_share, self._settings.room
         if self._auto is not None:
@@ -151,11 +151,11 @@ class HostStore:
         found = streaming(units, share, room)
         self._streamed.open(found.in_flight)
         for gradient, goes, stays in zip(offloaded, found.up, found.stays, strict=True):
-            self.places[gradient.buffer] = Place.STREAMED if goes else Place.HOST
+            self.places[gradient.buffer] = HostPlace.STREAMED if goes else HostPlace.HOST
             if stays and not self.delays:
                 gradient.storage = DeviceGradientStorage(self._settings.accumulation_dtype)
         buffers = [gradient.buffer for gradient in segments]
-        return [b for b in buffers if self.places[b] is not Place.HOST and self._may_split(b)]
+        return [b for b in buffers if self.places[b] is not HostPlace.HOST and self._may_split(b)]
 
     def _unit(self, gradient: GradientBuffer) -> HostUnit:
         settings, values = self._settings, self._blocks[gradient.buffer].values
@@ -175,16 +175,16 @@ class HostStore:
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         yield from self.settle()  # what was not used since the last step
-        at = {place: [g for g in gradients if self.places[g.buffer] is place] for place in Place}
+        at = {place: [g for g in gradients if self.places[g.buffer] is place] for place in HostPlace}
         unused = self.link.now()
         later = self.defers and (self._room is None or self._room.decided)
         # What the GPU updates is queued while it computes, what the CPU updates waits for the end of backward here.
         in_flight = {
-            g: self._streamed.start(self._blocks[g.buffer], make([g]), self._target(g)) for g in at[Place.STREAMED]
+            g: self._streamed.start(self._blocks[g.buffer], make([g]), self._target(g)) for g in at[HostPlace.STREAMED]
         }
-        self._update_here(at[Place.DEVICE], make)
-        updates = list(self._submitted(at[Place.HOST], make))
-        yield at[Place.DEVICE]
+        self._update_here(at[HostPlace.DEVICE], make)
+        updates = list(self._submitted(at[HostPlace.HOST], make))
+        yield at[HostPlace.DEVICE]
         if later:
             updates = [update for update in updates if not self._defer(*update, unused)]
         joined = [
@@ -194,7 +194,7 @@ class HostStore:
         if self._room is not None:
             self._fill_room(gradients)
         if later:
-            self._next = [self._blocks[g.buffer] for g in gradients if self.places[g.buffer] is Place.STREAMED]
+            self._next = [self._blocks[g.buffer] for g in gradients if self.places[g.buffer] is HostPlace.STREAMED]
             self._go_ahead()
 
     def _in_order(
@@ -295,19 +295,19 @@ class HostStore:
             block = self._blocks[gradient.buffer]
             summed = self._settings.accumulation_dtype.itemsize if self._settings.accumulates else 0
             needed = block.nbytes + block.values.numel() * (gradient.dtype.itemsize + summed)
-            fixed = self.places[gradient.buffer] is Place.DEVICE or not gradient.buffer.stays
+            fixed = self.places[gradient.buffer] is HostPlace.DEVICE or not gradient.buffer.stays
             if left is None or fixed or needed > left:
                 continue
             self._streamed.arrived(block)
             self._move(gradient, block)
             left -= needed
-        if left is not None and Place.STREAMED not in self.places.values():
+        if left is not None and HostPlace.STREAMED not in self.places.values():
             self._streamed.close()  # nothing is streamed any more
 
     def _move(self, gradient: GradientBuffer, block: Block) -> None:
         """The block's states to the device; the host memory goes back with the last tensor that lay there."""
         block.adopt(torch.empty(block.nbytes, dtype=torch.uint8, device=self._compute))
-        self.places[gradient.buffer] = Place.DEVICE
+        self.places[gradient.buffer] = HostPlace.DEVICE
         gradient.storage = DeviceGradientStorage(self._settings.accumulation_dtype)
         self.outputs.drop(gradient)
 
@@ -358,8 +358,8 @@ class DelayedStore(HostStore):
 
     def stream(self, gradients: Sequence[GradientBuffer], make: MakeJob) -> Iterator[Sequence[GradientBuffer]]:
         yield from self.settle()
-        on_host = [g for g in gradients if self.places[g.buffer] is not Place.DEVICE]
-        here = [g for g in gradients if self.places[g.buffer] is Place.DEVICE]
+        on_host = [g for g in gradients if self.places[g.buffer] is not HostPlace.DEVICE]
+        here = [g for g in gradients if self.places[g.buffer] is HostPlace.DEVICE]
         self._update_here(here, make)
         yield here
         self._running = list(self._submitted(on_host, make))

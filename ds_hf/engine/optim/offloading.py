@@ -19,7 +19,7 @@ from ds_hf.config.types import Config
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.offload.aio import Aio
 from ds_hf.engine.offload.folder import SwapFolder, examine
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.offload.swap import SwapPool
 from ds_hf.engine.ops.cpu import THREADS_VARIABLE
 from ds_hf.engine.optim.base import TensorwiseOptimizer
@@ -76,8 +76,8 @@ class Offload:
         self._order = FetchOrder(depth=1 if self._pool is None else max(1, self._section.buffer_count - 2))
 
     @cached_property
-    def _link(self) -> Link:
-        return Link(self._device)
+    def _link(self) -> HostLink:
+        return HostLink(self._device)
 
     def shard_storage(self, name: str, numel: int, *, sharded: bool) -> ShardStorage | None:
         """Where the shard of one more buffer rests, ``None`` for one that is not sharded.

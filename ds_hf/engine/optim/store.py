@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.offload.worker import Worker
 from ds_hf.engine.ops.split_master import LOW
 from ds_hf.engine.optim.segments import Segment
@@ -135,7 +135,7 @@ class HostSettings:
     split: bool = False
     room: int = 0
 
-    def new_gradient_storage(self, link: Link, worker: Worker, places: int = 1) -> GradientStorage:
+    def new_gradient_storage(self, link: HostLink, worker: Worker, places: int = 1) -> GradientStorage:
         """Where the gradients of one more buffer go."""
         return HostGradientStorage(
             link,

@@ -25,7 +25,7 @@ import torch
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.offload.link_speed import speed_both_ways
 from ds_hf.engine.optim.streamed_updates import SLOTS
 from ds_hf.log import log_once, logger
@@ -180,7 +180,7 @@ class AutoShare:
     def __init__(self, device: torch.device, axis: Axis, here: int = 1) -> None:
         self._device, self._axis, self._here = device, axis, here
 
-    def decide(self, units: Sequence[HostUnit], link: Link) -> tuple[float, int]:
+    def decide(self, units: Sequence[HostUnit], link: HostLink) -> tuple[float, int]:
         """The share, and the bytes of the device that there are for it; collective.
 
         Args:
@@ -211,7 +211,7 @@ class AutoShare:
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return min(slots_room(total), free + cached)
 
-    def _speed(self, link: Link) -> float:
+    def _speed(self, link: HostLink) -> float:
         return speed_both_ways(link, lambda: collectives.barrier(self._axis))
 
     def _least(self, value: float) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_hf.engine.comm.streams import CommStream, wait
 from ds_hf.engine.offload.blocks import Block
-from ds_hf.engine.offload.link import DONE, Arrival, Link, new_stream
+from ds_hf.engine.offload.link import DONE, Arrival, HostLink, new_stream
 from ds_hf.engine.offload.memory import host_empty
 from ds_hf.engine.optim.store import Job, update_target, written_beside
 from ds_hf.engine.zero.gradients import GradientBuffer
@@ -93,7 +93,7 @@ class StreamedUpdates:
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._device, self._pinned = device, pinned
-        self._link = Link(device, yielding=True)
+        self._link = HostLink(device, yielding=True)
         self._stream = new_stream(device)
         self._slots: list[_Slot] = []
         self._turn = 0
@@ -205,7 +205,7 @@ class Outputs:
             read meanwhile.
     """
 
-    def __init__(self, link: Link, *, pinned: bool, at_once: bool = True) -> None:
+    def __init__(self, link: HostLink, *, pinned: bool, at_once: bool = True) -> None:
         self._link, self._pinned, self._at_once = link, pinned, at_once
         self._own: dict[GradientBuffer, Tensor] = {}
         self._written: dict[GradientBuffer, tuple[Tensor, Tensor]] = {}
@@ -233,7 +233,7 @@ class Outputs:
         """The update is over: what the current stream gets from now on may use the parameters.
 
         Args:
-            unused: when the parameters' old values are of no use any more, see ``Link.up``.
+            unused: when the parameters' old values are of no use any more, see ``HostLink.up``.
         """
         if gradient in self._written:
             between, shard = self._written.pop(gradient)

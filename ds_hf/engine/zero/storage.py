@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.offload.blocks import Block
-from ds_hf.engine.offload.link import DONE, Arrival, Link
+from ds_hf.engine.offload.link import DONE, Arrival, HostLink
 from ds_hf.engine.offload.memory import host_copy, host_empty
 from ds_hf.engine.offload.swap import SwapPool
 from ds_hf.engine.offload.worker import Worker
@@ -156,7 +156,7 @@ class HostShardStorage:
 
     apart = stays = True
 
-    def __init__(self, link: Link, order: FetchOrder, *, pinned: bool) -> None:
+    def __init__(self, link: HostLink, order: FetchOrder, *, pinned: bool) -> None:
         self._link, self._order, self._pinned = link, order, pinned
         self._shard: Tensor | None = None
         self._ahead: tuple[Tensor, Arrival] | None = None
@@ -209,7 +209,7 @@ class FileShardStorage:
 
     apart, stays = True, False
 
-    def __init__(self, pool: SwapPool, link: Link, order: FetchOrder, name: str) -> None:
+    def __init__(self, pool: SwapPool, link: HostLink, order: FetchOrder, name: str) -> None:
         self._pool, self._link, self._order, self._name = pool, link, order, name
         self._block: Block | None = None
 
@@ -316,7 +316,7 @@ class HostGradientStorage:
 
     def __init__(
         self,
-        link: Link,
+        link: HostLink,
         worker: Worker,
         accumulation_dtype: torch.dtype,
         *,

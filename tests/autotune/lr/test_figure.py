@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_hf.autotune.lr import figure, summary
-from ds_hf.lr import Decision, Landmarks, LrResult, Run, RunResult, Sweep
+from ds_hf.lr import Decision, Landmarks, LrResult, PlannedRun, RunResult, Sweep
 
 
 def result(**changes: Any) -> LrResult:
@@ -20,10 +20,10 @@ def result(**changes: Any) -> LrResult:
         for seed in (0, 1)
     )  # fmt: skip
     runs = (
-        RunResult(Run(0.1, 50, 0), math.inf),
-        RunResult(Run(0.01, 50, 0), 1.25),
-        RunResult(Run(0.01, 100, 0), 1.1),
-        RunResult(Run(0.01, 100, 1), 1.2),
+        RunResult(PlannedRun(0.1, 50, 0), math.inf),
+        RunResult(PlannedRun(0.01, 50, 0), 1.25),
+        RunResult(PlannedRun(0.01, 100, 0), 1.1),
+        RunResult(PlannedRun(0.01, 100, 1), 1.2),
     )
     marks = Landmarks(1e-4, 1e-2, 0.1, True, None, 2e-3, 1.5)
     measured = {"sweeps": sweeps, "runs": runs, "optimizer": "AdamW", "cycles_momentum": True, "total_steps": 200}

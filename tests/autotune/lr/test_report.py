@@ -10,15 +10,15 @@ import pytest
 
 from ds_hf.autotune.lr import closing_line, report
 from ds_hf.autotune.lr.report import fitted
-from ds_hf.lr import Decision, Landmarks, LrResult, Run, RunResult
+from ds_hf.lr import Decision, Landmarks, LrResult, PlannedRun, RunResult
 from tests.autotune.lr.test_figure import result
 
 
 def searched() -> LrResult:
     """Longer runs whose mean losses lie on a parabola around 0.02."""
     rates = [0.005, 0.01, 0.02, 0.04]
-    runs = [RunResult(Run(lr, 100, seed), 1 + math.log10(lr / 0.02) ** 2) for lr in rates for seed in (0, 1)]
-    runs += [RunResult(Run(0.1, 50, 0), math.inf)]
+    runs = [RunResult(PlannedRun(lr, 100, seed), 1 + math.log10(lr / 0.02) ** 2) for lr in rates for seed in (0, 1)]
+    runs += [RunResult(PlannedRun(0.1, 50, 0), math.inf)]
     made = result(runs=tuple(runs))
     marks = Landmarks(1e-4, 1e-2, 0.1, True, None, 2e-3, 1.5)
     return LrResult.of(marks, Decision(0.02, 0.01, 0.03, "of runs of 100 updates <it> was best"), sweeps=made.sweeps,
@@ -71,7 +71,7 @@ def test_the_fit_is_the_one_that_chose() -> None:
     assert rates[losses.index(min(losses))] == pytest.approx(0.02, rel=0.02)
     assert losses[0] == pytest.approx(1 + math.log10(2) ** 2)
     assert fitted(result(runs=())) is None
-    assert fitted(result(runs=(RunResult(Run(0.1, 50, 0), math.inf),))) is None
+    assert fitted(result(runs=(RunResult(PlannedRun(0.1, 50, 0), math.inf),))) is None
 
 
 def test_a_range_test_alone_has_one_chart() -> None:

@@ -18,7 +18,7 @@ from ds_hf.checkpoint.deepspeed.pickles import load_pickled, save_pickled
 from ds_hf.checkpoint.deepspeed.read import read_deepspeed
 from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
 from ds_hf.checkpoint.formats import open_source
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.errors import CheckpointError
 from tests.checkpoint.deepspeed.deepspeed_workload import (
     CASES,
@@ -131,7 +131,7 @@ def test_all_layouts_hold_the_same_numbers(written: Path) -> None:
     assert sum(value.numel() for value in first.values()) == 3 * NUMEL + 11
     for source in sources:
         source.check()
-        assert source.kind is Kind.DEEPSPEED
+        assert source.kind is CheckpointKind.DEEPSPEED
         assert source.manifest.tied == {"head.weight": "embedding.weight"}
         assert list(source.manifest.buffers) == ["calls"]
         assert not source.manifest.parameters["frozen"].trainable

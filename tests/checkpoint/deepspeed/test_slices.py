@@ -13,12 +13,12 @@ from torch import Tensor
 from ds_hf.checkpoint.convert import write_own
 from ds_hf.checkpoint.deepspeed.pickles import load_pickled, save_pickled
 from ds_hf.checkpoint.deepspeed.read import read_deepspeed
-from ds_hf.checkpoint.deepspeed.slices import RULES_FILE, Rules
+from ds_hf.checkpoint.deepspeed.slices import RULES_FILE, SliceRules
 from ds_hf.checkpoint.format import SavedCut
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.inspect import faults_of
 from ds_hf.checkpoint.pretrained import export_source
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -130,7 +130,7 @@ def check_values(source: Source, wanted: dict[str, dict[str, Tensor]] | None = N
 def test_slices_become_whole(tmp_path: Path, stage: int, data: int) -> None:
     source = open_source(wrote(tmp_path / "global_step3", stage=stage, data=data, client={"epoch": 3}))
     source.check()
-    assert (source.kind, source.stage, source.manifest.world_size) == (Kind.DEEPSPEED, stage, 2 * data)
+    assert (source.kind, source.stage, source.manifest.world_size) == (CheckpointKind.DEEPSPEED, stage, 2 * data)
     check_values(source)
     assert {name: saved.shape for name, saved in source.manifest.parameters.items()} == SHAPES
     assert all(saved.scalars == {"step": ["float32", 3.0]} for saved in source.manifest.parameters.values())
@@ -152,7 +152,7 @@ def test_everything_that_reads_checkpoints_reads_them(tmp_path: Path) -> None:
     assert faults_of(folder.parent) == []
     write_own(source, tmp_path / "own")
     again = open_source(tmp_path / "own")
-    assert again.kind is Kind.DS_HF
+    assert again.kind is CheckpointKind.DS_HF
     check_values(again)
     weights = get_fp32_state_dict_from_zero_checkpoint(folder.parent)
     assert all(torch.equal(weights[name], states["master"]) for name, states in values.items())
@@ -352,6 +352,6 @@ def test_patterns_that_are_names_are_looked_up(tmp_path: Path) -> None:
     """AutoTP writes one for each parameter: trying all on all would take minutes."""
     names = [f"model.layers.{number}.norm.weight" for number in range(3000)]
     info = {"tp_replicated_parameter_patterns": [f"^{name}$".replace(".", r"\.") for name in names]}
-    rules = Rules(info, tmp_path, 2)
+    rules = SliceRules(info, tmp_path, 2)
     assert all(rules.place(name, [(4,), (4,)]).same for name in names)
     assert rules.unused() == []

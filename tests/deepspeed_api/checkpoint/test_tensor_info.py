@@ -11,7 +11,7 @@ import torch
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.module_inject.layers import collect_autotp_universal_checkpoint_info
 
-from ds_hf.checkpoint.deepspeed.slices import Rules
+from ds_hf.checkpoint.deepspeed.slices import SliceRules
 from ds_hf.config import load_config
 from ds_hf.engine.parallel.tensor.divide import divide_without_values
 from ds_hf.engine.zero.cut import cut_of
@@ -31,7 +31,7 @@ def cut(kind: str) -> Any:
 def test_slices_join_as_they_were_cut(kind: str, tmp_path: Path) -> None:
     model = cut(kind)
     info = collect_autotp_universal_checkpoint_info(model)
-    rules, seen = Rules(info, tmp_path, 2), 0
+    rules, seen = SliceRules(info, tmp_path, 2), 0
     for name, param in model.named_parameters():
         found, known = rules.place(name, [tuple(param.shape)] * 2), cut_of(param)
         if known is None:

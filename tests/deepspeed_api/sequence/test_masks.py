@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hf.deepspeed_api.sequence import masks
-from ds_hf.deepspeed_api.sequence.division import Division, release
+from ds_hf.deepspeed_api.sequence.division import SequenceDivision, release
 from ds_hf.deepspeed_api.sequence.ulysses import divide
 from ds_hf.engine.comm.mesh import axis_of
 from ds_hf.engine.parallel.sequence.losses import gather_whole
@@ -85,7 +85,7 @@ def difference(name: str) -> float:
     undivided = undivided(net.config)  # of the very same configuration
     undivided.load_state_dict(net.state_dict())
     axis = axis_of(None, "sequence")
-    divide(net, Division("sdpa", axis))
+    divide(net, SequenceDivision("sdpa", axis))
     length = TOKENS // axis.world_size
     part = slice(axis.rank * length, (axis.rank + 1) * length)
     logits = net(**{key: value[:, part] for key, value in batch.items()}).logits
@@ -117,7 +117,7 @@ def test_four_processes_share_a_sequence() -> None:
 def in_evaluation() -> tuple[float, int]:
     net = model("Llama").eval()
     whole = net(**packed()).logits
-    division = Division("sdpa", axis_of(None, "sequence"), disable_in_eval=True)
+    division = SequenceDivision("sdpa", axis_of(None, "sequence"), disable_in_eval=True)
     divide(net, division)
     with torch.no_grad():
         return float((net(**packed()).logits - whole).abs().max()), division.calls
@@ -133,7 +133,7 @@ def parts_in_evaluation() -> tuple[float, str]:
     net = model("Llama").eval()
     whole = net(**plain()).logits
     axis = axis_of(None, "sequence")
-    division = Division("sdpa", axis, disable_in_eval=True)
+    division = SequenceDivision("sdpa", axis, disable_in_eval=True)
     divide(net, division)
     length = TOKENS // axis.world_size
     part = slice(axis.rank * length, (axis.rank + 1) * length)
@@ -160,7 +160,7 @@ def faults() -> list[str]:
     """What is said about forwards that cannot be divided."""
     axis = axis_of(None, "sequence")
     net = model("Llama")
-    divide(net, Division("sdpa", axis, seq_length=TOKENS))
+    divide(net, SequenceDivision("sdpa", axis, seq_length=TOKENS))
     half = TOKENS // 2
     ids = tokens()[:, axis.rank * half : (axis.rank + 1) * half]
     whole_mask = torch.ones(BATCH, 1, half, half, dtype=torch.bool).tril()
@@ -177,7 +177,7 @@ def faults() -> list[str]:
             net(**case)
         said.append(str(caught.value))
     opt = model("OPT", ffn_dim=48, word_embed_proj_dim=32)  # numbers the tokens that are shown
-    divide(opt, Division("sdpa", axis))
+    divide(opt, SequenceDivision("sdpa", axis))
     part = slice(axis.rank * half, (axis.rank + 1) * half)
     shown = padded(left=True)["attention_mask"]
     counted = (shown.cumsum(-1) - 1).clamp(min=0)[:, part]
@@ -237,7 +237,7 @@ def flash_differences(names: list[str]) -> list[float]:
         positions = batch.get("position_ids", torch.arange(TOKENS).expand(len(batch["input_ids"]), -1))
         batch = {**batch, "position_ids": positions}
         whole = net(**batch).logits
-        divide(net, Division("positions_for_tests", axis))
+        divide(net, SequenceDivision("positions_for_tests", axis))
         length = TOKENS // axis.world_size
         part = slice(axis.rank * length, (axis.rank + 1) * length)
         logits = net(**{key: value[:, part] for key, value in batch.items()}).logits
@@ -266,7 +266,7 @@ def flash_gradients(packs: bool) -> float:
     whole.square().mean().backward()
     expected = {name: param.grad for name, param in net.named_parameters()}
     net.zero_grad()
-    divide(net, Division("flash_attention_2", axis))
+    divide(net, SequenceDivision("flash_attention_2", axis))
     length = TOKENS // axis.world_size
     part = slice(axis.rank * length, (axis.rank + 1) * length)
     (net(**{key: value[:, part] for key, value in batch.items()}).logits.square().sum() / whole.numel()).backward()

@@ -30,7 +30,7 @@ from ds_hf.checkpoint.commit import check_space, hidden_beside
 from ds_hf.checkpoint.dcp import write_dcp
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_folder
-from ds_hf.checkpoint.holds import Hold, boot_of, this_writer
+from ds_hf.checkpoint.holds import FolderHold, boot_of, this_writer
 from ds_hf.checkpoint.places import find_folder
 from ds_hf.checkpoint.verify import verify
 from ds_hf.engine.checkpoint import background, contents
@@ -288,7 +288,7 @@ def test_leftovers_go_and_what_others_write_stays(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     os.utime(tmp_path / f".d.saving-{elsewhere}-1-0123456789ab", (1, 1))
     os.utime(tmp_path / f".j.saving-{host}-{mine}-{'f' * 16}_0123456789ab", (1, 1))
-    held = [Hold(tmp_path / name) for name in names if name[:3] in (".h.", ".k.")]
+    held = [FolderHold(tmp_path / name) for name in names if name[:3] in (".h.", ".k.")]
     with engine_of(config(2)) as engine:
         engine.save_checkpoint(tmp_path, tag="new")
     assert {name: (tmp_path / name).exists() for name in names} == names

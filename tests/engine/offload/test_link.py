@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_hf.engine.offload import link
-from ds_hf.engine.offload.link import Link, _Direction
+from ds_hf.engine.offload.link import HostLink, _Direction
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_a_part_is_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_gpu_copies_are_done_at_once() -> None:
-    for way in (Link(CPU), Link(CPU, yielding=True)):
+    for way in (HostLink(CPU), HostLink(CPU, yielding=True)):
         target, source = torch.zeros(5), torch.ones(5)
         way.up(target, source).on_host()
         assert torch.equal(target, source)

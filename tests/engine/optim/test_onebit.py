@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.mesh import axis_of
 from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.optim.onebit.adam import OnebitAdam
-from ds_hf.engine.optim.onebit.exchange import Exchange
+from ds_hf.engine.optim.onebit.exchange import OneBitExchange
 from ds_hf.engine.optim.onebit.lamb import OnebitLamb
 from ds_hf.engine.optim.onebit.zero_one import ZeroOneAdam
 from tests.helpers.distributed import run_distributed
@@ -142,7 +142,7 @@ def test_wrong_arguments_of_lamb(given: dict[str, float], word: str) -> None:
 
 def exchange(n: int, rounds: int) -> tuple[Tensor, Tensor, Tensor, Tensor, set[tuple[int, ...]]]:
     axis, device = axis_of(None), torch.device("cpu")
-    done = Exchange(axis)
+    done = OneBitExchange(axis)
     sent, wanted = torch.zeros(n), torch.zeros(n)
     first = torch.zeros(n)
     memory = set()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_hf import initialize
-from ds_hf.engine.optim.host_store import HostStore, Place
+from ds_hf.engine.optim.host_store import HostPlace, HostStore
 from ds_hf.engine.optim.stream_share import Room
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
@@ -30,12 +30,12 @@ def moved(nbytes: int) -> None:
         assert isinstance(engine.optimizer.store, HostStore)
         places = engine.optimizer.store.places
         for index, step in enumerate(batches(2, 1)[:4]):
-            assert (Place.DEVICE in places.values()) == (bool(offload) and index > 1)
+            assert (HostPlace.DEVICE in places.values()) == (bool(offload) and index > 1)
             for micro in step:
                 engine.backward(engine(micro[0]))
                 engine.step()
         kinds = set(places.values())
-        assert kinds == ({Place.DEVICE, Place.HOST} if offload else {Place.HOST})
+        assert kinds == ({HostPlace.DEVICE, HostPlace.HOST} if offload else {HostPlace.HOST})
         weights.append([p.detach().clone() for p in trained.parameters()])
         engine.destroy()
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -64,7 +64,7 @@ def all_moved() -> None:
         engine.backward(engine(micro[0]))
         engine.step()
         taken.append(sum(slot.states.numel() for slot in store._streamed._slots))
-    assert set(store.places.values()) == {Place.DEVICE}
+    assert set(store.places.values()) == {HostPlace.DEVICE}
     assert taken[0] > 0
     assert taken[1:] == [0, 0, 0]
     engine.destroy()

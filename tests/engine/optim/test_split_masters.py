@@ -14,7 +14,7 @@ from ds_hf import Engine, initialize
 from ds_hf.engine import parts
 from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.engine.ops.split_master import split_fp32
-from ds_hf.engine.optim.host_store import HostStore, Place
+from ds_hf.engine.optim.host_store import HostPlace, HostStore
 from ds_hf.engine.optim.lamb import FusedLamb
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.optim.stream_share import Room
@@ -152,7 +152,7 @@ def joins_for_hooks_and_names(stage: int) -> None:
     assert not optimizer_of(hooked).low_bits
     for buffer, place in places.items():  # masters come to where the moments are
         kept = optimizer_of(hooked).store.places[buffer]  # type: ignore[attr-defined]
-        assert (kept is Place.DEVICE) == (place is Place.DEVICE)
+        assert (kept is HostPlace.DEVICE) == (place is HostPlace.DEVICE)
     close(masters(hooked), masters(free), 2e-3)
 
     optimizer = optimizer_of(free)
@@ -242,7 +242,7 @@ def offloaded(folder: str, way: dict[str, Any]) -> None:
         assert train(gone) == pytest.approx(expected, rel=2e-3)  # the CPU's kernel and the reference round apart
         store = optimizer_of(gone).store
         assert isinstance(store, HostStore)
-        elsewhere = {b for b, place in store.places.items() if place is not Place.HOST}
+        elsewhere = {b for b, place in store.places.items() if place is not HostPlace.HOST}
         if way.get("ratio") == "auto":  # after the second step all are there, some with whole masters
             assert elsewhere == set(store.places) > optimizer_of(gone).low_bits.keys() != set()
         else:

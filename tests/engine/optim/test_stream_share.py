@@ -11,10 +11,10 @@ import torch
 
 from ds_hf import initialize, log
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.offload.link_speed import speed_both_ways
 from ds_hf.engine.optim import offloading, stream_share
-from ds_hf.engine.optim.host_store import HostStore, Place
+from ds_hf.engine.optim.host_store import HostPlace, HostStore
 from ds_hf.engine.optim.stream_share import AutoShare, HostUnit, auto_share, streaming, why_not
 from tests.contract.test_parity import ADAMW, MICRO, batches, model
 from tests.helpers.distributed import run_distributed
@@ -111,7 +111,7 @@ class Faked(AutoShare):
     def _room(self) -> int:
         return self.room
 
-    def _speed(self, link: Link) -> float:
+    def _speed(self, link: HostLink) -> float:
         self.measured += 1
         return self.speed
 
@@ -139,7 +139,7 @@ def test_the_decision_is_one_line(
     sizes: list[int], speed: float, room: int, share: float, words: tuple[str, ...], said: pytest.LogCaptureFixture
 ) -> None:
     auto = Faked(speed, room)
-    assert auto.decide(units(*sizes), Link(CPU)) == (share, room)
+    assert auto.decide(units(*sizes), HostLink(CPU)) == (share, room)
     (record,) = said.records
     assert record.levelno == logging.INFO
     assert all(word in record.getMessage() for word in ("stream: auto", *words)), record.getMessage()
@@ -172,7 +172,7 @@ def test_what_is_fast(speed: float, here: int, share: float) -> None:
 def decided(speeds: list[float], rooms: list[int]) -> tuple[float, int]:
     rank = torch.distributed.get_rank()
     auto = Faked(speeds[rank], rooms[rank], Axis(None, rank, 2))
-    return auto.decide(units(*[100] * 8), Link(CPU))
+    return auto.decide(units(*[100] * 8), HostLink(CPU))
 
 
 @pytest.mark.parametrize(
@@ -190,14 +190,14 @@ def test_the_least_of_all_ranks_counts(speeds: list[float], rooms: list[int], sh
 
 def test_both_ways_are_measured_when_everybody_is_ready() -> None:
     calls: list[int] = []
-    assert speed_both_ways(Link(CPU), lambda: calls.append(1)) > 0
+    assert speed_both_ways(HostLink(CPU), lambda: calls.append(1)) > 0
     assert calls == [1]
 
 
 # -- in the engine ----------------------------------------------------------------------------------------------------
 
 
-def places_of(stream: Any, **zero: Any) -> tuple[set[Place], list[torch.Tensor]]:
+def places_of(stream: Any, **zero: Any) -> tuple[set[HostPlace], list[torch.Tensor]]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": MICRO,
         "bf16": {"enabled": True},
@@ -220,21 +220,21 @@ def places_of(stream: Any, **zero: Any) -> tuple[set[Place], list[torch.Tensor]]
 
 def engines() -> None:
     plain, weights = places_of(0.0)
-    assert plain == {Place.HOST}
+    assert plain == {HostPlace.HOST}
     for stream in (None, "auto"):  # the model computes on the CPU
         found, same = places_of(stream)
-        assert found == {Place.HOST}
+        assert found == {HostPlace.HOST}
         assert all(torch.equal(a, b) for a, b in zip(same, weights, strict=True))
     # as on a GPU with a fast link, and then with a slow one
     offloading.auto_share_of = lambda *_: Faked(45e9, GB)  # type: ignore[assignment]
     stream_share.LEAST_STATES = 1
     found, same = places_of("auto")
-    assert found == {Place.HOST, Place.STREAMED}
+    assert found == {HostPlace.HOST, HostPlace.STREAMED}
     assert all(torch.equal(a, b) for a, b in zip(same, weights, strict=True))
-    assert places_of(0.0)[0] == {Place.HOST}, "numbers are taken as they are"
-    assert places_of(1.0)[0] == {Place.STREAMED}
+    assert places_of(0.0)[0] == {HostPlace.HOST}, "numbers are taken as they are"
+    assert places_of(1.0)[0] == {HostPlace.STREAMED}
     offloading.auto_share_of = lambda *_: Faked(10e9, GB)  # type: ignore[assignment]
-    assert places_of("auto")[0] == {Place.HOST}
+    assert places_of("auto")[0] == {HostPlace.HOST}
 
 
 def test_engines_do_what_was_decided() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ds_hf import Engine, initialize
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.optim import offloading, stream_share
-from ds_hf.engine.optim.host_store import HostStore, Place
+from ds_hf.engine.optim.host_store import HostPlace, HostStore
 from ds_hf.engine.optim.streamed_updates import StreamedUpdates
 from ds_hf.engine.zero.access import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from ds_hf.engine.zero.gather import GatheredParameters
@@ -35,7 +35,7 @@ def make(stage: int, rule: str = "AdamW", share: float = 1.0) -> Engine:
     config = base_config(stage, bf16={"enabled": True}, optimizer=optimizer, ds_hf=own, gradient_clipping=1.0)
     engine = initialize(model=TinyLM(depth=DEPTH, tied=False), config=config | {"zero_optimization": zero})[0]
     if share == 1.0:
-        assert set(store(engine).places.values()) == {Place.STREAMED}
+        assert set(store(engine).places.values()) == {HostPlace.STREAMED}
         assert len(store(engine)._streamed._slots) == WAYS
     return engine
 
@@ -62,18 +62,18 @@ def ahead(engine: Engine) -> int:
 def counted() -> Iterator[list[int]]:
     """Bytes of each copy up of states."""
     seen: list[int] = []
-    up = Link.up
+    up = HostLink.up
 
-    def count(self: Link, target: Tensor, source: Tensor, **kwargs: Any) -> Any:
+    def count(self: HostLink, target: Tensor, source: Tensor, **kwargs: Any) -> Any:
         if target.dtype is torch.uint8:
             seen.append(target.numel())
         return up(self, target, source, **kwargs)
 
-    Link.up = count  # type: ignore[method-assign]
+    HostLink.up = count  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        Link.up = up  # type: ignore[method-assign]
+        HostLink.up = up  # type: ignore[method-assign]
 
 
 # -- they are there ---------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_every_unit_goes_up_once_a_step() -> None:
 
 def after_the_cpu() -> None:
     engine = make(2, share=0.5)
-    assert set(store(engine).places.values()) == {Place.STREAMED, Place.HOST}
+    assert set(store(engine).places.values()) == {HostPlace.STREAMED, HostPlace.HOST}
     for seed in range(2):
         step(engine, seed)
     assert (len(store(engine)._pending) > 2, ahead(engine)) == (True, 0), "the CPU needs the memory"
@@ -109,7 +109,7 @@ def after_the_cpu() -> None:
     with counted() as copies:
         engine.backward(loss)
         engine.step()
-    assert len(copies) == sum(place is Place.STREAMED for place in store(engine).places.values()) - 3
+    assert len(copies) == sum(place is HostPlace.STREAMED for place in store(engine).places.values()) - 3
     engine.destroy()
 
 

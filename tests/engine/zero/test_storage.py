@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_hf.engine.offload.aio import Aio
 from ds_hf.engine.offload.folder import SwapFolder
-from ds_hf.engine.offload.link import Link
+from ds_hf.engine.offload.link import HostLink
 from ds_hf.engine.offload.swap import SwapPool
 from ds_hf.engine.offload.worker import Worker
 from ds_hf.engine.zero.storage import (
@@ -36,7 +36,7 @@ MakeShards = Callable[[int], list[ShardStorage]]
 @pytest.fixture(params=["device", "host", "file"])
 def shards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeShards]:
     """A function that makes so many storages of one engine."""
-    link, order, pools = Link(CPU), FetchOrder(depth=2), []
+    link, order, pools = HostLink(CPU), FetchOrder(depth=2), []
 
     def make(count: int) -> list[ShardStorage]:
         if request.param == "device":
@@ -117,7 +117,7 @@ MakeGradients = Callable[[torch.dtype], GradientStorage]
 
 @pytest.fixture(params=["device", "host", "host that sums", "host with two places"])
 def gradients(request: pytest.FixtureRequest) -> Iterator[MakeGradients]:
-    link, worker = Link(CPU), Worker()
+    link, worker = HostLink(CPU), Worker()
 
     def make(accumulation: torch.dtype) -> GradientStorage:
         if request.param == "device":

@@ -23,10 +23,10 @@ from ds_hf.checkpoint.deepspeed.layout import find_grid
 from ds_hf.checkpoint.deepspeed.module import ModelStates
 from ds_hf.checkpoint.deepspeed.pickles import load_any, load_pickled, save_pickled
 from ds_hf.checkpoint.deepspeed.read import read_deepspeed
-from ds_hf.checkpoint.deepspeed.slices import Rules
+from ds_hf.checkpoint.deepspeed.slices import SliceRules
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_source
-from ds_hf.checkpoint.source import Kind, Source
+from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.deepspeed_api.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     FP32_FLAT_GROUPS,
@@ -95,7 +95,7 @@ def main(args: Any) -> None:
         source, args.output_folder, strict=getattr(args, "strict", True), workers=getattr(args, "num_merge_workers", 1)
     )
     if getattr(args, "keep_temp_folder", False):
-        if source.kind is Kind.DEEPSPEED:
+        if source.kind is CheckpointKind.DEEPSPEED:
             _extract(source, output / "tmp", getattr(args, "num_extract_workers", 1))
         else:
             print("There are no intermediate files to keep: this checkpoint is read from where it lies")
@@ -170,7 +170,7 @@ def extract_zero_shards(dir: str, ds_checkpoint: DeepSpeedCheckpoint, indices_3D
     state = ds_checkpoint.get_zero_checkpoint_state(pp_index=pp_index, tp_index=tp_index, dp_index=dp_index)
     optimizer = state[OPTIMIZER_STATE_DICT]
     info = ds_checkpoint.get_checkpoint_info(UNIVERSAL_CHECKPOINT_INFO) or {}
-    rules = Rules(
+    rules = SliceRules(
         {PIPELINE_REPLICATED_PARAMETER_PATTERNS: info.get(PIPELINE_REPLICATED_PARAMETER_PATTERNS, [])}, Path(dir), 1
     )
     groups = optimizer[BASE_OPTIMIZER_STATE]["state"]
@@ -248,7 +248,7 @@ def merge_tp_slices(
     """
     name, given = name_and_shapes
     shapes = [tuple(given)] * tp_degree if all(isinstance(n, int) for n in given) else [tuple(shape) for shape in given]
-    rules = Rules(uc_info, Path(slice_dir), tp_degree, assumed=True)
+    rules = SliceRules(uc_info, Path(slice_dir), tp_degree, assumed=True)
     place = rules.place(name, shapes)
     target = Path(dir, name)
     target.mkdir(parents=True, exist_ok=True)

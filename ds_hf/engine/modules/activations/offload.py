@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_hf.engine.modules.activations.arena import Arena, Stretch
-from ds_hf.engine.offload.link import DONE, Link
+from ds_hf.engine.offload.link import DONE, HostLink
 
 __all__ = ["LEAST_NBYTES", "ActivationOffload", "Offloaded"]
 
@@ -125,7 +125,7 @@ class ActivationOffload:
         self.arena = Arena(pinned=pinned and device.type == "cuda")
         self.kept_nbytes = 0  # copied to the host since it was made
         self.inside = 0  # functions that it is around now
-        self._link = Link(device if beside else torch.device("cpu"), yielding=True)
+        self._link = HostLink(device if beside else torch.device("cpu"), yielding=True)
         self._falling: deque[_Descent] = deque()
         self._alive: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self._last: Callable[[], Offloaded | None] = lambda: None

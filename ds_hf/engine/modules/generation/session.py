@@ -26,7 +26,7 @@ from ds_hf.engine.modules.generation.weights import WholeWeights
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.errors import DsHfError
 
-__all__ = ["Decoder", "Generation", "attach", "generation_for", "generation_of"]
+__all__ = ["FastDecoder", "Generation", "attach", "generation_for", "generation_of"]
 
 _MARK = "_ds_generation"
 _SYNCED_GPUS = 5  # position of the argument of transformers' generate, after self
@@ -34,7 +34,7 @@ _SYNCED_GPUS = 5  # position of the argument of transformers' generate, after se
 Call = Callable[..., Any]
 
 
-class Decoder(Protocol):
+class FastDecoder(Protocol):
     """Makes ``model.generate`` of one model fast; calls it by itself where it cannot."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -73,12 +73,12 @@ class Generation:
         longest: int | None,
     ) -> None:
         self.module, self.weights, self.longest = module, weights, longest
-        self.make_decoder: Callable[[nn.Module], Decoder] | None = None
+        self.make_decoder: Callable[[nn.Module], FastDecoder] | None = None
         self._hooks, self._ready = hooks, ready
         self._device, self._dtype, self._autocast = device, dtype, autocast
         self._section = section
         self._random = RandomStream(device)
-        self._decoders: dict[int, Decoder] = {}
+        self._decoders: dict[int, FastDecoder] = {}
         weights.keep_memory(section.enable_cuda_graph and not section.release_inference_cache)
         self._depth = 0
         self._decoding = False
@@ -195,7 +195,7 @@ class Generation:
             if self._section.release_inference_cache and not self._depth:
                 self._release_decoders()
 
-    def _decoder_of(self, model: nn.Module) -> Decoder | None:
+    def _decoder_of(self, model: nn.Module) -> FastDecoder | None:
         """``None`` under autocast, where a graph would keep casts of weights, and where weights are not whole."""
         if self.make_decoder is None or torch.is_autocast_enabled(self._device.type) or not self.weights.are_whole:
             return None

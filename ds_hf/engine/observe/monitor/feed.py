@@ -22,14 +22,14 @@ from torch import Tensor
 
 from ds_hf.config.types import Config
 from ds_hf.engine.events import Observer
-from ds_hf.engine.observe.monitor.late import HostCopy, later
+from ds_hf.engine.observe.monitor.late import LateCopy, later
 from ds_hf.engine.observe.monitor.master import MonitorMaster, wait_at_exit
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 
 __all__ = ["Feed", "attach"]
 
 
-class Trained(Protocol):
+class MonitoredEngine(Protocol):
     """The engine as its feed sees it."""
 
     optimizer: ShardedOptimizer | None
@@ -44,7 +44,7 @@ class Trained(Protocol):
 class Feed(Observer):
     """Writes the events of ``engine`` to ``monitor``."""
 
-    def __init__(self, engine: Trained, monitor: MonitorMaster) -> None:
+    def __init__(self, engine: MonitoredEngine, monitor: MonitorMaster) -> None:
         self.engine, self.monitor = engine, monitor
         self._sum: tuple[int, Tensor] | None = None  # of the step that is being accumulated, and its number from 0
         self._losses: dict[int, Any] = {}  # by the same number; a HostCopy is under way
@@ -67,7 +67,7 @@ class Feed(Observer):
         for step in [step for step in self._losses if step != engine.global_steps]:
             del self._losses[step]  # of steps that were never made: a checkpoint was loaded
         assert engine.optimizer is not None
-        values = {"train_loss": loss.item() if isinstance(loss, HostCopy) else loss}
+        values = {"train_loss": loss.item() if isinstance(loss, LateCopy) else loss}
         values["lr"] = engine.optimizer.param_groups[0]["lr"]
         values["loss_scale"] = engine.optimizer.loss_scaler.scale if engine.settings.fp16.enabled else None
         x = engine.global_samples

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "later"]
+__all__ = ["LateCopy", "later"]
 
 
-class HostCopy:
+class LateCopy:
     """A copy in page-locked memory that the GPU makes when it comes to it."""
 
     def __init__(self, value: Tensor) -> None:
@@ -30,7 +30,7 @@ class HostCopy:
 
 
 def later(value: Any) -> Any:
-    """``value`` for later use: a ``HostCopy`` of what lies on a GPU, other tensors' numbers, anything else as it is.
+    """``value`` for later use: a ``LateCopy`` of what lies on a GPU, other tensors' numbers, anything else as it is.
 
     Raises:
         ValueError: a tensor has more than one element.
@@ -39,4 +39,4 @@ def later(value: Any) -> Any:
         return value
     if value.numel() != 1:
         raise ValueError(f"an event takes one number, but the value has shape {tuple(value.shape)}: reduce it first")
-    return HostCopy(value) if value.is_cuda else value.item()
+    return LateCopy(value) if value.is_cuda else value.item()

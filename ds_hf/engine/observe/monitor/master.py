@@ -22,7 +22,7 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.observe.monitor.base import Event, Monitor, Writer, is_writing_rank
 from ds_hf.engine.observe.monitor.comet import CometMonitor
 from ds_hf.engine.observe.monitor.csv_files import CsvMonitor
-from ds_hf.engine.observe.monitor.late import HostCopy, later
+from ds_hf.engine.observe.monitor.late import LateCopy, later
 from ds_hf.engine.observe.monitor.tensorboard import TensorBoardMonitor
 from ds_hf.engine.observe.monitor.wandb import WandbMonitor
 from ds_hf.errors import ConfigError
@@ -90,7 +90,7 @@ class MonitorMaster(Monitor):
                 self._write_oldest()
 
     def _write_oldest(self) -> None:
-        events = [(name, v.item() if isinstance(v, HostCopy) else v, x) for name, v, x in self._waiting.popleft()]
+        events = [(name, v.item() if isinstance(v, LateCopy) else v, x) for name, v, x in self._waiting.popleft()]
         for writer in self._writers:
             writer.write_events(events)
 
@@ -121,7 +121,7 @@ def _close_at_exit(reference: weakref.ref[MonitorMaster]) -> None:
 
 
 def _arrived(events: list[Event]) -> bool:
-    return all(value.ready for _, value, _ in events if isinstance(value, HostCopy))
+    return all(value.ready for _, value, _ in events if isinstance(value, LateCopy))
 
 
 def open_monitors(settings: Config, axis: Axis, *, silent: bool = False) -> MonitorMaster:

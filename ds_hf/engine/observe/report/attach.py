@@ -17,7 +17,7 @@ from ds_hf.engine.observe.report.files import POINTER, ReportFile, require_writa
 from ds_hf.engine.observe.report.finisher import Finisher
 from ds_hf.engine.observe.report.header import header_of
 from ds_hf.engine.observe.report.memory import MEMORY_STEP, MemoryWatch
-from ds_hf.engine.observe.report.recorder import DeviceRecorder, Recorder, Step
+from ds_hf.engine.observe.report.recorder import DeviceRecorder, RecordedStep, Recorder
 from ds_hf.engine.observe.report.spans import Key
 from ds_hf.engine.observe.report.wiring import Wiring
 from ds_hf.errors import ConfigError
@@ -122,7 +122,7 @@ class Report:
             if engine.global_steps + 1 - self._first == MEMORY_STEP and recorder.on and _countable(engine):
                 self._memory = MemoryWatch(engine, recorder)
 
-    def _on_step(self, step: Step) -> None:
+    def _on_step(self, step: RecordedStep) -> None:
         """A step's times are known."""
         found = figures_of(step, self.recorder.keys, self._header)
         self._steps.append(found)

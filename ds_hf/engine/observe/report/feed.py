@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_hf.engine.observe.report.recorder import Step
+from ds_hf.engine.observe.report.recorder import RecordedStep
 from ds_hf.engine.observe.report.spans import Key, self_times
 
 __all__ = ["NAMES", "figures_of", "mean_of"]
@@ -28,7 +28,7 @@ NAMES = {
 }
 
 
-def figures_of(step: Step, keys: Sequence[Key], header: Mapping[str, Any]) -> dict[str, float]:
+def figures_of(step: RecordedStep, keys: Sequence[Key], header: Mapping[str, Any]) -> dict[str, float]:
     """Milliseconds of each kind that the step has, which add up to those of the step, and where tokens are known this
     rank's ``tokens_per_second`` and ``mfu``."""
     kinds: dict[str, float] = {}

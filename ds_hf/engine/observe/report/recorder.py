@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_hf.engine.observe.monitor.late import HostCopy, later
+from ds_hf.engine.observe.monitor.late import LateCopy, later
 from ds_hf.engine.observe.report.files import ReportFile
 from ds_hf.engine.observe.report.spans import Key, Span
 
-__all__ = ["DeviceRecorder", "Recorder", "Step", "is_sampled"]
+__all__ = ["DeviceRecorder", "RecordedStep", "Recorder", "is_sampled"]
 
 CLOSE = -1
 _NOTHING = nullcontext()
@@ -38,7 +38,7 @@ def is_sampled(number: int) -> bool:
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """One recorded step.
 
     Attributes:
@@ -111,7 +111,7 @@ class Recorder:
         self.on = False
         self.phase = ""
         self.keys: list[Key] = []
-        self.listeners: list[Callable[[Step], None]] = []
+        self.listeners: list[Callable[[RecordedStep], None]] = []
         self.memory: Looks | None = None
         self.turn = 0
         self.depth = self._base = 0
@@ -210,10 +210,10 @@ class Recorder:
         tokens = _sum(self._tokens)
         start = self._times[0]
         times = [(stamp - start) * 1e-9 for stamp in self._times]
-        step = Step(number, start * 1e-9, times[-1], samples, tokens, spans_of(self._codes, times))
+        step = RecordedStep(number, start * 1e-9, times[-1], samples, tokens, spans_of(self._codes, times))
         self._complete(step)
 
-    def _complete(self, step: Step) -> None:
+    def _complete(self, step: RecordedStep) -> None:
         self.recorded += 1
         new = {index: self.keys[index] for index in range(self._told, len(self.keys))}
         self._told = len(self.keys)
@@ -331,11 +331,11 @@ class DeviceRecorder(Recorder):
                     found.append(Span(key, first.elapsed_time(start) * 1e-3, start.elapsed_time(end) * 1e-3))
             starved = sum(kept_up) / len(kept_up) if kept_up else 0.0
             spans = spans_of(codes, times)
-            step = Step(number, host, times[-1], samples, _sum_on_host(tokens), spans, found, starved)
+            step = RecordedStep(number, host, times[-1], samples, _sum_on_host(tokens), spans, found, starved)
             self._idle += events
             self._idle += [event for _, *pair in beside for event in pair]
             self._complete(step)
 
 
 def _sum_on_host(tokens: Sequence[Any]) -> int | None:
-    return int(sum(each.item() if isinstance(each, HostCopy) else each for each in tokens)) if tokens else None
+    return int(sum(each.item() if isinstance(each, LateCopy) else each for each in tokens)) if tokens else None

@@ -21,7 +21,7 @@ from ds_hf.engine.events import Observer, Phase, Waits
 from ds_hf.engine.observe.model_flops import count_tokens
 from ds_hf.engine.observe.report.recorder import Recorder
 from ds_hf.engine.observe.report.spans import NEXT_BATCH, Key, kind_of
-from ds_hf.engine.offload.aio import Request
+from ds_hf.engine.offload.aio import FileRequest
 from ds_hf.engine.offload.link import Arrival
 from ds_hf.engine.zero.hooks import in_backward, tensors_in
 
@@ -162,7 +162,7 @@ class Wiring(Observer):
         self._watch_waits(engine)
         self._watch_logs(engine)
         self._listen(Arrival, "waits", staticmethod(self._in_main_thread(_of_copy)))
-        self._listen(Request, "waits", staticmethod(self._in_main_thread(_of_file)))
+        self._listen(FileRequest, "waits", staticmethod(self._in_main_thread(_of_file)))
         self._watch_loaders()
 
     def remove(self) -> None:

@@ -27,7 +27,7 @@ from ds_hf.engine.comm.mesh import Axis, axis_of
 from ds_hf.engine.ops import library as ops
 from ds_hf.engine.ops import onebit
 from ds_hf.engine.optim.base import Piece, TensorwiseOptimizer, UnitPieces, by_group, outs_of
-from ds_hf.engine.optim.onebit.exchange import Exchange
+from ds_hf.engine.optim.onebit.exchange import OneBitExchange
 
 __all__ = ["OneBitOptimizer", "gradient", "write"]
 
@@ -60,7 +60,7 @@ class OneBitOptimizer(TensorwiseOptimizer):
         self.deepspeed = deepspeed
         self.eps_inside_sqrt = eps_inside_sqrt
         self.comm_time = 0.0  # of DeepSpeed's classes; nothing is measured here
-        self._exchange: Exchange | None = None
+        self._exchange: OneBitExchange | None = None
         self._exchanged: dict[Hashable, list[Tensor]] = {}  # parameters by key, in the order of their flat tensor
         self._lives: dict[Tensor, Tensor] = {}  # whether parameters have had gradients
         self._floors: dict[Tensor, tuple[Tensor, int, Tensor]] = {}  # with the second moment that they are of
@@ -71,7 +71,7 @@ class OneBitOptimizer(TensorwiseOptimizer):
 
     def connect(self, axis: Axis) -> None:
         """Exchange over ``axis`` from now on."""
-        self._exchange = Exchange(axis)
+        self._exchange = OneBitExchange(axis)
 
     @property
     @abstractmethod
@@ -95,10 +95,10 @@ class OneBitOptimizer(TensorwiseOptimizer):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> OneBitExchange:
         """Over the processes of the engine, without one over all there are."""
         if self._exchange is None:
-            self._exchange = Exchange(axis_of(None) if dist.is_initialized() else None)
+            self._exchange = OneBitExchange(axis_of(None) if dist.is_initialized() else None)
         return self._exchange
 
     def update_pieces(self, units: Sequence[UnitPieces], scale_and_skip: Tensor | None) -> None:

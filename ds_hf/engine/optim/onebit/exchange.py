@@ -22,7 +22,7 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.ops.blocks import BlockFormat
 
-__all__ = ["FORM", "Exchange", "Kept", "kept_nbytes", "scratch_nbytes"]
+__all__ = ["FORM", "Kept", "OneBitExchange", "kept_nbytes", "scratch_nbytes"]
 
 FORM = BlockFormat(1, 4096)
 _ALIGNED = 64  # elements: parts of processes begin at whole words of packed signs
@@ -57,7 +57,7 @@ class Kept:
         return sum(each.nbytes for each in (self.worker_errors, self.server_error, self.sent, self.received))
 
 
-class Exchange:
+class OneBitExchange:
     """Means over ``axis``, which ``None`` makes those of one process."""
 
     def __init__(self, axis: Axis | None) -> None:
@@ -161,7 +161,7 @@ def kept_nbytes(numel: int, ranks: int) -> int:
 
 
 def scratch_nbytes(numel: int, ranks: int) -> int:
-    """What an ``Exchange`` takes besides, whose largest means are of ``numel`` values."""
+    """What an ``OneBitExchange`` takes besides, whose largest means are of ``numel`` values."""
     return 4 * (ranks + 1) * _part_of(numel, ranks)
 
 

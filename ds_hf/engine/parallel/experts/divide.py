@@ -12,7 +12,7 @@ from ds_hf.engine.parallel.experts.dispatch import DispatchedExperts
 from ds_hf.engine.parallel.experts.plan import ExpertLayer, plan_experts
 from ds_hf.engine.parallel.tensor.divide import cut_parameter
 from ds_hf.engine.parallel.tensor.functions import Place
-from ds_hf.engine.parallel.tensor.plan import Division
+from ds_hf.engine.parallel.tensor.plan import Slicing
 from ds_hf.engine.parallel.tensor.styles import Style, place_of, swap_class
 from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.errors import ConfigError
@@ -41,7 +41,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
         for key in layer.params:
             param = layer.module._parameters[key]
             assert param is not None
-            division = Division(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
+            division = Slicing(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
             cut_parameter(param, division, key, parts, optimizer, shards=same)
             divide_over_experts(param, parts.world_size)
         swap_class(

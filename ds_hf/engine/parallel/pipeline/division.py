@@ -14,7 +14,7 @@ from ds_hf.engine.parallel.pipeline.partition import bounds_of, partition_balanc
 from ds_hf.engine.parallel.pipeline.specs import TiedLayerSpec, layer_name, on_meta
 from ds_hf.errors import ConfigError
 
-__all__ = ["Division", "LayerCost", "divide_layers", "layer_costs"]
+__all__ = ["LayerCost", "LayerDivision", "divide_layers", "layer_costs"]
 
 _WHERE = "PipelineModule(partition_method=...)"
 _TRAINED_NBYTES, _FROZEN_NBYTES = 18, 2  # of an element: 16-bit value and gradient, fp32 gradient, master and moments
@@ -42,7 +42,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Division:
+class LayerDivision:
     """The layers of each stage.
 
     Attributes:
@@ -92,7 +92,9 @@ def _runs(layers: Sequence[Any]) -> str:
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in found)
 
 
-def divide_layers(layers: Sequence[Any], stages: int, method: str, *, chunks: int = 1, sample: Any = None) -> Division:
+def divide_layers(
+    layers: Sequence[Any], stages: int, method: str, *, chunks: int = 1, sample: Any = None
+) -> LayerDivision:
     """Cut ``layers`` into ``stages * chunks`` parts.
 
     Args:
@@ -121,7 +123,7 @@ def divide_layers(layers: Sequence[Any], stages: int, method: str, *, chunks: in
     else:
         known = '"parameters", "uniform", "type:REGEX" and "memory"'
         raise ConfigError(f"there is no partition method {method!r:.60}: there are {known}", _WHERE)
-    return Division(bounds, stages, tuple(costs), method)
+    return LayerDivision(bounds, stages, tuple(costs), method)
 
 
 def _matches(layers: Sequence[Any], pattern: str) -> list[int]:

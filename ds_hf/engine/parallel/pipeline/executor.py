@@ -31,7 +31,7 @@ from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.errors import LossError, PipelineError
 from ds_hf.log import logger
 
-__all__ = ["Executor", "Outcome"]
+__all__ = ["BatchOutcome", "Executor"]
 
 
 class Trained(Protocol):
@@ -49,7 +49,7 @@ class Trained(Protocol):
 
 
 @dataclass
-class Outcome:
+class BatchOutcome:
     """What came out of a batch on this stage.
 
     Attributes:
@@ -127,7 +127,7 @@ class Executor:
         """Which part of the last batch this stage neither computed a forward nor a backward."""
         return max(0.0, 1 - self.busy_seconds / self.seconds) if self.seconds else 0.0
 
-    def train(self, items: Sequence[Any], micro_batches: int) -> Outcome:
+    def train(self, items: Sequence[Any], micro_batches: int) -> BatchOutcome:
         """Forward and backward of all micro-batches.
 
         Args:
@@ -136,7 +136,7 @@ class Executor:
         order = interleaved(micro_batches, self.stages, self.stage, self.chunks)
         accumulation = self.engine.accumulation
         with self._batch(), self.engine.events.phase("schedule"):
-            outcome = Outcome()
+            outcome = BatchOutcome()
             for place, work in enumerate(order):
                 accumulation.last = place == len(order) - 1
                 try:
@@ -146,14 +146,14 @@ class Executor:
             self.links.settle()
         return outcome
 
-    def evaluate(self, items: Sequence[Any], micro_batches: int, *, compute_loss: bool) -> Outcome:
+    def evaluate(self, items: Sequence[Any], micro_batches: int, *, compute_loss: bool) -> BatchOutcome:
         """Forward of all micro-batches, in rounds of as many as there are stages."""
         rounds = [
             range(first, min(first + self.stages, micro_batches)) for first in range(0, micro_batches, self.stages)
         ]
         order = [Work(True, index, chunk) for each in rounds for chunk in range(self.chunks) for index in each]
         with self._batch(), torch.no_grad():
-            outcome = Outcome()
+            outcome = BatchOutcome()
             for place, work in enumerate(order):
                 following = order[place + 1] if place + 1 < len(order) else None
                 with _Telling(self, work):
@@ -173,7 +173,7 @@ class Executor:
             self.module.chunk = 0
             self.links.log.at = ""
 
-    def _run(self, work: Work, following: Work | None, items: Sequence[Any], outcome: Outcome) -> None:
+    def _run(self, work: Work, following: Work | None, items: Sequence[Any], outcome: BatchOutcome) -> None:
         with _Telling(self, work):
             if work.forward:
                 self._forward(work, following, items, outcome, compute_loss=True)
@@ -190,7 +190,7 @@ class Executor:
         return self._part(work) == self.stages * self.chunks - 1
 
     def _forward(
-        self, work: Work, following: Work | None, items: Sequence[Any], outcome: Outcome, *, compute_loss: bool
+        self, work: Work, following: Work | None, items: Sequence[Any], outcome: BatchOutcome, *, compute_loss: bool
     ) -> None:
         received, inputs = None, None
         before = self.links.before[work.chunk]

@@ -23,7 +23,7 @@ from ds_hf.engine.comm.mesh import Axis, compute_device
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.comm.together import building
 from ds_hf.engine.parallel.likeness import describe_arguments, describe_config
-from ds_hf.engine.parallel.pipeline.division import Division, divide_layers
+from ds_hf.engine.parallel.pipeline.division import LayerDivision, divide_layers
 from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
 from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec, check_apart, tied_keys
 from ds_hf.engine.parallel.pipeline.topology import PipeDataParallelTopology, ProcessTopology
@@ -369,7 +369,7 @@ class StageModule(nn.Module):
         return len(self._bounds)
 
     @property
-    def division(self) -> Division:
+    def division(self) -> LayerDivision:
         """How layers are divided, and what each of them takes."""
         return self._division
 

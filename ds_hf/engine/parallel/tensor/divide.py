@@ -23,7 +23,7 @@ from ds_hf.engine.comm.mesh import Axis, Mesh, compute_device
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.gathered import Divided, mark_divided
 from ds_hf.engine.parallel.tensor.hosts import warn_across_hosts
-from ds_hf.engine.parallel.tensor.plan import Division, plan_division
+from ds_hf.engine.parallel.tensor.plan import Slicing, plan_division
 from ds_hf.engine.parallel.tensor.styles import STYLES, AlibiPart, place_of, swap_class
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
 from ds_hf.engine.zero.cut import cut_of, is_marked, set_cut
@@ -59,12 +59,12 @@ def divide(model: nn.Module, mesh: Mesh, section: TensorParallelSection, optimiz
     share_random_states(axis)
 
 
-def _planned(model: nn.Module, section: TensorParallelSection, mesh: Mesh, axis: Axis) -> list[Division]:
+def _planned(model: nn.Module, section: TensorParallelSection, mesh: Mesh, axis: Axis) -> list[Slicing]:
     """The divisions. Stages of a pipeline have other layers each: the faults of one stop all, which would wait for it
     in the next collective."""
     if mesh.shape.pipe == 1:
         return plan_division(model, section, axis.world_size)
-    divisions, own = list[Division](), None
+    divisions, own = list[Slicing](), None
     try:
         divisions = plan_division(model, section, axis.world_size)
     except ConfigError as error:
@@ -117,7 +117,7 @@ def _ranks(axis: Axis) -> list[int]:
 
 
 def _apply(
-    division: Division,
+    division: Slicing,
     model: nn.Module,
     mesh: Mesh | None,
     axis: Axis,
@@ -157,7 +157,7 @@ def _apply(
     swap_class(module, division.style.module, Place(axis, division.name, copied), **known)
 
 
-def _rotary(model: nn.Module, division: Division) -> int:
+def _rotary(model: nn.Module, division: Slicing) -> int:
     for holder in (division.module, *model.modules()):
         config = getattr(holder, "config", None)
         config = getattr(config, "text_config", None) or config
@@ -169,7 +169,7 @@ def _rotary(model: nn.Module, division: Division) -> int:
 
 @torch.no_grad()
 def cut_parameter(
-    param: nn.Parameter, division: Division, key: str, axis: Axis, optimizer: Any, *, shards: Axis | None
+    param: nn.Parameter, division: Slicing, key: str, axis: Axis, optimizer: Any, *, shards: Axis | None
 ) -> None:
     """Leave of ``param``, the ``key`` of a division, the part of this process. Collective where it has values.
 
@@ -232,7 +232,7 @@ _COUNTS = (
 _CONFIG_COUNTS = ("num_attention_heads", "num_key_value_heads", "n_head", "multi_query_group_num")
 
 
-def _localise(model: nn.Module, divisions: Sequence[Division], axis: Axis) -> None:
+def _localise(model: nn.Module, divisions: Sequence[Slicing], axis: Axis) -> None:
     """Where rules were given for a model that does not know of tensor parallelism: the numbers of heads, and widths, by
     which the parents of layers that are cut by their outputs shape what these give. DeepSpeed changes the same."""
     size = axis.world_size

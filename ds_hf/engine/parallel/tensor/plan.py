@@ -21,11 +21,11 @@ from ds_hf.engine.zero.replicas import is_tied_over_stages
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
-__all__ = ["Division", "plan_division"]
+__all__ = ["Slicing", "plan_division"]
 
 
 @dataclass
-class Division:
+class Slicing:
     """What becomes of one module.
 
     Attributes:
@@ -55,7 +55,7 @@ class Division:
         return Cut(dim, tuple(ranges), shape)  # type: ignore[arg-type]
 
 
-def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -> list[Division]:
+def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -> list[Slicing]:
     """How ``model`` is divided over ``size`` processes. Changes nothing, and is the same on all processes.
 
     Args:
@@ -90,7 +90,7 @@ def plan_division(model: nn.Module, section: TensorParallelSection, size: int) -
 # -- from rules to divisions ---------------------------------------------------------------------------------------
 
 
-def _divisions(model: nn.Module, rules: Rules, size: int, faults: list[Fault]) -> Iterator[Division]:
+def _divisions(model: nn.Module, rules: Rules, size: int, faults: list[Fault]) -> Iterator[Slicing]:
     modules = dict(model.named_modules())
     named = {
         name: [*_layers(name, modules[name], rule, faults)]
@@ -104,7 +104,7 @@ def _divisions(model: nn.Module, rules: Rules, size: int, faults: list[Fault]) -
                 continue
             if rule.shape is not None:
                 style = FUSED[style.cuts]
-            division = Division(name, module, style, localises=rules.local_attributes)
+            division = Slicing(name, module, style, localises=rules.local_attributes)
             own = {key: param for key, param in module._parameters.items() if param is not None}
             if style.sums_gradient:
                 division.sums = list(own)
@@ -180,7 +180,7 @@ def _unfit(name: str, module: nn.Module) -> Iterator[Fault]:
         )
 
 
-def _cut_layer(division: Division, own: Mapping[str, Tensor], rule: Rule, size: int, faults: list[Fault]) -> None:
+def _cut_layer(division: Slicing, own: Mapping[str, Tensor], rule: Rule, size: int, faults: list[Fault]) -> None:
     style = division.style
     for key, param in own.items():
         shape = logical_shape(param) if cut_of(param) is None else cut_of(param).whole  # type: ignore[union-attr]
@@ -205,7 +205,7 @@ def _dimension(style: Style, module: nn.Module, key: str, dims: int) -> int | No
 
 
 def _sizes(
-    division: Division, shape: Sequence[int], dim: int, rule: Rule, key: str, faults: list[Fault]
+    division: Slicing, shape: Sequence[int], dim: int, rule: Rule, key: str, faults: list[Fault]
 ) -> tuple[int, ...]:
     """What lies along the cut dimension, one after another; each of it is divided."""
     length = shape[dim]
@@ -224,7 +224,7 @@ def _sizes(
         return (length,)
 
 
-def _even(length: int, division: Division) -> bool:
+def _even(length: int, division: Slicing) -> bool:
     return length % division.style.packed == 0
 
 
@@ -256,9 +256,9 @@ def _check(
 
 def _of_parameters(
     owner: str, module: nn.Module, entries: Mapping[str, Rule], size: int, faults: list[Fault]
-) -> Iterator[Division]:
+) -> Iterator[Slicing]:
     """Rules that name parameters: of stacked experts ``[experts, outputs, inputs]``, of attention sinks."""
-    division = Division(owner, module, Style())
+    division = Slicing(owner, module, Style())
     for key, rule in entries.items():
         style, param = STYLES[rule.style], module._parameters[key]
         assert param is not None
@@ -286,7 +286,7 @@ def _of_parameters(
 
 def _by_vocabulary(
     model: nn.Module, section: TensorParallelSection, size: int, faults: list[Fault]
-) -> Iterator[Division]:
+) -> Iterator[Slicing]:
     """The output layer, and the embeddings that share its weight: both are cut by their rows, so each process has the
     same part of the tensor for both (``vocab_parallel_lm_head``)."""
     pointer = f"{POINTER}/vocab_parallel_lm_head"
@@ -345,7 +345,7 @@ def _output_of(module: nn.Module) -> nn.Module | None:
 # -- what stays whole, and checks ----------------------------------------------------------------------------------
 
 
-def _without_tied(model: nn.Module, divisions: list[Division]) -> list[Division]:
+def _without_tied(model: nn.Module, divisions: list[Slicing]) -> list[Slicing]:
     """Parameters that several modules share stay whole, and so do those modules: each would cut them its own way."""
     holders: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
@@ -381,7 +381,7 @@ def _is_elsewhere(module: nn.Module) -> bool:
     return bool(getattr(module, "_ds_elsewhere", False))
 
 
-def _without_fused_heads(model: nn.Module, divisions: list[Division]) -> list[Division]:
+def _without_fused_heads(model: nn.Module, divisions: list[Slicing]) -> list[Slicing]:
     """Heads stay whole where another library has replaced the model's forward: fused losses (Liger's, TRL's) multiply
     by the head's weight without calling the head, and would take a part of the vocabulary for all of it."""
     fused: dict[int, str] = {}
@@ -409,11 +409,11 @@ def _replaced_by(module: nn.Module) -> str:
     return "" if written.partition(".")[0] == owner.__module__.partition(".")[0] else f"that of {written}"
 
 
-def _learned_activations(model: nn.Module, divisions: Sequence[Division]) -> list[Division]:
+def _learned_activations(model: nn.Module, divisions: Sequence[Slicing]) -> list[Slicing]:
     """Activations with parameters of their own (xIELU of Apertus, PReLU) beside a layer that is cut by its outputs.
     They see a part of what it gives, so each process has a part of their gradient; transformers' plans skip them."""
     modules, known = dict(model.named_modules()), {id(division.module) for division in divisions}
-    found: dict[int, Division] = {}
+    found: dict[int, Slicing] = {}
     for division in divisions:
         if division.style.cuts != "out" or _gathered(division):
             continue
@@ -423,11 +423,11 @@ def _learned_activations(model: nn.Module, divisions: Sequence[Division]) -> lis
             learned = isinstance(child, nn.PReLU) or type(child).__module__ == "transformers.activations"
             if own and learned and id(child) not in known:
                 name = f"{above}.{key}" if above else key
-                found[id(child)] = Division(name, child, Style(), sums=own)
+                found[id(child)] = Slicing(name, child, Style(), sums=own)
     return [*found.values()]
 
 
-def _odd_heads(model: nn.Module, divisions: Sequence[Division], size: int) -> Iterator[Fault]:
+def _odd_heads(model: nn.Module, divisions: Sequence[Slicing], size: int) -> Iterator[Fault]:
     """Attention whose heads would be cut in the middle, each kind of module once."""
     modules, said = dict(model.named_modules()), set[str]()
     for division in divisions:
@@ -448,7 +448,7 @@ def _odd_heads(model: nn.Module, divisions: Sequence[Division], size: int) -> It
                 yield Fault(POINTER, message, choice)
 
 
-def _gathered(division: Division) -> bool:
+def _gathered(division: Slicing) -> bool:
     return division.style.module is STYLES["colwise_rep"].module
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from ds_hf.engine.observe.monitor import feed, master
-from ds_hf.engine.observe.monitor.late import HostCopy
+from ds_hf.engine.observe.monitor.late import LateCopy
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 
 
-class Slow(HostCopy):
+class Slow(LateCopy):
     """A copy from a device that answers when it is told to; the number is the one at the time of the copy."""
 
     made: list[Slow]

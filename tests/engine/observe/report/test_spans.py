@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_hf.engine.observe.report.files import ReportFile, rank_path, require_writable
-from ds_hf.engine.observe.report.recorder import Recorder, Step, is_sampled
+from ds_hf.engine.observe.report.recorder import RecordedStep, Recorder, is_sampled
 from ds_hf.engine.observe.report.spans import KINDS, Key, Span, kind_of, self_times
 from ds_hf.errors import ConfigError
 
@@ -27,7 +27,7 @@ class Clock:
         return self.now
 
 
-def recorder_of(folder: Path, clock: Clock, every: bool = True) -> tuple[Recorder, list[Step]]:
+def recorder_of(folder: Path, clock: Clock, every: bool = True) -> tuple[Recorder, list[RecordedStep]]:
     recorder, steps = Recorder(ReportFile(folder, 0), every=every, clock=clock), []
     recorder.listeners.append(steps.append)
     return recorder, steps

@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ds_hf.engine.observe.report.files import rank_path
 from ds_hf.engine.observe.report.recorder import Recorder
 from ds_hf.engine.observe.report.spans import Key
-from ds_hf.engine.offload.aio import Request
+from ds_hf.engine.offload.aio import FileRequest
 from ds_hf.engine.offload.link import Arrival
 from ds_hf.errors import ConfigError
 from tests.engine.observe.report.common import Recorded, make_engine, read_rank, train
@@ -132,7 +132,7 @@ def leaves_nothing_behind(folder: Path) -> None:
     assert not other.events.watched
     engine.destroy()
     assert log.observer is None
-    assert (_BaseDataLoaderIter.__next__, Arrival.waits, Request.waits) == before
+    assert (_BaseDataLoaderIter.__next__, Arrival.waits, FileRequest.waits) == before
     assert not engine.events.watched
     assert not any(buffer.waits for unit in engine.units for buffer in unit.buffers)
     train(other, 1)

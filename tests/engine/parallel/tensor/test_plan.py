@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hf.config.types.parallel import TensorParallelSection
 from ds_hf.engine.parallel.pipeline.holes import Skip
-from ds_hf.engine.parallel.tensor.plan import Division, plan_division
+from ds_hf.engine.parallel.tensor.plan import Slicing, plan_division
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
 
@@ -31,7 +31,7 @@ def llama(**more: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **more}))
 
 
-def planned(model: nn.Module, size: int = 2) -> dict[str, Division]:
+def planned(model: nn.Module, size: int = 2) -> dict[str, Slicing]:
     return {division.name: division for division in plan_division(model, SECTION, size)}
 
 

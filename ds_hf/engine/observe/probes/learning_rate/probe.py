@@ -27,7 +27,7 @@ from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.errors import DsHfError, LossScaleError
 from ds_hf.log import logger
-from ds_hf.lr import LrOptions, LrResult, Run, RunResult, Sweep, decide, landmarks, run_lr
+from ds_hf.lr import LrOptions, LrResult, PlannedRun, RunResult, Sweep, decide, landmarks, run_lr
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
@@ -180,7 +180,7 @@ class _Work:
         rows = {key: tuple(values) for key, values in columns.items() if key != "norms"}
         return Sweep(seed, grad_norms=tuple(columns["norms"]), skipped=skipped, diverged_at=ended, **rows)
 
-    def run(self, run: Run) -> Generator[Want, Fed, float]:
+    def run(self, run: PlannedRun) -> Generator[Want, Fed, float]:
         """A short training; the held-out loss at its end, infinite when it diverged."""
         order = self._begin(run.seed)
         watch = _Divergence(self.options.stop_factor)

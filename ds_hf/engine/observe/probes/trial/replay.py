@@ -26,7 +26,7 @@ from ds_hf.engine.observe.probes.trial.memory import MemoryMeter, agree_max, is_
 from ds_hf.engine.observe.probes.trial.probe import Probe
 from ds_hf.measure.protocol import TrialRequest
 from ds_hf.measure.statistics import Summary
-from ds_hf.measure.turns import Rules, Timing, settle, take_turns
+from ds_hf.measure.turns import StopRules, Timing, settle, take_turns
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
@@ -167,7 +167,7 @@ class Replay:
     def measure_all(self, points: Sequence[Size]) -> Size | None:
         """Every size, in turns; after one that did not fit, no larger one. Returns the fastest."""
         asked = self.request
-        rules = Rules(asked.steps, asked.point_seconds, asked.precision, alone=bool(self.engine.compiler.compiled))
+        rules = StopRules(asked.steps, asked.point_seconds, asked.precision, alone=bool(self.engine.compiler.compiled))
         visits = take_turns(
             points, self._prepare, self._visit, self._read, rules, agree=self._agreed, lost=self._looked_at
         )
