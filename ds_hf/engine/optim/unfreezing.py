@@ -68,10 +68,9 @@ class Unfreezing:
         self._told: list[bool] | None = []  # when what no group has was told
         self._strays: dict[Tensor, None] = {}  # that have gradients and belong to no group
         self._new: dict[str, nn.Parameter] = {}  # that were put into the model since, and that nothing was said of yet
-        self.compare_settings: Callable[[], int] = lambda: (
-            1 << 60
-        )  # with other processes'; says before which step again
-        self._steps_until = 1
+        self._told_new: set[int] = set()  # ids of those of which it was
+        self.compare_settings: Callable[[], int] = lambda: 0  # with other processes'; says after how many steps again
+        self._steps, self._steps_until = 0, 1
         if optimizer is not None:
             hooks.on_call, hooks.on_stray, optimizer.before_step = self.look, self._note_stray, self._before_step
             optimizer.on_edit, self._writes = self.regroup, _LostWrites(optimizer)
@@ -105,9 +104,12 @@ class Unfreezing:
         else:
             self.look()
         self._writes.tell()
+        self._steps += 1
         self._steps_until -= 1
         if not self._steps_until:
             self._steps_until = self.compare_settings()
+        if not self._steps & (self._steps - 1) or not self._steps % 64:
+            self._hooks.grown = True  # or may be: what is put into ``module._modules`` tells no hook
 
     def _follow_edits(self, optimizer: ShardedOptimizer) -> None:
         """Groups hold what they held, or a script has edited them."""
@@ -239,13 +241,13 @@ class Unfreezing:
     def _tell_of_new(self) -> None:
         """Say which parameters that train were put into the model after the engine was built."""
         if self._hooks.grown:
-            model, known = self._units[0].module, {id(param) for param in self._params}
+            model, known = self._units[0].module, {*map(id, self._params), *self._told_new}
             self._hooks.watch_modules(model)
             self._new = {n: p for n, p in model.named_parameters() if id(p) not in known and not is_trained(p)}
         told = [name for name, param in self._new.items() if param.requires_grad]
         if not told:
             return
-        self._new.clear()
+        self._told_new.update(id(self._new.pop(name)) for name in told)
         more = f" and {len(told) - 3} more" if len(told) > 3 else ""
         warn_once(
             f"{', '.join(told[:3])}{more}: put into the model after initialize(), so this engine does not know them. "

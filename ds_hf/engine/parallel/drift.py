@@ -25,7 +25,7 @@ __all__ = ["Drift", "attach"]
 
 _MOST = 64  # steps between comparisons; at first each comes after twice as many
 _TRAINS = "which train"
-_NEVER = 1 << 60
+_NEVER = 0
 
 
 def attach(engine: Any) -> None:
