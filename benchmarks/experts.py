@@ -6,7 +6,7 @@
 
 The engines take turns as in ``training.py``, whose loop, tokens and figures these are; the models have the shapes of
 Qwen3-30B-A3B, OLMoE-1B-7B and gpt-oss-20b, cut in depth to what fits. *ds_hf+ep* divides experts over all processes,
-*ds_hf* over none; *deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use
+*ds_hf+local* over none and computes them as divided ones are (``autoep_size`` 1), *ds_hf* leaves them to transformers; *deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use
 today, *deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it. *floor* is forward and
 backward of the bf16 model alone.
 
@@ -118,8 +118,12 @@ def experts_section(args: argparse.Namespace) -> dict[str, Any]:
 
 ENGINES: dict[str, type[training.Contender]] = {
     "ds_hf": training.DsHf,
+    "ds_hf+local": with_config(training.DsHf, expert_parallel={"enabled": True, "autoep_size": 1}),
     "ds_hf+ep": with_config(training.DsHf, expert_parallel=experts_section),
     "ds_hf2": with_config(training.DsHf, zero_optimization={"stage": 2}),
+    "ds_hf2+local": with_config(
+        training.DsHf, expert_parallel={"enabled": True, "autoep_size": 1}, zero_optimization={"stage": 2}
+    ),
     "ds_hf2+ep": with_config(training.DsHf, expert_parallel=experts_section, zero_optimization={"stage": 2}),
     "deepspeed-leaf": DeepSpeedLeaf,
     "deepspeed2": with_config(training.DeepSpeed, zero_optimization={"stage": 2}),
@@ -150,9 +154,18 @@ def milliseconds(function: Callable[[], Any], device: str, repeats: int = 20) ->
     return statistics.median(found)
 
 
+def profiled(function: Callable[[], Any], device: str) -> str:
+    """Where the time of the device goes."""
+    with torch.profiler.profile() as profile:
+        function()
+    key = "self_cpu_time_total" if device == "cpu" else "self_device_time_total"
+    return str(profile.key_averages().table(sort_by=key, row_limit=14, max_name_column_width=60))
+
+
 def products(args: argparse.Namespace) -> dict[str, Any]:
     """One layer's experts."""
-    from ds_hf.engine.parallel.experts.exchange import add_up, routes_here, take
+    from ds_hf.engine.parallel.experts.compute import compute_routes
+    from ds_hf.engine.parallel.experts.exchange import add_up, all_routes, take
 
     dtype = torch.bfloat16
     args.layers = 1
@@ -173,8 +186,8 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
         x.grad = up.grad = down.grad = None
 
     def routed() -> None:
-        routes, experts, at = routes_here(chosen, count, tokens * top)
-        found = module(take(x, routes), experts[:, None], weights.reshape(-1)[at, None])
+        routes, experts, at = all_routes(chosen)
+        found = compute_routes(module, module, take(x, routes), experts, weights.reshape(-1)[at, None])
         add_up(found, routes).backward(seed)
         x.grad = up.grad = down.grad = None
 
@@ -192,6 +205,9 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
 
     found = {name: milliseconds(each, args.device) for name, each in
              (("model", model_own), ("routes", routed), ("products", alone))}  # fmt: skip
+    if args.profile:
+        for each in (model_own, routed):
+            print(each.__name__, profiled(each, args.device))
     flops = 6 * tokens * top * (first.shape[1] * first.shape[2] + second.shape[1] * second.shape[2])
     return {**found, "tflops": flops / found["products"] / 1e9, "tokens": tokens}
 
@@ -201,6 +217,7 @@ def main() -> None:
     own.add_argument("--layers", type=int, default=2)
     own.add_argument("--ep", type=int, default=0, help="processes that divide experts, 0 for all")
     own.add_argument("--part", choices=("steps", "products"), default="steps")
+    own.add_argument("--profile", action="store_true", help="with --part products: the kernels")
     given, rest = own.parse_known_args()
     training.make_model, training.ENGINES = make_model, ENGINES
     training.MODELS = {name: (0, 0, 0, 0, 0, shape["vocab_size"]) for name, shape in SHAPES.items()}

@@ -184,7 +184,7 @@ def _divide(
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
     if layers:
         divide(model, mesh, settings.tensor_parallel, optimizer)
-    if mesh.shape.expert > 1:
+    if settings.expert_parallel.enabled:
         from ds_hf.engine.parallel.experts.divide import divide_experts
 
         divide_experts(model, mesh, settings.expert_parallel, optimizer)

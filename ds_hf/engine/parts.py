@@ -238,6 +238,10 @@ class _Links:
     sums: PeerSums | None = None
     near: tuple[Axis, Axis] | None = None
 
+    def peers_along(self, axis: Axis) -> Peers | None:
+        """Those that are all of ``axis``: of experts fewer processes hold the same."""
+        return self.peers if self.peers is not None and self.peers.axis == axis else None
+
 
 def _links(
     settings: Config, plan: StatePlan, mesh: Mesh, device: torch.device, planned: dict[Unit, list[BufferSpec]]
@@ -344,8 +348,9 @@ class _States:
                 gathering = RoundedGathering(over, None, storage.fetch_first, axis)
         gathered = spec.sharded or (spec.trains and self.plan.shards_optimizer)
         copied = gathered and not spec.spares_host and _worth_copying(spec.params, spec.dtype)
-        if copied and not gathering.rounds and self.links.peers is not None and not (storage and storage.apart):
-            gathering = CopiedGathering(over, self.links.peers)
+        peers = self.links.peers_along(over)
+        if copied and not gathering.rounds and peers is not None and not (storage and storage.apart):
+            gathering = CopiedGathering(over, peers)
         return FlatBuffer(
             spec.params,
             axis,
@@ -364,8 +369,9 @@ class _States:
         assert spec.replicas is not None
         policy, links = _gradient_policy(self.settings, self.plan, spec.replicas.divisor), self.links
         sums = None
-        if links.peers is not None and not spec.spares_host and summed_by_copies(buffer, policy):
-            sums = links.sums = links.sums or links.peers.sums()
+        peers = links.peers_along(buffer.axis)
+        if peers is not None and not spec.spares_host and summed_by_copies(buffer, policy):
+            sums = links.sums = links.sums or peers.sums()
         storage = self.offload.store.gradient_storage(buffer)
         return GradientBuffer(buffer, policy, links.reductions, storage, sums, self._block_sums(buffer), self.reduces)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import ds_hf
+from ds_hf.engine.comm import peers
 from tests.contract import test_expert_parallel as contract
 from tests.helpers.distributed import run_distributed
+from tests.helpers.experts import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -23,6 +27,23 @@ def _over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_stages(kind: str) -> None:
     contract.check(kind, 2, 2, [(0, 1), (1, 2), (2, 1), (3, 2)])
+
+
+def large(stage: int) -> dict[str, Any]:
+    """Every buffer counts as large enough for copies between GPUs."""
+    peers.LEAST_COPIED_NBYTES = 0
+    more = {"bf16": {"enabled": True}}
+    engine, *_ = ds_hf.initialize(
+        model=build("qwen3_moe", experts="grouped_mm"), config=contract.config(2, stage, **more)
+    )
+    return contract.run(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_copies_between_gpus_are_of_those_that_hold_the_same(stage: int) -> None:
+    wanted = contract.run_distributed(contract.narrow, 2, "bf16", stage, 1, timeout=100)
+    for found, alone in zip(contract.run_distributed(large, 2, stage, timeout=100), wanted, strict=True):
+        assert found["losses"] == pytest.approx(alone["losses"][: contract.STEPS], rel=0.02)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")

@@ -1,8 +1,9 @@
-"""The experts of a block, divided: ``DispatchedExperts``, the class that a divided module gets.
+"""The experts of a block: ``DispatchedExperts``, the class that a divided module gets, and ``LocalExperts``, that of
+one whose experts are all here.
 
 The module stays the model's own, with its name, its parameters (a part of them) and its hooks; what it computes for the
-tokens that reach it is its own ``forward``, which knows of fewer experts. So activations, clamps, biases, transposed
-and interleaved weights, adapters and quantized bases compute as the model says.
+tokens that reach it are its own products, activations, clamps, biases and norms (``compute.py``), or its own
+``forward``, which knows of fewer experts.
 
 A pass: rows to the processes that have the experts of their tokens, routes sorted by expert, the module's forward, the
 sum of each row, rows back, the sum of each token. Every process takes part, also with no token: it runs a row of zeros
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.engine.parallel.experts.compute import compute_routes
 from ds_hf.engine.parallel.experts.exchange import (
     add_up,
+    all_routes,
     exchange,
     exchange_counts,
     routes_here,
@@ -27,17 +30,42 @@ from ds_hf.engine.parallel.experts.exchange import (
 )
 from ds_hf.engine.parallel.tensor.styles import CutModule
 
-__all__ = ["DispatchedExperts"]
+__all__ = ["DispatchedExperts", "LocalExperts"]
 
 
-class DispatchedExperts(CutModule):
-    """Computes its experts' part for the tokens of all processes that share the layer's experts.
+class _Experts(CutModule):
+    """What both have.
 
     Attributes:
         _ds_experts: how many experts there are in all.
+        _ds_grouped: one product for all, and not one expert after another (``use_grouped_mm``).
     """
 
     _ds_experts: int
+    _ds_grouped: bool
+
+    def _compute(self, x: Tensor, experts: Tensor, scale: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own = super().forward
+        if not self._ds_grouped:  # what transformers puts around it chooses an implementation
+            plain = getattr(own, "__wrapped__", None)
+            own = own if plain is None else plain.__get__(self)
+            return own(x, experts[:, None], scale, *args, **kwargs)  # type: ignore[no-any-return]
+        return compute_routes(self, own, x, experts, scale, *args, **kwargs)
+
+
+class LocalExperts(_Experts):
+    """Computes all experts for the tokens of this process."""
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As ``DispatchedExperts.forward``, of numbers of experts that are all in the model."""
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        routes, experts, at = all_routes(indices.reshape(-1, indices.shape[-1]).long())
+        result = self._compute(take(tokens, routes), experts, weights.reshape(-1)[at, None], *args, **kwargs)
+        return add_up(result, routes).view(hidden.shape)
+
+
+class DispatchedExperts(_Experts):
+    """Computes its experts' part for the tokens of all processes that share the layer's experts."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -68,6 +96,6 @@ class DispatchedExperts(CutModule):
         if none:
             x, scale = torch.cat([x, x.new_zeros(1, x.shape[1])]), torch.cat([scale, scale.new_zeros(1, 1)])
             experts = experts.new_zeros(1)
-        result = super().forward(x, experts[:, None], scale, *args, **kwargs)
+        result = self._compute(x, experts, scale, *args, **kwargs)
         result = add_up(result[:0] if none else result, routes)
         return add_up(exchange(result, axis, *back, place.forward), rows).view(hidden.shape)

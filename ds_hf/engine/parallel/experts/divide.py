@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.comm.mesh import Axis, Mesh
-from ds_hf.engine.parallel.experts.dispatch import DispatchedExperts
+from ds_hf.engine.parallel.experts.dispatch import DispatchedExperts, LocalExperts
 from ds_hf.engine.parallel.experts.plan import ExpertLayer, plan_experts
 from ds_hf.engine.parallel.tensor.divide import cut_parameter
 from ds_hf.engine.parallel.tensor.functions import Place
@@ -32,8 +32,14 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
     Raises:
         ConfigError: see ``plan_experts``; or its experts are divided otherwise already.
     """
+    size = mesh.shape.expert
+    layers = plan_experts(model, section, size)
+    if size == 1:
+        for layer in layers:
+            _keep(layer, Axis(None, 0, 1), section)
+        log_once(f"experts of {len(layers)} layers are computed together on each process: {layers[0].said}")
+        return
     parts, same = mesh.experts
-    layers = plan_experts(model, section, parts.world_size)
     for layer in layers:
         if (place := place_of(layer.module)) is not None:
             _check_alike(layer, place.axis, parts)
@@ -44,22 +50,25 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
             division = Slicing(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
             cut_parameter(param, division, key, parts, optimizer, shards=same)
             divide_over_experts(param, parts.world_size)
-        swap_class(
-            layer.module,
-            DispatchedExperts,
-            Place(parts, layer.name, [None]),
-            _ds_experts=layer.count,
-            **_local_counts(layer, parts.world_size),
-        )
+        known = {"_ds_experts": layer.count, "_ds_grouped": section.use_grouped_mm, **_local_counts(layer, size)}
+        swap_class(layer.module, DispatchedExperts, Place(parts, layer.name, [None]), **known)
     log_once(
         f"experts of {len(layers)} layers are divided over {parts.world_size} processes, "
         f"{layers[0].count // parts.world_size} of {layers[0].count} on each: {layers[0].said}"
     )
 
 
+def _keep(layer: ExpertLayer, axis: Axis, section: ExpertParallelSection) -> None:
+    """All experts of the layer stay on each process, which computes them without dispatch."""
+    known = {"_ds_experts": layer.count, "_ds_grouped": section.use_grouped_mm}
+    if (place := place_of(layer.module)) is not None and place.axis.world_size > 1:
+        _check_alike(layer, place.axis, axis)
+    swap_class(layer.module, LocalExperts, Place(axis, layer.name, [None]), **known)
+
+
 def _check_alike(layer: ExpertLayer, before: Axis, now: Axis) -> None:
     ranks = [[axis.global_rank(rank) for rank in range(axis.world_size)] for axis in (before, now)]
-    if ranks[0] != ranks[1]:
+    if ranks[0] != ranks[1] or now.world_size == 1:
         raise ConfigError(
             f"the experts of {layer.name} were divided over {before.world_size} processes by an engine before, and now "
             f"it is to be {now.world_size}, or others: load the model anew",

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 
-__all__ = ["Items", "Splits", "add_up", "exchange", "exchange_counts", "routes_here", "rows_of", "take"]
+__all__ = ["Items", "Splits", "add_up", "all_routes", "exchange", "exchange_counts", "routes_here", "rows_of", "take"]
 
 
 class Items(NamedTuple):
@@ -89,6 +89,15 @@ def routes_here(experts: Tensor, count: int, routes: int) -> tuple[Items, Tensor
     here = flat < count
     items = Items(order // k, number[_set_first(here)[:routes]], _starts(here.view(-1, k).sum(1)))
     return items, found[:routes], order
+
+
+def all_routes(experts: Tensor) -> tuple[Items, Tensor, Tensor]:
+    """As ``routes_here``, of tokens all of whose experts are here: int64 ``[tokens, k]``."""
+    found, order = torch.sort(experts.reshape(-1), stable=True)
+    tokens, k = experts.shape
+    number = torch.empty_like(order)
+    number[order] = torch.arange(len(order), device=order.device)
+    return Items(order // k, number, torch.arange(0, tokens * k, k, device=order.device)), found, order
 
 
 def _set_first(chosen: Tensor) -> Tensor:

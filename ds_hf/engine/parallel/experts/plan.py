@@ -46,8 +46,8 @@ class ExpertLayer:
 
 
 def plan_experts(model: nn.Module, section: ExpertParallelSection, size: int) -> list[ExpertLayer]:
-    """The layers of experts of ``model``, which are to be divided over ``size`` processes. Changes nothing, and is the
-    same on all processes.
+    """The layers of experts of ``model``, which are to be divided over ``size`` processes: with one those that can be
+    computed otherwise than by their own forward. Changes nothing, and is the same on all processes.
 
     Raises:
         ConfigError: with all faults: no experts, numbers that do not divide, modules that cannot be divided.
@@ -60,6 +60,8 @@ def plan_experts(model: nn.Module, section: ExpertParallelSection, size: int) ->
     if section.preset_model is not None and not patterns:
         faults += _other_preset(model, section.preset_model)
     said = set[str]()
+    if size == 1:
+        found = [layer for layer in found if not any(_unfit(layer)) or faults] or found[:1]
     for layer in found:
         for fault in (*_unfit(layer), *_odd(layer, size), *_odd_keys(layer, model, section)):
             if fault.message.replace(layer.name, "") not in said:  # each once, for the first of alike layers

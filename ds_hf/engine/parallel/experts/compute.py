@@ -1,0 +1,69 @@
+"""What experts compute for routes that are sorted by expert: two grouped products and what lies between them.
+
+transformers' own ``grouped_mm`` forward sorts routes, gathers their tokens, and puts what comes out back into order;
+the backward of both is a sum over repeated indices. Here that has been done, by functions whose backward is a gather.
+Modules of other kinds, dtypes without a grouped product and the implementations that a user has chosen
+(``experts_implementation``) compute with the module's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["compute_routes"]
+
+_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+_multiply: Any = getattr(torch.nn.functional, "grouped_mm", None)
+
+
+def compute_routes(
+    module: nn.Module,
+    own: Callable[..., Tensor],
+    x: Tensor,
+    experts: Tensor,
+    scale: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """What the experts give for routes, times their weights: ``[routes, width]``.
+
+    Args:
+        own: the module's own forward.
+        x: ``[routes, width]``: the token of each route; experts: ``[routes]``, ascending; scale: ``[routes, 1]``.
+    """
+    if not _multiplies(module, x):
+        return own(x, experts[:, None], scale, *args, **kwargs)
+    parts: Any = module
+    count, names = len(parts.down_proj), ("gate_up_proj" if parts.has_gate else "up_proj", "down_proj")
+    ends = torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True).to(torch.int32)
+    y = _linear(x, parts, names[0], ends, experts)
+    y = parts._apply_gate(y) if parts.has_gate else parts.act_fn(y)
+    y = _linear(y, parts, names[1], ends, experts)
+    if parts.has_post_expert_norm:
+        y = parts.post_expert_norm(y)
+    return (y * scale).to(x.dtype)
+
+
+def _linear(x: Tensor, module: Any, name: str, ends: Tensor, experts: Tensor) -> Tensor:
+    weight = getattr(module, name)
+    y: Tensor = _multiply(x.to(weight.dtype), weight if module.is_transposed else weight.mT, offs=ends)
+    return y + getattr(module, f"{name}_bias")[experts] if module.has_bias else y
+
+
+def _multiplies(module: nn.Module, x: Tensor) -> bool:
+    """Whether the module is of transformers' kind, its implementation the grouped product, and that knows its dtype."""
+    if getattr(getattr(module, "config", None), "_experts_implementation", None) != "grouped_mm" or _multiply is None:
+        return False
+    if not all(hasattr(module, name) for name in _ATTRIBUTES):
+        return False
+    weight = module._parameters.get("down_proj")
+    if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not len(x):
+        return False
+    rows = (weight.shape[-1], weight.shape[-2], x.shape[-1])
+    return all(length * weight.element_size() % 16 == 0 for length in rows) and not (
+        weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0)
+    )
