@@ -79,6 +79,8 @@ class DeepSpeedConfig:
 
     def __getattr__(self, name: str) -> Any:
         settings = self.__dict__.get("settings")
+        if settings is not None and not hasattr(settings, name) and name in settings.resolved:
+            return settings.resolved[name]  # a section that ds_hf does not act upon
         if settings is None or not hasattr(settings, name):
             raise AttributeError(
                 f"DeepSpeedConfig of ds_hf has no attribute {name!r}; settings has {_fields(settings)}"

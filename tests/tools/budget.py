@@ -28,8 +28,8 @@ Figures = dict[Key, tuple[int, ...]]
 
 
 def sources() -> list[Path]:
-    """Of the whole package, but for the list of DeepSpeed's names."""
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_names.py"]
+    """Of the whole package."""
+    return sorted(PACKAGE.rglob("*.py"))
 
 
 def measure() -> Figures:

@@ -1,8 +1,10 @@
 """What ds_hf lacks says so: sentences for the names and modules of DeepSpeed that are not here.
 
-``missing(module)`` is the ``__getattr__`` of a module; ``AbsentModules`` answers for whole modules, and for names in
-``from ... import``. Neither makes a name exist: ``hasattr`` stays False and the import still fails, only with a
-sentence that tells whether DeepSpeed has the name and what to take here. ``_names`` lists DeepSpeed's names.
+``missing(module)`` is the ``__getattr__`` that each module below ``deepspeed`` gets when it is imported, if it has none
+of its own (``ExplainedModules``); ``AbsentModules`` answers for whole modules, and for names in ``from ... import``.
+None of them makes a name exist: ``hasattr`` stays False and the import still fails, only with a sentence that tells
+whether DeepSpeed has the name and what to take here. ``names.txt`` lists the names of DeepSpeed 0.19.8, a module a line
+(``*module``: and all public names of that one).
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
@@ -74,9 +77,7 @@ def _sentence(module: str, name: str) -> str:
 @functools.cache
 def _names() -> dict[str, frozenset[str]]:
     """DeepSpeed's names by module; ``*module`` stands for the public ones of that module."""
-    from ._names import NAMES  # only when something is missing
-
-    lines = (line.partition(":") for line in NAMES.strip().splitlines())
+    lines = (line.partition(":") for line in Path(__file__).with_name("names.txt").read_text().splitlines())
     return {module: frozenset(names.split()) for module, _, names in lines}
 
 
@@ -144,7 +145,33 @@ class AbsentModules(MetaPathFinder):
         return None
 
 
+class ExplainedModules(MetaPathFinder):
+    """First finder on the meta path, for modules below ``deepspeed``: they say which names they lack."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """What Python's own finder of files finds."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname.startswith("deepspeed.") else None
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _explain_in(module.__name__)
+
+
+def _explain_in(module: str) -> None:
+    vars(sys.modules[module]).setdefault("__getattr__", missing(module))
+
+
 def install() -> None:
-    """Put the finder at the end of the meta path, once."""
+    """Put the finders on the meta path, once; modules that are there explain what they lack as well."""
     if not any(type(finder).__name__ == AbsentModules.__name__ for finder in sys.meta_path):
         sys.meta_path.append(AbsentModules())
+        sys.meta_path.insert(0, ExplainedModules())
+    for name in [name for name in sys.modules if name.startswith("deepspeed.")]:
+        _explain_in(name)

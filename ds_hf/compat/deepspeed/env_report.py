@@ -5,10 +5,7 @@ from __future__ import annotations
 from ds_hf.cli.doctor import report_main as cli_main
 from ds_hf.cli.doctor import report_main as main
 
-from ._missing import missing
-
 __all__ = ["cli_main", "main"]
-__getattr__ = missing(__name__)
 
 if __name__ == "__main__":
     main()

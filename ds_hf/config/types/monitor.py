@@ -1,7 +1,7 @@
 """Sections of logging, profiling and tuning.
 
 Frozen dataclasses with the keys, types and defaults of the JSON Schema; ``tests/config/test_types.py`` holds the two
-together. Renamed keys do not appear here: ``resolve.py`` has moved their values already.
+together. Renamed keys do not appear here: ``check.rename`` has moved their values already.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Sections of number formats and loss scaling.
 
 Frozen dataclasses with the keys, types and defaults of the JSON Schema; ``tests/config/test_types.py`` holds the two
-together. Renamed keys do not appear here: ``resolve.py`` has moved their values already.
+together. Renamed keys do not appear here: ``check.rename`` has moved their values already.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 __all__ = [
     "AmpSection",
@@ -15,6 +15,7 @@ __all__ = [
     "DataTypesSection",
     "FP16Section",
     "TorchAutocastSection",
+    "WeightQuantizationSection",
 ]
 
 
@@ -69,3 +70,15 @@ class DataTypesSection:
     param_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = None
     keep_in_fp32_modules: str | tuple[str, ...] = "auto"
+
+
+@dataclass(frozen=True)
+class WeightQuantizationSection:
+    """Quantize weights when the model is built."""
+
+    enabled: bool = True
+    num_bits: int = 8
+    q_type: str = "symmetric"
+    q_groups: int = 1
+    quantized_initialization: dict[str, Any] = field(default_factory=dict)
+    post_init_quant: dict[str, Any] = field(default_factory=dict)

@@ -10,18 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-from ds_hf.config.types.compression import (
-    CompressionTrainingSection,
-    EigenvalueSection,
-    QuantizeTrainingSection,
-    SparseAttentionSection,
-    WeightQuantizationSection,
-)
-from ds_hf.config.types.data import (
-    CurriculumLearningSection,
-    DataEfficiencySection,
-    ProgressiveLayerDropSection,
-)
 from ds_hf.config.types.monitor import (
     AutotuningSection,
     CometSection,
@@ -43,18 +31,18 @@ from ds_hf.config.types.precision import (
     DataTypesSection,
     FP16Section,
     TorchAutocastSection,
+    WeightQuantizationSection,
 )
 from ds_hf.config.types.training import (
     ActivationCheckpointingSection,
     CheckpointSection,
     CompileSection,
-    DataStatesSection,
     DsHfSection,
     HybridEngineSection,
-    NebulaSection,
     OptimizerSection,
     PipelineSection,
     SchedulerSection,
+    SparseAttentionSection,
 )
 from ds_hf.config.types.zero import (
     AioSection,
@@ -183,17 +171,9 @@ class Config:
     tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
     expert_parallel: ExpertParallelSection = field(default_factory=ExpertParallelSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
-    data_efficiency: DataEfficiencySection = field(default_factory=DataEfficiencySection)
-    curriculum_learning: CurriculumLearningSection = field(default_factory=CurriculumLearningSection)
-    progressive_layer_drop: ProgressiveLayerDropSection = field(default_factory=ProgressiveLayerDropSection)
-    compression_training: CompressionTrainingSection = field(default_factory=CompressionTrainingSection)
-    quantize_training: QuantizeTrainingSection = field(default_factory=QuantizeTrainingSection)
-    eigenvalue: EigenvalueSection = field(default_factory=EigenvalueSection)
     weight_quantization: WeightQuantizationSection = field(default_factory=WeightQuantizationSection)
     sparse_attention: SparseAttentionSection = field(default_factory=SparseAttentionSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    nebula: NebulaSection = field(default_factory=NebulaSection)
-    datastates_ckpt: DataStatesSection = field(default_factory=DataStatesSection)
     elasticity: ElasticitySection = field(default_factory=ElasticitySection)
     autotuning: AutotuningSection = field(default_factory=AutotuningSection)
     steps_per_print: float | None = None

@@ -1,7 +1,7 @@
 """Sections of optimizer, schedule, checkpoints and the engine.
 
 Frozen dataclasses with the keys, types and defaults of the JSON Schema; ``tests/config/test_types.py`` holds the two
-together. Renamed keys do not appear here: ``resolve.py`` has moved their values already.
+together. Renamed keys do not appear here: ``check.rename`` has moved their values already.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ __all__ = [
     "CheckpointSection",
     "CheckpointWriterSection",
     "CompileSection",
-    "DataStatesSection",
     "DsHfCheckpointSection",
     "DsHfOffloadSection",
     "DsHfPipelineSection",
     "DsHfSection",
     "HybridEngineSection",
-    "NebulaSection",
     "OptimizerSection",
     "ParallelWriteSection",
     "PipelineSection",
     "SchedulerSection",
+    "SparseAttentionSection",
 ]
 
 
@@ -76,25 +75,6 @@ class CheckpointSection:
     parallel_write: ParallelWriteSection = field(default_factory=ParallelWriteSection)
     checkpoint_serialization: bool = True
     writer: CheckpointWriterSection | None = None
-
-
-@dataclass(frozen=True)
-class NebulaSection:
-    """Azure Nebula."""
-
-    enabled: bool = False
-    enable_nebula_load: bool = True
-    nebula_load_path: str | None = None
-    persistent_storage_path: str | None = None
-    persistent_time_interval: int = 100
-    num_of_version_in_retention: int = 2
-
-
-@dataclass(frozen=True)
-class DataStatesSection:
-    """Asynchronous checkpoints of DataStates."""
-
-    host_cache_size: float | None = None
 
 
 @dataclass(frozen=True)
@@ -218,3 +198,22 @@ class HybridEngineSection:
     pin_parameters: bool = True
     tp_gather_partition_size: int = 8
     enable_cuda_graph: bool = False
+
+
+@dataclass(frozen=True)
+class SparseAttentionSection:
+    """DeepSpeed's block-sparse attention."""
+
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"] = "fixed"
+    block: int = 16
+    different_layout_per_head: bool = False
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: Literal["bidirectional", "unidirectional"] = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+    num_random_blocks: int = 0
+    local_window_blocks: tuple[int, ...] = (4,)
+    global_block_indices: tuple[int, ...] = (0,)
+    global_block_end_indices: tuple[int, ...] | None = None
+    num_sliding_window_blocks: int = 3

@@ -1,11 +1,8 @@
 """``deepspeed.accelerator``: the device of this process."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.accelerator import get_accelerator, is_current_accelerator_supported
 from ds_hf.deepspeed_api.accelerator import Accelerator as DeepSpeedAccelerator
 
-from .._missing import missing
 from . import abstract_accelerator, real_accelerator
 
 __all__ = [
@@ -15,4 +12,3 @@ __all__ = [
     "is_current_accelerator_supported",
     "real_accelerator",
 ]
-__getattr__ = missing(__name__)

@@ -1,7 +1,5 @@
 """``deepspeed.checkpoint``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.checkpoint.constants import *  # noqa: F403
 from ds_hf.deepspeed_api.checkpoint.constants import __all__ as _constants
 from ds_hf.checkpoint.deepspeed.layout import (
@@ -10,7 +8,6 @@ from ds_hf.checkpoint.deepspeed.layout import (
     get_zero_ckpt_name_for_rank,
 )
 
-from .._missing import missing
 from . import constants, utils
 from .deepspeed_checkpoint import DeepSpeedCheckpoint, ZeROCheckpoint
 from .reshape_utils import (
@@ -37,4 +34,3 @@ __all__ = [
     "utils",
     *_constants,
 ]
-__getattr__ = missing(__name__)

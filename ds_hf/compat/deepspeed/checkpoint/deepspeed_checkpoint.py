@@ -26,7 +26,6 @@ from ds_hf.deepspeed_api.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_INFO,
 )
 
-from .._missing import missing
 from .reshape_utils import (
     basic_folder_validation,
     get_files,
@@ -410,6 +409,3 @@ class DeepSpeedCheckpoint:
             print(f"Dump mapping: {map_tag}")
         for key, value in data_map.items():
             print(f"{key} = {value}")
-
-
-__getattr__ = missing(__name__)

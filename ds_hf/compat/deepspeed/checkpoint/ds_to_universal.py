@@ -40,7 +40,6 @@ from ds_hf.deepspeed_api.checkpoint.constants import (
 from ds_hf.errors import CheckpointError
 from ds_hf.log import complain, logger
 
-from .._missing import missing
 from .deepspeed_checkpoint import DeepSpeedCheckpoint
 
 __all__ = [
@@ -311,5 +310,3 @@ def _check_slices(name: str, state: str, held: Sequence[Any], shapes: Sequence[t
 
 if __name__ == "__main__":
     sys.exit(command())
-
-__getattr__ = missing(__name__)

@@ -1,8 +1,5 @@
 """``deepspeed.checkpoint.reshape_3d_utils``: the mesh of a checkpoint."""
 
-from __future__ import annotations
-
-from .._missing import missing
 from .reshape_utils import (
     flatten_dp_dimension,
     get_model_3d_descriptor,
@@ -18,4 +15,3 @@ __all__ = [
     "model_3d_desc",
     "unflatten_dp_dimension",
 ]
-__getattr__ = missing(__name__)

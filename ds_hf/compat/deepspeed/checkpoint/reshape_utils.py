@@ -28,8 +28,6 @@ from ds_hf.deepspeed_api.checkpoint.constants import (
     ZERO_FILE_PREFIX,
 )
 
-from .._missing import missing
-
 __all__ = [
     "basic_folder_validation",
     "flatten_dp_dimension",
@@ -336,6 +334,3 @@ def _size(path: str, sizes: Any, key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RuntimeError(f"Checkpoint {key} must be a positive integer in {path}, got {value!r}.")
     return value
-
-
-__getattr__ = missing(__name__)

@@ -25,8 +25,6 @@ from ds_hf.deepspeed_api.checkpoint.constants import (
     VOCAB_TENSOR,
 )
 
-from .._missing import missing
-
 __all__ = ["SubparamShape", "enable_universal_checkpoint", "load_hp_checkpoint_state"]
 
 
@@ -102,6 +100,3 @@ def enable_universal_checkpoint(param_list: Iterable[Tensor]) -> None:
     """Give each parameter the method ``load_hp_checkpoint_state``."""
     for param in param_list:
         param.load_hp_checkpoint_state = types.MethodType(load_hp_checkpoint_state, param)  # type: ignore[attr-defined]
-
-
-__getattr__ = missing(__name__)

@@ -1,10 +1,6 @@
 """``deepspeed.comm``: torch's collectives on torch's default group, with DeepSpeed's arguments."""
 
-from __future__ import annotations
-
-from .._missing import missing
 from . import comm
 from .comm import *  # noqa: F403 (its __all__ is the list of both)
 
 __all__ = ["comm", *comm.__all__]
-__getattr__ = missing(__name__)

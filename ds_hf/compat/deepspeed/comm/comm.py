@@ -60,8 +60,6 @@ from ds_hf.engine.comm.process_group import (
     new_group,
 )
 
-from .._missing import missing
-
 __all__ = [
     "CommsLogger",
     "P2POp",
@@ -220,6 +218,3 @@ def get_world_rank_from_launcher() -> int:
 def get_local_rank_from_launcher() -> int:
     """LOCAL_RANK as the launcher set it; 0 without."""
     return get_local_rank()
-
-
-__getattr__ = missing(__name__)

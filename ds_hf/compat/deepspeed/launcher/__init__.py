@@ -1,7 +1,1 @@
 """``deepspeed.launcher``."""
-
-from __future__ import annotations
-
-from .._missing import missing
-
-__getattr__ = missing(__name__)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from ds_hf.launcher.one_host import main
 
-from .._missing import missing
-
-__getattr__ = missing(__name__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

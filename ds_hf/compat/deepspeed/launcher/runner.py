@@ -15,7 +15,6 @@ from ds_hf.launcher.deepspeed_names import parse_hostfile_lines as _parse_hostfi
 from ds_hf.launcher.environment import EXPORT_PREFIXES as _PREFIXES
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE as DLTS_HOSTFILE
 
-from .._missing import missing
 from .constants import PDSH_MAX_FAN_OUT
 
 # accelerate writes the variables of a multi-node run into the file of this name.
@@ -23,8 +22,6 @@ DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 EXPORT_ENVS = list(_PREFIXES)
 
-
-__getattr__ = missing(__name__)
 
 if __name__ == "__main__":
     main()

@@ -10,8 +10,6 @@ from typing import Any
 
 from ds_hf.engine.parallel.tensor.presets import PRESETS, preset_specs
 
-from .._missing import missing
-
 __all__ = [
     "AutoTPConfig",
     "AutoTPPresets",
@@ -144,6 +142,3 @@ def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPCo
         use_default_specs=override.use_default_specs,
         strict_mode=override.strict_mode,
     )
-
-
-__getattr__ = missing(__name__)

@@ -29,8 +29,6 @@ from ds_hf.engine.parallel.tensor.rules import Rule, sizes_of_shape
 from ds_hf.engine.parallel.tensor.styles import Colwise, ColwiseFused, Rowwise, RowwiseFused, RowwiseSplit
 from ds_hf.engine.zero.cut import Cut, set_cut
 
-from .._missing import missing
-
 __all__ = [
     "AUTOTP_MODE",
     "DS_IS_REPLACED_MODULE",
@@ -244,5 +242,3 @@ for _name, _own in (
     (LmHeadLinearAllreduce, RowwiseSplit),
 ):
     _name.register(_own)
-
-__getattr__ = missing(__name__)

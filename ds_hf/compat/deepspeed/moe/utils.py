@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ds_hf.errors import ConfigError
 
-from .._missing import missing
-
 __all__ = [
     "configure_moe_param_groups",
     "has_moe_layers",
@@ -96,6 +94,3 @@ def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, An
             return model_parameters
         return split_params_into_different_moe_groups_for_optimizer(model_parameters)
     return split_params_into_different_moe_groups_for_optimizer({"params": model_parameters, "name": "dense-params"})
-
-
-__getattr__ = missing(__name__)

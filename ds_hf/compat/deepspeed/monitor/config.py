@@ -1,14 +1,10 @@
 """``deepspeed.monitor.config``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.monitor_config import DeepSpeedMonitorConfig, get_monitor_config
 from ds_hf.config.types import CometSection as CometConfig
 from ds_hf.config.types import CsvMonitorSection as CSVConfig
 from ds_hf.config.types import TensorboardSection as TensorBoardConfig
 from ds_hf.config.types import WandbSection as WandbConfig
-
-from .._missing import missing
 
 __all__ = [
     "CSVConfig",
@@ -18,4 +14,3 @@ __all__ = [
     "WandbConfig",
     "get_monitor_config",
 ]
-__getattr__ = missing(__name__)

@@ -1,12 +1,8 @@
 """``deepspeed.ops``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.op_builder import compatible_ops
 
-from .._missing import missing
 from . import adagrad, adam, aio, lamb, lion, op_builder, sparse_attention
 
 __all__ = ["adagrad", "adam", "aio", "lamb", "lion", "op_builder", "sparse_attention"]
 __compatible_ops__ = compatible_ops()
-__getattr__ = missing(__name__)

@@ -1,8 +1,5 @@
 """``deepspeed.runtime``."""
 
-from __future__ import annotations
-
-from .._missing import missing
 from . import (
     activation_checkpointing,
     base_optimizer,
@@ -47,4 +44,3 @@ __all__ = [
     "utils",
     "zero",
 ]
-__getattr__ = missing(__name__)

@@ -10,8 +10,6 @@ from typing import Any
 
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 
-from .._missing import missing
-
 __all__ = [
     "DeepSpeedOptimizer",
     "ZeROOptimizer",
@@ -49,6 +47,3 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 def shards_parameters(optimizer: ShardedOptimizer) -> bool:
     """Whether the parameters lie in shards, and not the states alone."""
     return any(buffer.sharded for buffer in optimizer.masters)
-
-
-__getattr__ = missing(__name__)

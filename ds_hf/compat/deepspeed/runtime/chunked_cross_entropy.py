@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ds_hf.engine.modules.tiling.loss import causal_lm_loss, rows_cross_entropy
 
-from .._missing import missing
-
 __all__ = [
     "BACKENDS",
     "ChunkedCausalLMLoss",
@@ -136,6 +134,3 @@ def _checked(block_rows: int | None, backend: str) -> int | None:
     if block_rows <= 0:
         raise ValueError(f"block_rows must be a positive integer or None, got {block_rows}")
     return block_rows
-
-
-__getattr__ = missing(__name__)

@@ -8,8 +8,6 @@ from ds_hf.deepspeed_api.config import DeepSpeedConfig, get_bfloat16_config, get
 from ds_hf.engine.modules.sparse.choice import KEYS
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 
-from .._missing import missing
-
 __all__ = [
     "ADAGRAD_OPTIMIZER",
     "ADAMW_OPTIMIZER",
@@ -49,7 +47,7 @@ def get_sparse_attention(param_dict: dict[str, Any]) -> dict[str, Any] | None:
     Raises:
         ValueError: there is no such mode.
     """
-    from ds_hf.config.types.compression import SparseAttentionSection
+    from ds_hf.config.types.training import SparseAttentionSection
 
     if "sparse_attention" not in param_dict:
         return None
@@ -61,6 +59,3 @@ def get_sparse_attention(param_dict: dict[str, Any]) -> dict[str, Any] | None:
     names = ("block", *KEYS[mode])
     chosen = {name: given.get(name, getattr(defaults, name)) for name in names}
     return {"mode": mode, **{name: list(v) if isinstance(v, tuple) else v for name, v in chosen.items()}}
-
-
-__getattr__ = missing(__name__)

@@ -1,10 +1,5 @@
 """``deepspeed.runtime.keep_in_fp32``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.zero.fp32_buffers import buffers_to_keep_in_fp32, keep_buffers_in_fp32, keep_in_fp32_pattern
 
-from .._missing import missing
-
 __all__ = ["buffers_to_keep_in_fp32", "keep_buffers_in_fp32", "keep_in_fp32_pattern"]
-__getattr__ = missing(__name__)

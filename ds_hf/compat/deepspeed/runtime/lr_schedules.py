@@ -9,8 +9,6 @@ from typing import Any
 from ds_hf.engine.optim.schedules.build import POLICIES, param_names
 from ds_hf.engine.optim.schedules.policies import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
-from .._missing import missing
-
 __all__ = [
     "COS_MIN_RATIO",
     "CYCLE_FIRST_STAIR_COUNT",
@@ -218,5 +216,3 @@ _HELP: Mapping[str, str] = {
     "warmup_min_ratio": "share of the learning rate at which the warm-up starts (WarmupCosineLR)",
     "cos_min_ratio": "share of the learning rate at which the cosine ends (WarmupCosineLR)",
 }
-
-__getattr__ = missing(__name__)

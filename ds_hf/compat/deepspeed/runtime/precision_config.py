@@ -1,15 +1,11 @@
 """``deepspeed.runtime.precision_config``: the sections ``fp16`` and ``bf16``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.config import (
     DeepSpeedBF16Config,
     DeepSpeedFP16Config,
     get_bfloat16_config,
     get_float16_config,
 )
-
-from .._missing import missing
 
 __all__ = [
     "BFLOAT16",
@@ -25,5 +21,3 @@ __all__ = [
 BFLOAT16 = "bf16"
 BFLOAT16_OLD = "bfloat16"
 FP16 = "fp16"
-
-__getattr__ = missing(__name__)

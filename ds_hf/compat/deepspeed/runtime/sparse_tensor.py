@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._missing import missing
-
 __all__ = ["SparseTensor"]
 
 
@@ -85,6 +83,3 @@ class SparseTensor:
             f"DeepSpeed.SparseTensor(indices_size={indices.size()}, values_size={values.size()}, dense_size={size}, "
             f"device={indices.get_device()}, reduction_factor={whole / kept})"
         )
-
-
-__getattr__ = missing(__name__)

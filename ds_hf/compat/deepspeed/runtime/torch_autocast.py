@@ -14,8 +14,6 @@ from ds_hf.engine.zero.comm_dtype import COMM_DTYPE as PARAM_COMM_DTYPE_ATTR_NAM
 from ds_hf.engine.zero.comm_dtype import find_classes, get_all_comm_dtypes, get_comm_dtype, has_comm_dtype, sort_dtypes
 from ds_hf.errors import ConfigError
 
-from .._missing import missing
-
 __all__ = [
     "LOWER_PRECISION_SAFE_MODULES",
     "PARAM_COMM_DTYPE_ATTR_NAME",
@@ -72,6 +70,3 @@ def is_autocast_initialized(engine: CoreEngine) -> bool:
 def get_autocast_dtype(engine: CoreEngine) -> torch.dtype | None:
     """In which dtype; ``None`` when it does not."""
     return None if engine.plan.autocast is None else getattr(torch, engine.plan.autocast)
-
-
-__getattr__ = missing(__name__)

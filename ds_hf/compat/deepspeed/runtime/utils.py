@@ -23,8 +23,6 @@ from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import is_marked as is_model_parallel_parameter
 from ds_hf.log import logger
 
-from .._missing import missing
-
 __all__ = [
     "CheckOverflow",
     "DummyOptim",
@@ -371,6 +369,3 @@ def noop_decorator(func: F) -> F:
 def noop_context() -> Iterator[None]:
     """Changes nothing."""
     yield
-
-
-__getattr__ = missing(__name__)

@@ -15,8 +15,6 @@ from ds_hf.engine.comm.mesh import Axis, axis_of
 from ds_hf.engine.parallel.sequence.losses import gather, gather_whole
 from ds_hf.log import warn_once
 
-from .._missing import missing
-
 __all__ = [
     "VocabParallelCausalLMLoss",
     "VocabParallelCrossEntropyLoss",
@@ -397,6 +395,3 @@ class _GatherSlices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return grad.narrow(0, ctx.rank * ctx.length, ctx.length), None
-
-
-__getattr__ = missing(__name__)

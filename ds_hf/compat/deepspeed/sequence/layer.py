@@ -1,11 +1,6 @@
 """``deepspeed.sequence.layer``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.sequence.layer import DistributedAttention, apply_rotary_pos_emb, single_all_to_all
 from ds_hf.deepspeed_api.sequence.layer import SeqAllToAll as _SeqAllToAll
 
-from .._missing import missing
-
 __all__ = ["DistributedAttention", "_SeqAllToAll", "apply_rotary_pos_emb", "single_all_to_all"]
-__getattr__ = missing(__name__)

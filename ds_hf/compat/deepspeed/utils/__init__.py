@@ -1,7 +1,5 @@
 """``deepspeed.utils``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.parallel.data import RepeatingLoader
 from ds_hf.engine.comm.process_group import is_initialized
 from ds_hf.engine.zero.access import (
@@ -30,7 +28,6 @@ from ds_hf.engine.zero.leaf import (
     z3_leaf_parameter,
 )
 
-from .._missing import missing
 from ..runtime.utils import see_memory_usage
 from . import groups, init_on_device, logging, numa, nvtx, tensor_fragment, timer, torch, zero_to_fp32, zero_to_torch
 from .init_on_device import OnDevice
@@ -78,4 +75,3 @@ __all__ = [
     "zero_to_fp32",
     "zero_to_torch",
 ]
-__getattr__ = missing(__name__)

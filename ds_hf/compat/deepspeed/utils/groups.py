@@ -1,7 +1,5 @@
 """``deepspeed.utils.groups``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.groups import (
     _get_data_parallel_group,
     _get_data_parallel_rank,
@@ -26,7 +24,3 @@ from ds_hf.deepspeed_api.groups import (
     get_tensor_model_parallel_src_rank,
     get_tensor_model_parallel_world_size,
 )
-
-from .._missing import missing
-
-__getattr__ = missing(__name__)

@@ -7,8 +7,6 @@ from types import TracebackType
 
 import torch
 
-from .._missing import missing
-
 __all__ = ["OnDevice"]
 
 
@@ -35,6 +33,3 @@ class OnDevice:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._undo.close()
-
-
-__getattr__ = missing(__name__)

@@ -11,8 +11,6 @@ from typing import Any
 from ds_hf.engine.comm.process_group import current_rank
 from ds_hf.log import logger, set_log_level_from_string, warn_once
 
-from .._missing import missing
-
 __all__ = [
     "log_dist",
     "logger",
@@ -44,6 +42,3 @@ def warning_once(message: str, *_: Any) -> None:
 def _is_chosen(ranks: Sequence[int] | None) -> bool:
     chosen = (0,) if ranks is None else ranks
     return -1 in chosen or current_rank() in chosen
-
-
-__getattr__ = missing(__name__)

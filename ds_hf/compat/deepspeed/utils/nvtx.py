@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from ds_hf.deepspeed_api.accelerator import get_accelerator
 
-from .._missing import missing
-
 __all__ = ["instrument_w_nvtx"]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,6 +26,3 @@ def instrument_w_nvtx(func: F) -> F:
             device.range_pop()
 
     return wrapped  # type: ignore[return-value]
-
-
-__getattr__ = missing(__name__)

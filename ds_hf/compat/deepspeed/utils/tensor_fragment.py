@@ -1,7 +1,5 @@
 """``deepspeed.utils.tensor_fragment``: whole values of sharded states."""
 
-from __future__ import annotations
-
 from ds_hf.engine.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -18,8 +16,6 @@ from ds_hf.engine.zero.access import (
     safe_update_full_grad_vectorized,
 )
 
-from .._missing import missing
-
 __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -35,4 +31,3 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
 ]
-__getattr__ = missing(__name__)

@@ -1,7 +1,5 @@
 """``deepspeed.utils.timer``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.comm.comms_logger import trim_mean
 from ds_hf.deepspeed_api.throughput import ThroughputTimer
 from ds_hf.engine.observe.timers import (
@@ -18,8 +16,6 @@ from ds_hf.engine.observe.timers import (
     SynchronizedWallClockTimer,
 )
 
-from .._missing import missing
-
 __all__ = [
     "BACKWARD_GLOBAL_TIMER",
     "BACKWARD_INNER_GLOBAL_TIMER",
@@ -35,4 +31,3 @@ __all__ = [
     "ThroughputTimer",
     "trim_mean",
 ]
-__getattr__ = missing(__name__)

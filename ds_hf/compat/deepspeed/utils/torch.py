@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from packaging.version import Version
 
-from .._missing import missing
-
 __all__ = ["required_torch_version"]
 
 
@@ -18,6 +16,3 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
     if min_version is not None:
         return release >= Version(str(min_version))
     return release <= Version(str(max_version))
-
-
-__getattr__ = missing(__name__)

@@ -1,7 +1,5 @@
 """``deepspeed.utils.z3_leaf_module``: modules whose parameters are gathered as one."""
 
-from __future__ import annotations
-
 from ds_hf.engine.zero.leaf import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -13,8 +11,6 @@ from ds_hf.engine.zero.leaf import (
     z3_leaf_parameter,
 )
 
-from .._missing import missing
-
 __all__ = [
     "get_z3_leaf_modules",
     "set_z3_leaf_module",
@@ -25,4 +21,3 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
-__getattr__ = missing(__name__)

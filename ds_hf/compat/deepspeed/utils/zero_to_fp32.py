@@ -1,7 +1,5 @@
 """``deepspeed.utils.zero_to_fp32``: one fp32 state dict out of a checkpoint."""
 
-from __future__ import annotations
-
 from ds_hf.checkpoint.files import get_checkpoint_files, get_model_state_file, get_model_state_files, get_optim_files
 from ds_hf.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -10,8 +8,6 @@ from ds_hf.checkpoint.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
-
-from .._missing import missing
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -24,4 +20,3 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "to_torch_tensor",
 ]
-__getattr__ = missing(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ds_hf.config.types.compression import SparseAttentionSection
+from ds_hf.config.types.training import SparseAttentionSection
 from ds_hf.engine.modules.sparse.block_layout import BlockLayout
 from ds_hf.engine.modules.sparse.layouts import (
     BigBirdSparsityConfig,

@@ -1,10 +1,7 @@
 """``deepspeed.ops.op_builder``: which of DeepSpeed's compiled operations are here."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.op_builder import BUILDERS, OpBuilder
 
-from ..._missing import missing
 from . import all_ops, builder
 
 __all__ = [
@@ -65,5 +62,3 @@ SpatialInferenceBuilder = BUILDERS["SpatialInferenceBuilder"]
 StochasticTransformerBuilder = BUILDERS["StochasticTransformerBuilder"]
 TransformerBuilder = BUILDERS["TransformerBuilder"]
 UtilsBuilder = BUILDERS["UtilsBuilder"]
-
-__getattr__ = missing(__name__)

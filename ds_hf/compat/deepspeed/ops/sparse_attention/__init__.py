@@ -1,7 +1,5 @@
 """``deepspeed.ops.sparse_attention``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.modules.sparse.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -12,7 +10,6 @@ from ds_hf.engine.modules.sparse.layouts import (
     VariableSparsityConfig,
 )
 
-from ..._missing import missing
 from . import (
     bert_sparse_self_attention,
     matmul,
@@ -43,4 +40,3 @@ __all__ = [
     "sparse_self_attention",
     "sparsity_config",
 ]
-__getattr__ = missing(__name__)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ds_hf.engine.modules.sparse.layouts import FixedSparsityConfig, SparsityConfig
 
-from ..._missing import missing
 from .sparse_self_attention import SparseSelfAttention
 
 __all__ = ["BertSparseSelfAttention"]
@@ -57,6 +56,3 @@ class BertSparseSelfAttention(nn.Module):
         query, key, value = (self.transpose_for_scores(projection(hidden_states)) for projection in projections)
         context: Tensor = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
         return context.transpose(1, 2).flatten(2)
-
-
-__getattr__ = missing(__name__)

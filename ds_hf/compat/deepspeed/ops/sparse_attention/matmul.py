@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._missing import missing
-
 __all__ = ["MatMul", "Softmax"]
 
 _MODES = ("sdd", "dsd", "dds")
@@ -206,6 +204,3 @@ def _masked(scores: Tensor, mask: Tensor, mode: str) -> Tensor:
     if mode not in ("add", "mul"):
         raise ValueError(f'the mode of a mask is "add" or "mul", not {mode!r}')
     return scores + mask if mode == "add" else scores.masked_fill(mask == 0, float("-inf"))
-
-
-__getattr__ = missing(__name__)

@@ -12,7 +12,6 @@ from ds_hf.engine.modules.sparse.layouts import SparsityConfig
 from ds_hf.inference.static import given_cache
 from ds_hf.log import logger
 
-from ..._missing import missing
 from .bert_sparse_self_attention import BertSparseSelfAttention
 
 __all__ = ["SparseAttentionUtils"]
@@ -180,6 +179,3 @@ def _replace(config: Any, layers: Any, sparsity_config: SparsityConfig | None, l
         new.sparse_self_attention.to(old.query.weight.device)
         layer.attention.self = new
     return layers
-
-
-__getattr__ = missing(__name__)

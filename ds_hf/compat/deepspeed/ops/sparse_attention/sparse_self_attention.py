@@ -18,8 +18,6 @@ from ds_hf.engine.modules.sparse.attention import attention
 from ds_hf.engine.modules.sparse.block_layout import BlockLayout
 from ds_hf.engine.modules.sparse.layouts import SparsityConfig
 
-from ..._missing import missing
-
 __all__ = ["SparseSelfAttention"]
 
 _MODES = ("add", "mul")
@@ -170,6 +168,3 @@ def _check_rpe(rpe: Tensor, shape: tuple[int, ...]) -> None:
     fits = rpe.dim() == 4 and all(have in (1, want) for have, want in zip(rpe.shape, shape, strict=True))
     if not fits or rpe.shape[3] != shape[3] or not rpe.is_floating_point():
         raise ValueError(f"rpe is {rpe.dtype} {list(rpe.shape)}, and floating-point numbers {list(shape)} are expected")
-
-
-__getattr__ = missing(__name__)

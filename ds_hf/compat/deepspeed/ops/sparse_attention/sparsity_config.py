@@ -1,7 +1,5 @@
 """``deepspeed.ops.sparse_attention.sparsity_config``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.modules.sparse.layouts import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -12,8 +10,6 @@ from ds_hf.engine.modules.sparse.layouts import (
     VariableSparsityConfig,
 )
 
-from ..._missing import missing
-
 __all__ = [
     "BSLongformerSparsityConfig",
     "BigBirdSparsityConfig",
@@ -23,4 +19,3 @@ __all__ = [
     "SparsityConfig",
     "VariableSparsityConfig",
 ]
-__getattr__ = missing(__name__)

@@ -1,7 +1,5 @@
 """``deepspeed.profiling.flops_profiler``: operations, parameters and time of a model."""
 
-from __future__ import annotations
-
 from ds_hf.engine.observe.flops import (
     FlopsProfiler,
     duration_to_string,
@@ -12,7 +10,6 @@ from ds_hf.engine.observe.flops import (
     params_to_string,
 )
 
-from ..._missing import missing
 from . import profiler
 
 __all__ = [
@@ -25,4 +22,3 @@ __all__ = [
     "params_to_string",
     "profiler",
 ]
-__getattr__ = missing(__name__)

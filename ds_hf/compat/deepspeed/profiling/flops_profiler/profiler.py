@@ -1,7 +1,5 @@
 """``deepspeed.profiling.flops_profiler.profiler``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.observe.flops import (
     FlopsProfiler,
     duration_to_string,
@@ -12,8 +10,6 @@ from ds_hf.engine.observe.flops import (
     params_to_string,
 )
 
-from ..._missing import missing
-
 __all__ = [
     "FlopsProfiler",
     "duration_to_string",
@@ -23,4 +19,3 @@ __all__ = [
     "number_to_string",
     "params_to_string",
 ]
-__getattr__ = missing(__name__)

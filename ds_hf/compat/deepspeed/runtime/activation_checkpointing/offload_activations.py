@@ -19,8 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_hf.engine.modules.activations.offload import ActivationOffload, Offloaded
 
-from ..._missing import missing
-
 __all__ = [
     "CheckpointActivationOffloadStats",
     "CheckpointHiddenStatesOffload",
@@ -277,5 +275,3 @@ class _Marker(threading.local):
 
 
 _marker = _Marker()
-
-__getattr__ = missing(__name__)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from ds_hf.engine.ops.reference_blocks import packed_numbers, unpacked_numbers
 
-from ..._missing import missing
-
 __all__ = ["CompressedBackend"]
 
 
@@ -81,6 +79,3 @@ def _signs(values: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
 def _values(packed: Tensor, scales: Tensor) -> Tensor:
     """fp32 ``[rows, numel]`` of packed signs, ``[rows, numel / 8]``, and scales, ``[rows, 1]``."""
     return unpacked_numbers(packed, 1).float() * scales.view(-1, 1)
-
-
-__getattr__ = missing(__name__)

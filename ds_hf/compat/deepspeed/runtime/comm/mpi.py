@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._missing import missing
 from .compressed import CompressedBackend
 
 __all__ = ["MpiBackend"]
@@ -19,6 +18,3 @@ class MpiBackend(CompressedBackend):
 
     def __init__(self, cuda_aware: bool = False, mpu: Any = None) -> None:
         super().__init__(mpu)
-
-
-__getattr__ = missing(__name__)

@@ -1,12 +1,8 @@
 """``deepspeed.runtime.fp16.loss_scaler``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.optim.loss_scaler import DynamicLossScaler
 from ds_hf.engine.optim.loss_scaler import StaticLossScaler as LossScaler
 from ds_hf.engine.optim.loss_scaler import create_loss_scaler as CreateLossScaler
-
-from ..._missing import missing
 
 __all__ = [
     "CONSECUTIVE_HYSTERESIS",
@@ -24,5 +20,3 @@ SCALE_WINDOW = "scale_window"
 DELAYED_SHIFT = "delayed_shift"
 CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
 MIN_LOSS_SCALE = "min_scale"
-
-__getattr__ = missing(__name__)

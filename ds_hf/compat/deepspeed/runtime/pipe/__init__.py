@@ -1,12 +1,9 @@
 """``deepspeed.runtime.pipe``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
 from ds_hf.engine.parallel.pipeline.topology import ProcessTopology
 
-from ..._missing import missing
 from . import engine, module, p2p, schedule, topology
 
 __all__ = [
@@ -20,4 +17,3 @@ __all__ = [
     "schedule",
     "topology",
 ]
-__getattr__ = missing(__name__)

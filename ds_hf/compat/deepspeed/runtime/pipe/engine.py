@@ -1,12 +1,9 @@
 """``deepspeed.runtime.pipe.engine``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
 from ds_hf.engine.parallel.data import RepeatingLoader
 from ds_hf.errors import PipelineError
 
-from ..._missing import missing
 from ..utils import PartitionedTensor
 from . import p2p, schedule
 
@@ -19,4 +16,3 @@ __all__ = [
     "p2p",
     "schedule",
 ]
-__getattr__ = missing(__name__)

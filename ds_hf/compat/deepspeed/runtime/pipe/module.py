@@ -1,14 +1,10 @@
 """``deepspeed.runtime.pipe.module``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
 from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
 from ds_hf.engine.parallel.pipeline.topology import PipeDataParallelTopology
 from ds_hf.errors import PipelineError
-
-from ..._missing import missing
 
 __all__ = [
     "LayerSpec",
@@ -18,4 +14,3 @@ __all__ = [
     "PipelineParallelGrid",
     "TiedLayerSpec",
 ]
-__getattr__ = missing(__name__)

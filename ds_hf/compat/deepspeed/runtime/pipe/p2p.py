@@ -15,8 +15,6 @@ from torch import Tensor
 from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
 from ds_hf.errors import PipelineError
 
-from ..._missing import missing
-
 __all__ = ["can_send_recv", "init_process_groups", "recv", "recv_obj", "send", "send_obj", "wait"]
 
 _grid: PipelineParallelGrid | None = None
@@ -86,6 +84,3 @@ def _rank_in(stage: int, async_op: bool) -> int:
     if not 0 <= stage < stages or (stage - here) % stages not in (1, stages - 1):
         raise PipelineError(f"stage {stage} is no neighbour of stage {here} of {stages}")
     return _grid.stage_to_global(stage)
-
-
-__getattr__ = missing(__name__)

@@ -1,7 +1,5 @@
 """``deepspeed.runtime.pipe.schedule``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.parallel.pipeline.schedule import (
     BackwardPass,
     BufferOpInstruction,
@@ -21,8 +19,6 @@ from ds_hf.engine.parallel.pipeline.schedule import (
     TrainSchedule,
 )
 
-from ..._missing import missing
-
 __all__ = [
     "BackwardPass",
     "BufferOpInstruction",
@@ -41,4 +37,3 @@ __all__ = [
     "SendGrad",
     "TrainSchedule",
 ]
-__getattr__ = missing(__name__)

@@ -1,7 +1,5 @@
 """``deepspeed.runtime.pipe.topology``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.parallel.pipeline.grid import PipelineParallelGrid
 from ds_hf.engine.parallel.pipeline.topology import (
     PipeDataParallelTopology,
@@ -10,8 +8,6 @@ from ds_hf.engine.parallel.pipeline.topology import (
 )
 from ds_hf.engine.parallel.pipeline.topology import prime_factors as _prime_factors
 
-from ..._missing import missing
-
 __all__ = [
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
@@ -19,4 +15,3 @@ __all__ = [
     "ProcessTopology",
     "_prime_factors",
 ]
-__getattr__ = missing(__name__)

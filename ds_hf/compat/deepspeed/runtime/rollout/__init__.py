@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..._missing import missing
 from . import base, continuous_batching, hybrid_engine_rollout, opsd
 from .base import RolloutBatch, RolloutConfig, RolloutEngine, RolloutRequest, SamplingConfig
 from .hybrid_engine_rollout import HybridEngineRollout
@@ -39,6 +38,3 @@ def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any =
     if student_engine is None or tokenizer is None:
         raise ValueError("hybrid_engine rollout needs both student_engine and tokenizer")
     return HybridEngineRollout(student_engine, tokenizer, rollout_cfg)
-
-
-__getattr__ = missing(__name__)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..._missing import missing
-
 __all__ = ["RolloutBatch", "RolloutConfig", "RolloutEngine", "RolloutRequest", "SamplingConfig"]
 
 
@@ -113,6 +111,3 @@ class RolloutEngine(ABC):
     def shutdown(self) -> None:
         """Give back what sampling holds."""
         return
-
-
-__getattr__ = missing(__name__)

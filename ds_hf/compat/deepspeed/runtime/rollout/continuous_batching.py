@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from ..._missing import missing
-
 __all__ = ["ContinuousBatchRequest", "ContinuousBatchScheduler", "ContinuousBatchUpdate"]
 
 
@@ -114,6 +112,3 @@ class ContinuousBatchScheduler:
             if key not in self._running:
                 raise ValueError(f"finished request is not active: {key!r}")
         return finished
-
-
-__getattr__ = missing(__name__)

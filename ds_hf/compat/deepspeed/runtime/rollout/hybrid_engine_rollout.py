@@ -19,7 +19,6 @@ from ds_hf.deepspeed_api.engine_generation import GenerationNames
 from ds_hf.inference.static import cache_argument, cache_of
 from ds_hf.inference.supported import base_model
 
-from ..._missing import missing
 from .base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
 from .continuous_batching import ContinuousBatchRequest, ContinuousBatchScheduler
 
@@ -345,6 +344,3 @@ class _Running:
 def _left(cache: Tensor, positions: int) -> Tensor:
     """``[rows, heads, n, width]`` with empty positions before it."""
     return F.pad(cache, (0, 0, positions - cache.shape[2], 0))
-
-
-__getattr__ = missing(__name__)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-from ..._missing import missing
 from .base import RolloutBatch
 
 __all__ = ["JSDLossOutput", "ResponseTokenBatch", "generalized_jsd_loss"]
@@ -136,6 +135,3 @@ def _check_jsd(
         raise ValueError("teacher_top_k must not exceed the vocabulary size")
     if clip is not None and clip < 0.0:
         raise ValueError("pointwise_clip must be non-negative when specified")
-
-
-__getattr__ = missing(__name__)

@@ -1,7 +1,5 @@
 """``deepspeed.runtime.sequence_parallel.parallel_state_sp``: an ``mpu``."""
 
-from __future__ import annotations
-
 from ds_hf.deepspeed_api.sequence.parallel_state import (
     _release_sequence_parallel_groups,
     get_model_parallel_group,
@@ -16,8 +14,6 @@ from ds_hf.deepspeed_api.sequence.parallel_state import (
     initialize_sequence_parallel,
 )
 
-from ..._missing import missing
-
 __all__ = [
     "get_model_parallel_group",
     "get_model_parallel_rank",
@@ -30,4 +26,3 @@ __all__ = [
     "get_sequence_parallel_world_size",
     "initialize_sequence_parallel",
 ]
-__getattr__ = missing(__name__)

@@ -19,8 +19,6 @@ from ds_hf.deepspeed_api.sequence.ulysses import UlyssesSPAttentionHF
 from ds_hf.engine.modules.tiling.compute import bounds, compute_tiles
 from ds_hf.engine.modules.tiling.loss import tiled_loss
 
-from ..._missing import missing
-
 __all__ = [
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
@@ -213,6 +211,3 @@ def _weights(compute_params: Iterable[nn.Parameter] | None, among: Iterable[Any]
         return [param for param in compute_params if param is not None]
     modules = [value for value in among if isinstance(value, nn.Module)]
     return [param for module in modules for param in module.parameters()]
-
-
-__getattr__ = missing(__name__)

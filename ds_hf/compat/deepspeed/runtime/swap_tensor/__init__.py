@@ -1,11 +1,5 @@
 """``deepspeed.runtime.swap_tensor``."""
 
-from __future__ import annotations
-
-from ..._missing import missing
-
 __all__ = ["MIN_SWAPPABLE_BYTES"]
 
 MIN_SWAPPABLE_BYTES = 1 << 20  # ds_hf writes blocks of any size to files; DeepSpeed's scripts size models by it
-
-__getattr__ = missing(__name__)

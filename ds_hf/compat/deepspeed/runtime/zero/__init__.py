@@ -1,13 +1,10 @@
 """``deepspeed.zero``: construction of sharded models and access to their parameters."""
 
-from __future__ import annotations
-
 from ds_hf.engine.zero.init import ZeroParamStatus
 from ds_hf.engine.zero.external import register_external_parameter, unregister_external_parameter
 from ds_hf.engine.zero.gather import GatheredParameters, unwrap_model_for_generation
 from ds_hf.engine.zero.init import Init
 
-from ..._missing import missing
 from . import config, muon, offload_config, offload_states, partition_parameters, stage3, stage_1_and_2, tiling, utils
 from .tiling import TiledLinear, TiledLinearReturnBias
 
@@ -30,4 +27,3 @@ __all__ = [
     "unwrap_model_for_generation",
     "utils",
 ]
-__getattr__ = missing(__name__)

@@ -9,7 +9,6 @@ from ds_hf.engine.zero.estimate import (
 )
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 
-from ..._missing import missing
 from ..base_optimizer import ZeROOptimizer, shards_parameters
 
 __all__ = [
@@ -27,6 +26,3 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
     def fits(optimizer: ShardedOptimizer) -> bool:
         """Whether masters are sharded and parameters are not."""
         return not optimizer.whole and not shards_parameters(optimizer)
-
-
-__getattr__ = missing(__name__)

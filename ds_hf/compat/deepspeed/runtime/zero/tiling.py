@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from ds_hf.engine.zero.gather import GatheredParameters
 
-from ..._missing import missing
-
 __all__ = ["TiledLinear", "TiledLinearReturnBias"]
 
 
@@ -125,6 +123,3 @@ class TiledLinearReturnBias(TiledLinear):
 def _bounds(features: int, splits: int) -> list[int]:
     length, longer = divmod(features, splits)
     return [part * length + min(part, longer) for part in range(splits + 1)]
-
-
-__getattr__ = missing(__name__)

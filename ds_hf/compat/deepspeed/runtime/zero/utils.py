@@ -8,8 +8,6 @@ import torch
 
 from ds_hf.errors import DsHfError as ZeRORuntimeException
 
-from ..._missing import missing
-
 __all__ = ["ZeRORuntimeException", "is_zero_param", "is_zero_supported_optimizer"]
 
 
@@ -21,6 +19,3 @@ def is_zero_param(parameter: Any) -> bool:
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
     """Whether ZeRO takes this optimizer: any of torch's kind."""
     return isinstance(optimizer, torch.optim.Optimizer)
-
-
-__getattr__ = missing(__name__)

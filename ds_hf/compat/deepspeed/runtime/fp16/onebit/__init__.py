@@ -1,13 +1,9 @@
 """``deepspeed.runtime.fp16.onebit``."""
 
-from __future__ import annotations
-
 from ds_hf.engine.optim.onebit.adam import OnebitAdam
 from ds_hf.engine.optim.onebit.lamb import OnebitLamb
 from ds_hf.engine.optim.onebit.zero_one import ZeroOneAdam
 
-from ...._missing import missing
 from . import adam, lamb, zoadam
 
 __all__ = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam", "adam", "lamb", "zoadam"]
-__getattr__ = missing(__name__)

@@ -19,8 +19,6 @@ from ds_hf.engine.optim.newton_schulz import (
     zeropower_via_newtonschulz5,
 )
 
-from ...._missing import missing
-
 __all__ = [
     "NS_METHODS",
     "Muon",
@@ -78,6 +76,3 @@ def adam_update(grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tupl
     buf1.lerp_(grad, 1 - betas[0])
     buf2.lerp_(grad.square(), 1 - betas[1])
     return (buf1 / (1 - betas[0] ** step)) / ((buf2 / (1 - betas[1] ** step)).sqrt() + eps)
-
-
-__getattr__ = missing(__name__)
