@@ -6,9 +6,10 @@
 
 The engines take turns as in ``training.py``, whose loop, tokens and figures these are; the models have the shapes of
 Qwen3-30B-A3B, OLMoE-1B-7B and gpt-oss-20b, cut in depth to what fits. *ds_hf+ep* divides experts over all processes,
-*ds_hf+local* over none and computes them as divided ones are (``autoep_size`` 1), *ds_hf* leaves them to transformers; *deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use
-today, *deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it. *floor* is forward and
-backward of the bf16 model alone.
+*ds_hf+local* over none and computes them as divided ones are (``autoep_size`` 1), *ds_hf* leaves them to transformers;
+*deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use today,
+*deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it. *floor* is forward and backward
+of the bf16 model alone.
 
 ``--part products``: on one GPU, forward and backward of one layer's experts as the model has them and as
 ``exchange.py`` leaves them to each process, against the grouped products alone (six of them).

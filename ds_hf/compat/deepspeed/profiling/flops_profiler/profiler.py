@@ -1,21 +1,4 @@
 """``deepspeed.profiling.flops_profiler.profiler``."""
 
-from ds_hf.engine.observe.flops import (
-    FlopsProfiler,
-    duration_to_string,
-    flops_to_string,
-    get_model_profile,
-    macs_to_string,
-    number_to_string,
-    params_to_string,
-)
-
-__all__ = [
-    "FlopsProfiler",
-    "duration_to_string",
-    "flops_to_string",
-    "get_model_profile",
-    "macs_to_string",
-    "number_to_string",
-    "params_to_string",
-]
+from ds_hf.engine.observe.flops import *  # noqa: F403
+from ds_hf.engine.observe.flops import __all__ as __all__
