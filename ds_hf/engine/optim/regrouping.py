@@ -47,7 +47,7 @@ def regroup(
     inner = optimizer.optimizer
     groups, places = inner.param_groups, _places(optimizer.listed, inner.param_groups)
     model = {id(param): param for param in params}
-    moved = _moved(optimizer, groups, model)
+    moved = _moved(optimizer, groups, model, name)
     masters = {id(p): p for gradient in optimizer.groups for p in gradient.buffer.params}
     given: list[list[Any]] = [[] for _ in groups]
     for place, before in zip(places, optimizer.given, strict=True):
@@ -71,7 +71,10 @@ def regroup(
 
 
 def _moved(
-    optimizer: ShardedOptimizer, groups: Sequence[dict[str, Any]], model: Mapping[int, nn.Parameter]
+    optimizer: ShardedOptimizer,
+    groups: Sequence[dict[str, Any]],
+    model: Mapping[int, nn.Parameter],
+    name: Callable[[Any], str],
 ) -> dict[int, int]:
     """The group of each of the model's parameters that are in the lists, by ``id``."""
     segments = {id(s.param) for ss in optimizer.segments.values() for s in ss}
@@ -88,6 +91,10 @@ def _moved(
                 )
             if is_packed(param) or not param.is_floating_point():
                 raise DsHfError(f"{what} quantized, and does not train: train adapters on it")
+            if id(param) in moved:
+                raise DsHfError(
+                    f"{name(param)} was put into parameter groups {moved[id(param)]} and {place}: choose one"
+                )
             moved[id(param)] = place
     return moved
 

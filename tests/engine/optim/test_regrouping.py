@@ -113,6 +113,9 @@ def told() -> None:
     stopped(r"the stretch of first.* is in no parameter group any more", restore)
     optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(3)))
     stopped(r"shape \(3,\) that is no parameter of the engine's model", restore)
+    for group in optimizer.param_groups:
+        group["params"].append(engine.module.last.weight)
+    stopped(r"last\.weight was put into parameter groups 0 and 1: choose one", restore)
     group = optimizer.param_groups.pop()
     stopped(r"the parameter group of first\.weight is gone", lambda: optimizer.param_groups.append(group))
     engine.destroy()
