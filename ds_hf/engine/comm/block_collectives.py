@@ -20,7 +20,8 @@ __all__ = ["BlockSums", "Feedback", "all_gather_blocks", "spread_blocks"]
 
 
 def all_gather_blocks(full: Tensor, shard: Tensor, axis: Axis, form: BlockFormat, what: str = "") -> None:
-    """Fill ``full`` with every rank's ``shard`` as blocks hold it, this rank's own too: all see the same values."""
+    """Fill ``full`` (``[numel]``, of the dtype of the shards) with every rank's ``shard`` as blocks hold it, this
+    rank's own too: all see the same values."""
     ranks = axis.world_size
     everyone = form.empty(ranks, shard.numel(), shard.device)
     collectives.all_gather(everyone.view(-1), form.write(shard.view(1, -1)).view(-1), axis, what)
@@ -28,7 +29,7 @@ def all_gather_blocks(full: Tensor, shard: Tensor, axis: Axis, form: BlockFormat
 
 
 def spread_blocks(second: Tensor, shard: Tensor, axis: Axis, inner: Axis, form: BlockFormat, what: str = "") -> None:
-    """``collectives.spread`` of what blocks hold of the shards."""
+    """``collectives.spread`` of what blocks hold of the flat shards, which keep their dtype."""
     parts = axis.world_size // inner.world_size
     received = form.empty(parts, shard.numel(), shard.device)
     collectives.spread(received.view(-1), form.write(shard.view(1, -1)).view(-1), axis, inner, what)

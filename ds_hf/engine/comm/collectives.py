@@ -38,7 +38,8 @@ _EXCHANGE = 0x6473  # the tag of such messages
 
 
 def all_gather(full: Tensor, shard: Tensor, axis: Axis, what: str = "", comm_stream: CommStream | None = None) -> None:
-    """Fill ``full`` with every rank's ``shard``; ``shard`` may be this rank's slice of ``full``.
+    """Fill ``full``, ``[numel]``, with every rank's ``shard`` of the same dtype, which may be this rank's slice of
+    ``full``.
 
     Args:
         comm_stream: on the CPU the gather may still be under way on it; it must ``arrive`` before ``full`` is read.
@@ -51,8 +52,8 @@ def all_gather(full: Tensor, shard: Tensor, axis: Axis, what: str = "", comm_str
 
 
 def all_gather_each(fulls: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis, whats: Sequence[str]) -> None:
-    """``all_gather`` of each: with NCCL in one launch (each costs the host 27 microseconds, or 5 in a group), with gloo
-    all under way at once, so that ranks wait for each other once.
+    """``all_gather`` of each, flat and of any dtypes: with NCCL in one launch (each costs the host 27 microseconds, or
+    5 in a group), with gloo all under way at once, so that ranks wait for each other once.
 
     While collectives are measured they are launched one by one.
     """
@@ -81,8 +82,8 @@ def reduce_gradient(
     comm_stream: CommStream | None = None,
     others: Axis | None = None,
 ) -> Tensor:
-    """Sum ``full`` over the axis, and what is left of it over ``others``; return this rank's shard of it (``scatter``)
-    or all of it.
+    """Sum ``full``, ``[numel]``, over the axis, and what is left of it over ``others``; return this rank's shard of it
+    (``scatter``) or all of it.
 
     ``scale_before`` multiplies before the sum: fp16 sums overflow otherwise. ``full`` is consumed.
 
@@ -141,6 +142,7 @@ def all_to_all(
     comm_stream: CommStream | None = None,
 ) -> None:
     """Fill ``received`` with what every process of the axis has for this one; by default equally much of dimension 0.
+    The other dimensions of its shape and the dtype are those of ``sent``.
 
     Args:
         comm_stream: on the CPU it may still be under way on it, if sizes are equal; it must ``arrive`` before.
@@ -206,7 +208,7 @@ def _is_nccl(tensor: Tensor, axis: Axis) -> bool:
 
 
 def all_reduce_sum(tensor: Tensor, axis: Axis, what: str = "") -> Tensor:
-    """Sum a small tensor over the axis, in place."""
+    """Sum a small tensor of any shape and dtype over the axis, in place."""
     if axis.world_size > 1:
         with axis.log("all-reduce", what, tensor):
             dist.all_reduce(tensor, group=axis.group)
@@ -214,7 +216,7 @@ def all_reduce_sum(tensor: Tensor, axis: Axis, what: str = "") -> Tensor:
 
 
 def all_reduce_max(tensor: Tensor, axis: Axis, what: str = "") -> Tensor:
-    """Maximum of a small tensor over the axis, in place."""
+    """Maximum of a small tensor of any shape and dtype over the axis, in place."""
     if axis.world_size > 1:
         with axis.log("all-reduce (max)", what, tensor):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
@@ -222,7 +224,7 @@ def all_reduce_max(tensor: Tensor, axis: Axis, what: str = "") -> Tensor:
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0, what: str = "") -> None:
-    """Copy ``tensor`` of the rank ``source`` of the axis to all, in place."""
+    """Copy ``tensor``, of one shape and dtype everywhere, of the rank ``source`` of the axis to all, in place."""
     if axis.world_size > 1:
         with axis.log("broadcast", what, tensor):
             dist.broadcast(tensor, axis.global_rank(source), group=axis.group)

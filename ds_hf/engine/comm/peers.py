@@ -104,7 +104,8 @@ class Region:
         self._written = True
 
     def gather(self, targets: Sequence[Tensor], sources: Sequence[Tensor], what: str) -> None:
-        """Copy ``sources``, parts of ``theirs`` by rank, into ``targets``. Collective, on the communication stream.
+        """Copy ``sources``, flat parts of ``theirs`` by rank, into ``targets`` of their dtype. Collective, on the
+        communication stream.
 
         A target that is its source is left alone.
         """

@@ -89,7 +89,7 @@ class CommStream:
         return None if self.stream is None else self.stream.record_event(used)
 
     def keep(self, tensors: list[Tensor]) -> None:
-        """Hold ``tensors``, which the stream reads, until ``settle``."""
+        """Hold ``tensors``, any tensors that the stream reads, until ``settle``."""
         if self.stream is not None and tensors:
             event = self.stream.record_event(self._idle.pop() if self._idle else None)
             nbytes = sum(tensor.nbytes for tensor in tensors)

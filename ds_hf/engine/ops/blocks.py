@@ -64,14 +64,16 @@ class BlockFormat:
         beta: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``values``, ``[rows, numel]``, in blocks; see ``reference_blocks.to_blocks_``."""
+        """``values``, floating-point ``[rows, numel]``, in blocks, uint8 ``[rows, nbytes]``; see
+        ``reference_blocks.to_blocks_``."""
         if out is None:
             out = self.empty(values.shape[0], values.shape[1], values.device)
         to_blocks_(out, values, feedback, bits=self.bits, block=self.numel, gain=gain, beta=beta)
         return out
 
     def read(self, blocks: Tensor, out: Tensor, *, before: Tensor | None = None, factor: float = 1.0) -> Tensor:
-        """The values of ``blocks`` into ``out``, ``[rows, numel]``; see ``reference_blocks.from_blocks_``."""
+        """The values of ``blocks``, uint8 ``[rows, nbytes]``, into ``out``, ``[rows, numel]``; see
+        ``reference_blocks.from_blocks_``."""
         from_blocks_(out, blocks, before, bits=self.bits, block=self.numel, factor=factor)
         return out
 

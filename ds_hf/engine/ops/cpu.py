@@ -333,7 +333,8 @@ def lists_of(
     scale_and_skip: Tensor | None,
     seed: int | None,
 ) -> Lists:
-    """The struct of one call. It holds addresses: the caller's tensors must outlive it."""
+    """The struct of one call; tensors of any shape, in each list of one dtype. It holds addresses: they must outlive
+    it."""
     entries = params or grads
     return Lists(
         nbytes=ctypes.sizeof(Lists),
@@ -365,7 +366,7 @@ def _type(tensors: Sequence[Tensor]) -> int:
 
 
 def type_number(tensor: Tensor) -> int:
-    """What the library calls the dtype of ``tensor``."""
+    """What the library calls the dtype of ``tensor``, of any shape."""
     return _TYPES[tensor.dtype]
 
 

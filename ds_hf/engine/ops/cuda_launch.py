@@ -223,7 +223,7 @@ class KernelMachine(Protocol):
 
 
 def dtype_number(tensors: Sequence[Tensor]) -> int:
-    """The number that core.cuh knows the dtype of ``tensors`` by."""
+    """The number that core.cuh knows the dtype of ``tensors`` by, which have any shape."""
     return _DTYPES[tensors[0].dtype] if tensors else NO_DTYPE
 
 
@@ -247,7 +247,7 @@ def call_of(
     seed: int | None = None,
     flags: int = 0,
 ) -> Call:
-    """A ``Call`` whose first scalar is the rate, if it is a number."""
+    """A ``Call`` whose first scalar is the rate, if it is a number and no 0-dim fp32 tensor."""
     rate = lr if isinstance(lr, Tensor) else None
     number = 0.0 if isinstance(lr, Tensor) else float(lr)
     return Call((number, *scalars), flags, scale_and_skip, rate, (seed or 0) & (2**64 - 1), steps)
@@ -266,7 +266,8 @@ def grid_of(machine: KernelMachine, tuning: Tuning, tiles: int) -> int:
 
 
 def tables(call: Call, places: Sequence[Sequence[Tensor]], tuning: Tuning) -> Iterator[Any]:
-    """A filled table for each launch that is needed; none for entries without elements.
+    """A filled table for each launch that is needed; none for entries without elements. Entries have any shape; the
+    dtype is one in each of ``places``.
 
     Args:
         places: the lists of tensors as the kernel numbers them; an empty one is left out.
@@ -441,5 +442,5 @@ def gpu(index: int) -> Gpu:
 
 
 def machine_of(tensor: Tensor) -> KernelMachine:
-    """Where ``tensor`` lies."""
+    """Where ``tensor`` lies, any tensor."""
     return gpu(tensor.get_device())

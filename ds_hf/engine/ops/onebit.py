@@ -46,7 +46,8 @@ def to_values_(
     *,
     beta1: float,
 ) -> None:
-    """Move the momenta by the gradients, times ``scale_and_skip[0]``; ``values`` become momenta over sizes."""
+    """Move the momenta, fp32 and flat, by the gradients, times ``scale_and_skip[0]``; ``values`` become momenta over
+    sizes."""
     if _on_cpu(momenta):
         numbers = cpu_onebit.Numbers(0, beta1, sizes.eps, 0, sizes.eps_inside_sqrt)
         cpu_onebit.values_(values, grads, momenta, sizes.seconds, sizes.floors, scale_and_skip, numbers)
@@ -67,8 +68,8 @@ def apply_means_(
     lr: float,
     weight_decay: float,
 ) -> None:
-    """A step of ``params`` (and ``outs``, their 16-bit copies, or none) by ``means`` with decoupled weight decay; the
-    momenta become means times sizes."""
+    """A step of flat ``params`` (and ``outs``, their bf16 or fp16 copies, or none) by ``means`` with decoupled weight
+    decay; the momenta become means times sizes."""
     if _on_cpu(momenta):
         numbers = cpu_onebit.Numbers(lr, 0, sizes.eps, weight_decay, sizes.eps_inside_sqrt)
         cpu_onebit.apply_(params, means, momenta, sizes.seconds, outs, sizes.floors, numbers)

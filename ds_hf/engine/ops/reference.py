@@ -61,6 +61,7 @@ def adam_(
     seed: int | None = None,
 ) -> None:
     """Adam (Kingma and Ba 2015); ``decoupled``: AdamW (Loshchilov and Hutter 2019), else decay joins the gradient.
+    Entries have one shape in all lists; dtypes as at the head of this file.
 
     >>> m = beta1 * m + (1 - beta1) * g;  v = beta2 * v + (1 - beta2) * g * g
     >>> p = p * (1 - lr * weight_decay) - lr / c1 * m / (sqrt(v / c2) + eps)
@@ -96,7 +97,7 @@ def lion_(
     weight_decay: float,
     seed: int | None = None,
 ) -> None:
-    """Lion (Chen et al. 2023).
+    """Lion (Chen et al. 2023). Entries have one shape in all lists; dtypes as at the head of this file.
 
     >>> p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)
     >>> m = beta2 * m + (1 - beta2) * g
@@ -123,7 +124,7 @@ def adagrad_(
     weight_decay: float,
     seed: int | None = None,
 ) -> None:
-    """Adagrad (Duchi et al. 2011), as ``torch.optim.Adagrad``.
+    """Adagrad (Duchi et al. 2011), as ``torch.optim.Adagrad``. Shapes and dtypes as for ``adam_``.
 
     >>> g = g + weight_decay * p;  s = s + g * g
     >>> p = p - lr / (1 + (step - 1) * lr_decay) * g / (sqrt(s) + eps)
@@ -154,7 +155,8 @@ def sgd_(
     first: bool,
     seed: int | None = None,
 ) -> None:
-    """SGD as ``torch.optim.SGD``; ``momentum_buffers`` is empty where ``momentum`` is 0.
+    """SGD as ``torch.optim.SGD``; ``momentum_buffers`` is empty where ``momentum`` is 0. Shapes and dtypes as for
+    ``adam_``.
 
     >>> g = g + weight_decay * p;  b = g if first else momentum * b + (1 - dampening) * g
     >>> p = p - lr * (g + momentum * b if nesterov else b)
@@ -228,7 +230,7 @@ def lamb_apply_(
     min_coeff: float,
     max_coeff: float,
 ) -> None:
-    """Second pass of LAMB: the trust ratio of each entry, from ``norms`` as ``lamb_moments_`` gives them.
+    """Second pass of LAMB: the trust ratio of each entry, from ``norms`` (fp32 ``[entries, 2]``) of ``lamb_moments_``.
 
     >>> ratio = clamp(norm(p) / norm(u), min_coeff, max_coeff)     # 1 where a norm is 0
     >>> p = p - lr * sqrt(1 - beta2 ** step) / (1 - beta1 ** step) * ratio * u
@@ -263,7 +265,8 @@ def lamb_(
     min_coeff: float,
     max_coeff: float,
 ) -> None:
-    """LAMB of whole parameters: both passes, with nothing to sum over ranks in between."""
+    """LAMB of whole parameters: both passes, with nothing to sum over ranks between. Shapes and dtypes as for
+    ``adam_``."""
     norms = lamb_moments_(
         params,
         grads,
@@ -331,7 +334,7 @@ def clip_control(squares: Sequence[Tensor], *, scale: float, max_norm: float, ch
 
 
 def norm_control(tensors: Sequence[Tensor], *, scale: float, max_norm: float, checked: bool) -> Tensor:
-    """``clip_control`` of ``squared_norm(tensors)``."""
+    """``clip_control`` of ``squared_norm(tensors)``, of any shapes and dtypes: fp32 ``[3]``."""
     return clip_control([squared_norm(tensors)], scale=scale, max_norm=max_norm, checked=checked)
 
 
@@ -345,7 +348,8 @@ def sum_parts_(
     place: int,
     factor: float,
 ) -> None:
-    """Sums over ranks of which one is here and the others have sent their parts, in the order of the ranks.
+    """Sums over ranks of which one is here and the others have sent their parts, in the order of the ranks; all flat,
+    sums in fp32.
 
     Each cut is a stretch that is written: ``out = before + factor * sum``.
 
@@ -377,7 +381,7 @@ def _master(param: Tensor, index: int, outs: Sequence[Tensor]) -> Tensor:
 
 
 def splits_masters(outs: Sequence[Tensor]) -> bool:
-    """Whether ``outs`` are the low bits of masters."""
+    """Whether ``outs``, of any shape, are the low bits of masters: int16."""
     return bool(outs) and outs[0].dtype is LOW
 
 

@@ -17,7 +17,7 @@ _PIECE = 1 << 24  # elements that are split at once: what is in between takes si
 
 
 def split_fp32(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The high half, bf16, and the low one, int16, of ``values``, fp32."""
+    """The high half, bf16, and the low one, int16, of ``values``, fp32 of any shape, in that shape."""
     words, unknown = values.contiguous().view(torch.int32), values.isnan()
     high = ((words + 0x8000) >> 16).to(LOW).view(torch.bfloat16)
     low = (words << 16 >> 16).to(LOW)

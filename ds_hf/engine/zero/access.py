@@ -97,7 +97,8 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole averaged gradient, unscaled fp32, between ``backward`` and ``step``; ``None`` before. Collective."""
+    """The whole averaged gradient, unscaled, fp32 in the parameter's shape, between ``backward`` and ``step``; ``None``
+    before. Collective."""
     found = _states(param)
     if param.grad is not None and (found is None or not found[1].shows_gradient(found[0].buffer)):
         return param.grad
@@ -105,7 +106,8 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """The whole moment ``optim_state_key`` (``"exp_avg"``, ...); ``None`` before the first step. Collective."""
+    """The whole moment ``optim_state_key`` (``"exp_avg"``, ...), fp32 in the parameter's shape; ``None`` before the
+    first step. Collective."""
     found = _states(param)
     if found is None:
         return None
@@ -115,7 +117,8 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set the whole master weight and the parameter with it. Collective; every rank gives the whole value.
+    """Set the whole master weight and the parameter with it. Collective; every rank gives the whole value,
+    in the parameter's shape and any dtype.
 
     Raises:
         ValueError: the shape is not the parameter's, or no optimizer has the parameter.
@@ -130,7 +133,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 @torch.no_grad()
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Set the whole averaged gradient (unscaled) for the coming step.
+    """Set the whole averaged gradient (unscaled, in the parameter's shape and any dtype) for the coming step.
 
     Raises:
         ValueError: the shape is not the parameter's, no optimizer has it, or there is no gradient yet.
@@ -146,7 +149,8 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def safe_update_full_grad_vectorized(
     params: Sequence[Tensor], update_func: Callable[[Tensor | None, Tensor], Tensor | None]
 ) -> None:
-    """Replace the whole averaged gradient of each parameter by ``update_func(gradient, parameter)``. Collective.
+    """Replace the whole averaged gradient of each parameter by ``update_func(gradient, parameter)``, both fp32 in its
+    shape. Collective.
 
     Frozen parameters are passed over; ``None`` from the function leaves a gradient as it is.
     """
@@ -159,7 +163,7 @@ def safe_update_full_grad_vectorized(
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set the whole moment ``optim_state_key``.
+    """Set the whole moment ``optim_state_key``; ``value`` has the parameter's shape and any dtype.
 
     Raises:
         ValueError: the shape is not the parameter's, or there is no such state yet.
@@ -173,22 +177,22 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """This rank's fragment of the master weight, ``[n]``."""
+    """This rank's fragment of the master weight, ``[n]`` in its dtype."""
     return _local(param, "master")
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """This rank's fragment of the averaged, unscaled gradient, ``[n]``."""
+    """This rank's fragment of the averaged, unscaled gradient, fp32 ``[n]``."""
     return _local(param, "gradient")
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """This rank's fragment of a moment, ``[n]``."""
+    """This rank's fragment of a moment, ``[n]`` in its dtype."""
     return _local(param, "moment", optim_state_key)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set this rank's fragment of the master weight. Collective: the weights are synced."""
+    """Set this rank's fragment of the master weight, ``[n]`` of any dtype. Collective: the weights are synced."""
     home, states = _require(param)
     master = states.master(home.buffer)
     assert master is not None
@@ -199,7 +203,7 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Set this rank's fragment of the averaged gradient (unscaled)."""
+    """Set this rank's fragment of the averaged gradient (unscaled), ``[n]`` of any dtype."""
     home, states = _require(param)
     gradient = states.gradient(home.buffer)
     if gradient is None:
@@ -210,7 +214,7 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's fragment of a moment."""
+    """Set this rank's fragment of a moment, ``[n]`` of any dtype."""
     home, states = _require(param)
     moment = states.moment(home.buffer, optim_state_key)
     if moment is None:

@@ -79,7 +79,7 @@ LOST_WRITES = "writes to parameters that are lost"  # of all warnings about them
 
 
 def tensors_of(kind: type[Tensor], value: Any) -> list[Any]:
-    """The tensors of ``kind`` in the arguments of a function of torch."""
+    """The tensors of ``kind``, of any shape and dtype, in the arguments of a function of torch."""
     if isinstance(value, kind):
         return [value]
     if isinstance(value, dict):
@@ -196,7 +196,7 @@ class Released(AtRest):
 
     @property
     def data(self) -> Tensor:
-        """Nothing, that knows of which parameter."""
+        """Nothing, ``[0]`` of the parameter's dtype, that knows of which parameter."""
         return _Nothing.of(self)
 
     @data.setter

@@ -101,7 +101,7 @@ class StateHolder(Protocol):
     """What keeps the states behind a buffer's values; tensors are flat and cover what the rank owns."""
 
     def master(self, buffer: FlatBuffer) -> Tensor | None:
-        """Master weights, ``None`` when no optimizer updates the buffer."""
+        """Master weights, ``[owned]`` as a rule in fp32; ``None`` when no optimizer updates the buffer."""
 
     def values_changed(self, buffer: FlatBuffer, *, partly: bool = False) -> None:
         """The parameters' values were written from outside: take masters from them, or ``partly``: only of those
@@ -212,7 +212,7 @@ class FlatBuffer:
     # -- taking values over -------------------------------------------------------------------------------------
 
     def adopt(self, *, synchronize: bool = True) -> Tensor:
-        """Move the parameters' values in and make the parameters views of this buffer.
+        """Move the parameters' values in and make the parameters views of this buffer, ``[numel]``.
 
         Returns the whole buffer in the widest dtype of the sources, from which exact master weights can be made;
         the caller drops it. Peak memory: this buffer once more, in that dtype.
@@ -236,7 +236,8 @@ class FlatBuffer:
 
     @torch.no_grad()
     def adopt_shard(self, values: Tensor) -> None:
-        """A copy of ``values``, ``[shard_numel]``, is this rank's shard; what the parameters were does not count."""
+        """A copy of ``values``, ``[shard_numel]`` in any dtype, is this rank's shard; what the parameters were does not
+        count."""
         full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         low, high = self.layout.shard_range(self.axis.rank)
         full[low:high].copy_(values)
@@ -274,14 +275,14 @@ class FlatBuffer:
 
     @property
     def full(self) -> Tensor:
-        """All values, ``[numel]``, as far as they are here."""
+        """All values, ``[numel]`` in the buffer's dtype, as far as they are here."""
         if not self.sharded:
             self.gather()
         return self._memory.tensor
 
     @property
     def shard(self) -> Tensor:
-        """This rank's, ``[shard_numel]``."""
+        """This rank's, ``[shard_numel]`` in the buffer's dtype."""
         if not self.sharded:
             self.gather()
         return self._shard
@@ -440,7 +441,7 @@ class FlatBuffer:
         return self.aliased or self.shard_storage.stays
 
     def owned(self, *, whole: bool, write: bool = True, fresh: bool = False) -> Tensor:
-        """The values this rank's optimizer writes: all of them (``whole``) or its shard.
+        """The values this rank's optimizer writes, in the buffer's dtype: all ``[numel]`` (``whole``) or its shard.
 
         Args:
             write: the caller may write to them, and then syncs the weights.

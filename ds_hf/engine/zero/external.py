@@ -105,7 +105,8 @@ class _Watched(dict[str, nn.Parameter | None]):
 
 
 def watch(unit: Unit, on_read: Callable[[Unit, Tensor | None], None]) -> bool:
-    """Have ``on_read`` called when a parameter of ``unit.module`` is read by name while no call of ``unit`` is open.
+    """Have ``on_read`` called when a parameter of ``unit.module``, of any shape and dtype, is read by name while no
+    call of ``unit`` is open.
 
     Code that is being compiled breaks its graph there: what the reader gathers is no part of a graph.
 

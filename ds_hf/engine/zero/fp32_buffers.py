@@ -52,7 +52,7 @@ def _regular(name: str) -> str:
 
 
 def buffers_to_keep_in_fp32(module: nn.Module, pattern: re.Pattern[str]) -> list[Tensor]:
-    """The floating-point buffers whose full names have ``pattern`` in them."""
+    """The floating-point buffers, of any shape and dtype, whose full names have ``pattern`` in them."""
     named = module.named_buffers(remove_duplicate=False)
     return [buffer for name, buffer in named if buffer.is_floating_point() and pattern.search(name)]
 

@@ -39,7 +39,7 @@ class Gathering:
         self.over = over
 
     def place(self, numel: int, dtype: torch.dtype, *, visible: bool = False) -> Tensor | None:
-        """Memory ``[numel]`` where this rank's values have to lie, ``None`` where any will do. Collective.
+        """Memory ``[numel]`` of ``dtype`` where this rank's values have to lie, ``None`` where any will do. Collective.
 
         Args:
             visible: users may write to it.
@@ -47,10 +47,11 @@ class Gathering:
         return None
 
     def aim(self, full: Tensor, ranges: Sequence[slice], *, sharded: bool) -> None:
-        """Values go to ``full`` (``[numel]``) from now on, each rank's to its range."""
+        """Values go to ``full`` (``[numel]``, the parameters' dtype) from now on, each rank's to its range."""
 
     def fill(self, full: Tensor, shard: Callable[[], Tensor], what: str, *, exact: bool = False) -> None:
-        """Gather the values of all ranks into ``full``, on the current stream. Collective.
+        """Gather the values of all ranks into ``full`` (``[numel]``, the parameters' dtype), on the current stream.
+        Collective.
 
         Args:
             shard: gives this rank's, ``[shard_numel]``, on the device.

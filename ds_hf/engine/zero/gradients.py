@@ -236,7 +236,7 @@ class GradientBuffer:
 
     @property
     def partial(self) -> Tensor | None:
-        """This rank's unreduced sum; the current stream goes on when it is there."""
+        """This rank's unreduced sum, ``[numel]`` in ``dtype``; the current stream goes on when it is there."""
         if self._taken:
             self._flatten()
         self.comm_stream.join()
@@ -258,7 +258,7 @@ class GradientBuffer:
 
     @property
     def owned(self) -> Tensor | None:
-        """The reduced gradient; the current stream goes on when it is there."""
+        """The reduced gradient, flat, in the dtype of sums; the current stream goes on when it is there."""
         self.comm_stream.join()
         return self._owned
 
@@ -441,19 +441,20 @@ class GradientBuffer:
 
     @property
     def squares(self) -> Tensor | None:
-        """Squared norm of ``owned``, where its storage has taken it; the current stream goes on when it is there."""
+        """Squared norm of ``owned``, 0-dim fp32, where its storage has taken it; the current stream goes on when it is
+        there."""
         if self._owned is None:
             return None
         self.comm_stream.join()
         return self.storage.squares
 
     def settled(self) -> Tensor | None:
-        """``owned``, once it may be read."""
+        """``owned``, flat and in the dtype of sums, once it may be read."""
         self.storage.settle()
         return self.owned
 
     def replace(self, value: Tensor) -> None:
-        """Let ``value`` be the reduced gradient."""
+        """Let ``value``, flat and in any dtype, be the reduced gradient."""
         assert self._owned is not None
         place = self._owned.device
         self.storage.clear()

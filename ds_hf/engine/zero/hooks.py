@@ -58,7 +58,7 @@ def in_backward() -> bool:
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """All tensors in a nest of lists, tuples, mappings, dataclasses and plain objects."""
+    """All tensors, of any shape and dtype, in a nest of lists, tuples, mappings, dataclasses and plain objects."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, _NESTS):

@@ -58,7 +58,8 @@ _orig_torch_arange, _orig_torch_empty = torch.arange, torch.empty
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device | None
 ) -> Callable[..., Tensor]:
-    """A tensor constructor that builds on ``target_device`` by default and casts floating-point results."""
+    """A constructor of tensors of any shape that builds on ``target_device`` by default and casts floating-point
+    results to that dtype."""
 
     @functools.wraps(fn)
     def construct(*args: Any, **kwargs: Any) -> Tensor:

@@ -40,7 +40,7 @@ class Slot:
         return torch.empty(self.shape, device="meta").stride()
 
     def of(self, full: Tensor) -> Tensor:
-        """The parameter in ``full``, as a view."""
+        """The parameter in ``full``, as a view: ``[numel]`` to its shape, in the same dtype."""
         return full.as_strided(self.shape, self.strides, full.storage_offset() + self.offset)
 
 
@@ -108,7 +108,7 @@ class FlatLayout:
         return tuple((start, end) for start, end in pairs if start < end)
 
     def empty(self, dtype: torch.dtype, device: torch.device, *, missing: bool) -> Tensor:
-        """``[numel]`` whose gaps are zero.
+        """``[numel]`` of ``dtype`` whose gaps are zero.
 
         Args:
             missing: all of it is: not every parameter will be written.
@@ -125,7 +125,8 @@ class FlatLayout:
         return tuple((slot.shape, slot.strides, slot.offset) for slot in self.slots)
 
     def views(self, full: Tensor) -> list[Tensor]:
-        """All parameters in ``full``, which begins where its storage does: in each backward, so in as few calls."""
+        """All parameters in ``full``, ``[numel]``, in their shapes and its dtype. It begins where its storage does: in
+        each backward, so in as few calls."""
         return [full.as_strided(shape, strides, offset) for shape, strides, offset in self._places]
 
     def shard_range(self, rank: int) -> tuple[int, int]:

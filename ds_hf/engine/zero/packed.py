@@ -43,7 +43,7 @@ def _is_wrapped(param: Tensor) -> bool:
 
 
 def packed_parts(param: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors behind ``param``, with the path of each in it; ``""`` for itself."""
+    """The plain tensors behind ``param``, of any shape and dtype, with the path of each in it; ``""`` for itself."""
     if not is_traceable_wrapper_subclass(param):
         yield "", param
         return

@@ -57,7 +57,7 @@ class SecondShard:
         self._read: Awaited | None = None  # the first shard, by the exchange
 
     def keep(self, values: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy of ``values``, the first shard, ``[shard_numel]``."""
+        """A copy of ``values``, the first shard, ``[shard_numel]`` in the parameters' dtype."""
         self._first = self._first_storage.keep(values, into)
         self._second = self._storage.keep(self._exchanged())
         return self._first
@@ -69,16 +69,16 @@ class SecondShard:
             self._read = None
 
     def fetch(self) -> Tensor:
-        """The second shard on the device, ``[shard_numel * groups]``."""
+        """The second shard on the device, ``[shard_numel * groups]`` in the parameters' dtype."""
         return self._storage.fetch()
 
     def fetch_first(self) -> Tensor:
-        """The first shard on the device, as the optimizer wrote it."""
+        """The first shard on the device, ``[shard_numel]`` in the parameters' dtype, as the optimizer wrote it."""
         return self._first_storage.fetch()
 
     @property
     def values(self) -> Tensor:
-        """The second shard where it is kept."""
+        """The second shard where it is kept, ``[shard_numel * groups]`` in the parameters' dtype."""
         assert self._second is not None
         wait(self._read)
         return self._second

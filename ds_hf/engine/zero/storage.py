@@ -51,7 +51,8 @@ class ShardStorage(Protocol):
     stays: bool
 
     def keep(self, values: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy of ``values``, ``[shard_numel]``, where shards rest; ``into`` memory that is there already."""
+        """A copy of ``values``, ``[shard_numel]`` in the parameters' dtype, where shards rest; ``into`` memory that is
+        there already."""
 
     def visit(self, *, write: bool, fresh: bool = False) -> None:
         """Return when the tensor that ``keep`` gave may be used; until something else is visited.
@@ -62,7 +63,8 @@ class ShardStorage(Protocol):
         """
 
     def fetch(self) -> Tensor:
-        """The values on the device, for what the current stream enqueues next."""
+        """The values on the device, ``[shard_numel]`` in the parameters' dtype, for what the current stream enqueues
+        next."""
 
     def changed(self) -> None:
         """The shard was written to: what was fetched ahead is stale."""
@@ -272,7 +274,8 @@ class GradientStorage(Protocol):
         """fp32 scalar, the squared norm of the gradient; ``None`` where it was not taken."""
 
     def add(self, owned: Tensor | None, reduced: Tensor) -> Tensor:
-        """Take over ``reduced``, added to ``owned``; the sum, or the one gradient, that replaces ``owned``."""
+        """Take over ``reduced``, flat and in the dtype of sums, added to ``owned``; the sum, or the one gradient, that
+        replaces ``owned``."""
 
     def settle(self) -> None:
         """Return when the gradient is where ``add`` said."""
@@ -373,8 +376,8 @@ class HostGradientStorage:
         self._squares = None  # what is on its way still lands: the next ``add`` waits for it
 
     def spare(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Memory for as many 16-bit parameters as there are gradients: the place where these came, which an update
-        may overwrite element for element while it reads them; ``None`` where the sizes differ."""
+        """Memory, flat and of ``dtype``, for as many 16-bit parameters as there are gradients: the place where these
+        came, which an update may overwrite element for element while it reads them; ``None`` where the sizes differ."""
         received = self._received[self._turn] if len(self._received) > self._turn else None
         if received is None or received.numel() != numel or received.dtype.itemsize != dtype.itemsize:
             return None
