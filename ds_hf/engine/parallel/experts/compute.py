@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 __all__ = ["compute_routes"]
 
-_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
+_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 _multiply: Any = getattr(torch.nn.functional, "grouped_mm", None)
 
 
@@ -43,7 +43,7 @@ def compute_routes(
     y = _linear(x, parts, names[0], ends, experts)
     y = parts._apply_gate(y) if parts.has_gate else parts.act_fn(y)
     y = _linear(y, parts, names[1], ends, experts)
-    if parts.has_post_expert_norm:
+    if getattr(parts, "has_post_expert_norm", False):  # not in transformers 5.17
         y = parts.post_expert_norm(y)
     return (y * scale).to(x.dtype)
 
