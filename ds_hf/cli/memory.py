@@ -53,6 +53,7 @@ Recompute = Annotated[
 ]
 Attention = Annotated[str | None, typer.Option("--attention", help="sdpa, eager, flash_attention_2, ...")]
 Sequence = Annotated[int | None, typer.Option("--sp", min=1, help="Processes that share each sequence (Ulysses).")]
+Experts = Annotated[int | None, typer.Option("--ep", min=1, help="Processes that divide the experts of each layer.")]
 Tensor = Annotated[int | None, typer.Option("--tp", min=1, help="Processes that share each layer (AutoTP).")]
 Pipe = Annotated[
     int | None, typer.Option("--pp", min=1, help="Stages of a pipeline; the one that takes most is shown.")
@@ -101,6 +102,7 @@ def memory_command(
     attention: Attention = None,
     sp: Sequence = None,
     tp: Tensor = None,
+    ep: Experts = None,
     pp: Pipe = None,
     offload_activations: Offload = False,
     tiles: Tiles = False,
@@ -134,6 +136,7 @@ def memory_command(
         sequence_parallel=sp,
         offload_activations=offload_activations,
         tensor_parallel=tp,
+        expert_parallel=ep,
         tiles=tiles,
         activation_budget=activation_budget,
         pipeline_stages=pp,

@@ -25,6 +25,7 @@ from ds_hf.config.optimizer_traits import ONE_BIT, Traits, traits_of
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.engine.casting import set_buffer_dtypes
+from ds_hf.engine.parallel.experts.divide import divide_experts_without_values
 from ds_hf.engine.parallel.pipeline.division import LayerDivision
 from ds_hf.engine.parallel.pipeline.schedule import in_flight
 from ds_hf.engine.parallel.tensor.divide import divide_without_values
@@ -172,8 +173,8 @@ class Predictor:
         one_bit = optimizer.lower() in ONE_BIT
         with_momentum = optimizer.lower() == "sgd" and params.get("momentum")
         plan = plan_states(settings)
-        tensor, pipe = _tensor(settings), _pipe(settings)
-        if plan.inner is not None or settings.sequence_parallel_size * tensor * pipe > 1:
+        tensor, pipe, experts = _tensor(settings), _pipe(settings), _experts(settings)
+        if plan.inner is not None or settings.sequence_parallel_size * tensor * pipe * experts > 1:
             # refuses groups that do not divide the processes, and what does not go together with stages
             layers = [Claim("pipe", pipe, "pipeline.stages", TOPOLOGY)] if pipe > 1 else []
             mesh_shape(settings, world_size, layers)
@@ -194,7 +195,7 @@ class Predictor:
             device_share=_device_share(settings) if traits.streamed else 0.0,
             streamed_share=self._streamed_share(settings, traits),
             device_memory=device_memory,
-            tensor=tensor,
+            cut_over=max(tensor, experts),
             pipe=pipe,
             one_bit=one_bit,
         )
@@ -232,16 +233,18 @@ class Predictor:
             sharding = dataclasses.replace(sharding, compiled=True, budget=own.activation_memory_budget)
         leaf = settings.zero_optimization.leaf_module
         processes, length = settings.sequence_parallel_size, length or self.workload.seq_len
-        tensor = _tensor(settings)
+        tensor, experts = _tensor(settings), settings.expert_parallel
         cut = (_pipe(settings), settings.ds_hf.pipeline.chunks, stage)
         recomputes = cut[0] > 1 and settings.pipeline.activation_checkpoint_interval > 0
         kind = (plan.parameters.dtype, sharding, leaf, settings.data_types)
-        key = (batch, length, processes, tensor, *kind, cut, recomputes)
+        key = (batch, length, processes, tensor, experts, *kind, cut, recomputes)
         if key not in self._timelines:
             workload = _of_part(self.workload, batch, length, processes)
             model = copy.deepcopy(self._model)
             if tensor > 1:
                 divide_without_values(model, tensor, settings.tensor_parallel)
+            if experts.enabled:
+                divide_experts_without_values(model, experts)
             if recomputes:
                 with _quiet():
                     _set_checkpointing(model, True)
@@ -423,6 +426,11 @@ def _tensor(settings: Config) -> int:
     """Processes that share each layer."""
     section = settings.tensor_parallel
     return max(section.autotp_size, section.tp.tp_size, 1)
+
+
+def _experts(settings: Config) -> int:
+    """Processes that divide the experts of a layer."""
+    return settings.expert_parallel.autoep_size if settings.expert_parallel.enabled else 1
 
 
 def _pipe(settings: Config) -> int:

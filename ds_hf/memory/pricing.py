@@ -50,7 +50,7 @@ class Costs:
         streamed_share: of the others, the share that the GPU updates on their way over the device
             (``ds_hf.offload.stream``); ``"auto"``: as the engine decides with a fast link.
         device_memory: bytes of the whole device, which that depends on.
-        tensor: processes that share each layer.
+        cut_over: processes that share each layer, or divide its experts.
         pipe: stages of a pipeline.
         in_flight: micro-batches whose activations are kept at once.
         one_bit: the optimizer averages momenta in one bit; what that takes is none of ``moments``.
@@ -69,7 +69,7 @@ class Costs:
     device_share: float = 0.0
     streamed_share: float | Literal["auto"] = 0.0
     device_memory: int = DEVICE_MEMORY
-    tensor: int = 1
+    cut_over: int = 1
     pipe: int = 1
     in_flight: float = 1.0
     one_bit: bool = False
@@ -204,11 +204,11 @@ def _shards(spec: BufferSpec, plan: StatePlan, costs: Costs) -> int:
 
 
 def _replicas(spec: BufferSpec, costs: Costs) -> int:
-    """Processes that hold the same values: all of the stage, but of parts that tensor parallelism has cut; of what two
+    """Processes that hold the same values: all of the stage, but of parts of layers that are cut; of what two
     stages hold those of both."""
     if spec.label:
         return 2 * costs.world_size
-    return costs.world_size if spec.replicas is None else costs.world_size // costs.tensor
+    return costs.world_size if spec.replicas is None else costs.world_size // costs.cut_over
 
 
 def _sizes(spec: BufferSpec, plan: StatePlan, costs: Costs, here: bool) -> _Sizes:

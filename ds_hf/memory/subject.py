@@ -27,7 +27,8 @@ class Request:
     Attributes:
         config: file or preset.
         micro_batch, seq_len, checkpointing, attention: of the workload.
-        sequence_parallel, tensor_parallel, pipeline_stages, offload_activations, tiles, activation_budget: put into the
+        sequence_parallel, tensor_parallel, expert_parallel, pipeline_stages, offload_activations, tiles,
+        activation_budget: put into the
             configuration, whatever it says.
         load_weights: for scripts, see ``rehearse``.
     """
@@ -41,6 +42,7 @@ class Request:
     sequence_parallel: int | None = None
     offload_activations: bool = False
     tensor_parallel: int | None = None
+    expert_parallel: int | None = None
     tiles: bool = False
     activation_budget: float | None = None
     pipeline_stages: int | None = None
@@ -54,6 +56,9 @@ class Request:
         """What was asked for beside the configuration."""
         if self.sequence_parallel is not None:
             config["sequence_parallel_size"] = self.sequence_parallel
+        if self.expert_parallel is not None:
+            divided = {"enabled": True, "autoep_size": self.expert_parallel}
+            config["expert_parallel"] = {**(config.get("expert_parallel") or {}), **divided}
         if self.tensor_parallel is not None:
             config["tensor_parallel"] = {**(config.get("tensor_parallel") or {}), "autotp_size": self.tensor_parallel}
         if self.pipeline_stages is not None:

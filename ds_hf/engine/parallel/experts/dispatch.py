@@ -21,6 +21,7 @@ from ds_hf.engine.parallel.experts.compute import compute_routes
 from ds_hf.engine.parallel.experts.exchange import (
     add_up,
     all_routes,
+    even_splits,
     exchange,
     exchange_counts,
     routes_here,
@@ -78,7 +79,8 @@ class DispatchedExperts(_Experts):
         chosen = chosen.masked_fill((chosen < 0) | (chosen >= self._ds_experts), self._ds_experts)
         owner = chosen // count
         goes, counts, order = rows_of(owner, axis.world_size)
-        splits = exchange_counts(counts, axis, place.forward)
+        even = even_splits(len(chosen), chosen.shape[1], axis.world_size) if tokens.is_meta else None
+        splits = even or exchange_counts(counts, axis, place.forward)
         rows = sent_items(goes, order, sum(splits.sent))
         to, back = (splits.received, splits.sent), (splits.sent, splits.received)
 

@@ -18,7 +18,7 @@ from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
 
-__all__ = ["divide_experts"]
+__all__ = ["divide_experts", "divide_experts_without_values"]
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection, optimizer: Any = None) -> None:
@@ -43,19 +43,40 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
     for layer in layers:
         if (place := place_of(layer.module)) is not None:
             _check_alike(layer, place.axis, parts)
-            continue
-        for key in layer.params:
-            param = layer.module._parameters[key]
-            assert param is not None
-            division = Slicing(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
-            cut_parameter(param, division, key, parts, optimizer, shards=same)
-            divide_over_experts(param, parts.world_size)
-        known = {"_ds_experts": layer.count, "_ds_grouped": section.use_grouped_mm, **_local_counts(layer, size)}
-        swap_class(layer.module, DispatchedExperts, Place(parts, layer.name, [None]), **known)
+        else:
+            _divide(layer, parts, same, section, optimizer)
     log_once(
         f"experts of {len(layers)} layers are divided over {parts.world_size} processes, "
         f"{layers[0].count // parts.world_size} of {layers[0].count} on each: {layers[0].said}"
     )
+
+
+def divide_experts_without_values(model: nn.Module, section: ExpertParallelSection) -> None:
+    """Divide a model on the meta device as each process has it, for predictions: nothing is sent, and tokens choose
+    all experts equally often.
+
+    Raises:
+        ConfigError: see ``plan_experts``.
+    """
+    axis = Axis(None, 0, section.autoep_size)
+    for layer in plan_experts(model, section, axis.world_size):
+        if axis.world_size == 1:
+            _keep(layer, axis, section)
+        else:
+            _divide(layer, axis, None, section, None)
+
+
+def _divide(layer: ExpertLayer, parts: Axis, same: Axis | None, section: ExpertParallelSection, optimizer: Any) -> None:
+    """Leave of one layer the experts that are here. Collective where it has values."""
+    for key in layer.params:
+        param = layer.module._parameters[key]
+        assert param is not None
+        slicing = Slicing(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
+        cut_parameter(param, slicing, key, parts, optimizer, shards=same)
+        divide_over_experts(param, parts.world_size)
+    counts = _local_counts(layer, parts.world_size)
+    known = {"_ds_experts": layer.count, "_ds_grouped": section.use_grouped_mm, **counts}
+    swap_class(layer.module, DispatchedExperts, Place(parts, layer.name, [None]), **known)
 
 
 def _keep(layer: ExpertLayer, axis: Axis, section: ExpertParallelSection) -> None:

@@ -161,6 +161,12 @@ def exchange_counts(counts: Tensor, axis: Axis, what: str) -> Splits:
     return Splits(sent, got, sum(int(routes) for _, routes in told[1]))
 
 
+def even_splits(tokens: int, k: int, size: int) -> Splits:
+    """What is to be expected of experts that are chosen equally often, for tensors without values (meta)."""
+    rows = [round(tokens * (1 - (1 - 1 / size) ** k))] * size
+    return Splits(rows, rows, tokens * k)
+
+
 def exchange(x: Tensor, axis: Axis, received: list[int], sent: list[int], what: str) -> Tensor:
     """Rows to every process of ``axis`` and from it; the gradient goes back the same way. Collective, as is backward.
 
@@ -178,6 +184,8 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, received: list[int], sent: list[int], what: str) -> Tensor:
         ctx.way = axis, sent, received, f"gradients of {what}"
         result = x.new_empty(sum(received), *x.shape[1:])
+        if x.is_meta:
+            return result
         collectives.all_to_all(result, x.contiguous(), axis, what, received, sent)
         return result
 

@@ -37,6 +37,9 @@ def test_products_in_one_give_what_the_model_gives(kind: str, monkeypatch: pytes
     model = build(kind, experts="grouped_mm")
     divide_experts(model, ALONE, ExpertParallelSection(enabled=True))
     layers = [module for module in model.modules() if isinstance(module, LocalExperts)]
+    if kind == "qwen3_moe":  # as transformers 5.17 makes it
+        for layer in layers:
+            del layer.has_post_expert_norm, layer._is_expert_parallel
     found = gradients(model)
     assert len(calls) == 2 * len(layers) > 0
     assert found.keys() == wanted.keys()
