@@ -58,6 +58,11 @@ FEATURES = (
         "observe.breakdown:attach",
     ),
     Feature(
+        "the balance of experts",
+        lambda e: e.settings.expert_parallel.enabled and e.optimizer is not None,
+        "observe.experts:attach",
+    ),
+    Feature(
         "the first batch compared over the tensor axis",
         lambda e: e.mesh.shape.tensor > 1 and not e.mesh.is_given,
         "parallel.tensor.same_batch:attach",

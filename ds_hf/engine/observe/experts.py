@@ -1,0 +1,116 @@
+"""How evenly tokens are divided over experts: for monitors, and a warning where a router collapses.
+
+``Train/Experts/fullest_share`` is the share of all tokens that go through the fullest expert, in the layer where it is
+largest: k / experts where a router is balanced, 1 where it has collapsed. ``Train/Experts/unused`` is the number of
+experts, of all layers, that had no token. Both are of all processes and of the steps since they were told last.
+
+Counting takes one small kernel a layer and pass; every ``STEPS`` steps counts are added up over all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.config.types import Config
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.engine.events import Events, Observer
+from ds_hf.engine.parallel.experts.plan import ExpertLayer, plan_experts
+from ds_hf.log import warn_once
+
+__all__ = ["STEPS", "Balance", "attach"]
+
+STEPS = 20
+_COLLAPSED, _FAIR = 0.9, 0.6  # share of the fullest expert; beyond such a fair share nothing can be said
+
+
+class BalancedEngine(Protocol):
+    """The engine as this sees it."""
+
+    module: nn.Module
+    settings: Config
+    mesh: Mesh
+    device: torch.device
+    monitor: Any
+    events: Events
+    global_samples: int
+
+
+class Balance(Observer):
+    """Counts the tokens of each expert while ``engine`` trains.
+
+    Attributes:
+        counts: int64 ``[layers, experts + 1]``: routes to each expert since they were told last, and to none.
+        top: experts of a token, by layer.
+    """
+
+    def __init__(self, engine: BalancedEngine, layers: list[ExpertLayer]) -> None:
+        self.engine, self.layers = engine, layers
+        most = max(layer.count for layer in layers)
+        self.counts = torch.zeros(len(layers), most + 1, dtype=torch.int64, device=engine.device)
+        self.top = [1] * len(layers)
+        self._steps = 0
+        self._hooks = [
+            layer.module.register_forward_pre_hook(self._counter(index), with_kwargs=True)
+            for index, layer in enumerate(layers)
+        ]
+
+    def _counter(self, index: int) -> Any:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            chosen = args[1] if len(args) > 1 else next((v for k, v in kwargs.items() if "ind" in k), None)
+            if not (isinstance(chosen, Tensor) and module.training and torch.is_grad_enabled()):
+                return
+            self.top[index] = chosen.shape[-1]
+            flat = chosen.reshape(-1).long().clamp(0, self.counts.shape[1] - 1)
+            self.counts[index].scatter_add_(0, flat, torch.ones_like(flat))
+
+        return count
+
+    def after_step(self, engine: Any) -> None:
+        """Every ``STEPS`` steps, at the same moment on all processes: an outcome is known to each when it asks."""
+        self._steps += 1
+        if self._steps % STEPS == 0:
+            self.tell()
+
+    def tell(self) -> None:
+        """Write events, and warn of routers that have collapsed. Collective."""
+        collectives.all_reduce_sum(self.counts, self.engine.mesh.world, "tokens of experts")
+        rows = self.counts.tolist()
+        self.counts.zero_()
+        fullest, unused = 0.0, 0
+        for layer, row, top in zip(self.layers, rows, self.top, strict=True):
+            tokens = sum(row) / top
+            if not tokens:
+                continue
+            share = max(row[: layer.count]) / tokens
+            unused += sum(each == 0 for each in row[: layer.count])
+            fullest = max(fullest, share)
+            if share >= _COLLAPSED and top / layer.count < _FAIR:
+                warn_once(
+                    f"the router of {layer.name} sends {share:.0%} of all tokens to expert "
+                    f"{row.index(max(row[: layer.count]))}, and {top / layer.count:.0%} would be even: most of its "
+                    "experts do not train, and the process that has this one computes for all. Raise the weight of "
+                    "the model's loss of balance (router_aux_loss_coef, with output_router_logits), or lower the "
+                    "learning rate",
+                    about=f"balance of {layer.name}",
+                )
+        if self.engine.monitor.writes and fullest:
+            samples = self.engine.global_samples
+            events = [("fullest_share", fullest, samples), ("unused", float(unused), samples)]
+            self.engine.monitor.write_events([(f"Train/Experts/{name}", *rest) for name, *rest in events])
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def attach(engine: BalancedEngine) -> None:
+    """Count from now on."""
+    layers = plan_experts(engine.module, engine.settings.expert_parallel, engine.mesh.shape.expert)
+    balance = Balance(engine, layers)
+    engine.events.add(balance)
+    engine.events.step_hooks.append(balance.after_step)

@@ -1,0 +1,68 @@
+"""The share of the fullest expert: what monitors are told of all processes, and a router that has collapsed."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_hf
+from ds_hf.engine.observe import experts as balance
+from tests.helpers.distributed import run_distributed
+from tests.helpers.experts import batches_of, build, loss_of, section
+
+
+def train(folder: str, size: int, collapsed: bool) -> tuple[list[list[int]], list[str]]:
+    """Counts of routes by layer on this process, and what was warned of."""
+    balance.STEPS = 2
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_hf").addHandler(handler)
+    model = build("olmoe", num_experts=8, num_local_experts=8)
+    routed: list[list[int]] = []
+    for module in model.modules():
+        if hasattr(module, "experts"):
+
+            def note(_: Any, args: Any, out: Any) -> Any:
+                chosen = torch.arange(2).expand_as(out[2]) if collapsed else out[2]
+                routed.append(torch.bincount(chosen.flatten(), minlength=8).tolist())
+                return out[0], out[1], chosen
+
+            module.gate.register_forward_hook(note)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
+        "zero_optimization": {"stage": 1},
+        "expert_parallel": section(size),
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"},
+    }
+    engine, *_ = ds_hf.initialize(model=model, config=config)
+    for batches in batches_of(2, 1, 2):
+        engine.backward(loss_of(engine, batches[engine.axis.rank]))
+        engine.step()
+    engine.destroy()
+    return routed, [each for each in said if "router" in each]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_monitors_are_told_of_all_processes(size: int, tmp_path: Path) -> None:
+    ranks = run_distributed(train, 2, str(tmp_path), size, False, timeout=60)
+    layers = [torch.tensor([row for routed, _ in ranks for row in routed[index::2]]).sum(0) for index in range(2)]
+    wanted = max(float(layer.max() / (layer.sum() / 2)) for layer in layers)
+    rows = list(csv.reader((tmp_path / "run" / "Train_Experts_fullest_share.csv").open()))
+    assert [float(value) for _, value in rows[-1:]] == [pytest.approx(wanted)]
+    rows = list(csv.reader((tmp_path / "run" / "Train_Experts_unused.csv").open()))
+    assert float(rows[-1][1]) == sum(int((layer == 0).sum()) for layer in layers)
+    assert ranks[0][1] == []
+
+
+def test_a_router_that_has_collapsed_is_told(tmp_path: Path) -> None:
+    first, second = run_distributed(train, 2, str(tmp_path), 2, True, timeout=60)
+    assert len(first[1]) == 2  # one a layer
+    assert "sends 100% of all tokens to expert 0, and 25% would be even" in first[1][0]
+    assert second[1] == []
