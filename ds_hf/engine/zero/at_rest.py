@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from itertools import chain, islice
+from itertools import chain
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -397,8 +397,9 @@ class GradientWatch:
             chosen = [params[0] for params in buffers]
             self._steps -= 1
         else:
-            chosen = list(islice(chain.from_iterable(buffers), self._turn, self._turn + 1))
-            self._turn = self._turn + 1 if chosen else 0
+            every = list(chain.from_iterable(buffers))
+            chosen = [every[self._turn % len(every)]] if every else []
+            self._turn += 1
         self.pause = 0 if self._steps else self.EVERY - 1
         for param in chosen:
             if type(param) in _WATCHING:
