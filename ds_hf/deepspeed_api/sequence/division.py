@@ -20,6 +20,7 @@ from ds_hf.engine.parallel.sequence.losses import gather_whole
 __all__ = [
     "SequenceDivision",
     "bind",
+    "division_inside",
     "division_of",
     "forward_begins",
     "forward_ends",
@@ -88,7 +89,8 @@ def keep(local: Tensor, whole: Tensor) -> None:
 
 
 def bind(model: nn.Module, division: SequenceDivision) -> None:
-    """Divide the sequences of ``model``; what its modules were bound to before counts no longer."""
+    """Divide the sequences of ``model``; how it, or a model in it or around it, was divided before counts no longer.
+    Other models that share modules with it (an activation, a rotary embedding, an encoder) stay as they are."""
     release(model)
     division.model = weakref.ref(model)
     for name, module in model.named_modules():
@@ -101,16 +103,34 @@ def bind(model: nn.Module, division: SequenceDivision) -> None:
 
 def release(model: nn.Module) -> None:
     """Sequences of ``model`` are whole again."""
-    for division in {_modules[module] for module in model.modules() if module in _modules}:
+    modules = set(model.modules())
+    found = {_modules[module] for module in modules if module in _modules}
+    released = {division for division in found if _is_nested(division, model, modules)}
+    for division in released:
         for hook in division.hooks:
             hook.remove()
-    for module in model.modules():
-        _modules.pop(module, None)
+    for module in modules:
+        if _modules.get(module) in released:
+            del _modules[module]
+
+
+def _is_nested(division: SequenceDivision, model: nn.Module, modules: set[nn.Module]) -> bool:
+    """Its model is ``model``, in it or around it, and does not only share modules with it."""
+    other = None if division.model is None else division.model()
+    return other is None or other in modules or id(model) in division.names
 
 
 def division_of(module: nn.Module) -> SequenceDivision | None:
-    """Of the model that ``module`` is in."""
-    return _modules.get(module)
+    """Of the model that ``module`` is in: of several, of that which is computing, or was divided last."""
+    now = forward_now()
+    return now if now is not None and id(module) in now.names else _modules.get(module)
+
+
+def division_inside(model: nn.Module) -> SequenceDivision | None:
+    """Of a model that ``model`` was put around."""
+    modules = set(model.modules())
+    found = (_modules[module] for module in modules if module in _modules)
+    return next((each for each in found if each.model is not None and each.model() in modules), None)
 
 
 def forward_begins(module: nn.Module, args: Any) -> None:

@@ -26,6 +26,7 @@ from ds_hf.deepspeed_api.sequence.checks import (
 from ds_hf.deepspeed_api.sequence.division import (
     SequenceDivision,
     bind,
+    division_inside,
     division_of,
     forward_begins,
     forward_ends,
@@ -270,7 +271,7 @@ def divide_for_engine(model: nn.Module, axis: Axis) -> None:
         return  # not of transformers
     if any(isinstance(module, DistributedAttention) for module in model.modules()):
         return
-    inside = next((found for module in model.modules() if (found := division_of(module)) is not None), None)
+    inside = division_inside(model)
     core = _core_of(config, None)
     check_model(model, config, core, axis.world_size)
     _make_known(core)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ro
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hf import initialize
-from ds_hf.deepspeed_api.sequence.division import division_of
+from ds_hf.deepspeed_api.sequence.division import division_of, release
 from ds_hf.errors import DsHfError
 from tests.helpers.distributed import run_distributed
 
@@ -204,6 +205,34 @@ def others() -> float:
 
 def test_other_models_are_left_alone() -> None:
     assert run_distributed(others, 2) == [0.0, 0.0]
+
+
+def sharing() -> float:
+    """Two models that share an activation, a rotary embedding and an attention layer: both have the masks of packed
+    documents, the first one too when the second has been divided, and when that is over."""
+    first, second = model(), model()
+    second.model.rotary_emb, second.model.layers[0] = first.model.rotary_emb, first.model.layers[0]
+    second.model.layers[1].mlp.act_fn = first.model.layers[1].mlp.act_fn
+    nn.init.normal_(second.lm_head.weight, std=0.02)
+    plain = copy.deepcopy((first, second))
+    for each in (first, second):
+        registered(model_name_or_path=each, disable_in_eval=True)
+    ids, positions = IDS[:1].repeat(1, 2)[:, :8], torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    half, worst = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4), 0.0
+    for divided in ((0, 1), (0,)):
+        for which in divided:
+            for training in (True, False):
+                mine, theirs = (first, second)[which].train(training), plain[which].train(training)
+                part = half if training else slice(None)
+                found = mine(input_ids=ids[:, part], position_ids=positions[:, part]).logits
+                expected = theirs(input_ids=ids, position_ids=positions).logits[:, part]
+                worst = max(worst, float((found - expected).abs().max()))
+        release(second)
+    return worst
+
+
+def test_models_that_share_modules() -> None:
+    assert max(run_distributed(sharing, 2)) < 1e-6
 
 
 def by_hand() -> float:
