@@ -3,14 +3,14 @@
 // DS_BITS, DS_BLOCK: the format. DS_VALUE, DS_OTHER: dtypes of the values and of feedback, or of what is added. A warp
 // makes a block, reading it twice: the second time it lies in the first cache, as a block is 16 KB at most.
 // Multiplications are not contracted with additions, so that numbers are those of the reference to the bit.
-#include "core.cuh"
+#include "eight.cuh"
 
 using Value = Numbered<DS_VALUE>::type;
 using Other = Numbered<DS_OTHER>::type;
 using u8 = unsigned char;
 
 constexpr int BITS = DS_BITS, BLOCK = DS_BLOCK;
-constexpr u32 EACH = 8, WARP = 32 * EACH;  // elements of a thread, of a warp
+constexpr u32 WARP = 32 * EACH;  // elements of a warp
 constexpr float LIMIT = BITS == 8 ? 127 : 7, LEAST = 1e-30f, ROUNDING = 12582912;  // 1.5 * 2^23
 
 struct Blocks {
@@ -29,49 +29,6 @@ inline float times(float a, float b) { return a * b; }
 inline float over(float a, float b) { return a / b; }
 inline float root(float a) { return sqrtf(a); }
 #endif
-
-// ---- eight neighbours, of which the first `valid` exist; the others are 0
-
-template <class D>
-__device__ __forceinline__ void get(float (&x)[EACH], const typename D::raw* from, i64 valid) {
-  using raw = typename D::raw;
-  raw values[EACH] = {};
-  if (valid >= (i64)EACH && ((u64)from & 15) == 0) {
-#pragma unroll
-    for (u32 part = 0; part < EACH * sizeof(raw) / 16; ++part) {
-      const uint4 word = *((const uint4*)from + part);
-      memcpy(values + part * 16 / sizeof(raw), &word, 16);
-    }
-  } else {
-#pragma unroll
-    for (u32 i = 0; i < EACH; ++i) {
-      if ((i64)i < valid) values[i] = from[i];
-    }
-  }
-#pragma unroll
-  for (u32 i = 0; i < EACH; ++i) x[i] = D::wide(values[i]);
-}
-
-template <class D>
-__device__ __forceinline__ void set(typename D::raw* to, const float (&x)[EACH], i64 valid) {
-  using raw = typename D::raw;
-  raw values[EACH];
-#pragma unroll
-  for (u32 i = 0; i < EACH; ++i) values[i] = D::narrow(x[i]);
-  if (valid >= (i64)EACH && ((u64)to & 15) == 0) {
-#pragma unroll
-    for (u32 part = 0; part < EACH * sizeof(raw) / 16; ++part) {
-      uint4 word;
-      memcpy(&word, values + part * 16 / sizeof(raw), 16);
-      *((uint4*)to + part) = word;
-    }
-  } else {
-#pragma unroll
-    for (u32 i = 0; i < EACH; ++i) {
-      if ((i64)i < valid) to[i] = values[i];
-    }
-  }
-}
 
 // Their numbers: BITS bytes, the pointer aligned to 4 where these are as many or more.
 __device__ __forceinline__ void put_numbers(u8* to, u64 packed, i64 valid) {

@@ -32,6 +32,7 @@ _KERNELS = {
     },
     "sum.cu": {"sum_parts": "*(Table*)a[0]"},
     "blocks.cu": {"to_blocks": "*(Blocks*)a[0]", "from_blocks": "*(Blocks*)a[0]"},
+    "rows.cu": dict.fromkeys(("add_up", "gate", "gate_backward"), "*(Rows*)a[0]"),
     "lamb.cu": {
         "lamb_moments": "*(Table*)a[0]",
         "lamb_norms": "*(Table*)a[0], *(u32*)a[1], *(float**)a[2]",

@@ -9,10 +9,13 @@ Modules of other kinds, dtypes without a grouped product and the implementations
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ds_hf.engine.ops import rows
 
 __all__ = ["compute_routes"]
 
@@ -41,11 +44,33 @@ def compute_routes(
     count, names = len(parts.down_proj), ("gate_up_proj" if parts.has_gate else "up_proj", "down_proj")
     ends = torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True).to(torch.int32)
     y = _linear(x, parts, names[0], ends, experts)
-    y = parts._apply_gate(y) if parts.has_gate else parts.act_fn(y)
+    y = _gated(parts, y) if parts.has_gate else parts.act_fn(y)
     y = _linear(y, parts, names[1], ends, experts)
     if getattr(parts, "has_post_expert_norm", False):  # not in transformers 5.17
         y = parts.post_expert_norm(y)
     return (y * scale).to(x.dtype)
+
+
+def _gated(module: Any, x: Tensor) -> Tensor:
+    """Its own gate; the usual one, silu(gates) * ups, by one kernel."""
+    usual = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
+    act = getattr(module, "act_fn", None)
+    silu = isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"  # transformers'
+    if usual and silu and getattr(module, "is_concatenated", False):
+        return cast(Tensor, _Gate.apply(x))  # type: ignore[no-untyped-call]
+    return cast(Tensor, module._apply_gate(x))
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return rows.gate(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return rows.gate_backward(grad.contiguous(), *ctx.saved_tensors)
 
 
 def _linear(x: Tensor, module: Any, name: str, ends: Tensor, experts: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from ds_hf.engine.parallel.experts.exchange import (
     even_splits,
     exchange,
     exchange_counts,
+    places_of,
     routes_here,
     rows_of,
     sent_items,
@@ -77,7 +78,7 @@ class DispatchedExperts(_Experts):
         count = self._ds_experts // axis.world_size
         chosen = indices.reshape(-1, indices.shape[-1]).long()
         chosen = chosen.masked_fill((chosen < 0) | (chosen >= self._ds_experts), self._ds_experts)
-        owner = chosen // count
+        owner = places_of(chosen // count, axis.rank, axis.world_size)
         goes, counts, order = rows_of(owner, axis.world_size)
         even = even_splits(len(chosen), chosen.shape[1], axis.world_size) if tokens.is_meta else None
         splits = even or exchange_counts(counts, axis, place.forward)
@@ -91,7 +92,8 @@ class DispatchedExperts(_Experts):
         elsewhere = owner[rows.place] != process[:, None]
         experts = (chosen[rows.place] % count).masked_fill(elsewhere, count)
         scale = take(weights.reshape(chosen.shape), rows).masked_fill(elsewhere, 0)
-        here, experts, scale = sent(take(tokens, rows)), sent(experts), sent(scale)
+        here, scale = sent(take(tokens, rows)), sent(torch.cat([_as_bits(experts, scale.dtype), scale], 1))
+        experts, scale = _as_numbers(scale[:, : chosen.shape[1]]), scale[:, chosen.shape[1] :]
         routes, experts, at = routes_here(experts, count, splits.routes)
         x, scale = take(here, routes), scale.reshape(-1)[at, None]
         none = not splits.routes
@@ -101,3 +103,15 @@ class DispatchedExperts(_Experts):
         result = self._compute(x, experts, scale, *args, **kwargs)
         result = add_up(result[:0] if none else result, routes)
         return add_up(exchange(result, axis, *back, place.forward), rows).view(hidden.shape)
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_bits(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers of experts as they travel beside weights of ``dtype``."""
+    return numbers.to(_BITS[dtype.itemsize]).view(dtype)
+
+
+def _as_numbers(bits: Tensor) -> Tensor:
+    return bits.detach().contiguous().view(_BITS[bits.element_size()]).long()

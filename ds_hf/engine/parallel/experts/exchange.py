@@ -5,6 +5,8 @@ experts. A token travels as one row for each such process, not for each expert: 
 5.3 rows on the average in place of 8 (1 - (7/8)^8 of the processes have one), and the process at the other end adds up
 what its experts give before it sends a row back.
 
+What a process has for itself does not travel: everywhere it comes last, after what is of the others in their order.
+
 Every sum over rows or routes is taken in the order of their numbers, so results do not depend on the order in which
 threads come (as ``index_add_`` on a GPU does). All shapes are flat: ``[tokens, width]``.
 """
@@ -15,10 +17,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
+from ds_hf.engine.ops import rows
 
 __all__ = ["Items", "Splits", "add_up", "all_routes", "exchange", "exchange_counts", "routes_here", "rows_of", "take"]
 
@@ -45,11 +47,18 @@ class Splits(NamedTuple):
     routes: int
 
 
+def places_of(owner: Tensor, me: int, size: int) -> Tensor:
+    """For process ``me`` the places of the processes ``owner``, with its own the last; ``size`` stays what it is."""
+    others = owner - (owner > me).long()
+    return others.masked_fill(owner == me, size - 1).masked_fill(owner == size, size)
+
+
 def rows_of(owner: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which processes each token goes to, and how much each gets. Nothing waits for the device.
 
     Args:
-        owner: int64 ``[tokens, k]``: the process that has the expert of a route; ``size`` where there is none.
+        owner: int64 ``[tokens, k]``: the place (``places_of``) of the process that has the expert of a route; ``size``
+            where there is none.
 
     Returns:
         bool ``[tokens, size]``; int64 ``[size, 2]``: rows and routes for each process; int64 ``[size * tokens]``: the
@@ -62,12 +71,12 @@ def rows_of(owner: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     return goes, counts, _set_first(goes.T.reshape(-1))
 
 
-def sent_items(goes: Tensor, order: Tensor, rows: int) -> Items:
-    """The rows of ``rows_of`` as items of tokens, grouped by the process that they go to."""
+def sent_items(goes: Tensor, order: Tensor, count: int) -> Items:
+    """The ``count`` rows of ``rows_of`` as items of tokens, grouped by the process that they go to."""
     tokens = goes.shape[0]
     number = (goes.T.reshape(-1).cumsum(0) - 1).view(goes.shape[1], tokens).T.reshape(-1)  # of the row, by token
-    by_token = _set_first(goes.reshape(-1))[:rows]
-    return Items(order[:rows] % max(tokens, 1), number[by_token], _starts(goes.sum(1)))
+    by_token = _set_first(goes.reshape(-1))[:count]
+    return Items(order[:count] % max(tokens, 1), number[by_token], _starts(goes.sum(1)))
 
 
 def routes_here(experts: Tensor, count: int, routes: int) -> tuple[Items, Tensor, Tensor]:
@@ -137,9 +146,7 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Tensor, by_place: Tensor, starts: Tensor) -> Tensor:
         ctx.save_for_backward(place, by_place, starts)
-        if not len(place) or not len(starts):
-            return x.new_zeros(len(starts), x.shape[1])
-        return F.embedding_bag(by_place, x, starts, mode="sum")
+        return rows.add_up(x.contiguous(), by_place, starts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -150,31 +157,34 @@ class _AddUp(torch.autograd.Function):
 
 
 def exchange_counts(counts: Tensor, axis: Axis, what: str) -> Splits:
-    """Tell every process of ``axis`` how many rows and routes it gets, int64 ``[processes, 2]``. Collective.
+    """Tell every process of ``axis`` how many rows and routes it gets, int64 ``[processes, 2]`` by their places.
+    Collective.
 
     The host waits here for the device, once: the sizes of what follows depend on it.
     """
+    counts = torch.cat([counts[: axis.rank], counts[-1:], counts[axis.rank : -1]])  # by their ranks
     received = torch.empty_like(counts)
     collectives.all_to_all(received, counts.contiguous(), axis, f"numbers of tokens of {what}")
     told = torch.stack([counts, received]).tolist()
-    (sent, got) = ([int(rows) for rows, _ in each] for each in told)
+    (sent, got) = ([int(number) for number, _ in each] for each in told)
     return Splits(sent, got, sum(int(routes) for _, routes in told[1]))
 
 
 def even_splits(tokens: int, k: int, size: int) -> Splits:
     """What is to be expected of experts that are chosen equally often, for tensors without values (meta)."""
-    rows = [round(tokens * (1 - (1 - 1 / size) ** k))] * size
-    return Splits(rows, rows, tokens * k)
+    each = [round(tokens * (1 - (1 - 1 / size) ** k))] * size
+    return Splits(each, each, tokens * k)
 
 
 def exchange(x: Tensor, axis: Axis, received: list[int], sent: list[int], what: str) -> Tensor:
     """Rows to every process of ``axis`` and from it; the gradient goes back the same way. Collective, as is backward.
 
     Args:
-        x: ``[sum(sent), width]``, those for each process together.
+        x: ``[sum(sent), width]``, those for each process together, and this one's own last.
+        received, sent: numbers of rows by rank.
 
     Returns:
-        ``[sum(received), width]``
+        ``[sum(received), width]``, in the same order.
     """
     return cast(Tensor, _Exchange.apply(x, axis, received, sent, what))  # type: ignore[no-untyped-call]
 
@@ -186,7 +196,11 @@ class _Exchange(torch.autograd.Function):
         result = x.new_empty(sum(received), *x.shape[1:])
         if x.is_meta:
             return result
-        collectives.all_to_all(result, x.contiguous(), axis, what, received, sent)
+        me, x = axis.rank, x.contiguous()
+        own, there = sent[me], result.shape[0] - received[me]
+        to, fro = ([*sizes[:me], 0, *sizes[me + 1 :]] for sizes in (received, sent))
+        collectives.all_to_all(result[:there], x[: len(x) - own], axis, what, to, fro)
+        result[there:].copy_(x[len(x) - own :])
         return result
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_hf.engine.parallel.experts.exchange import Items, add_up, routes_here, rows_of, sent_items, take
+from ds_hf.engine.parallel.experts.exchange import Items, add_up, places_of, routes_here, rows_of, sent_items, take
 
 
 @pytest.mark.parametrize(("tokens", "size", "k"), [(7, 3, 2), (1, 2, 1), (40, 4, 3), (5, 1, 2), (0, 2, 2)])
@@ -49,3 +49,9 @@ def test_nothing_adds_up_to_zeros() -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     items = Items(empty, empty, torch.zeros(3, dtype=torch.int64))
     assert add_up(torch.zeros(0, 2), items).tolist() == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("me", [0, 1, 3])
+def test_a_process_is_its_own_last_place(me: int) -> None:
+    order = [*(rank for rank in range(4) if rank != me), me, 4]
+    assert places_of(torch.tensor([order]), me, 4).tolist() == [[0, 1, 2, 3, 4]]

@@ -1,0 +1,80 @@
+"""Rows added up by lists, and the gate between the two products of experts: kernels of ``csrc/cuda/rows.cu``, and
+torch's operators where those cannot run (the CPU, fp64, tensors without values).
+
+Nothing here is differentiable, nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_uint64
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ds_hf.engine.ops import cuda, cuda_launch
+from ds_hf.engine.ops.cuda_launch import KernelMachine, Tuning, dtype_number
+
+__all__ = ["add_up", "gate", "gate_backward"]
+
+TUNING = Tuning(threads=256, blocks=4)
+_WAVES = 8  # blocks launched, over those that the GPU holds at once
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        *((name, c_uint64) for name in ("x", "other", "out", "items", "starts")),
+        *((name, c_int64) for name in ("rows", "total", "width")),
+    )
+
+
+def add_up(x: Tensor, items: Tensor, starts: Tensor) -> Tensor:
+    """``[places, width]``, of the dtype of ``x``: for each place the sum of rows of ``x``, in fp32 at least.
+
+    Args:
+        x: ``[n, width]``, contiguous; items: int64 ``[m]``, rows of ``x``, those of each place together.
+        starts: int64 ``[places]``: where those of each place begin in ``items``.
+    """
+    if not len(items) or not len(starts):
+        return x.new_zeros(len(starts), x.shape[1])
+    if not _by_kernel(x):
+        return F.embedding_bag(items, x, starts, mode="sum")
+    out = x.new_empty(len(starts), x.shape[1])
+    pointers = {"items": items.data_ptr(), "starts": starts.data_ptr(), "total": len(items)}
+    _launch("add_up", x, out, rows=len(starts), width=x.shape[1], **pointers)
+    return out
+
+
+def gate(x: Tensor) -> Tensor:
+    """``silu(gates) * ups``, ``[rows, width]``, of ``x`` ``[rows, 2 * width]``, contiguous, gates before ups."""
+    if not _by_kernel(x) or not len(x):
+        gates, ups = x.chunk(2, -1)
+        return F.silu(gates) * ups
+    out = x.new_empty(len(x), x.shape[1] // 2)
+    _launch("gate", x, out, rows=len(x), width=out.shape[1])
+    return out
+
+
+def gate_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of ``x``, from ``grad`` of what ``gate`` gave of it, ``[rows, width]``, contiguous."""
+    if not _by_kernel(x) or not len(x):
+        gates, ups = x.chunk(2, -1)
+        of_gates = torch.ops.aten.silu_backward(grad * ups, gates)
+        return torch.cat([of_gates, grad * F.silu(gates)], -1)
+    out = torch.empty_like(x)
+    _launch("gate_backward", x, out, other=grad.data_ptr(), rows=len(x), width=grad.shape[1])
+    return out
+
+
+def _by_kernel(x: Tensor) -> bool:
+    narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return x.is_cuda and narrow and not torch.compiler.is_compiling() and cuda.available() is None
+
+
+def _launch(name: str, x: Tensor, out: Tensor, **more: int) -> None:
+    machine: KernelMachine = cuda_launch.machine_of(x)
+    kernel = machine.kernel("rows.cu", name, (*TUNING.macros, ("DS_VALUE", dtype_number([x]))))
+    args = _Rows(x=x.data_ptr(), out=out.data_ptr(), **more)
+    wanted = -(-(args.rows * -(-args.width // 8)) // TUNING.threads)
+    machine.launch(kernel, min(wanted, machine.multiprocessors * TUNING.blocks * _WAVES), TUNING.threads, [args])

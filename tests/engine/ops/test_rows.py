@@ -1,0 +1,77 @@
+"""Rows added up and the gate of experts: the kernels, run thread by thread on the host, against torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hf.engine.ops import cuda_build, cuda_launch, rows
+from tests.helpers import cubin
+from tests.helpers.cuda_emulator import Emulator, missing
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def emulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
+    folder.mkdir(exist_ok=True)
+    machine = Emulator(folder)
+    monkeypatch.setattr(cuda_launch, "machine_of", lambda _: machine)
+    monkeypatch.setattr(rows, "TUNING", cuda_launch.Tuning(threads=64, blocks=1))
+    monkeypatch.setattr(rows, "_by_kernel", lambda x: True)
+
+
+def lists(places: int, n: int, m: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(m)
+    counts = torch.bincount(torch.randint(0, places - 1, (m,), generator=generator), minlength=places)  # the last: none
+    return torch.randint(0, n, (m,), generator=generator), counts.cumsum(0) - counts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 7, 24, 72])
+def test_rows_are_added_up_in_fp32(emulated: Any, dtype: torch.dtype, width: int) -> None:
+    x = torch.randn(11, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    items, starts = lists(6, 11, 17)
+    wanted = torch.zeros(6, width)
+    ends = [*starts.tolist()[1:], len(items)]
+    for place, (start, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
+        for item in items[start:end]:
+            wanted[place] += x[item].float()
+    assert torch.equal(rows.add_up(x, items, starts), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [3, 16, 40])
+def test_the_gate_and_its_gradient(
+    emulated: Any, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(5, 2 * width, generator=generator).mul(3).to(dtype).requires_grad_()
+    grad = torch.randn(5, width, generator=generator).to(dtype)
+    gates, ups = x.chunk(2, -1)
+    wanted = torch.nn.functional.silu(gates) * ups
+    wanted.backward(grad)
+    close = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
+    found = rows.gate(x.detach())
+    torch.testing.assert_close(found, wanted.detach(), rtol=close, atol=close)
+    assert dtype is torch.float32 or (found == wanted).float().mean() > 0.9  # the last bit of the exponential
+    torch.testing.assert_close(rows.gate_backward(grad, x.detach()), x.grad, rtol=close, atol=close)
+    monkeypatch.setattr(rows, "_by_kernel", lambda x: False)
+    torch.testing.assert_close(rows.gate_backward(grad, x.detach()), x.grad, rtol=close / 10, atol=close / 10)
+
+
+@pytest.mark.skipif(cubin.compiler() is None, reason="neither NVRTC nor nvcc is here")
+def test_cuda_compiles_and_spills_nothing() -> None:
+    for value in (0, 1, 2):
+        macros = (*rows.TUNING.macros, ("DS_VALUE", value))
+        frames = cubin.frame_nbytes(cubin.compiled(cuda_build.program_text("rows.cu", macros), "sm_90"))
+        assert len(frames) >= 3
+        assert max(frames.values()) <= 8, frames
