@@ -96,11 +96,11 @@ def test_type_and_value_come_back(value: Any) -> None:
     found = through_a_file({"at the top": value, "inside": [(value, {"deeper": value})]})
     for each in (found["at the top"], found["inside"][0][0], found["inside"][0][1]["deeper"]):
         assert type(each) is type(value)
-        assert repr(each) == repr(value)
+        assert repr(each) == repr(value) or isinstance(value, set)  # its order is that of this process' hashes
         assert each == value or value != value
     if type(value) not in (str, int, float, bool, type(None), bytes, tuple, complex):
         assert found["at the top"] is found["inside"][0][0]
-    assert repr(through_a_file(value)) == repr(value)
+    assert repr(through_a_file(value)) == repr(value) or isinstance(value, set)
 
 
 @pytest.mark.parametrize(

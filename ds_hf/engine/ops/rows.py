@@ -47,7 +47,7 @@ def add_up(x: Tensor, items: Tensor, starts: Tensor) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """``silu(gates) * ups``, ``[rows, width]``, of ``x`` ``[rows, 2 * width]``, contiguous, gates before ups."""
+    """``silu(gates) * ups``, ``[rows, width]``, of ``x``: ``[rows, 2 * width]`` of a dtype, contiguous, gates first."""
     if not _by_kernel(x) or not len(x):
         gates, ups = x.chunk(2, -1)
         return F.silu(gates) * ups
@@ -57,7 +57,7 @@ def gate(x: Tensor) -> Tensor:
 
 
 def gate_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of ``x``, from ``grad`` of what ``gate`` gave of it, ``[rows, width]``, contiguous."""
+    """The gradient of ``x``, from ``grad`` of what ``gate`` gave of it, ``[rows, width]``, contiguous; of one dtype."""
     if not _by_kernel(x) or not len(x):
         gates, ups = x.chunk(2, -1)
         of_gates = torch.ops.aten.silu_backward(grad * ups, gates)
