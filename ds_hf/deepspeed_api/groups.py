@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+
 from ds_hf.config.mesh import MeshShape
 from ds_hf.deepspeed_api.sequence import parallel_state
 from ds_hf.engine.comm.mesh import Axis, Mesh, axis_of
 from ds_hf.engine.comm.process_group import ProcessGroup, get_rank, get_world_group, get_world_size
 
 _latest: Mesh | None = None
+_experts: dict[str, tuple[Axis, Axis]] = {}
 
 
-def remember(mesh: Mesh) -> None:
-    """The functions below answer for ``mesh`` from now on. DeepSpeed's functions take no engine. Collective."""
+def remember(mesh: Mesh, expert_sizes: Iterable[int] = ()) -> None:
+    """The functions below answer for ``mesh`` from now on. DeepSpeed's functions take no engine. Collective.
+
+    Args:
+        expert_sizes: over how many processes layers divide their experts.
+    """
     global _latest
     _latest = mesh
     if mesh.shape.sequence > 1:
         mesh.axis("sequence"), mesh.axis("data")  # made here, where all processes are
+    _experts.clear()
+    for size in sorted({*expert_sizes, mesh.shape.expert} if mesh.shape.expert > 1 else expert_sizes):
+        with contextlib.suppress(ValueError):  # groups of an mpu; then no layer is divided
+            _experts[f"ep_size_{size}"] = mesh.experts_over(size)
+
+
+def current_mesh() -> Mesh:
+    """That of the latest engine; before there is one, all processes as replicas."""
+    global _latest
+    if _latest is None:
+        _latest = Mesh(MeshShape(data=get_world_size()))
+    return _latest
 
 
 def _data() -> Axis | None:
@@ -143,6 +163,98 @@ def _get_sequence_data_parallel_world_size() -> int:
 def _get_sequence_data_parallel_rank() -> int:
     axis = _replicas()
     return get_rank() if axis is None else axis.rank
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Make the groups of experts that are divided over so many processes. Collective."""
+    mesh = current_mesh()
+    mesh.data_before_experts = mesh.data_before_experts or use_data_before_expert_parallel_
+    _experts[f"ep_size_{expert_parallel_size_}"] = mesh.experts_over(expert_parallel_size_)
+
+
+def _group_of(axis: Axis) -> ProcessGroup:
+    return get_world_group() if axis.group is None else axis.group
+
+
+def _named(group_name: str, kind: str) -> tuple[Axis, Axis]:
+    assert group_name in _experts, f"{kind} group is not initialized: there is no {group_name}"
+    return _experts[group_name]
+
+
+def _get_expert_parallel_group(group_name: str) -> ProcessGroup:
+    """The processes that divide the experts of layers of the name: ``ep_size_N`` for ``MoE(ep_size=N)``."""
+    return _group_of(_named(group_name, "expert parallel")[0])
+
+
+def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
+    return {name: _group_of(parts) for name, (parts, _) in _experts.items()}
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
+    return _ranks(_named(group_name, "expert parallel")[0])
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    return _named(group_name, "expert parallel")[0].world_size
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    return _named(group_name, "expert parallel")[0].rank
+
+
+def _get_expert_parallel_src_rank(group_name: str) -> int:
+    """Global rank of the first of them."""
+    return _named(group_name, "expert parallel")[0].global_rank(0)
+
+
+def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup:
+    """The processes that hold the same experts as this one, in layers of the name."""
+    return _group_of(_named(group_name, "expert data parallel")[1])
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
+    return {name: _group_of(same) for name, (_, same) in _experts.items()}
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    return _ranks(_named(group_name, "expert data parallel")[1])
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return _named(group_name, "expert data parallel")[1].world_size
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return _named(group_name, "expert data parallel")[1].rank
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    """Global rank of the first process that holds the same experts."""
+    return _named(group_name, "expert data parallel")[1].global_rank(0)
+
+
+def _ranks(axis: Axis) -> list[int]:
+    return [axis.global_rank(rank) for rank in range(axis.world_size)]
+
+
+def _get_max_expert_size() -> int | None:
+    """Over how many processes the most divided layer is; ``None`` without one."""
+    return max((parts.world_size for parts, _ in _experts.values()), default=None)
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> ProcessGroup:
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """Over how many processes each expert is divided: never over several."""
+    return 1
 
 
 get_data_parallel_group = _get_data_parallel_group

@@ -93,7 +93,9 @@ def initialize(
         source = _config_source(args, config, config_params)
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
     asked = asked_of(model, mpu)
-    claims = () if asked is None else asked.claims
+    claims = [] if asked is None else asked.claims
+    moe = _moe_of(model)
+    claims += moe.expert_claims(model) if moe else []
     with building("initialize()", training_ranks(model, mpu, mesh_param, claims)):
         source = _config_source(args, config, config_params)
         if asked is not None:
@@ -118,9 +120,18 @@ def initialize(
         if engine.autotp_size() > 0:
             set_autotp_mode(training=True)
             setattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, collect_autotp_universal_checkpoint_info(engine.module))
-        groups.remember(engine.mesh)
+        groups.remember(engine.mesh, moe.expert_sizes(model) if moe else ())
         _divide_sequences(model, engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _moe_of(model: nn.Module) -> Any:
+    """What knows DeepSpeed's layers of experts, ``None`` where ``model`` has no parameter of one."""
+    if all(getattr(param, "allreduce", True) for param in model.parameters()):
+        return None
+    from ds_hf.deepspeed_api.moe import layer
+
+    return layer
 
 
 def _divide_sequences(model: nn.Module, engine: Engine) -> None:

@@ -45,6 +45,7 @@ from ds_hf.engine.parts import make_parts
 from ds_hf.engine.zero.buffer import home_of
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.packed import is_packed
+from ds_hf.engine.zero.replicas import expert_processes
 from ds_hf.errors import ConfigError
 from ds_hf.host import known_processes, local_world_size
 from ds_hf.log import set_log_level_from_string, warn_once
@@ -188,6 +189,10 @@ def _divide(
         from ds_hf.engine.parallel.experts.divide import divide_experts
 
         divide_experts(model, mesh, settings.expert_parallel, optimizer)
+    if mesh.shape.expert > 1:
+        from ds_hf.engine.parallel.experts.separate import place_experts
+
+        place_experts(model, mesh)
     if isinstance(model, StageModule):
         return _set_chunks(model, settings.ds_hf.pipeline.chunks, optimizer, model_parameters)
     return model_parameters
@@ -227,7 +232,7 @@ def _same_model(model: nn.Module, mpu: Any) -> list[int] | None:
         return model.mpu().dp_group
     if mpu is not None and not is_sequence_mpu(mpu):
         return dist.get_process_group_ranks(mpu.get_data_parallel_group())
-    cut = next((param for param in model.parameters() if is_cut(param)), None)
+    cut = next((param for param in model.parameters() if is_cut(param) or expert_processes(param) > 1), None)
     return None if cut is None else [dist.get_rank()]
 
 

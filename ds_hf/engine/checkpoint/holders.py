@@ -98,15 +98,11 @@ class Holders:
                     "place in the whole parameter (partition_dim, partition_stride) has to be right on each of them"
                 )
 
-    def check_first(self) -> None:
-        """Raise ``CheckpointError``, alike on all processes, where the first has not the names of all the others."""
-        lacking = {name for name, _ in (*self.divided, *self.whole)}
-        lacking -= {name for (name, _), rank in {**self.whole, **self.divided}.items() if rank == 0}
-        if lacking:
-            raise CheckpointError(
-                f"process 0 does not have {min(lacking)} and {len(lacking) - 1} other parameters or buffers, which are "
-                "on other processes: use save_checkpoint() and zero_to_fp32.py, which write whole models"
-            )
+    @property
+    def lacking(self) -> bool:
+        """Whether others have parameters or buffers that the first process has nothing of."""
+        holders = [*self.divided.items(), *self.whole.items()]
+        return {name for (name, _), rank in holders if rank == 0} != {name for (name, _), _ in holders}
 
 
 def find_holders(engine: Checkpointable) -> Holders:

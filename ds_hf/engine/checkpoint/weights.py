@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,12 +25,13 @@ from ds_hf.engine.checkpoint.live import (
 )
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, compute_device
-from ds_hf.engine.zero.buffer import unshard
+from ds_hf.engine.zero.buffer import home_of, logical_shape, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of, whole_shape
+from ds_hf.engine.zero.planning import own_dtype
 
 __all__ = ["Remote", "Stages", "find_whole", "named_weights", "values_of"]
 
-# -- what other stages hold, brought to process 0 one tensor at a time -------------------------------------------------
+# -- what other stages or processes with other experts hold, brought to process 0 one tensor at a time -----------------
 
 
 class Remote(NamedTuple):
@@ -52,7 +54,7 @@ class Stages(NamedTuple):
 
     Attributes:
         here: this process is in the first stage, whose parameters process 0 puts together itself.
-        remote: what the others hold, in the order of the stages.
+        remote: what others hold, and process 0 nothing of, in the order of the processes.
         tied: further names of it.
     """
 
@@ -69,20 +71,18 @@ def find_whole(engine: Checkpointable, doing: str) -> tuple[Holders, Stages]:
     """
     holders = find_holders(engine)
     holders.check(engine, doing)
-    stages = _find_stages(engine, holders)
-    if not stages.remote:
-        holders.check_first()
-    return holders, stages
+    return holders, _find_stages(engine, holders)
 
 
 def _find_stages(engine: Checkpointable, holders: Holders) -> Stages:
-    """Ask the other stages what they hold. Collective where there are any."""
-    if engine.mesh.shape.pipe == 1:
+    """Ask the others what they hold that process 0 does not. Collective where there is any."""
+    if engine.mesh.shape.pipe == 1 and not holders.lacking:
         return Stages(True, [], {})
     world, own = world_of(engine), _own(engine)
-    table = [(name, tuple(whole_shape(t, t.shape)), t.dtype, t.requires_grad) for name, t in own.items()]
+    table = [(name, tuple(whole_shape(t, logical_shape(t))), own_dtype(t), t.requires_grad) for name, t in own.items()]
     further = {**aliases(engine), **module_buffers(engine.module)[1]}
-    answers = collect(world, (table if engine.mesh.replicas.rank == 0 else [], further))
+    tells = engine.mesh.shape.pipe == 1 or engine.mesh.replicas.rank == 0  # replicas may have other experts
+    answers = collect(world, (table if tells else [], further))
     senders: dict[str, dict[SavedCut | None, int]] = {}
     for (name, cut), rank in {**holders.whole, **holders.divided}.items():
         senders.setdefault(name, {})[cut] = rank
@@ -115,9 +115,15 @@ def values_of(
     """
     world, device = world_of(engine), compute_device()
     own: dict[str, Any] = _own(engine) if stages.remote else {}
+    opened, open_now = contextlib.ExitStack(), None
     for remote in filter(wanted, stages.remote):
         if world.rank:
             param = own.get(remote.name)
+            home = None if param is None else home_of(param)
+            if home is not None and home.buffer.sharded and home.buffer is not open_now:
+                opened.close()
+                open_now = home.buffer
+                opened.enter_context(unshard([open_now]))
             if param is not None and remote.holders.get(cut_in(param)) == world.rank:
                 dist.send(param.detach().to(device).contiguous(), world.global_rank(0), group=world.group)
             continue
@@ -128,6 +134,7 @@ def values_of(
             if cut is not None:
                 Cut(cut.dim, cut.ranges, torch.Size(remote.shape)).put(whole, part.view(cut.shape(remote.shape)))
         yield remote.name, whole
+    opened.close()
 
 
 # -- by name, one unit at a time: what another program loads (vLLM) ----------------------------------------------------

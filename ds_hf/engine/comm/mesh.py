@@ -247,13 +247,17 @@ class Mesh:
 
     @property
     def experts(self) -> tuple[Axis, Axis]:
-        """The replicas that divide experts among them, and those that hold the same experts as this one. Collective
-        where it is asked for first.
+        """``experts_over`` for as many processes as the shape says."""
+        return self.experts_over(self.shape.expert)
+
+    def experts_over(self, size: int) -> tuple[Axis, Axis]:
+        """Of experts that are divided over ``size`` processes: the replicas that divide them among each other, and
+        those that hold the same ones as this one. Collective where it is asked for first.
 
         Raises:
             ValueError: see ``neighbours``.
         """
-        size, replicas = self.shape.expert, self.shape.data * self.shape.sequence
+        replicas = self.shape.data * self.shape.sequence
         if self.data_before_experts:
             same, parts = self.neighbours(replicas // size)
         else:

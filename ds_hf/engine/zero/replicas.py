@@ -40,6 +40,7 @@ from ds_hf.engine.zero.cut import is_cut
 __all__ = [
     "Replicas",
     "divide_over_experts",
+    "expert_processes",
     "is_tied_over_stages",
     "replicas_of",
     "sum_over_tensor",
@@ -101,8 +102,8 @@ def replicas_of(param: Tensor, mesh: Mesh) -> Replicas:
     name, stages = getattr(param, _STAGES, ("", ()))
     tied = len(stages) > 1
     summed = mesh.shape.sequence if mesh.sums_sequence else 1
-    if getattr(param, _EXPERTS, 1) > 1:
-        return Replicas(mesh.experts[1], data.world_size // summed)
+    if (over := expert_processes(param)) > 1:
+        return Replicas(mesh.experts_over(over)[1], data.world_size // summed)
     if is_cut(param) or mesh.shape.tensor == 1 or mesh.is_given:
         copies = 1 if is_cut(param) or not mesh.is_given else mesh.shape.tensor
         axis = mesh.spanning(stages, "data", "sequence") if tied else data
@@ -125,8 +126,14 @@ _SUMMED = "_ds_summed_over_tensor"
 
 
 def divide_over_experts(param: Tensor, size: int) -> None:
-    """Mark a parameter whose first dimension counts experts, of which ``size`` processes have a part each."""
+    """Mark a parameter of experts, of which ``size`` processes have some each: a part of its first dimension, or others
+    of the same name in its place."""
     setattr(param, _EXPERTS, size)
+
+
+def expert_processes(param: Tensor) -> int:
+    """Over how many processes the experts are divided that the parameter belongs to; 1 for all others."""
+    return int(getattr(param, _EXPERTS, 1))
 
 
 _EXPERTS = "_ds_experts_over"

@@ -1,5 +1,5 @@
-"""``deepspeed.moe``: what scripts import for models that may have experts; those that have none train."""
+"""``deepspeed.moe``: DeepSpeed's layer of experts, and what scripts ask of models that may have some."""
 
-from . import utils
+from . import experts, layer, sharded_moe, utils
 
-__all__ = ["utils"]
+__all__ = ["experts", "layer", "sharded_moe", "utils"]

@@ -1,7 +1,7 @@
-"""``deepspeed.moe.utils`` for models without DeepSpeed's expert layers, which scripts ask before they know.
+"""``deepspeed.moe.utils``: experts among parameters, and parameter groups of their own for them.
 
-DeepSpeed marks a parameter of its experts with ``allreduce = False``: each process has experts of its own. ds_hf trains
-experts as transformers writes them, alike on all processes, so such a mark is refused and nothing is split.
+A parameter of an expert is marked with ``allreduce = False`` and says in ``group_name`` how many processes divide its
+layer. The engine goes by the layers and takes groups as they are, so a model trains without this.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_hf.errors import ConfigError
+from ds_hf.deepspeed_api.moe.layer import MoE
 
 __all__ = [
     "configure_moe_param_groups",
@@ -25,8 +25,9 @@ __all__ = [
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether ``m`` has DeepSpeed's expert layers, and how many experts: there are no such layers here."""
-    return False, 0
+    """Whether ``m`` has DeepSpeed's layers of experts, and how many experts the first has."""
+    first = next((module for module in m.modules() if isinstance(module, MoE)), None)
+    return first is not None, 0 if first is None else first.num_experts
 
 
 def is_moe_param(param: Tensor) -> bool:
@@ -57,27 +58,47 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]],
-    max_group_size: int | float = 178956971,
+    max_group_size: int | float | None = 178956971,
 ) -> list[dict[str, Any]]:
-    """The groups as a list, each with its parameters as a list; without experts there is nothing to split.
+    """The groups without their experts, then groups of these: one for each name of theirs (``ep_size_N``) and group
+    that they come from, with the settings of that, ``"moe": True`` and no more than ``max_group_size`` elements (one
+    parameter may have more).
+
+    Args:
+        param_groups: each has a ``"name"`` where there are experts; they are changed.
 
     Raises:
-        ValueError: ``param_groups`` is neither a group nor a list of them.
-        ConfigError: a parameter is marked as an expert.
+        ValueError: ``param_groups`` is neither a group nor a list of them, or a group with experts has no name.
     """
     if isinstance(param_groups, dict):
         param_groups = [param_groups]
     if not isinstance(param_groups, (list, tuple)):
         raise ValueError(f"parameter groups are a dict or a list of dicts, not a {type(param_groups).__name__}")
+    found = list[dict[str, Any]]()
     for group in param_groups:
         group["params"], experts = split_params_into_shared_and_expert_params(group["params"])
-        if experts:
-            raise ConfigError(
-                f"{len(experts)} parameters are marked as experts of single processes (allreduce = False), the first "
-                f"of shape {tuple(experts[0].shape)}: expert parallelism is not supported yet. Use a mixture-of-"
-                "experts model of transformers, whose experts ZeRO divides like all weights"
-            )
-    return list(param_groups)
+        if experts and "name" not in group:
+            raise ValueError('a parameter group with experts has no "name": give each group one of its own')
+        for name in dict.fromkeys(param.group_name for param in experts):  # type: ignore[attr-defined]
+            alike = [param for param in experts if param.group_name == name]  # type: ignore[attr-defined]
+            for part in _parts(alike, max_group_size):
+                found.append({**group, "name": name, "moe": True, "params": part})
+    return [*param_groups, *found]
+
+
+def _parts(params: list[Tensor], most: int | float | None) -> list[list[Tensor]]:
+    """``params`` in their order, divided into lists of at most ``most`` elements; as in DeepSpeed the first is empty if
+    one parameter alone has more."""
+    room = float("inf") if most is None else float(most)
+    parts, left = [list[Tensor]()], room
+    for param in params:
+        numel = int(getattr(param, "ds_numel", param.numel()))
+        if numel > left:
+            parts.append([])
+            left = room
+        parts[-1].append(param)
+        left -= numel
+    return parts
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ with weight 0, so that backward has the same collectives on all and its paramete
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from ds_hf.engine.parallel.experts.exchange import (
     sent_items,
     take,
 )
+from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.styles import CutModule
 
-__all__ = ["DispatchedExperts", "LocalExperts"]
+__all__ = ["DispatchedExperts", "LocalExperts", "dispatched"]
 
 
 class _Experts(CutModule):
@@ -73,36 +75,64 @@ class DispatchedExperts(_Experts):
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """What the whole module gives: ``hidden`` ``[..., width]``, of each token ``k`` experts by their number in the
         model (``indices``, ``[..., k]``; other numbers stand for none) and their weights (``[..., k]``)."""
-        place = self._ds_place
-        axis, tokens = place.axis, hidden.reshape(-1, hidden.shape[-1])
-        count = self._ds_experts // axis.world_size
-        chosen = indices.reshape(-1, indices.shape[-1]).long()
-        chosen = chosen.masked_fill((chosen < 0) | (chosen >= self._ds_experts), self._ds_experts)
-        owner = places_of(chosen // count, axis.rank, axis.world_size)
-        goes, counts, order = rows_of(owner, axis.world_size)
-        even = even_splits(len(chosen), chosen.shape[1], axis.world_size) if tokens.is_meta else None
-        splits = even or exchange_counts(counts, axis, place.forward)
-        rows = sent_items(goes, order, sum(splits.sent))
-        to, back = (splits.received, splits.sent), (splits.sent, splits.received)
 
-        def sent(x: Tensor) -> Tensor:
-            return exchange(x, axis, *to, place.forward)
+        def compute(x: Tensor, experts: Tensor, scale: Tensor) -> Tensor:
+            return self._compute(x, experts, scale, *args, **kwargs)
 
-        process = order[: len(rows.place)] // max(len(tokens), 1)
-        elsewhere = owner[rows.place] != process[:, None]
-        experts = (chosen[rows.place] % count).masked_fill(elsewhere, count)
-        scale = take(weights.reshape(chosen.shape), rows).masked_fill(elsewhere, 0)
-        here, scale = sent(take(tokens, rows)), sent(torch.cat([_as_bits(experts, scale.dtype), scale], 1))
-        experts, scale = _as_numbers(scale[:, : chosen.shape[1]]), scale[:, chosen.shape[1] :]
-        routes, experts, at = routes_here(experts, count, splits.routes)
-        x, scale = take(here, routes), scale.reshape(-1)[at, None]
-        none = not splits.routes
-        if none:
-            x, scale = torch.cat([x, x.new_zeros(1, x.shape[1])]), torch.cat([scale, scale.new_zeros(1, 1)])
-            experts = experts.new_zeros(1)
-        result = self._compute(x, experts, scale, *args, **kwargs)
-        result = add_up(result[:0] if none else result, routes)
-        return add_up(exchange(result, axis, *back, place.forward), rows).view(hidden.shape)
+        return dispatched(hidden, indices, weights, self._ds_experts, self._ds_place, compute)
+
+
+_Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def dispatched(
+    hidden: Tensor, indices: Tensor, weights: Tensor, number: int, place: Place, compute: _Compute
+) -> Tensor:
+    """What ``number`` experts give for tokens that choose some of them, each computed where the expert is. Collective.
+
+    Args:
+        hidden, indices, weights: see ``DispatchedExperts.forward``.
+        place: the processes that have equally many of the experts each.
+        compute: gives ``[routes, width]`` for the tokens of routes, ``[routes, width]``, the numbers of their experts
+            among those that are here, ascending, and their weights, ``[routes, 1]``.
+    """
+    axis, tokens = place.axis, hidden.reshape(-1, hidden.shape[-1])
+    count = number // axis.world_size
+    chosen = indices.reshape(-1, indices.shape[-1]).long()
+    chosen = chosen.masked_fill((chosen < 0) | (chosen >= number), number)
+    if axis.world_size == 1:
+        routes = chosen.numel() if chosen.is_meta else int((chosen < number).sum())
+        return _computed(tokens, chosen, weights, routes, count, compute).view(hidden.shape)
+    owner = places_of(chosen // count, axis.rank, axis.world_size)
+    goes, counts, order = rows_of(owner, axis.world_size)
+    even = even_splits(len(chosen), chosen.shape[1], axis.world_size) if tokens.is_meta else None
+    splits = even or exchange_counts(counts, axis, place.forward)
+    rows = sent_items(goes, order, sum(splits.sent))
+    to, back = (splits.received, splits.sent), (splits.sent, splits.received)
+
+    def sent(x: Tensor) -> Tensor:
+        return exchange(x, axis, *to, place.forward)
+
+    process = order[: len(rows.place)] // max(len(tokens), 1)
+    elsewhere = owner[rows.place] != process[:, None]
+    experts = (chosen[rows.place] % count).masked_fill(elsewhere, count)
+    scale = take(weights.reshape(chosen.shape), rows).masked_fill(elsewhere, 0)
+    here, scale = sent(take(tokens, rows)), sent(torch.cat([_as_bits(experts, scale.dtype), scale], 1))
+    experts, scale = _as_numbers(scale[:, : chosen.shape[1]]), scale[:, chosen.shape[1] :]
+    result = _computed(here, experts, scale, splits.routes, count, compute)
+    return add_up(exchange(result, axis, *back, place.forward), rows).view(hidden.shape)
+
+
+def _computed(tokens: Tensor, experts: Tensor, scale: Tensor, number: int, count: int, compute: _Compute) -> Tensor:
+    """The sum of what ``count`` experts give for each of ``tokens``, of which there are ``number`` routes in all."""
+    routes, experts, at = routes_here(experts, count, number)
+    x, scale = take(tokens, routes), scale.reshape(-1)[at, None]
+    none = not number
+    if none:
+        x, scale = torch.cat([x, x.new_zeros(1, x.shape[1])]), torch.cat([scale, scale.new_zeros(1, 1)])
+        experts = experts.new_zeros(1)
+    result = compute(x, experts, scale)
+    return add_up(result[:0] if none else result, routes)
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
