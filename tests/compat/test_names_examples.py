@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator, is_current_accelerator_supported, real_accelerator
 from deepspeed.git_version_info import accelerator_name, installed_ops, torch_info
 from deepspeed.launcher import runner
+from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import (
     configure_moe_param_groups,
     has_moe_layers,
@@ -38,7 +39,6 @@ from deepspeed.utils.zero_to_fp32 import (
 from torch import nn
 
 from ds_hf.deepspeed_api.accelerator import CpuAccelerator
-from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 
 
@@ -150,9 +150,25 @@ def test_parameter_groups_of_a_model_without_experts() -> None:
         split_params_into_different_moe_groups_for_optimizer(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="str"):
         configure_moe_param_groups(["weight"])
-    model.weight.allreduce = False  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"1 parameters are marked as experts.*\(2, 3\)"):
-        split_params_into_different_moe_groups_for_optimizer({"params": model.parameters()})
+
+
+def test_parameter_groups_of_experts() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), MoE(3, nn.Linear(3, 3), num_experts=2), MoE(3, nn.Linear(3, 3), 4, 2))
+    assert has_moe_layers(model) == (True, 2)
+    shared, experts = split_params_into_shared_and_expert_params(model.parameters())
+    assert (len(shared), len(experts)) == (4, 8)
+    groups = configure_moe_param_groups(list(model.parameters()))
+    assert [(group["name"], is_moe_param_group(group)) for group in groups] == [
+        ("dense-params", False), ("ep_size_1", True), ("ep_size_2", True),
+    ]  # fmt: skip
+    assert configure_moe_param_groups(groups) is groups
+    split = split_params_into_different_moe_groups_for_optimizer({"params": experts, "name": "a", "lr": 1.0}, 12)
+    assert [[p.numel() for p in group["params"]] for group in split] == [[], *[[9, 3]] * 4]
+    split = split_params_into_different_moe_groups_for_optimizer({"params": experts, "name": "a", "lr": 1.0}, 8)
+    assert [[p.numel() for p in group["params"]] for group in split] == [[], *[[], [9], [3], [9], [3]] * 2]
+    assert all(group["lr"] == 1.0 for group in split)
+    with pytest.raises(ValueError, match='has no "name"'):
+        split_params_into_different_moe_groups_for_optimizer({"params": experts})
 
 
 def test_sparse_tensor() -> None:
