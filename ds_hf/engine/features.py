@@ -70,7 +70,7 @@ FEATURES = (
     Feature(
         "settings compared over processes",
         lambda e: e.optimizer is not None and e.mesh.world.world_size > 1,
-        "parallel.drift:attach",
+        "parallel.likeness:attach",
     ),
     Feature(
         "activations in host memory",
