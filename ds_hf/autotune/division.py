@@ -1,4 +1,5 @@
-"""How the processes of a launch are divided: over samples (data), tokens of a sample (sequence) and layers (tensor).
+"""How the processes of a launch are divided: over samples (data), tokens of a sample (sequence) and layers (tensor);
+and the experts of a layer, which processes divide that read different samples.
 
 Sequences and layers are divided inside hosts alone, where links are fast, and only as the model allows it: its plan of
 tensor parallelism is tried out on the meta device. The more processes share a sample, the fewer read different ones,
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,10 @@ from ds_hf.config.load import examine
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger
 
-__all__ = ["SEQUENCE", "TENSOR", "AxisSizes", "MeshDivision", "division_of", "model_class", "sizes_of"]
+__all__ = ["EXPERTS", "SEQUENCE", "TENSOR", "AxisSizes", "MeshDivision", "division_of", "model_class", "sizes_of"]
 
 SEQUENCE, TENSOR = "sequence_parallel_size", "tensor_parallel.autotp_size"
+EXPERTS = "expert_parallel.autoep_size"  # 0: as transformers computes them
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def division_of(facts: Mapping[str, Any]) -> MeshDivision:
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Values of the two axes, 1 first.
+    """Values of the axes, the one that divides nothing first. Experts are there where the model has some.
 
     Attributes:
         why_not: for each axis that cannot vary, the reason. on_host: processes on one host.
@@ -76,16 +78,17 @@ def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> AxisSizes:
     own, processes = division_of(facts), int(facts.get("processes") or facts.get("world_size") or 1)
     on_host = int(facts.get("on_host") or 1)
     fitting = tuple(n for n in range(2, on_host + 1) if on_host % n == 0)
+    experts = _experts(facts, tree, (1, *(n for n in fitting if own.data * own.sequence % n == 0)))
     if not fitting or own.data * own.shared != processes:
         reason = "there is one process a host" if not fitting else "the script divides the model itself"
-        return AxisSizes({}, dict.fromkeys((SEQUENCE, TENSOR), reason))
+        return AxisSizes(experts, dict.fromkeys((SEQUENCE, TENSOR), reason))
     if tree.get("data_parallel_size") is not None:
-        return AxisSizes({}, dict.fromkeys((SEQUENCE, TENSOR), "data_parallel_size is given in the file"))
+        return AxisSizes(experts, dict.fromkeys((SEQUENCE, TENSOR), "data_parallel_size is given in the file"))
     try:
         model = _without_values(facts)
     except DsHfError as error:
         return AxisSizes({}, dict.fromkeys((SEQUENCE, TENSOR), str(error)))
-    values, why_not = {}, {}
+    values, why_not = dict(experts), {}
     for name, own_size, allows in ((TENSOR, own.tensor, _cuts), (SEQUENCE, own.sequence, _shares)):
         if own_size > 1 and not _given(tree, name):
             why_not[name] = "given by the script"
@@ -95,6 +98,24 @@ def sizes_of(events: Mapping[str, Any], tree: Mapping[str, Any]) -> AxisSizes:
         if len(values[name]) == 1:
             why_not[name] = next(iter(faults.values()))
     return AxisSizes(values, why_not, on_host)
+
+
+def _experts(facts: Mapping[str, Any], tree: Mapping[str, Any], sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Those of ``sizes`` over which the model's experts divide, after 0; nothing where it has none."""
+    from ds_hf.engine.parallel.experts.plan import plan_experts
+
+    try:
+        model = _without_values(facts)
+    except DsHfError:
+        return {}
+    found = [0]
+    for size in sizes:
+        asked = {**(tree.get("expert_parallel") or {}), "enabled": True, "autoep_size": size}
+        with suppress(ConfigError):
+            section = examine({"expert_parallel": asked}, world=None, allow_auto=True).expert_parallel
+            plan_experts(model, section, size)
+            found.append(size)
+    return {EXPERTS: tuple(found)} if len(found) > 1 else {}
 
 
 def _given(tree: Mapping[str, Any], name: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.autotune.confirm import LEAST_GAIN, Again, Contest, Contestant
-from ds_hf.autotune.division import SEQUENCE, TENSOR
+from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR
 from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record, records_of, value_of
@@ -318,6 +318,10 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
         TENSOR: f"{value} processes share the layers, each with a part of their weights and activations"
         if value != 1
         else "each process computes whole layers, so that nothing is exchanged in them",
+        EXPERTS: {
+            0: "experts as transformers computes them",
+            1: "all experts of a process in one product, without transformers' own sort and gathers",
+        }.get(value, f"experts are divided over {value} processes, and tokens travel"),
         SEQUENCE: f"{value} processes share each sequence, each with the activations of a part of it"
         if value != 1
         else "each process computes whole sequences, so that attention exchanges nothing",

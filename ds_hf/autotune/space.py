@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hf.autotune.command import Command
-from ds_hf.autotune.division import SEQUENCE, TENSOR, AxisSizes, MeshDivision
+from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR, AxisSizes, MeshDivision
 from ds_hf.autotune.options import Options
 from ds_hf.config.load import examine
 from ds_hf.config.mesh import mesh_shape
@@ -72,9 +72,14 @@ AXES = (
     FreeKey(COMMUNICATION, (None, "bf16", "fp32"), named_only=True),
     FreeKey(TENSOR, (1,), device_only=True),  # other values: ``division.Sizes``
     FreeKey(SEQUENCE, (1,), named_only=True, device_only=True),
+    FreeKey(EXPERTS, (0,), device_only=True),
 )
 
-_SAME = {ACTIVATIONS: ("ds_hf.offload_activations",), TENSOR: ("tensor_parallel.tp.tp_size",)}  # say the same
+_SAME = {  # say the same
+    ACTIVATIONS: ("ds_hf.offload_activations",),
+    TENSOR: ("tensor_parallel.tp.tp_size",),
+    EXPERTS: ("expert_parallel.enabled",),
+}
 
 
 class Space:
@@ -111,6 +116,7 @@ class Space:
         self.kept: dict[str, str] = {}
         self._settings: list[Setting] | None = None
         axes = [replace(axis, values=self.sizes.values.get(axis.name, axis.values)) for axis in AXES]
+        axes = [axis for axis in axes if axis.name != EXPERTS or len(axis.values) > 1]  # models without: no word of it
         self.axes = [axis for axis in axes if self._is_free(axis, options, cuda=cuda, can_checkpoint=can_checkpoint)]
         self.own: Setting = {axis.name: self._own(axis) for axis in self.axes}
         self.axes = [
@@ -167,6 +173,8 @@ class Space:
         value = _get(self.tree, axis.name)
         if axis.name == TENSOR:
             value = value or None  # 0: off
+        if axis.name == EXPERTS and _get(self.tree, "expert_parallel.enabled"):
+            value = value or 1
         return axis.values[0] if value is None or value == "auto" else value
 
     def settings(self) -> Iterator[Setting]:
@@ -206,7 +214,7 @@ class Space:
         """Whether ds_hf takes the configuration."""
         try:
             config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
-            if TENSOR in setting or SEQUENCE in setting:
+            if {TENSOR, SEQUENCE, EXPERTS} & set(setting):
                 division = self.division.of(setting)
                 mesh_shape(config, self.division.data * self.division.shared)
                 return division == self.division or self.sizes.on_host % division.shared == 0
@@ -245,6 +253,11 @@ def config_of(tree: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
     defaults = {axis.name: axis.values[0] for axis in AXES}
     for name, value in setting.items():
         if name == CHECKPOINTING or (_get(result, name) is None and value == defaults.get(name) and name != STAGE):
+            continue
+        if name == EXPERTS:
+            result["expert_parallel"] = {
+                **(result.get("expert_parallel") or {}), "enabled": value > 0, "autoep_size": max(value, 1)
+            }  # fmt: skip
             continue
         *path, last = name.split(".")
         section = result
@@ -312,12 +325,14 @@ def label_of(setting: Setting) -> str:
         words.append("loss in chunks")
     words += [f"{name} parallel {setting[key]}" for key, name in ((TENSOR, "tensor"), (SEQUENCE, "sequence"))
               if setting.get(key, 1) > 1]  # fmt: skip
+    if experts := setting.get(EXPERTS):
+        words.append(f"experts over {experts}" if experts > 1 else "experts together")
     if setting.get(COMPILE):
         words.append("compiled")
     if setting.get(COMMUNICATION):
         words.append(f"communicates {setting[COMMUNICATION]}")
     named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, COMMUNICATION,
-             TENSOR, SEQUENCE}  # fmt: skip
+             TENSOR, SEQUENCE, EXPERTS}  # fmt: skip
     defaults = {axis.name: axis.values[0] for axis in AXES}
     words += [
         f"{name.rpartition('.')[2]} {value}"

@@ -11,17 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from ds_hf.autotune import division
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.cost import CostModel, Survey
-from ds_hf.autotune.division import SEQUENCE, TENSOR, MeshDivision, division_of, sizes_of
+from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR, MeshDivision, division_of, sizes_of
 from ds_hf.autotune.footprint import Footprint
 from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.records import value_of
 from ds_hf.autotune.result import Result
-from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Space, label_of, points
+from ds_hf.autotune.space import (
+    ACTIVATIONS,
+    CHECKPOINTING,
+    CHUNKED_LOSS,
+    COMPILE,
+    STAGE,
+    Space,
+    config_of,
+    label_of,
+    points,
+)
 from ds_hf.config import load_config
 from ds_hf.config.load import examine
 from ds_hf.log import logger
@@ -113,6 +123,33 @@ def test_layers_are_shared_where_the_trainer_reads_the_data(tmp_path: Path) -> N
     assert space(tmp_path, {"tensor_parallel": {"autotp_size": 2}}).kept[TENSOR] == "given in the file"
     assert space(tmp_path, {"tensor_parallel": {"tp": {"tp_size": 2}}}).kept[TENSOR] == "given in the file"
     assert label_of({STAGE: 2, TENSOR: 2, SEQUENCE: 4}) == "stage 2, tensor parallel 2, sequence parallel 4"
+
+
+def mixture(processes: int = 4, **facts: Any) -> dict[str, Any]:
+    said = events(processes, MixtralConfig(**{**SHAPE, "num_key_value_heads": 2, "num_local_experts": 6}), **facts)
+    said["facts"]["model"]["class"] = "MixtralForCausalLM"
+    return said
+
+
+def test_experts_are_divided_where_the_model_has_some(tmp_path: Path) -> None:
+    assert sizes_of(mixture(), {}).values[EXPERTS] == (0, 1, 2)  # 4 do not divide 6
+    assert sizes_of(mixture(6), {}).values[EXPERTS] == (0, 1, 2, 3, 6)
+    assert sizes_of(mixture(1), {}).values == {EXPERTS: (0, 1)}
+    assert EXPERTS not in space(tmp_path, {}).kept
+    (tmp_path / "train.py").write_text("")
+    command = Command.parse([str(tmp_path / "train.py"), "--deepspeed", "ds.json"])
+    known = {"cuda": True, "can_checkpoint": True, "division": division_of(mixture()["facts"])}
+    config = examine({"train_batch_size": 8}, world=None, allow_auto=True)
+    found = Space(config, command, Options(), sizes=sizes_of(mixture(), {}), **known)
+    assert {setting[EXPERTS] for setting in found.settings()} == {0, 1, 2}
+    assert not any(setting[EXPERTS] == 2 and setting[TENSOR] > 1 for setting in found.settings())
+    tree = config_of({}, {STAGE: 2, EXPERTS: 2})
+    assert tree["expert_parallel"] == {"enabled": True, "autoep_size": 2}
+    assert "expert_parallel" not in config_of({}, {STAGE: 2, EXPERTS: 0})
+    assert label_of({STAGE: 2, EXPERTS: 2}) == "stage 2, experts over 2"
+    config = examine({"train_batch_size": 8, "expert_parallel": {"enabled": True}}, world=None, allow_auto=True)
+    own = Space(config, command, Options(tune=(EXPERTS,)), sizes=sizes_of(mixture(), config.resolved), **known)
+    assert own.own[EXPERTS] == 1
 
 
 def test_as_many_samples_a_step() -> None:
