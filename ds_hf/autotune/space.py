@@ -216,6 +216,8 @@ class Space:
             config = examine(config_of(self.tree, setting), world=None, allow_auto=True)
             if {TENSOR, SEQUENCE, EXPERTS} & set(setting):
                 division = self.division.of(setting)
+                if division.tensor > 1 and setting.get(EXPERTS, 0) > 1:
+                    return False
                 mesh_shape(config, self.division.data * self.division.shared)
                 return division == self.division or self.sizes.on_host % division.shared == 0
         except ConfigError:
