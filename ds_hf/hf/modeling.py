@@ -40,6 +40,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ds_hf.engine.zero.buffer import buffers_of, logical_shape
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.replicas import expert_processes
 from ds_hf.errors import DsHfError
 from ds_hf.hf.autoload import wrap
 from ds_hf.log import warn_once
@@ -66,7 +67,7 @@ def _whole_alone(wrapped: Callable[..., Any], model: nn.Module, args: tuple[Any,
     given = dict(zip(("save_directory", "is_main_process", "state_dict"), args, strict=False)) | kwargs
     if given.get("state_dict") is not None or len(args) > 3:
         return wrapped(*args, **kwargs)
-    cut = next((name for name, param in model.named_parameters() if is_cut(param)), None)
+    cut = next((name for name, param in model.named_parameters() if is_cut(param) or expert_processes(param) > 1), None)
     if not given.get("is_main_process", True):
         at_rest = cut is not None or any(buffer.sharded for buffer in buffers_of(model.parameters()))
         return wrapped(**given | ({"state_dict": {}} if at_rest else {}))

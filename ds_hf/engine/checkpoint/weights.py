@@ -28,6 +28,7 @@ from ds_hf.engine.comm.mesh import Axis, compute_device
 from ds_hf.engine.zero.buffer import home_of, logical_shape, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of, whole_shape
 from ds_hf.engine.zero.planning import own_dtype
+from ds_hf.errors import CheckpointError
 
 __all__ = ["Remote", "Stages", "find_whole", "named_weights", "values_of"]
 
@@ -148,9 +149,18 @@ def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> I
 
     Args:
         dtype: of floating-point weights; default what each has in the model.
+
+    Raises:
+        CheckpointError: processes have modules that others do not have, which are not sent.
     """
     axis = engine.mesh.axis("tensor") if engine.mesh.shape.tensor > 1 else None
-    own = find_holders(engine).own
+    holders = find_holders(engine)
+    own = holders.own
+    if holders.lacking and engine.mesh.shape.pipe == 1:
+        raise CheckpointError(
+            "weights cannot be told by name on every process: each has experts of its own as modules; "
+            "save_16bit_model() and save_checkpoint() write the whole model"
+        )
     further: dict[str, list[str]] = {}
     for alias, name in {**aliases(engine), **module_buffers(engine.module)[1]}.items():
         further.setdefault(name, []).append(alias)

@@ -227,13 +227,16 @@ _ENDS: dict[NonFiniteMode, str] = {
     "error": 'The weights are as they were before this step ("ds_hf": {"nonfinite": "error"}).',
 }
 _ABSENT = 1 << 62
+_LONGEST = 240  # bytes of a name that processes tell each other, its last ones
 
 
 class _Seen(NamedTuple):
-    """What one rank knows: place of the first bad parameter in the model, and whether a loss of its was bad."""
+    """What one rank knows: place of the first bad parameter in the model, whether a loss of its was bad, and that
+    parameter's name: where experts or layers are divided, another one has its place elsewhere."""
 
     place: int = _ABSENT
     loss: bool = False
+    name: str = ""
 
 
 class NonFinite:
@@ -290,7 +293,9 @@ class NonFinite:
         if self._told and self.mode != "error":
             return
         self._told = True
-        mine = _Seen(self._first(values), any(not bool(loss.isfinite().all()) for loss in self._past))
+        place = self._first(values)
+        name = "" if place == _ABSENT else list(self._names.values())[place]
+        mine = _Seen(place, any(not bool(loss.isfinite().all()) for loss in self._past), name)
         ranks = range(self._axis.world_size) if together else [self._axis.rank]
         seen = dict(zip(ranks, self._gather(mine, device) if together else [mine], strict=True))
         text = self._text(norm, seen, complete=len(seen) == self._axis.world_size)
@@ -314,10 +319,12 @@ class NonFinite:
         return found
 
     def _gather(self, mine: _Seen, device: torch.device) -> list[_Seen]:
-        one = torch.tensor(mine, dtype=torch.int64, device=device)
-        every = one.new_empty(2 * self._axis.world_size)
+        name = mine.name.encode()[-_LONGEST:].ljust(_LONGEST, b"\0")
+        one = torch.tensor([mine.place, mine.loss, *name], dtype=torch.int64, device=device)
+        every = one.new_empty(len(one) * self._axis.world_size)
         collectives.all_gather(every, one, self._axis, "what is not finite")
-        return [_Seen(place, bool(loss)) for place, loss in every.view(-1, 2).tolist()]
+        told = every.view(-1, len(one)).tolist()
+        return [_Seen(p, bool(loss), bytes(text).strip(b"\0").decode(errors="replace")) for p, loss, *text in told]
 
     def _text(self, norm: float, seen: Mapping[int, _Seen], *, complete: bool) -> str:
         alone = self._axis.world_size == 1
@@ -327,7 +334,7 @@ class NonFinite:
             ranks = [rank for rank, one in seen.items() if one.place == first]
             where = "" if alone or self._whole else f", in the part of {ranks_text(ranks)}"
             which = "The first parameter" if complete or self._whole else "The first parameter that this rank sees"
-            parts.append(f"{which} whose gradient is not finite is {list(self._names.values())[first]!r}{where}.")
+            parts.append(f"{which} whose gradient is not finite is {seen[ranks[0]].name!r}{where}.")
         bad = [rank for rank, one in seen.items() if one.loss]
         if bad:
             parts.append(f"The loss was not finite{'' if alone else f' on {ranks_text(bad)}'}.")

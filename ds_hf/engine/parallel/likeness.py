@@ -263,11 +263,12 @@ def settings_of(engine: Any) -> dict[str, str]:
     found |= {"gradient_accumulation_steps": repr(engine.accumulation.steps), "batch": repr(tuple(engine.batch))}
     found["model.training"] = repr(engine.module.training)
     options = {*optimizer.defaults, "lr", "initial_lr"} - {"params"}
+    places = {key: place for place, key in enumerate(engine.param_names)}  # processes may have other experts
     for number, (group, params) in enumerate(zip(optimizer.param_groups, optimizer.given, strict=False)):
         chosen = {name: value for name, value in group.items() if name in options}
         found |= {f"param_groups[{number}].{name}": text for name, text in plain_texts(chosen)}
-        names = repr(sorted(engine.param_names.get(id(param), "") for param in params))
-        digest = blake2b(names.encode(), digest_size=4).hexdigest()
+        members = repr(sorted(places.get(id(param), -1) for param in params))
+        digest = blake2b(members.encode(), digest_size=4).hexdigest()
         found[f"param_groups[{number}]['params']"] = f"{len(params)} parameters ({digest})"
     trains = {id(param): param.requires_grad for param in engine.module.parameters()}
     found[_TRAINS] = "".join(str(int(trains.get(key, False))) for key in engine.param_names)

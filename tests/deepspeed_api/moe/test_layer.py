@@ -229,3 +229,27 @@ def test_what_cannot_be_is_refused_before_training() -> None:
         assert "MoE(ep_size=...) 4 does not divide the 2 processes" in said["size"]
         assert "tensor_parallel.autotp_size is 2 and experts are divided over 2" in said["tensor"]
         assert "deepspeed.initialize() makes known" in said["no engine"]
+
+
+# -- what processes tell each other of parameters that have other names there ------------------------------------------
+
+
+def told() -> str:
+    from ds_hf.engine.parallel import likeness
+
+    likeness.warn_once = lambda text, **_: pytest.fail(text)
+    engine = engine_of((2, 2, 2), 1, ds_hf={"nonfinite": "error"})
+    train(engine, 0, 3)
+    if dist.get_rank() == 1:
+        expert = engine.module.blocks[0].moe.deepspeed_moe.experts.deepspeed_experts[0]
+        expert[0].weight.register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(RuntimeError) as error:
+        train(engine, 3, 1)
+    with pytest.raises(RuntimeError, match="has experts of its own as modules"):
+        list(engine.named_weights())
+    return str(error.value)
+
+
+def test_the_expert_whose_gradient_is_not_finite_is_named() -> None:
+    for said in run_distributed(told, 2):
+        assert "not finite is 'blocks.0.moe.deepspeed_moe.experts.deepspeed_experts.2.0.weight'" in said
