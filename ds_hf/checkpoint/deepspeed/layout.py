@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ __all__ = [
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{1,9})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
+_EXPERT = re.compile(r"layer_(\d{1,9})_expert_(\d{1,9})_mp_rank_(\d{1,9})_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,9})(?:-model_(\d{1,9}))?-model_states\.pt")
 
 
@@ -49,16 +50,18 @@ class Grid:
         models: by model-parallel rank, then by data-parallel rank: one where parameters are not sharded.
         optimizers: likewise; empty where nothing is sharded.
         layers: of a pipeline: number of the layer, tensor-parallel rank, name.
+        experts: by layer of experts, by expert; where there are any, no optimizer states are read.
     """
 
     models: list[list[str]]
     optimizers: list[list[str]]
     layers: list[tuple[int, int, str]]
+    experts: list[list[str]] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
         """All of them."""
-        rows = [*self.models, *self.optimizers, [name for *_, name in self.layers]]
+        rows = [*self.models, *self.optimizers, [name for *_, name in self.layers], *self.experts]
         return [name for row in rows for name in row]
 
 
@@ -74,15 +77,14 @@ def find_grid(folder: Path, *, whole: bool = False) -> Grid:
         whole: parameters are elsewhere, so of the models' files one kind and the first data-parallel rank are enough.
 
     Raises:
-        CheckpointError: those of some ranks are missing, or there are experts in files of their own.
+        CheckpointError: those of some ranks or experts are missing, or experts lie in files of an older kind.
     """
     names = sorted(path.name for path in folder.iterdir())
-    if any("expert" in name and name.endswith(".pt") for name in names):
-        raise CheckpointError(f"{folder}: it holds experts in separate files, which cannot be imported")
+    experts = _experts(folder, [name for name in names if "expert" in name and name.endswith(".pt")], whole=whole)
     if whole and any(name.startswith("mp_rank_") and is_model_file(name) for name in names):
         names = [name for name in names if not (name.startswith("zero_") and is_model_file(name))]
     models = _by_rank(folder, names, _MODEL)
-    optimizers = [] if whole else _by_rank(folder, names, _OPTIMIZER)
+    optimizers = [] if whole or experts else _by_rank(folder, names, _OPTIMIZER)
     if not models:
         raise CheckpointError(f"{folder}: there is no file *_model_states.pt: this is not a checkpoint of DeepSpeed")
     if optimizers and len(optimizers) != len(models):
@@ -91,7 +93,24 @@ def find_grid(folder: Path, *, whole: bool = False) -> Grid:
             f"{len(optimizers)}: the files of some ranks are missing"
         )
     layers = [(int(match[1]), int(match[2] or 0), match[0]) for name in names if (match := _LAYER.fullmatch(name))]
-    return Grid([row[:1] for row in models] if whole else models, optimizers, layers)
+    return Grid([row[:1] for row in models] if whole else models, optimizers, layers, experts)
+
+
+def _experts(folder: Path, names: Sequence[str], *, whole: bool) -> list[list[str]]:
+    """The files of experts, by layer: one for each."""
+    found: dict[int, dict[int, str]] = {}
+    for name in names:
+        match = _EXPERT.fullmatch(name)
+        if match is None or int(match[3]) or whole:
+            raise CheckpointError(
+                f"{folder}: {name} holds experts of tensor-parallel ranks, of an older kind or of a universal folder, "
+                "which cannot be imported"
+            )
+        found.setdefault(int(match[1]), {})[int(match[2])] = name
+    for layer in sorted(found):
+        _check_numbers(folder, sorted(found[layer]), f" of experts of layer {layer}")
+    _check_numbers(folder, sorted(found), " of layers of experts")
+    return [[found[layer][expert] for expert in sorted(found[layer])] for layer in sorted(found)]
 
 
 def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[list[str]]:

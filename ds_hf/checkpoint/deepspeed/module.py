@@ -145,6 +145,22 @@ class ModelStates:
                 found.add(name, held, self.place(name, [local.shape for local in held]), trainable=False)
         return buffers
 
+    def experts(self, found: Found) -> None:
+        """Weights of experts that have files of their own, in which they are called as in the whole model."""
+        counts = self.first.get("num_experts")
+        there = [len(files) for files in self.grid.experts]
+        if there and isinstance(counts, list) and counts != there:
+            raise self._fail(f"its layers have {counts} experts, and there are files of {there}")
+        for files in self.grid.experts:
+            for expert, file in enumerate(files):
+                for name, value in load_pickled(self.folder / file).items():
+                    if not isinstance(value, Tensor) or f".deepspeed_experts.{expert}." not in str(name):
+                        raise self._fail(f"{file} has {str(name)[:80]}, which is no tensor of expert {expert}")
+                    key = f"module.{name}"
+                    found.tensors[file, key], found.dtypes[name] = value.detach(), name_of(value.dtype)
+                    rows = [SavedFragment(file, 0, 0, value.numel())] if value.numel() else []
+                    found.add(name, [Local(tuple(value.shape), {"weight": key}, rows)], None, trainable=False)
+
     def _frozen_shapes(self, column: int) -> dict[str, tuple[int, ...]]:
         shapes = self.content[column][0].get("frozen_param_shapes") or {}
         return {str(name): _shape(shape) for name, shape in shapes.items()}

@@ -53,7 +53,7 @@ def read_deepspeed(folder: Path, *, assumed: bool = False) -> Source:
         assumed: where nothing says how tensor-parallel slices are put together, they follow one another.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, or of a kind that cannot be read (experts).
+        CheckpointError: it is incomplete, damaged, or of a kind that cannot be read.
     """
     with as_written(folder, "DeepSpeed"):
         return _Reader(folder, assumed).read()
@@ -104,12 +104,18 @@ class _Reader:
                 )
             self._trained(optimizers, stage)
             self._options(common, optimizers[0][0], stage)
+        elif self.grid.experts:
+            logger.warning(
+                "%s has experts in files of their own: their weights are read, and all moments are left out",
+                self.folder,
+            )
         elif states.first.get("optimizer") is not None:
             logger.warning(
                 "%s was written without ZeRO: its moments have no names and are left out, weights are read", self.folder
             )
         tied = states.tied()
         buffers = states.rest(self.found, tied, common["extra_state"])
+        states.experts(self.found)
         return states.source(CheckpointKind.DEEPSPEED, self.found, stage, buffers, tied, common, self.grid.names)
 
     def _optimizer_states(self, names: list[str]) -> list[dict[str, Any]]:

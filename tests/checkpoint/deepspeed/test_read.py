@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 
@@ -33,6 +34,7 @@ from tests.checkpoint.deepspeed.deepspeed_workload import (
 from tests.engine.checkpoint import workload
 from tests.helpers.archives import unpack
 from tests.helpers.distributed import run_distributed
+from tests.helpers.moe_layer import Net, fill
 
 ARCHIVE = Path(__file__).parent / "data/deepspeed.tar.xz"
 SHARDED = [case for case in CASES if case[0] > 0]
@@ -460,3 +462,53 @@ def test_small_values_that_take_everything(written: Path, tmp_path: Path, what: 
         CheckpointError, match=r"mp_rank_00_model_states\.pt cannot be read: it (holds more|stands for)"
     ):
         read_deepspeed(folder)
+
+
+# -- experts in files of their own -------------------------------------------------------------------------------------
+
+
+def write_experts(folder: Path) -> dict[str, torch.Tensor]:
+    """A folder as DeepSpeed writes it of ``Net`` at ``ep_size`` 2; the weights."""
+    model = Net((1, 1, 1))
+    fill(model)
+    state, layers = model.state_dict(), [f"blocks.{layer}.moe.deepspeed_moe.experts" for layer in range(3)]
+    rest = {name: value for name, value in state.items() if ".experts." not in name}
+    folder.mkdir()
+    ranks = {"dp_world_size": 2, "mp_world_size": 1, "num_experts": [4, 4, 8], "global_steps": 3, "global_samples": 12}
+    torch.save({"module": rest, "optimizer": None, **ranks}, folder / "mp_rank_00_model_states.pt")
+    for layer, prefix in enumerate(layers):
+        for expert in range(ranks["num_experts"][layer]):  # type: ignore[index]
+            own = {name: v for name, v in state.items() if name.startswith(f"{prefix}.deepspeed_experts.{expert}.")}
+            torch.save(own, folder / f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt")
+    for rank in range(2):
+        torch.save({"optimizer": {}}, folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return state
+
+
+def load_experts(folder: str) -> dict[str, torch.Tensor]:
+    model = Net((2, 1, 2))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    with pytest.raises(CheckpointError, match="load it with load_optimizer_states=False"):
+        engine.load_checkpoint(folder, "step")
+    assert engine.load_checkpoint(folder, "step", load_optimizer_states=False)[0]
+    assert engine.global_steps == 3
+    return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+
+
+def test_experts_in_files_of_their_own_are_read(tmp_path: Path) -> None:
+    state = write_experts(tmp_path / "step")
+    found = run_distributed(load_experts, 2, str(tmp_path))
+    assert set().union(*found) == set(state)
+    assert all(torch.equal(state[name], value) for each in found for name, value in each.items())
+    gone = tmp_path / "step" / "layer_1_expert_2_mp_rank_00_model_states.pt"
+    gone.rename(tmp_path / "aside.pt")
+    with pytest.raises(CheckpointError, match=r"present are those of ranks \[0, 1, 3\] of experts of layer 1"):
+        read_deepspeed(tmp_path / "step")
+    (tmp_path / "aside.pt").rename(tmp_path / "step" / "expert_2_mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="of an older kind"):
+        read_deepspeed(tmp_path / "step")

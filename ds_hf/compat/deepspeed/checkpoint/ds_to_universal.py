@@ -128,6 +128,8 @@ def _open(folder: Path, *, assumed: bool) -> Source:
 def _extract(source: Source, temporary: Path, workers: int) -> None:
     """What each rank has of each parameter, into files."""
     folder, grid = source.folder, find_grid(source.folder)
+    if grid.experts:
+        raise CheckpointError(f"{folder}: moments of experts in files of their own are not read: load and save it here")
     work: Iterable[Any]
     do: Callable[[Any], None]
     if source.stage == 3:
