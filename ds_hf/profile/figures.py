@@ -16,6 +16,7 @@ __all__ = ["heat_map", "history", "legend", "memory", "segments", "timeline", "t
 
 COLOUR = {
     "compute": "#2f6db5", "gather": "#d9822b", "reduction": "#c0392b", "tensor": "#8250df", "sequence": "#b03060",
+    "experts": "#c2255c",
     "collective": "#a05a2c", "pipeline": "#6b7785", "update": "#1a7f37", "offload": "#00798c", "loader": "#b8860b",
     "checkpoint": "#5b8c5a", "evaluation": "#4c9f9f", "script": "#98a2ad", "report": "#57606a",
 }  # fmt: skip

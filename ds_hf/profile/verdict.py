@@ -36,6 +36,7 @@ NAMES = {
     "reduction": "reductions of gradients",
     "tensor": "collectives of tensor parallelism",
     "sequence": "collectives of sequence parallelism",
+    "experts": "exchanges of tokens between experts",
     "collective": "other collectives",
     "pipeline": "pipeline bubbles",
     "update": "the update",
@@ -264,6 +265,7 @@ class _Judge:
             "compute": self._compute,
             "tensor": self._other,
             "sequence": self._other,
+            "experts": self._other,
             "collective": self._other,
         }
         for kind, tell in told.items():
@@ -470,6 +472,8 @@ class _Judge:
         advice = {
             "tensor": "tensor parallelism inside a host, over as few processes as memory allows",
             "sequence": "sequence parallelism inside a host, over as few processes as memory allows",
+            "experts": "a smaller expert_parallel.autoep_size, where memory allows it; where the others wait for the "
+            "process with the fullest experts (Train/Experts/fullest_share in monitors), a router that is balanced",
         }.get(kind, "")
         return Finding(kind, self.a.share(kind), self.a.kinds[kind], text, advice)
 

@@ -16,6 +16,7 @@ NAMES = {
     "reduction": "exposed_reduction_ms",
     "tensor": "tensor_parallel_ms",
     "sequence": "sequence_parallel_ms",
+    "experts": "expert_parallel_ms",
     "pipeline": "pipeline_bubble_ms",
     "update": "update_ms",
     "offload": "offload_wait_ms",

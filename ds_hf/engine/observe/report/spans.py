@@ -14,6 +14,7 @@ KINDS = (
     "reduction",
     "tensor",
     "sequence",
+    "experts",
     "pipeline",
     "update",
     "offload",
@@ -25,7 +26,7 @@ KINDS = (
     "report",
 )
 NEXT_BATCH = "the next batch; workers:"  # the place of waits for a loader, before the number of its workers
-COLLECTIVE = ("gather", "reduction", "tensor", "sequence", "collective")
+COLLECTIVE = ("gather", "reduction", "tensor", "sequence", "experts", "collective")
 
 
 class Key(NamedTuple):
@@ -60,6 +61,8 @@ def kind_of(operation: str, what: str, axis: str) -> str:
     """The kind of a collective, from what its log says of it."""
     if axis in ("tensor", "sequence"):
         return axis
+    if what.startswith(("tokens of", "numbers of tokens of", "gradients of tokens of")):
+        return "experts"
     if what.startswith(("activations of", "gradients of the input of")):
         return "tensor"
     if what.startswith("the weights of"):

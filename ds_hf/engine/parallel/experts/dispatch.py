@@ -106,12 +106,12 @@ def dispatched(
     owner = places_of(chosen // count, axis.rank, axis.world_size)
     goes, counts, order = rows_of(owner, axis.world_size)
     even = even_splits(len(chosen), chosen.shape[1], axis.world_size) if tokens.is_meta else None
-    splits = even or exchange_counts(counts, axis, place.forward)
+    splits = even or exchange_counts(counts, axis, place.name)
     rows = sent_items(goes, order, sum(splits.sent))
     to, back = (splits.received, splits.sent), (splits.sent, splits.received)
 
     def sent(x: Tensor) -> Tensor:
-        return exchange(x, axis, *to, place.forward)
+        return exchange(x, axis, *to, f"tokens of {place.name}")
 
     process = order[: len(rows.place)] // max(len(tokens), 1)
     elsewhere = owner[rows.place] != process[:, None]
@@ -120,7 +120,7 @@ def dispatched(
     here, scale = sent(take(tokens, rows)), sent(torch.cat([_as_bits(experts, scale.dtype), scale], 1))
     experts, scale = _as_numbers(scale[:, : chosen.shape[1]]), scale[:, chosen.shape[1] :]
     result = _computed(here, experts, scale, splits.routes, count, compute)
-    return add_up(exchange(result, axis, *back, place.forward), rows).view(hidden.shape)
+    return add_up(exchange(result, axis, *back, f"tokens of {place.name}"), rows).view(hidden.shape)
 
 
 def _computed(tokens: Tensor, experts: Tensor, scale: Tensor, number: int, count: int, compute: _Compute) -> Tensor:

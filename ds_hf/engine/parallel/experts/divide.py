@@ -13,7 +13,7 @@ from ds_hf.engine.parallel.experts.plan import ExpertLayer, plan_experts
 from ds_hf.engine.parallel.tensor.divide import cut_parameter
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.plan import Slicing
-from ds_hf.engine.parallel.tensor.styles import Style, place_of, swap_class
+from ds_hf.engine.parallel.tensor.styles import CutModule, Style, place_of, swap_class
 from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
@@ -75,16 +75,21 @@ def _divide(layer: ExpertLayer, parts: Axis, same: Axis | None, section: ExpertP
         cut_parameter(param, slicing, key, parts, optimizer, shards=same)
         divide_over_experts(param, parts.world_size)
     counts = _local_counts(layer, parts.world_size)
-    known = {"_ds_experts": layer.count, "_ds_grouped": section.use_grouped_mm, **counts}
-    swap_class(layer.module, DispatchedExperts, Place(parts, layer.name, [None]), **known)
+    _give_class(layer, DispatchedExperts, parts, section, **counts)
 
 
 def _keep(layer: ExpertLayer, axis: Axis, section: ExpertParallelSection) -> None:
     """All experts of the layer stay on each process, which computes them without dispatch."""
-    known = {"_ds_experts": layer.count, "_ds_grouped": section.use_grouped_mm}
     if (place := place_of(layer.module)) is not None and place.axis.world_size > 1:
         _check_alike(layer, place.axis, axis)
-    swap_class(layer.module, LocalExperts, Place(axis, layer.name, [None]), **known)
+    _give_class(layer, LocalExperts, axis, section)
+
+
+def _give_class(
+    layer: ExpertLayer, base: type[CutModule], axis: Axis, section: ExpertParallelSection, **counts: int
+) -> None:
+    known = {"_ds_experts": layer.count, "_ds_grouped": section.use_grouped_mm, **counts}
+    swap_class(layer.module, base, Place(axis, layer.name, [None]), **known)
 
 
 def _check_alike(layer: ExpertLayer, before: Axis, now: Axis) -> None:

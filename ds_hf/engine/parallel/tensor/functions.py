@@ -38,10 +38,10 @@ class Place:
         copied: the last input of ``copy_to`` and its result, for the next layer of the same input.
     """
 
-    __slots__ = ("axis", "backward", "copied", "forward")
+    __slots__ = ("axis", "backward", "copied", "forward", "name")
 
     def __init__(self, axis: Axis, name: str, copied: list[Any]) -> None:
-        self.axis, self.copied = axis, copied
+        self.axis, self.name, self.copied = axis, name, copied
         self.forward, self.backward = f"activations of {name}", f"gradients of the input of {name}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:

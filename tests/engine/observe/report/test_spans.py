@@ -147,3 +147,8 @@ def test_a_disk_that_is_full_ends_the_recording_only() -> None:
     assert file.fault == "/dev/full cannot be written to any more (No space left on device)"
     file.add({"step": 2})
     os.close(file._file)
+
+
+def test_tokens_that_travel_to_experts_are_a_kind() -> None:
+    said = ["tokens of layers.0.mlp.experts", "gradients of tokens of layers.0.mlp.experts", "numbers of tokens of x"]
+    assert {kind_of("all-to-all", each, "near (2)") for each in said} == {"experts"}
