@@ -138,6 +138,24 @@ def test_16_bits_and_grouped_products(dtype: str, stage: int) -> None:
         assert divided.get("skipped", 1) == 1
 
 
+def compiled(size: int, compile: Any) -> list[float]:
+    torch.set_num_threads(1)
+    model = build("qwen3_moe", experts="grouped_mm")
+    engine, *_ = ds_hf.initialize(model=model, config=config(size, 2, ds_hf={"compile": compile}))
+    losses = run(engine)["losses"]
+    assert not compile or size > 1 or engine.compile_report().breaks == 0
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_compiled_blocks(size: int) -> None:
+    eager, blocks = (run_distributed(compiled, 2, size, each, timeout=200) for each in (False, "blocks"))
+    for one, other in zip(eager, blocks, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
 def lopsided(stage: int) -> dict[str, Any]:
     """All tokens choose the first process's experts."""
     torch.set_num_threads(1)

@@ -88,6 +88,8 @@ def _multiplies(module: nn.Module, x: Tensor) -> bool:
     weight = module._parameters.get("down_proj")
     if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not len(x):
         return False
+    if torch.compiler.is_compiling() and weight.dtype is not torch.bfloat16:  # graphs know no other
+        return False
     rows = (weight.shape[-1], weight.shape[-2], x.shape[-1])
     return all(length * weight.element_size() % 16 == 0 for length in rows) and not (
         weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0)

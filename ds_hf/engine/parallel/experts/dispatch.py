@@ -34,7 +34,7 @@ from ds_hf.engine.parallel.experts.exchange import (
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.styles import CutModule
 
-__all__ = ["DispatchedExperts", "LocalExperts", "dispatched"]
+__all__ = ["DispatchedExperts", "LocalExperts", "dispatched", "outside_graphs"]
 
 
 class _Experts(CutModule):
@@ -71,7 +71,6 @@ class LocalExperts(_Experts):
 class DispatchedExperts(_Experts):
     """Computes its experts' part for the tokens of all processes that share the layer's experts."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """What the whole module gives: ``hidden`` ``[..., width]``, of each token ``k`` experts by their number in the
         model (``indices``, ``[..., k]``; other numbers stand for none) and their weights (``[..., k]``)."""
@@ -79,7 +78,13 @@ class DispatchedExperts(_Experts):
         def compute(x: Tensor, experts: Tensor, scale: Tensor) -> Tensor:
             return self._compute(x, experts, scale, *args, **kwargs)
 
-        return dispatched(hidden, indices, weights, self._ds_experts, self._ds_place, compute)
+        return outside_graphs(dispatched)(hidden, indices, weights, self._ds_experts, self._ds_place, compute)
+
+
+def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` as compiled blocks are to call it; a decorator would load torch's compiler in every process."""
+    eagerly: Callable[..., Any] = torch.compiler.disable
+    return eagerly(function) if torch.compiler.is_compiling() else function
 
 
 _Compute = Callable[[Tensor, Tensor, Tensor], Tensor]

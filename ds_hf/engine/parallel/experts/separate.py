@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis, Mesh
-from ds_hf.engine.parallel.experts.dispatch import dispatched
+from ds_hf.engine.parallel.experts.dispatch import dispatched, outside_graphs
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
 from ds_hf.engine.zero.init import shard_again
@@ -88,7 +88,6 @@ class SeparateExperts(nn.Module):
             divide_over_experts(param, self.ep_size)
             _keep_among(param, same)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of what the experts give. Collective.
 
@@ -105,7 +104,7 @@ class SeparateExperts(nn.Module):
                 "MoE(ep_size=...)",
             )
         place = place or Place(Axis(None, 0, self.ep_size), "experts", [None])
-        return dispatched(hidden, indices, weights, self.number, place, self._compute)
+        return outside_graphs(dispatched)(hidden, indices, weights, self.number, place, self._compute)
 
     def _compute(self, x: Tensor, experts: Tensor, scale: Tensor) -> Tensor:
         """What each expert gives for its rows, times their weights; one without rows runs a row of zeros, so that its
