@@ -126,8 +126,9 @@ def initialize(
 
 
 def _moe_of(model: nn.Module) -> Any:
-    """What knows DeepSpeed's layers of experts, ``None`` where ``model`` has no parameter of one."""
-    if all(getattr(param, "allreduce", True) for param in model.parameters()):
+    """What knows DeepSpeed's layers of experts; ``None`` where ``model`` can have none, and no parameter says so."""
+    made = "ds_hf.engine.parallel.experts.separate" in sys.modules
+    if not made and all(getattr(param, "allreduce", True) for param in model.parameters()):
         return None
     from ds_hf.deepspeed_api.moe import layer
 

@@ -24,12 +24,15 @@ from ds_hf.config.mesh import TOPOLOGY, Claim, mesh_shape, refuse_beside_pipelin
 from ds_hf.config.optimizer_traits import ONE_BIT, Traits, traits_of
 from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
+from ds_hf.deepspeed_api.moe.layer import expert_claims
 from ds_hf.engine.casting import set_buffer_dtypes
 from ds_hf.engine.parallel.experts.divide import divide_experts_without_values
+from ds_hf.engine.parallel.experts.separate import separate_experts
 from ds_hf.engine.parallel.pipeline.division import LayerDivision
 from ds_hf.engine.parallel.pipeline.schedule import in_flight
 from ds_hf.engine.parallel.tensor.divide import divide_without_values
 from ds_hf.engine.zero.leaf import mark_leaves
+from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.memory.divided import divided_sequences, part_of
 from ds_hf.memory.models import build, example_inputs, positions_of, with_length, without_values
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
@@ -173,10 +176,12 @@ class Predictor:
         one_bit = optimizer.lower() in ONE_BIT
         with_momentum = optimizer.lower() == "sgd" and params.get("momentum")
         plan = plan_states(settings)
-        tensor, pipe, experts = _tensor(settings), _pipe(settings), _experts(settings)
+        layers = expert_claims(self._model)
+        tensor, pipe = _tensor(settings), _pipe(settings)
+        experts = max([_experts(settings), *(claim.size for claim in layers)])
         if plan.inner is not None or settings.sequence_parallel_size * tensor * pipe * experts > 1:
             # refuses groups that do not divide the processes, and what does not go together with stages
-            layers = [Claim("pipe", pipe, "pipeline.stages", TOPOLOGY)] if pipe > 1 else []
+            layers += [Claim("pipe", pipe, "pipeline.stages", TOPOLOGY)] if pipe > 1 else []
             mesh_shape(settings, world_size, layers)
             refuse_beside_pipelines(settings, layers)
         return Costs(
@@ -245,6 +250,9 @@ class Predictor:
                 divide_without_values(model, tensor, settings.tensor_parallel)
             if experts.enabled:
                 divide_experts_without_values(model, experts)
+            for _, separate in separate_experts(model):
+                for param in separate.parameters():
+                    divide_over_experts(param, separate.ep_size)
             if recomputes:
                 with _quiet():
                     _set_checkpointing(model, True)

@@ -24,7 +24,7 @@ from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_units
 from ds_hf.engine.zero.reduction import Reducer
-from ds_hf.engine.zero.replicas import Replicas, is_tied_over_stages
+from ds_hf.engine.zero.replicas import Replicas, expert_processes, is_tied_over_stages
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.memory.compiled import CompiledBlocks
 from ds_hf.memory.kernels import AsOnCuda
@@ -204,7 +204,7 @@ class _Gradient(GradientBuffer):
 def _replicas(param: nn.Parameter) -> Replicas:
     if is_tied_over_stages(param):
         return _TIED
-    return _CUT if is_cut(param) else _WHOLE
+    return _CUT if is_cut(param) or expert_processes(param) > 1 else _WHOLE
 
 
 def record(

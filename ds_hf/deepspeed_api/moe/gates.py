@@ -90,7 +90,7 @@ def _top1(
     capacity = _capacity(gates, factor, least) if drops else min(_fullest(counts, group), len(gates))
     l_aux = (gates.mean(0) * _share(mask, gates)).sum() * gates.shape[1]
     if drops:
-        order = mask * Uniform(*_range(0.0, 1.0, logits.device)).rsample(mask.shape) if use_rts else mask
+        order = mask * _uniform(0.0, 1.0, mask) if use_rts else mask
         kept = order.topk(min(capacity, len(mask)), dim=0).indices
         mask = mask * torch.zeros_like(mask).scatter_(0, kept, 1)
     slots = ((mask.cumsum(0) - 1) * mask).sum(1)
@@ -157,6 +157,8 @@ def _capacity(gates: Tensor, factor: float, least: int) -> int:
 def _fullest(counts: Tensor, group: Any) -> int:
     """How many tokens the fullest expert has, of all processes of ``group``."""
     most = counts.max()
+    if most.is_meta:
+        return 1 << 30
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(most, dist.ReduceOp.MAX, group)
     return int(most)
@@ -169,9 +171,14 @@ def _range(low: float, high: float, device: Any) -> tuple[Tensor, Tensor]:
     return torch.tensor(low, device=device), torch.tensor(high, device=device)
 
 
+def _uniform(low: float, high: float, like: Tensor) -> Tensor:
+    drawn: Tensor = Uniform(*_range(low, high, like.device), validate_args=False).rsample(like.shape)
+    return drawn
+
+
 def gumbel_rsample(shape: Any, device: torch.device) -> Tensor:
     """Gumbel noise of ``shape``: the largest of logits with it is drawn by their softmax."""
-    noise: Tensor = Gumbel(*_range(0.0, 1.0, device)).rsample(shape)
+    noise: Tensor = Gumbel(*_range(0.0, 1.0, device), validate_args=False).rsample(shape)
     return noise
 
 
@@ -179,7 +186,7 @@ def multiplicative_jitter(x: Tensor, device: torch.device, epsilon: float = 1e-2
     """``x``, each element times a number between ``1 - epsilon`` and ``1 + epsilon``."""
     if epsilon == 0:
         return x
-    return x * Uniform(*_range(1.0 - epsilon, 1.0 + epsilon, device)).rsample(x.shape)
+    return x * _uniform(1.0 - epsilon, 1.0 + epsilon, x)
 
 
 # -- with DeepSpeed's names --------------------------------------------------------------------------------------------
@@ -301,7 +308,7 @@ class TopKGate(nn.Module):
     def routes(self, tokens: Tensor, used_token: Tensor | None = None) -> Routes:
         """What the gate decides for ``tokens``, ``[tokens, model_dim]``."""
         exact = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with torch.autocast("cpu" if tokens.is_meta else tokens.device.type, enabled=False):
             x = tokens.to(exact)
             if self.noisy_gate_policy == "Jitter" and self.training:
                 x = multiplicative_jitter(x, x.device)

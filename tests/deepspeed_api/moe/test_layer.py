@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -238,8 +239,13 @@ def told() -> str:
     from ds_hf.engine.parallel import likeness
 
     likeness.warn_once = lambda text, **_: pytest.fail(text)
-    engine = engine_of((2, 2, 2), 1, ds_hf={"nonfinite": "error"})
+    model = Net((2, 2, 2)).double()
+    fill(model)
+    model = copy.deepcopy(model)  # torch copies parameters without marks
+    engine = deepspeed.initialize(model=model, config=config(1, gradient_clipping=0.0, ds_hf={"nonfinite": "error"}))[0]
     train(engine, 0, 3)
+    wanted, _ = plain_training(2, 3)
+    assert farthest(engine, wanted) < 1e-12
     if dist.get_rank() == 1:
         expert = engine.module.blocks[0].moe.deepspeed_moe.experts.deepspeed_experts[0]
         expert[0].weight.register_hook(lambda grad: grad * float("nan"))
@@ -253,3 +259,13 @@ def told() -> str:
 def test_the_expert_whose_gradient_is_not_finite_is_named() -> None:
     for said in run_distributed(told, 2):
         assert "not finite is 'blocks.0.moe.deepspeed_moe.experts.deepspeed_experts.2.0.weight'" in said
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_it_runs_without_values(k: int) -> None:
+    for drops in (True, False):
+        with torch.device("meta"):
+            layer = deepspeed.moe.layer.MoE(8, torch.nn.Linear(8, 8), 4, 2, k, drop_tokens=drops)
+        result, aux, _ = layer(torch.empty(2, 3, 8, device="meta"))
+        (result.sum() + aux).backward()
+        assert (result.shape, result.is_meta) == ((2, 3, 8), True)

@@ -65,6 +65,10 @@ class SeparateExperts(nn.Module):
         self.number = num_local_experts * self.ep_size
         self._place: Place | None = None  # before the processes are known
         self.deepspeed_experts = _Numbered(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.mark()
+
+    def mark(self) -> None:
+        """Say of each parameter whose it is; copies of parameters do not keep marks."""
         for param in self.parameters():
             param.allreduce = False  # type: ignore[attr-defined]
             param.group_name = f"ep_size_{self.ep_size}"  # type: ignore[attr-defined]
@@ -84,6 +88,7 @@ class SeparateExperts(nn.Module):
         self._place = Place(parts, name, [None])
         self.deepspeed_experts.number_from(parts.rank * self.num_local_experts)
         set_z3_leaf_module(self, True)
+        self.mark()
         for param in self.parameters():
             divide_over_experts(param, self.ep_size)
             _keep_among(param, same)
