@@ -189,6 +189,10 @@ def _divide(
         from ds_hf.engine.parallel.experts.divide import divide_experts
 
         divide_experts(model, mesh, settings.expert_parallel, optimizer)
+    elif any(expert_processes(param) > 1 for param in model.parameters()):
+        from ds_hf.engine.parallel.experts.divide import check_places
+
+        check_places(model, mesh)
     if mesh.shape.expert > 1:
         from ds_hf.engine.parallel.experts.separate import place_experts
 

@@ -1,9 +1,9 @@
 """Hook on ``transformers.generation.utils``: ``generate`` of an engine's model goes through the engine.
 
-It holds the whole weights for the call where they fit (``ds_hf.engine.modules.generation``). Where a forward gathers,
-ranks that finish at different lengths wait for each other. transformers does so when it knows of stage 3, from an
-``HfDeepSpeedConfig`` that is alive. Sharded parameters say it themselves, also where a script never made one, and
-where there is no engine (``zero.Init``).
+It holds the whole weights for the call where they fit (``ds_hf.engine.modules.generation``). Where a forward
+communicates, ranks that finish at different lengths wait for each other. transformers does so when it knows of stage 3,
+from an ``HfDeepSpeedConfig`` that is alive. Sharded parameters say it themselves, also where a script never made one,
+and where there is no engine (``zero.Init``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from ds_hf.engine.modules.generation import generation_of
 from ds_hf.engine.zero.buffer import BufferState, buffers_of
+from ds_hf.engine.zero.replicas import expert_processes
 from ds_hf.hf.autoload import wrap
 
 __all__ = ["wrap_generation"]
@@ -41,7 +42,7 @@ def _through_engine(
 
 
 def _communicates(model: nn.Module) -> bool:
-    """Whether a forward of ``model`` gathers anything."""
+    """Whether a forward of ``model`` gathers anything, or sends tokens to the experts of others."""
     return any(
         buffer.axis.world_size > 1 and buffer.state is BufferState.RELEASED for buffer in buffers_of(model.parameters())
-    )
+    ) or any(expert_processes(param) > 1 for param in model.parameters())

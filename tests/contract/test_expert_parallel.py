@@ -296,3 +296,22 @@ def refused(kind: str, more: dict[str, Any]) -> str:
 def test_what_cannot_be_divided_is_refused_before_training(kind: str, more: dict[str, Any], said: str) -> None:
     for found in run_distributed(refused, 2, kind, more, timeout=60):
         assert said in found
+
+
+# -- generation ----------------------------------------------------------------------------------------------------
+
+
+def generate(stage: int) -> Any:
+    engine, *_ = ds_hf.initialize(model=build("mixtral"), config=config(2, stage))
+    ids = torch.arange(3, 3 + 4 * (1 + dist.get_rank())).view(1 + dist.get_rank(), 4).to(engine.device)
+    how = {"max_new_tokens": 3 + 4 * dist.get_rank(), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = engine.module.generate(input_ids=ids, **how), engine.generate(input_ids=ids, **how)
+    engine.destroy()
+    model = build("mixtral").to(ids.device).eval()
+    return [each.tolist() for each in found], model.generate(input_ids=ids, **how).tolist()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_processes_generate_different_numbers_of_tokens(stage: int) -> None:
+    for found, wanted in run_distributed(generate, 2, stage):
+        assert found == [wanted, wanted]

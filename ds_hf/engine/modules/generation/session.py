@@ -2,7 +2,8 @@
 
 ``run`` is ``engine.generate``: evaluation mode, the engine's autocast, LoRA merged, random numbers of its own.
 ``around`` is for ``model.generate`` (the Trainer, TRL): transformers' semantics as they are. Both hold the whole
-weights, so ranks run alone; where these do not fit, ranks that have finished run on with the others.
+weights, so ranks run alone; where these do not fit, or experts are divided, ranks that have finished run on with the
+others.
 
 A forward without a graph leaves training no trace: units record no use, the order of prefetches stays, gradients and
 counters are not touched.
@@ -24,6 +25,7 @@ from ds_hf.engine.modules.generation.footprint import call_nbytes, check_cache_p
 from ds_hf.engine.modules.generation.random_stream import RandomStream
 from ds_hf.engine.modules.generation.weights import WholeWeights
 from ds_hf.engine.zero.hooks import UnitHooks
+from ds_hf.engine.zero.replicas import expert_processes
 from ds_hf.errors import DsHfError
 
 __all__ = ["FastDecoder", "Generation", "attach", "generation_for", "generation_of"]
@@ -204,14 +206,15 @@ class Generation:
         return self._decoders[id(model)]
 
     def _in_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """``synced_gpus`` as it has to be: ranks go on together only where a forward gathers.
+        """``synced_gpus`` as it has to be: ranks go on together only where a forward communicates.
 
         transformers and Seq2SeqTrainer take it to be so from the stage in a configuration; Whisper's own generate says
         that it is not.
         """
-        if len(args) > _SYNCED_GPUS or not self.weights.sharded:
+        together = self.weights.runs_in_step
+        if len(args) > _SYNCED_GPUS or not (self.weights.sharded or together):
             return kwargs
-        return {**kwargs, "synced_gpus": self.weights.gathers_inside}
+        return {**kwargs, "synced_gpus": together}
 
     def _cast(self) -> AbstractContextManager[Any]:
         kind = self._device.type
@@ -252,7 +255,13 @@ def generation_for(engine: Any) -> Generation:
     limited = section.enabled and settings.is_given("/hybrid_engine/max_out_tokens")
     generation = Generation(
         engine.module,
-        WholeWeights(engine.units, engine.mesh.world, engine.device, whole=section.pin_parameters),
+        WholeWeights(
+            engine.units,
+            engine.mesh.world,
+            engine.device,
+            whole=section.pin_parameters,
+            exchanges=any(expert_processes(param) > 1 for param in engine.module.parameters()),
+        ),
         engine.hooks,
         engine._require_weights,
         device=engine.device,

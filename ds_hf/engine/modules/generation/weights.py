@@ -32,12 +32,15 @@ class WholeWeights:
         world: all its processes, which decide together.
         device: where it computes.
         whole: gather all units where they fit (``hybrid_engine.pin_parameters``).
+        exchanges: every forward sends something to other processes, whole or not: tokens to their experts.
     """
 
-    def __init__(self, units: Sequence[Unit], world: Axis, device: torch.device, *, whole: bool = True) -> None:
+    def __init__(
+        self, units: Sequence[Unit], world: Axis, device: torch.device, *, whole: bool = True, exchanges: bool = False
+    ) -> None:
         self.buffers: list[FlatBuffer] = [buffer for unit in units for buffer in unit.buffers]
         self.sharded = [buffer for buffer in self.buffers if buffer.sharded]
-        self._world, self._device, self._whole = world, device, whole
+        self._world, self._device, self._whole, self._exchanges = world, device, whole, exchanges
         self._holds = 0
 
     @property
@@ -46,9 +49,10 @@ class WholeWeights:
         return all(buffer.state is BufferState.GATHERED and buffer.hold.count > 0 for buffer in self.sharded)
 
     @property
-    def gathers_inside(self) -> bool:
+    def runs_in_step(self) -> bool:
         """Whether a forward now communicates, so that ranks have to run equally many."""
-        return any(b.gathering.over.world_size > 1 and b.state is not BufferState.GATHERED for b in self.sharded)
+        apart = (buffer for buffer in self.sharded if buffer.state is not BufferState.GATHERED)
+        return self._exchanges or any(buffer.gathering.over.world_size > 1 for buffer in apart)
 
     @contextmanager
     def held(self, more_nbytes: int = 0, *, keep: bool = False) -> Iterator[bool]:

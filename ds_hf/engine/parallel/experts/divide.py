@@ -13,12 +13,12 @@ from ds_hf.engine.parallel.experts.plan import ExpertLayer, plan_experts
 from ds_hf.engine.parallel.tensor.divide import cut_parameter
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.plan import Slicing
-from ds_hf.engine.parallel.tensor.styles import CutModule, Style, place_of, swap_class
+from ds_hf.engine.parallel.tensor.styles import CutModule, Style, own_class, place_of, swap_class
 from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
 
-__all__ = ["divide_experts", "divide_experts_without_values"]
+__all__ = ["check_places", "divide_experts", "divide_experts_without_values"]
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection, optimizer: Any = None) -> None:
@@ -41,8 +41,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
         return
     parts, same = mesh.experts
     for layer in layers:
-        if (place := place_of(layer.module)) is not None:
-            _check_alike(layer, place.axis, parts)
+        if (place := _divided(layer)) is not None:
+            _check_alike(layer.name, place.axis, parts)
         else:
             _divide(layer, parts, same, section, optimizer)
     log_once(
@@ -80,8 +80,8 @@ def _divide(layer: ExpertLayer, parts: Axis, same: Axis | None, section: ExpertP
 
 def _keep(layer: ExpertLayer, axis: Axis, section: ExpertParallelSection) -> None:
     """All experts of the layer stay on each process, which computes them without dispatch."""
-    if (place := place_of(layer.module)) is not None and place.axis.world_size > 1:
-        _check_alike(layer, place.axis, axis)
+    if (place := _divided(layer)) is not None:
+        _check_alike(layer.name, place.axis, axis)
     _give_class(layer, LocalExperts, axis, section)
 
 
@@ -92,11 +92,30 @@ def _give_class(
     swap_class(layer.module, base, Place(axis, layer.name, [None]), **known)
 
 
-def _check_alike(layer: ExpertLayer, before: Axis, now: Axis) -> None:
+def _divided(layer: ExpertLayer) -> Place | None:
+    """Where an engine before has divided the layer; one that kept all experts here leaves no trace."""
+    if isinstance(layer.module, LocalExperts):
+        layer.module.__class__ = own_class(layer.module)
+        del layer.module.__dict__["_ds_place"]
+    return place_of(layer.module)
+
+
+def check_places(model: nn.Module, mesh: Mesh) -> None:
+    """For an engine that divides none: experts that an engine before divided are where this one looks for them.
+
+    Raises:
+        ConfigError: other processes hold them.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, DispatchedExperts) and (place := place_of(module)) is not None:
+            _check_alike(name, place.axis, mesh.experts_over(place.axis.world_size)[0])
+
+
+def _check_alike(name: str, before: Axis, now: Axis) -> None:
     ranks = [[axis.global_rank(rank) for rank in range(axis.world_size)] for axis in (before, now)]
     if ranks[0] != ranks[1] or now.world_size == 1:
         raise ConfigError(
-            f"the experts of {layer.name} were divided over {before.world_size} processes by an engine before, and now "
+            f"the experts of {name} were divided over {before.world_size} processes by an engine before, and now "
             f"it is to be {now.world_size}, or others: load the model anew",
             "initialize(model=...)",
         )

@@ -44,6 +44,7 @@ __all__ = [
     "CutModule",
     "Style",
     "is_transposed",
+    "own_class",
     "part_of_outputs",
     "place_of",
     "swap_class",
@@ -237,6 +238,11 @@ def swap_class(module: nn.Module, base: type[CutModule], place: Place, **known: 
     plain = own.forward is nn.Linear.forward or is_transposed(module)
     module.__dict__.update(_ds_place=place, _ds_plain=plain, **known)
     module.__class__ = _derived(base, own)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that ``module`` had before ``swap_class``."""
+    return next((own for (_, own), made in _DERIVED.items() if type(module) is made), type(module))
 
 
 _DERIVED: dict[tuple[type[CutModule], type[nn.Module]], type[nn.Module]] = {}
