@@ -315,3 +315,27 @@ def generate(stage: int) -> Any:
 def test_processes_generate_different_numbers_of_tokens(stage: int) -> None:
     for found, wanted in run_distributed(generate, 2, stage):
         assert found == [wanted, wanted]
+
+
+# -- one engine after another ------------------------------------------------------------------------------------------
+
+
+def train_twice(pairs: list[tuple[int, int]]) -> list[list[float]]:
+    """The norms of two engines after each other, the second of which may have another section, of the same model."""
+    found = []
+    for pair in pairs:
+        model, norms = build("mixtral").double(), list[float]()
+        for first, size in enumerate(pair):
+            settings = config(max(size, 1), 1)
+            settings["expert_parallel"] |= {"enabled": size > 0}
+            engine, *_ = ds_hf.initialize(model=model, config=settings)
+            norms += run(engine, steps=1, first=first)["norms"]
+            engine.destroy()
+        found.append(norms)
+    return found
+
+
+def test_an_engine_goes_on_with_what_another_divided() -> None:
+    """Experts that are in parts stay so, also without the key; those that were kept whole may be divided."""
+    for found in run_distributed(train_twice, 2, [(0, 0), (2, 0), (1, 1), (1, 2)]):
+        assert all(norms == pytest.approx(found[0], rel=1e-6) for norms in found[1:])

@@ -95,7 +95,7 @@ def _give_class(
 def _divided(layer: ExpertLayer) -> Place | None:
     """Where an engine before has divided the layer; one that kept all experts here leaves no trace."""
     if isinstance(layer.module, LocalExperts):
-        layer.module.__class__ = own_class(layer.module)
+        layer.module.__class__ = own_class(layer.module)  # type: ignore[assignment]
         del layer.module.__dict__["_ds_place"]
     return place_of(layer.module)
 
