@@ -226,7 +226,8 @@ def _from_model(pointer: str) -> bool:
     node = load_schema()
     for key in pointer[1:].split("/"):
         node = node.get("properties", {}).get(key, {})
-    return bool(node.get("x-auto", {}).get("source") == "the model")
+    auto = node.get("x-auto")
+    return isinstance(auto, dict) and auto.get("source") == "the model"  # not a choice that is called "auto"
 
 
 def _log(config: Config, warnings: tuple[Fault, ...], level: int) -> None:

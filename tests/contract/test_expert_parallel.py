@@ -8,6 +8,7 @@ to the bit. ``test_families.py`` compares single gradients, to 1e-12.
 from __future__ import annotations
 
 import functools
+import logging
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 
 import ds_hf
 from ds_hf.checkpoint.formats import open_folder
+from ds_hf.config import load_config
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
+from ds_hf.engine.parallel.experts.plan import plan_experts
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import ConfigError
 from tests.contract.test_parity import ADAMW, CLIP
 from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of, reference_run, section
+from tests.helpers.logs import Lines
 
 STEPS = 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -296,6 +300,16 @@ def refused(kind: str, more: dict[str, Any]) -> str:
 def test_what_cannot_be_divided_is_refused_before_training(kind: str, more: dict[str, Any], said: str) -> None:
     for found in run_distributed(refused, 2, kind, more, timeout=60):
         assert said in found
+
+
+def test_keys_that_change_nothing_are_told() -> None:
+    logging.getLogger("ds_hf").addHandler(lines := Lines())
+    keys = section(1, route_norm=False, expert_pattern="parts", score_func="sigmoid", combine_impl="legacy_bmm")
+    settings = load_config({"train_batch_size": 1, "expert_parallel": keys}, world_size=1)
+    plan_experts(build("mixtral"), settings.expert_parallel, 1)
+    logging.getLogger("ds_hf").removeHandler(lines)
+    for key in ("route_norm", "expert_pattern", "score_func", "combine_impl"):
+        assert any(key in text for text in lines.texts)
 
 
 # -- generation ----------------------------------------------------------------------------------------------------

@@ -21,10 +21,12 @@ from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.log import warn_once
 
 __all__ = ["POINTER", "ExpertLayer", "plan_experts"]
 
 POINTER = "/expert_parallel"
+_BESIDE = ("expert_pattern", "expert_w1", "expert_w2", "expert_w3", "num_experts_attr")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ def plan_experts(model: nn.Module, section: ExpertParallelSection, size: int) ->
     found = [*_by_patterns(model, section, faults)] if patterns else [*_by_plans(model)]
     if not found and not faults:
         faults.append(_no_experts(model, section))
+    if not patterns and (beside := [key for key in _BESIDE if getattr(section, key) is not None]):
+        warn_once(f"{POINTER}: {', '.join(beside)} changes nothing without moe_layer_pattern: the model's plan decides")
     if section.preset_model is not None and not patterns:
         faults += _other_preset(model, section.preset_model)
     said = set[str]()
@@ -290,7 +294,7 @@ def _odd_keys(layer: ExpertLayer, model: nn.Module, section: ExpertParallelSecti
     value: Any
     names: tuple[str, ...]
     for key, value, names in (
-        ("top_k", section.top_k, ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk")),
+        ("top_k", section.top_k, ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk", "moe_top_k")),
         ("route_norm", section.route_norm, ("norm_topk_prob",)),
         ("num_expert_groups", section.num_expert_groups, ("n_group",)),
         ("num_limited_groups", section.num_limited_groups, ("topk_group",)),
@@ -298,7 +302,13 @@ def _odd_keys(layer: ExpertLayer, model: nn.Module, section: ExpertParallelSecti
     ):
         names = ((section.top_k_attr,) if key == "top_k" and section.top_k_attr else ()) + names
         own = next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
-        if value is None or value == "auto" or own is None or own == value:
+        if value is None or value == "auto" or own == value:
+            continue
+        if own is None:
+            warn_once(
+                f"{POINTER}/{key} is {value}, which changes nothing: the model's own router chooses, and its "
+                f"configuration has no {names[0]} to compare"
+            )
             continue
         message = f"{key} is {value}, and the model's own router, which chooses here too, has {own}"
         yield Fault(f"{POINTER}/{key}", message, f"change the model's configuration, or set {key} to {own}")
