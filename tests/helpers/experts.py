@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FAMILIES", "FEW", "batches_of", "build", "loss_of", "reference_run", "section"]
+__all__ = ["FAMILIES", "FEW", "batches_of", "build", "loss_of", "planned", "reference_run", "section"]
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
@@ -82,6 +82,17 @@ FAMILIES = (
         "zaya",
     ],
 )
+
+
+def planned(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Those that the installed release of transformers has, with a plan for their experts."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    def has_plan(kind: str) -> bool:
+        names = [name for name in (f"{kind}_text", kind) if name in CONFIG_MAPPING]
+        return any(getattr(CONFIG_MAPPING[name], "base_model_ep_plan", None) for name in names)
+
+    return tuple(kind for kind in kinds if has_plan(kind))
 
 
 def build(kind: str, **more: Any) -> nn.Module:

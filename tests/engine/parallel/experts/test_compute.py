@@ -14,7 +14,7 @@ from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.parallel.experts import compute
 from ds_hf.engine.parallel.experts.dispatch import LocalExperts
 from ds_hf.engine.parallel.experts.divide import divide_experts
-from tests.helpers.experts import build, loss_of
+from tests.helpers.experts import build, loss_of, planned
 
 ALONE: Any = SimpleNamespace(shape=MeshShape())  # a mesh without a process group
 KINDS = ("qwen3_moe", "gpt_oss", "aria", "nemotron_h", "muse_spark", "zaya")
@@ -28,7 +28,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **found}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", planned(KINDS))
 def test_products_in_one_give_what_the_model_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     inner = compute._linear
@@ -39,7 +39,8 @@ def test_products_in_one_give_what_the_model_gives(kind: str, monkeypatch: pytes
     layers = [module for module in model.modules() if isinstance(module, LocalExperts)]
     if kind == "qwen3_moe":  # as transformers 5.17 makes it
         for layer in layers:
-            del layer.has_post_expert_norm, layer._is_expert_parallel
+            for name in ("has_post_expert_norm", "_is_expert_parallel"):
+                layer.__dict__.pop(name, None)
     found = gradients(model)
     assert len(calls) == 2 * len(layers) > 0
     assert found.keys() == wanted.keys()
