@@ -277,6 +277,8 @@ def refused(kind: str, more: dict[str, Any]) -> str:
     from tests.helpers.models import TinyLM
 
     model = TinyLM() if kind == "dense" else build(kind, num_local_experts=3) if kind == "odd" else build("mixtral")
+    if kind == "buffer":
+        model.model.layers[0].mlp.experts.register_buffer("temperatures", torch.ones(4))
     with pytest.raises(ConfigError) as error:
         ds_hf.initialize(model=model, config={**config(2, 1), **more})
     return str(error.value)
@@ -286,6 +288,7 @@ def refused(kind: str, more: dict[str, Any]) -> str:
     ("kind", "more", "said"),
     [
         ("dense", {}, "moe_layer_pattern"),
+        ("buffer", {}, "temperatures is a buffer"),
         ("mixtral", {"expert_parallel": section(3)}, "does not divide"),
         ("mixtral", {"expert_parallel": section(2, preset_model="deepseek_v3")}, "the model is mixtral"),
         ("mixtral", {"expert_parallel": section(2, top_k=1)}, "has 2"),

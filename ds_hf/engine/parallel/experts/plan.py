@@ -286,6 +286,11 @@ def _odd(layer: ExpertLayer, size: int) -> Iterator[Fault]:
         fits = [str(n) for n in range(1, layer.count + 1) if layer.count % n == 0]
         message = f"{layer.name} has {layer.count} experts, which {size} processes do not divide"
         yield Fault(f"{POINTER}/autoep_size", message, f"use one of {', '.join(fits)}")
+    buffers = layer.module._buffers.items() if size > 1 else ()
+    for key, buffer in buffers:
+        if buffer is not None and buffer.dim() and len(buffer) == layer.count:
+            message = f"{layer.name}.{key} is a buffer with a row for each expert, and only parameters are divided"
+            yield Fault(POINTER, message, "make it a parameter (requires_grad=False), or keep it in the router")
 
 
 def _odd_keys(layer: ExpertLayer, model: nn.Module, section: ExpertParallelSection) -> Iterator[Fault]:
