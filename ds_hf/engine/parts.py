@@ -514,8 +514,8 @@ def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, in
     knows_pieces = elementwise or isinstance(inner, TensorwiseOptimizer)
     if not knows_pieces and ((plan.shards_optimizer and mesh.replicas.world_size > 1) or cut):
         warn_once(
-            f"{type(inner).__name__} may look at whole tensors, but sharded optimizer states give it pieces of them: "
-            "its result depends on the number of processes; ZeRO stage 0 gives it whole tensors"
+            f"{type(inner).__name__} may look at whole tensors, but {'divided layers or experts' if cut else 'shards'} "
+            "give it pieces: its result depends on the number of processes" + ("" if cut else "; stage 0 gives whole ones")
         )
     return OptimizerPolicy(
         whole=not plan.shards_optimizer,
