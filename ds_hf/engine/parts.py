@@ -515,7 +515,7 @@ def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, in
     if not knows_pieces and ((plan.shards_optimizer and mesh.replicas.world_size > 1) or cut):
         warn_once(
             f"{type(inner).__name__} may look at whole tensors, but {'divided layers or experts' if cut else 'shards'} "
-            "give it pieces: its result depends on the number of processes" + ("" if cut else "; stage 0 gives whole ones")
+            "give it pieces: its result depends on the number of processes" + ("" if cut else "; stage 0 gives it all")
         )
     return OptimizerPolicy(
         whole=not plan.shards_optimizer,
