@@ -111,6 +111,8 @@ class Balance(Observer):
 def attach(engine: BalancedEngine) -> None:
     """Count from now on."""
     layers = plan_experts(engine.module, engine.settings.expert_parallel, engine.mesh.shape.expert)
+    if not layers:
+        return
     balance = Balance(engine, layers)
     engine.events.add(balance)
     engine.events.step_hooks.append(balance.after_step)

@@ -37,7 +37,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
     if size == 1:
         for layer in layers:
             _keep(layer, Axis(None, 0, 1), section)
-        log_once(f"experts of {len(layers)} layers are computed together on each process: {layers[0].said}")
+        said = f"{layers[0].said}" if layers else "adapters or quantization leave each layer to its own forward"
+        log_once(f"experts of {len(layers)} layers are computed together on each process: {said}")
         return
     parts, same = mesh.experts
     for layer in layers:

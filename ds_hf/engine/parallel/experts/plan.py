@@ -65,7 +65,7 @@ def plan_experts(model: nn.Module, section: ExpertParallelSection, size: int) ->
         faults += _other_preset(model, section.preset_model)
     said = set[str]()
     if size == 1:
-        found = [layer for layer in found if not any(_unfit(layer)) or faults] or found[:1]
+        found = [layer for layer in found if not any(_unfit(layer))]
     for layer in found:
         for fault in (*_unfit(layer), *_odd(layer, size), *_odd_keys(layer, model, section)):
             if fault.message.replace(layer.name, "") not in said:  # each once, for the first of alike layers
