@@ -513,6 +513,12 @@ def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, in
         _refuse_whole_rules(inner, mesh)
     knows_pieces = elementwise or isinstance(inner, TensorwiseOptimizer)
     if not knows_pieces and ((plan.shards_optimizer and mesh.replicas.world_size > 1) or cut):
+        if isinstance(inner, getattr(torch.optim, "Muon", ())):
+            raise ConfigError(
+                "torch.optim.Muon takes whole matrices, and divided states give it pieces: name it in the file, "
+                '"optimizer": {"type": "Muon"}, which knows them, or use ZeRO stage 0',
+                "initialize(optimizer=...)",
+            )
         warn_once(
             f"{type(inner).__name__} may look at whole tensors, but {'divided layers or experts' if cut else 'shards'} "
             "give it pieces: its result depends on the number of processes" + ("" if cut else "; stage 0 gives it all")

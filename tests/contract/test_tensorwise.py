@@ -28,6 +28,7 @@ from ds_hf.engine.zero.access import (
 )
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.init import Init
+from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 from tests.helpers.models import TinyLM, token_batches
 from tests.helpers.parity import base_config, train_both
@@ -431,3 +432,18 @@ def misplaced() -> float:
 
 def test_the_comparison_can_fail() -> None:
     assert min(run_distributed(misplaced, 2, timeout=60)) > 1e-3
+
+
+def given_muon(stage: int) -> str:
+    layer = torch.nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.Muon(layer.parameters(), lr=1e-3)
+    content = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    with pytest.raises(ConfigError) as error:
+        initialize(model=layer, optimizer=optimizer, config=content)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchs_muon_is_refused_where_it_gets_pieces(stage: int) -> None:
+    for said in run_distributed(given_muon, 2, stage, timeout=60):
+        assert '"type": "Muon"' in said
