@@ -22,9 +22,12 @@ import ds_hf
 from ds_hf.checkpoint.formats import open_folder
 from ds_hf.config import load_config
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
+from ds_hf.engine.comm.mesh import axis_of
 from ds_hf.engine.parallel.experts.plan import plan_experts
+from ds_hf.engine.parallel.sequence.losses import mean_over_tokens
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.errors import ConfigError
+from tests.contract import test_sequence_parity as sequence_parity
 from tests.contract.test_parity import ADAMW, CLIP
 from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of, reference_run, section
@@ -217,6 +220,40 @@ def test_adapters_on_frozen_experts_are_saved_and_loaded(stage: int, tmp_path: P
         weights = {name.removeprefix("base_model.model."): value for name, value in found["weights"].items()}
         for name in (name for name in frozen if ".experts." in name):
             assert torch.equal(weights[name], frozen[name])
+
+
+def sequences_too(stage: int, size: int) -> float:
+    """Two processes share each sequence, and all of them the experts: how far weights end from one process's."""
+    from deepspeed.utils import groups
+
+    torch.set_num_threads(1)
+    samples = dist.get_world_size() // 2
+    net, alone = build("mixtral").double(), build("mixtral").double()
+    settings = sequence_parity.config(stage, expert_parallel=section(size))
+    engine, *_ = ds_hf.initialize(model=net, mesh_param=(samples, 2), config=settings)
+    axis = axis_of(groups._get_sequence_parallel_group())
+    half = sequence_parity.TOKENS // 2
+    mine = slice(axis.rank * half, (axis.rank + 1) * half)
+    for ids, labels in zip(*sequence_parity.data(samples), strict=True):
+        here = engine.mesh.sample_rank
+        x, y = ids[here][:, mine], sequence_parity.shifted(labels[here])[:, mine].contiguous()
+        loss = engine(input_ids=x, labels=y, shift_labels=y).loss
+        engine.backward(mean_over_tokens(loss, (y != -100).sum(), axis))
+        engine.step()
+        alone.zero_grad()
+        for sample, wanted in zip(ids, labels, strict=True):
+            (alone(input_ids=sample, labels=wanted).loss / samples).backward()
+        with torch.no_grad():
+            for param in alone.parameters():
+                param -= 0 if param.grad is None else param.grad
+    far = farthest(dict(engine.named_weights()), dict(alone.named_parameters()))
+    engine.destroy()
+    return far
+
+
+@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 3), pytest.param(4, 4, 1, marks=pytest.mark.slow)])
+def test_beside_divided_sequences(world: int, size: int, stage: int) -> None:
+    assert max(run_distributed(sequences_too, world, stage, size, timeout=100)) < 1e-6  # losses are fp32
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
