@@ -259,6 +259,26 @@ def test_beside_divided_sequences(world: int, size: int, stage: int) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
+def parts_told() -> list[str]:
+    """What is said when a script takes the state of the bare model, and when the engine writes the whole."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_hf").addHandler(handler)
+    engine, *_ = ds_hf.initialize(model=build("mixtral"), config=config(2, 1))
+    consolidated_state_dict(engine)
+    assert not [each for each in said if "state_dict()" in each]
+    engine.module.state_dict()
+    return [each for each in said if "state_dict()" in each]
+
+
+def test_a_state_dict_of_parts_is_told() -> None:
+    first, second = run_distributed(parts_told, 2, timeout=60)
+    assert len(first) == 1
+    assert "2 of 4" in first[0]
+    assert second == []
+
+
 def saved(folder: str, size: int, stage: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     engine, *_ = ds_hf.initialize(model=build("mixtral"), config=config(size, stage))

@@ -79,7 +79,8 @@ def consolidated_state_dict(
     for alias, name in {**stages.tied, **aliases(engine), **tied}.items():
         if name in state:
             state[alias] = state[name]
-    order = {name.replace("_orig_mod.", ""): index for index, name in enumerate(engine.module.state_dict())}
+    names = engine.module.state_dict(keep_vars=True)  # of divided layers it would tell that values are parts
+    order = {name.replace("_orig_mod.", ""): index for index, name in enumerate(names)}
     return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
 
 

@@ -33,6 +33,7 @@ from ds_hf.engine.parallel.experts.exchange import (
 )
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.styles import CutModule
+from ds_hf.log import warn_once
 
 __all__ = ["DispatchedExperts", "LocalExperts", "dispatched", "outside_graphs"]
 
@@ -79,6 +80,17 @@ class DispatchedExperts(_Experts):
             return self._compute(x, experts, scale, *args, **kwargs)
 
         return outside_graphs(dispatched)(hidden, indices, weights, self._ds_experts, self._ds_place, compute)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # the engine itself only wants names
+            warn_once(
+                f"state_dict() of the model has of the experts of {self._ds_place.name} those of this process, "
+                f"{self._ds_experts // self._ds_place.axis.world_size} of {self._ds_experts}: for whole weights call "
+                "accelerator.get_state_dict(engine), engine.save_16bit_model() or engine.export_pretrained() on all "
+                "processes",
+                about="experts in a state_dict",
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
 def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
