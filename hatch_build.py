@@ -71,7 +71,8 @@ class DsHfHook(BuildHookInterface[Any]):
     def _deepspeed_name(self, include: dict[str, str]) -> None:
         compat = Path(self.root) / COMPAT
         (dist_info,) = compat.glob("deepspeed-*.dist-info")
-        owned = [*compat.glob("deepspeed/**/*.py"), *(path for path in dist_info.iterdir() if path.name != "RECORD")]
+        package = [path for path in compat.glob("deepspeed/**/*") if path.suffix in (".py", ".txt")]
+        owned = [*package, *(path for path in dist_info.iterdir() if path.name != "RECORD")]
         names = [*sorted(path.relative_to(compat).as_posix() for path in owned), f"{dist_info.name}/RECORD"]
         include[self._write("RECORD", "".join(f"{name},,\n" for name in names))] = f"{COMPAT}/{dist_info.name}/RECORD"
         include[self._write(PTH_NAME, COMPAT + "\n")] = PTH_NAME
