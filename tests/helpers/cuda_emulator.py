@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ds_hf.engine.ops import cuda_launch
 from ds_hf.engine.ops.cuda_build import Macros, program_text
 from ds_hf.engine.ops.cuda_launch import COUNTERS, Counters, Tuning, Tunings
 
@@ -130,3 +133,14 @@ class Emulator:
             subprocess.run(["g++", *options.split(), "-include", HEADER, code, "-o", made], check=True)
             os.replace(made, library)
         return name, getattr(ctypes.CDLL(str(library)), f"emulate_{name}")
+
+
+def emulate(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let launches of this test run on the host; libraries are shared by the workers of a run."""
+    if reason := missing():
+        pytest.skip(reason)
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
+    folder.mkdir(exist_ok=True)
+    machine = Emulator(folder)
+    monkeypatch.setattr(cuda_launch, "machine_of", lambda _: machine)

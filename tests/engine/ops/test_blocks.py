@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from ds_hf.engine.ops import blocks, cpu, cpu_blocks, cuda_blocks, cuda_build, c
 from ds_hf.engine.ops.blocks import BlockFormat
 from tests.helpers import block_cases as cases
 from tests.helpers import cubin
-from tests.helpers.cuda_emulator import Emulator, missing
+from tests.helpers.cuda_emulator import emulate
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [(F32, F32, 0.0), (BF16, F32, 0.8), (F16, BF16, 0.0), (F32, None, 0.0)]
@@ -31,13 +30,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def emulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if reason := missing():
-        pytest.skip(reason)
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
-    folder.mkdir(exist_ok=True)
-    machine = Emulator(folder)
-    monkeypatch.setattr(cuda_launch, "machine_of", lambda _: machine)
+    emulate(tmp_path_factory, monkeypatch)
     monkeypatch.setattr(cuda_blocks, "TUNING", cuda_launch.Tuning(threads=64, blocks=1))
     monkeypatch.setattr(cuda_blocks, "_WAVES", 1)
     cuda_blocks.macros_of.cache_clear()

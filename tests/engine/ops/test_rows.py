@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,20 +10,14 @@ from torch import Tensor
 
 from ds_hf.engine.ops import cuda_build, cuda_launch, rows
 from tests.helpers import cubin
-from tests.helpers.cuda_emulator import Emulator, missing
+from tests.helpers.cuda_emulator import emulate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture
 def emulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := missing():
-        pytest.skip(reason)
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulator"
-    folder.mkdir(exist_ok=True)
-    machine = Emulator(folder)
-    monkeypatch.setattr(cuda_launch, "machine_of", lambda _: machine)
+    emulate(tmp_path_factory, monkeypatch)
     monkeypatch.setattr(rows, "TUNING", cuda_launch.Tuning(threads=64, blocks=1))
     monkeypatch.setattr(rows, "_by_kernel", lambda x: True)
 
