@@ -86,20 +86,33 @@ def explain_command(
     file: File,
     world_size: World = None,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Also show defaults that change nothing.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="A folder or cached name of a model, or a description such as mixtral:layers=2,experts=8: where its "
+            "experts are found, and how many a process has. Needs no weights.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print every effective value and where it comes from."""
     try:
         config = _examine(file, world_size)
+        experts = [] if model is None else _experts_of(model, config)
     except ConfigError as error:
         _print_faults(error, as_json)
         raise typer.Exit(1) from None
     found = rows(config)
     shown = [row for row in found if show_all or as_json or not row.quiet]
     if as_json:
-        _print_json([_row_json(row) for row in shown])
+        plans = [{"key": "expert_parallel", "value": text, "from": "model", "detail": model} for text in experts]
+        _print_json([*(_row_json(row) for row in shown), *({**plan, "note": ""} for plan in plans)])
         return
     _print_rows(config, shown)
+    for text in experts:
+        print(printable(text))
     hidden = len(found) - len(shown)
     if hidden:
         print(f"{hidden} more keys are at their defaults and change nothing; --all shows them.")
@@ -109,6 +122,32 @@ def explain_command(
     if notes:
         links, reason = load_links()
         print(printable(wire_seconds(config, links) if links else f"for seconds on your links: {reason}"))
+
+
+def _experts_of(model: str, config: Config) -> list[str]:
+    """What becomes of the model's experts, a line for layers that are alike.
+
+    Raises:
+        ConfigError: what ``initialize`` would raise of them.
+    """
+    from ds_hf.engine.parallel.experts.divide import told
+    from ds_hf.engine.parallel.experts.plan import plan_experts
+    from ds_hf.memory.models import build
+    from ds_hf.memory.prediction import UnpredictableError, Workload
+
+    try:
+        net = build(model, Workload())
+    except UnpredictableError as error:
+        complain(error)
+        raise typer.Exit(1) from None
+    section = config.expert_parallel
+    if section.enabled:
+        return told(plan_experts(net, section, section.autoep_size), section.autoep_size)
+    try:
+        layers = plan_experts(net, type(section)(enabled=True), 1)
+    except ConfigError:
+        return [f"{model} has no experts that expert_parallel would divide"]
+    return [f"expert_parallel is not enabled: {len(layers)} layers of experts have transformers' own forward"]
 
 
 @config_app.command("new")

@@ -163,6 +163,27 @@ def test_explain_says_what_the_trainer_fills_and_that_it_has_no_effect() -> None
     assert "no buckets" in line
 
 
+def test_explain_says_where_the_experts_of_a_model_are() -> None:
+    """Of a description, so without weights: two dense layers of five, a router and shared experts beside the others."""
+    model = "deepseek_v3:layers=5,first_k_dense_replace=2,n_routed_experts=8,hidden=32,heads=4,kv_heads=4,vocab=64"
+    source = '{"train_batch_size": 8, "expert_parallel": {"enabled": %s, "autoep_size": 4}}'
+    command = ["config", "explain", "-", "--model"]
+    (line,) = (
+        line
+        for line in run(app, [*command, model], input=source % "true").output.splitlines()
+        if line.startswith("experts of ")
+    )
+    assert line.startswith("experts of 3 layers are divided over 4 processes, 2 of 8 on each: model.layers.*.mlp.experts")
+    assert "gate_up_proj, down_proj), model.layers.2.mlp.experts the first, found by the model's plan" in line
+    assert line.endswith("model.layers.*.mlp.gate, model.layers.*.mlp.shared_experts, all outside of these blocks")
+    rows = json.loads(run(app, [*command, model, "--json"], input=source % "true").output)
+    assert rows[-1] == {"key": "expert_parallel", "value": line, "from": "model", "detail": model, "note": ""}
+    assert "3 layers of experts have transformers' own" in run(app, [*command, model], input=source % "false").output
+    dense = run(app, [*command, "llama:layers=1,hidden=32,heads=4,kv_heads=4,vocab=64"], input=source % "true")
+    assert dense.exit_code == 1
+    assert "moe_layer_pattern" in dense.output
+
+
 def test_explain_of_a_bad_file(bad: str) -> None:
     result = run(app, ["config", "explain", bad])
     assert result.exit_code == 1

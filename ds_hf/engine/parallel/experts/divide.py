@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.parallel.experts.dispatch import DispatchedExperts, LocalExperts
-from ds_hf.engine.parallel.experts.plan import ExpertLayer, plan_experts
+from ds_hf.engine.parallel.experts.plan import ExpertLayer, any_number, plan_experts
 from ds_hf.engine.parallel.tensor.divide import cut_parameter
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.plan import Slicing
@@ -18,7 +19,7 @@ from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
 
-__all__ = ["check_places", "divide_experts", "divide_experts_without_values"]
+__all__ = ["check_places", "divide_experts", "divide_experts_without_values", "told"]
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection, optimizer: Any = None) -> None:
@@ -37,19 +38,35 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
     if size == 1:
         for layer in layers:
             _keep(layer, Axis(None, 0, 1), section)
-        said = f"{layers[0].said}" if layers else "adapters or quantization leave each layer to its own forward"
-        log_once(f"experts of {len(layers)} layers are computed together on each process: {said}")
-        return
-    parts, same = mesh.experts
+    else:
+        parts, same = mesh.experts
+        for layer in layers:
+            if (place := _divided(layer)) is not None:
+                _check_alike(layer.name, place.axis, parts)
+            else:
+                _divide(layer, parts, same, section, optimizer)
+    for line in told(layers, size):
+        log_once(line)
+
+
+def told(layers: Sequence[ExpertLayer], size: int) -> list[str]:
+    """What was found and is done with it, a line for layers that are alike but for their number."""
+    if not layers:
+        return ["experts: adapters or quantization leave each layer to its own forward"]
+    alike: dict[tuple[Any, ...], list[ExpertLayer]] = {}
     for layer in layers:
-        if (place := _divided(layer)) is not None:
-            _check_alike(layer.name, place.axis, parts)
-        else:
-            _divide(layer, parts, same, section, optimizer)
-    log_once(
-        f"experts of {len(layers)} layers are divided over {parts.world_size} processes, "
-        f"{layers[0].count // parts.world_size} of {layers[0].count} on each: {layers[0].said}"
-    )
+        places = (any_number(layer.name), tuple(any_number(name) for name in layer.beside))
+        alike.setdefault((*places, layer.count, layer.params, layer.said), []).append(layer)
+    lines = []
+    for (name, beside, count, params, said), group in alike.items():
+        found = f"{name} ({', '.join(params)}), {group[0].name} the first, found by {said}"
+        if size == 1:
+            lines.append(f"experts of {len(group)} layers are computed together on each process, {count} each: {found}")
+            continue
+        divided = f"divided over {size} processes, {count // size} of {count} on each"
+        whole = ", ".join([*beside, "all outside of these blocks"])
+        lines.append(f"experts of {len(group)} layers are {divided}: {found}; whole on each process: {whole}")
+    return lines
 
 
 def divide_experts_without_values(model: nn.Module, section: ExpertParallelSection) -> None:

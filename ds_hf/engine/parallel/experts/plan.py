@@ -23,7 +23,7 @@ from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
-__all__ = ["POINTER", "ExpertLayer", "plan_experts"]
+__all__ = ["POINTER", "ExpertLayer", "any_number", "plan_experts"]
 
 POINTER = "/expert_parallel"
 _BESIDE = ("expert_pattern", "expert_w1", "expert_w2", "expert_w3", "num_experts_attr")
@@ -38,6 +38,7 @@ class ExpertLayer:
         count: how many there are.
         params: names of the module's own parameters that are cut: ``[count, ...]`` each.
         said: the entry of the plan, or the key, that names them.
+        beside: names of what the block has beside them, which stays whole: its router, shared experts.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ExpertLayer:
     count: int
     params: tuple[str, ...]
     said: str
+    beside: tuple[str, ...] = ()
 
 
 def plan_experts(model: nn.Module, section: ExpertParallelSection, size: int) -> list[ExpertLayer]:
@@ -97,7 +99,16 @@ def _by_plans(model: nn.Module) -> Iterator[ExpertLayer]:
                     done.add(name)
                     inner, layer = _without_adapters(name, modules[name])
                     params = tuple(each for each in cut if layer._parameters.get(each) is not None)
-                    yield ExpertLayer(inner, layer, _count(layer, params), params, key)
+                    said = f"the model's plan, {key}"
+                    yield ExpertLayer(inner, layer, _count(layer, params), params, said, _beside(modules, name))
+
+
+def _beside(modules: Mapping[str, nn.Module], name: str) -> tuple[str, ...]:
+    """What the block of the experts ``name`` has beside them, and has parameters."""
+    block, _, own = name.rpartition(".")
+    children = modules[block].named_children() if block in modules else ()
+    held = (child for child, module in children if child != own and next(module.parameters(), None) is not None)
+    return tuple(f"{block}.{child}" if block else child for child in held)
 
 
 def _without_adapters(name: str, module: nn.Module) -> tuple[str, nn.Module]:
@@ -128,7 +139,8 @@ def _by_patterns(model: nn.Module, section: ExpertParallelSection, faults: list[
         faults.append(Fault(f"{POINTER}/moe_layer_pattern", message))
         return
     child = section.expert_pattern or "experts"
-    blocks = [(name, block) for name, block in model.named_modules() if name and pattern.fullmatch(name)]
+    modules = dict(model.named_modules())
+    blocks = [(name, block) for name, block in modules.items() if name and pattern.fullmatch(name)]
     blocks = [(name, block) for name, block in blocks if isinstance(getattr(block, child, None), nn.Module)]
     for name, block in blocks:
         inner, module = _without_adapters(f"{name}.{child}", getattr(block, child))
@@ -153,7 +165,8 @@ def _by_patterns(model: nn.Module, section: ExpertParallelSection, faults: list[
         count = _told_count(model, section, faults) or _count(module, given or _stacked(module))
         # Biases and scales are cut as well, whatever they are called: all that has a row an expert.
         params = tuple(key for key in _stacked(module, 1) if _whole_shape(module, key)[0] == count)
-        yield ExpertLayer(inner, module, count, params, section.moe_layer_pattern)
+        said = f"moe_layer_pattern {section.moe_layer_pattern!r:.80}"
+        yield ExpertLayer(inner, module, count, params, said, _beside(modules, f"{name}.{child}"))
 
 
 def _stacked(module: nn.Module, least: int = 3) -> list[str]:
@@ -200,9 +213,14 @@ def _no_experts(model: nn.Module, section: ExpertParallelSection) -> Fault:
 
 
 def _names(model: nn.Module) -> str:
-    names = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in model.named_modules() if name)
+    names = dict.fromkeys(any_number(name) for name, _ in model.named_modules() if name)
     shown = list(names)[:12]
     return ", ".join(shown) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def any_number(name: str) -> str:
+    """The name of a module with ``*`` for its numbers: the same for those that differ in them."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 _PRESETS = {  # of DeepSpeed, and the kinds of models that each is for
