@@ -173,8 +173,10 @@ def test_explain_says_where_the_experts_of_a_model_are() -> None:
         for line in run(app, [*command, model], input=source % "true").output.splitlines()
         if line.startswith("experts of ")
     )
-    assert line.startswith("experts of 3 layers are divided over 4 processes, 2 of 8 on each: model.layers.*.mlp.experts")
-    assert "gate_up_proj, down_proj), model.layers.2.mlp.experts the first, found by the model's plan" in line
+    assert line.startswith("experts of 3 layers are divided over 4 processes, 2 of 8 on each: model.layers.*.mlp.exp")
+    assert (
+        "mlp.experts (gate_up_proj, down_proj), model.layers.2.mlp.experts the first, found by the model's plan" in line
+    )
     assert line.endswith("model.layers.*.mlp.gate, model.layers.*.mlp.shared_experts, all outside of these blocks")
     rows = json.loads(run(app, [*command, model, "--json"], input=source % "true").output)
     assert rows[-1] == {"key": "expert_parallel", "value": line, "from": "model", "detail": model, "note": ""}
