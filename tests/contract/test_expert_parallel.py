@@ -327,32 +327,6 @@ def test_any_division_loads_what_any_other_saved(source: tuple[int, int, int], t
         assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
-def adapted() -> list[float]:
-    """Adapters of the experts' own parameters leave them to transformers and PEFT, where nothing is divided."""
-    from peft import LoraConfig, get_peft_model
-
-    losses = []
-    for more in ({}, {"expert_parallel": section(1)}):
-        torch.manual_seed(3)
-        lora = LoraConfig(target_modules=[], target_parameters=["mlp.experts.gate_up_proj"], r=2)
-        model = get_peft_model(build("qwen3_moe"), lora)
-        for param in model.parameters():
-            if param.requires_grad:
-                nn.init.normal_(param, std=0.1)
-        content = {**config(1, 1), **more}
-        if not more:
-            del content["expert_parallel"]
-        engine, *_ = ds_hf.initialize(model=model, config=content)
-        losses.append(run(engine, steps=2)["losses"])
-        engine.destroy()
-    assert losses[0] == losses[1]
-    return losses[0]
-
-
-def test_adapters_of_experts_that_are_all_here() -> None:
-    assert run_distributed(adapted, 1, timeout=60)[0]
-
-
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 

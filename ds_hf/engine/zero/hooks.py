@@ -753,8 +753,14 @@ class _Call:
         former.later.append(self)
 
     def begin(self) -> None:
-        """Backward reached the call."""
+        """Backward reached the call.
+
+        Of inputs without gradients nothing tells that it is over but the end of backward: what trains inside may be in
+        another unit (small weights that stay gathered), and frozen weights are needed until it has its gradient.
+        """
         self.pending = set(range(self.inputs))
+        if not self.inputs and len(self.unit.buffers) > len(self.hooks.reducer.by_unit.get(self.unit, ())):
+            self.pending.add(-1)
         if self.pending or self.within is not None:
             self.unit.open_calls.add(self.within or self)
 

@@ -2,22 +2,25 @@
 
 transformers' own ``grouped_mm`` forward sorts routes, gathers their tokens, and puts what comes out back into order;
 the backward of both is a sum over repeated indices. Here that has been done, by functions whose backward is a gather.
-Modules of other kinds, dtypes without a grouped product and the implementations that a user has chosen
-(``experts_implementation``) compute with the module's own forward.
+Adapters of the weights are two small products more. Modules of other kinds, dtypes without a grouped product and the
+implementations that a user has chosen (``experts_implementation``) compute with the module's own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from ds_hf.engine.ops import rows
+from ds_hf.engine.parallel.experts.adapters import adapted, adapters_of, whole_delta
 
-__all__ = ["compute_routes"]
+__all__ = ["compute_by_own", "compute_routes", "values_in_place"]
 
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 _multiply: Any = getattr(torch.nn.functional, "grouped_mm", None)
@@ -39,9 +42,9 @@ def compute_routes(
         x: ``[routes, width]``: the token of each route; experts: ``[routes]``, ascending; scale: ``[routes, 1]``.
     """
     if not _multiplies(module, x):
-        return own(x, experts[:, None], scale, *args, **kwargs)
+        return compute_by_own(module, own, x, experts, scale, *args, **kwargs)
     parts: Any = module
-    count, names = len(parts.down_proj), ("gate_up_proj" if parts.has_gate else "up_proj", "down_proj")
+    count, names = len(parts._parameters["down_proj"]), ("gate_up_proj" if parts.has_gate else "up_proj", "down_proj")
     ends = torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True).to(torch.int32)
     y = _linear(x, parts, names[0], ends, experts)
     y = _gated(parts, y) if parts.has_gate else parts.act_fn(y)
@@ -75,8 +78,56 @@ class _Gate(torch.autograd.Function):
 
 def _linear(x: Tensor, module: Any, name: str, ends: Tensor, experts: Tensor) -> Tensor:
     weight = getattr(module, name)
-    y: Tensor = _multiply(x.to(weight.dtype), weight if module.is_transposed else weight.mT, offs=ends)
+    x = x.to(weight.dtype)
+    y: Tensor = _multiply(x, weight if module.is_transposed else weight.mT, offs=ends)
+    for left, right, scaling in adapters_of(module, name):
+        first, second = (left, right) if module.is_transposed else (right.mT, left.mT)
+        y = torch.add(y, _low_rank(x, first, second, ends), alpha=scaling)
     return y + getattr(module, f"{name}_bias")[experts] if module.has_bias else y
+
+
+def _low_rank(x: Tensor, first: Tensor, second: Tensor, ends: Tensor) -> Tensor:
+    """``x @ first @ second``, each ``[experts, ...]``, in the dtype of ``x``; ranks that the product does not know are
+    filled with zeros."""
+    missing = -first.shape[-1] % (16 // x.element_size())
+    first, second = (nn.functional.pad(each, (0, missing)) for each in (first.to(x.dtype), second.mT.to(x.dtype)))
+    y: Tensor = _multiply(_multiply(x, first, offs=ends), second.contiguous().mT, offs=ends)
+    return y
+
+
+def compute_by_own(
+    module: nn.Module,
+    own: Callable[..., Tensor],
+    x: Tensor,
+    experts: Tensor,
+    scale: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """``compute_routes`` by ``own``. With adapters, it reads weights that have them; those are computed again for
+    backward, and not kept."""
+    if not adapted(module):
+        return own(x, experts[:, None], scale, *args, **kwargs)
+    active = {name: adapters_of(module, name) for name in module._parameters}
+
+    def with_adapters(x: Tensor, scale: Tensor) -> Tensor:
+        shown = {name: whole_delta(getattr(module, name), each) for name, each in active.items() if each}
+        with values_in_place(module, shown):
+            return own(x, experts[:, None], scale, *args, **kwargs)
+
+    found: Tensor = checkpoint(with_adapters, x, scale, use_reentrant=False, preserve_rng_state=False)
+    return found
+
+
+@contextmanager
+def values_in_place(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """``module.name`` gives ``values[name]`` inside, and the parameters stay what they are."""
+    module.__dict__.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del module.__dict__[name]
 
 
 def _multiplies(module: nn.Module, x: Tensor) -> bool:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.parallel.experts.compute import compute_routes
+from ds_hf.engine.parallel.experts.compute import compute_by_own, compute_routes
 from ds_hf.engine.parallel.experts.exchange import (
     add_up,
     all_routes,
     even_splits,
     exchange,
     exchange_counts,
+    outside_graphs,
     places_of,
     routes_here,
     rows_of,
@@ -35,7 +36,7 @@ from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.styles import CutModule
 from ds_hf.log import warn_once
 
-__all__ = ["DispatchedExperts", "LocalExperts", "dispatched", "outside_graphs"]
+__all__ = ["DispatchedExperts", "LocalExperts", "dispatched"]
 
 
 class _Experts(CutModule):
@@ -54,7 +55,7 @@ class _Experts(CutModule):
         if not self._ds_grouped:  # what transformers puts around it chooses an implementation
             plain = getattr(own, "__wrapped__", None)
             own = own if plain is None else plain.__get__(self)
-            return own(x, experts[:, None], scale, *args, **kwargs)  # type: ignore[no-any-return]
+            return compute_by_own(self, own, x, experts, scale, *args, **kwargs)
         return compute_routes(self, own, x, experts, scale, *args, **kwargs)
 
 
@@ -91,12 +92,6 @@ class DispatchedExperts(_Experts):
                 about="experts in a state_dict",
             )
         super()._save_to_state_dict(destination, prefix, keep_vars)
-
-
-def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``function`` as compiled blocks are to call it; a decorator would load torch's compiler in every process."""
-    eagerly: Callable[..., Any] = torch.compiler.disable
-    return eagerly(function) if torch.compiler.is_compiling() else function
 
 
 _Compute = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -9,6 +9,7 @@ from torch import nn
 
 from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.comm.mesh import Axis, Mesh
+from ds_hf.engine.parallel.experts.adapters import check_cut, cut_adapters, take_adapters
 from ds_hf.engine.parallel.experts.dispatch import DispatchedExperts, LocalExperts
 from ds_hf.engine.parallel.experts.plan import ExpertLayer, any_number, plan_experts
 from ds_hf.engine.parallel.tensor.divide import cut_parameter
@@ -43,6 +44,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
         for layer in layers:
             if (place := _divided(layer)) is not None:
                 _check_alike(layer.name, place.axis, parts)
+                check_cut(layer.around, layer.name)
             else:
                 _divide(layer, parts, same, section, optimizer)
     for line in told(layers, size):
@@ -52,7 +54,7 @@ def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection,
 def told(layers: Sequence[ExpertLayer], size: int) -> list[str]:
     """What was found and is done with it, a line for layers that are alike but for their number."""
     if not layers:
-        return ["experts: adapters or quantization leave each layer to its own forward"]
+        return ["experts: other adapters or quantization leave each layer to its own forward"]
     alike: dict[tuple[Any, ...], list[ExpertLayer]] = {}
     for layer in layers:
         places = (any_number(layer.name), tuple(any_number(name) for name in layer.beside))
@@ -92,6 +94,8 @@ def _divide(layer: ExpertLayer, parts: Axis, same: Axis | None, section: ExpertP
         slicing = Slicing(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
         cut_parameter(param, slicing, key, parts, optimizer, shards=same)
         divide_over_experts(param, parts.world_size)
+    place = Place(parts, layer.name.removesuffix(".base_layer"), [None])
+    cut_adapters(layer.around, layer.count, place, same, optimizer)
     counts = _local_counts(layer, parts.world_size)
     _give_class(layer, DispatchedExperts, parts, section, **counts)
 
@@ -107,7 +111,9 @@ def _give_class(
     layer: ExpertLayer, base: type[CutModule], axis: Axis, section: ExpertParallelSection, **counts: int
 ) -> None:
     known = {"_ds_experts": layer.count, "_ds_grouped": section.use_grouped_mm, **counts}
-    swap_class(layer.module, base, Place(axis, layer.name, [None]), **known)
+    place = Place(axis, layer.name, [None])
+    swap_class(layer.module, base, place, **known)
+    take_adapters(layer.around, place)
 
 
 def _divided(layer: ExpertLayer) -> Place | None:

@@ -13,6 +13,7 @@ threads come (as ``index_add_`` on a GPU does). All shapes are flat: ``[tokens, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +23,18 @@ from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
 from ds_hf.engine.ops import rows
 
-__all__ = ["Items", "Splits", "add_up", "all_routes", "exchange", "exchange_counts", "routes_here", "rows_of", "take"]
+__all__ = [
+    "Items",
+    "Splits",
+    "add_up",
+    "all_routes",
+    "exchange",
+    "exchange_counts",
+    "outside_graphs",
+    "routes_here",
+    "rows_of",
+    "take",
+]
 
 
 class Items(NamedTuple):
@@ -116,6 +128,12 @@ def _set_first(chosen: Tensor) -> Tensor:
 
 def _starts(numbers: Tensor) -> Tensor:
     return numbers.cumsum(0) - numbers
+
+
+def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` as compiled blocks are to call it; a decorator would load torch's compiler in every process."""
+    eagerly: Callable[..., Any] = torch.compiler.disable
+    return eagerly(function) if torch.compiler.is_compiling() else function
 
 
 # -- functions of tensors ------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ds_hf.config.types.parallel import ExpertParallelSection
+from ds_hf.engine.parallel.experts.adapters import is_adapter
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import is_packed
@@ -39,6 +40,7 @@ class ExpertLayer:
         params: names of the module's own parameters that are cut: ``[count, ...]`` each.
         said: the entry of the plan, or the key, that names them.
         beside: names of what the block has beside them, which stays whole: its router, shared experts.
+        around: layers of adapters around the module, the outermost first.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ExpertLayer:
     params: tuple[str, ...]
     said: str
     beside: tuple[str, ...] = ()
+    around: tuple[nn.Module, ...] = ()
 
 
 def plan_experts(model: nn.Module, section: ExpertParallelSection, size: int) -> list[ExpertLayer]:
@@ -97,10 +100,10 @@ def _by_plans(model: nn.Module) -> Iterator[ExpertLayer]:
             for name in modules:
                 if name not in done and pattern.fullmatch(name):
                     done.add(name)
-                    inner, layer = _without_adapters(name, modules[name])
+                    inner, layer, around = _without_adapters(name, modules[name])
                     params = tuple(each for each in cut if layer._parameters.get(each) is not None)
                     said = f"the model's plan, {key}"
-                    yield ExpertLayer(inner, layer, _count(layer, params), params, said, _beside(modules, name))
+                    yield ExpertLayer(inner, layer, _count(layer, params), params, said, _beside(modules, name), around)
 
 
 def _beside(modules: Mapping[str, nn.Module], name: str) -> tuple[str, ...]:
@@ -111,11 +114,13 @@ def _beside(modules: Mapping[str, nn.Module], name: str) -> tuple[str, ...]:
     return tuple(f"{block}.{child}" if block else child for child in held)
 
 
-def _without_adapters(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """The module itself, which adapters have put under ``base_layer``."""
+def _without_adapters(name: str, module: nn.Module) -> tuple[str, nn.Module, tuple[nn.Module, ...]]:
+    """The module itself, which adapters have put under ``base_layer``, and what is around it."""
+    around = []
     while isinstance(getattr(module, "base_layer", None), nn.Module):
+        around.append(module)
         name, module = f"{name}.base_layer", module.base_layer  # type: ignore[assignment]
-    return name, module
+    return name, module, tuple(around)
 
 
 def _count(module: nn.Module, params: Sequence[str]) -> int:
@@ -143,7 +148,7 @@ def _by_patterns(model: nn.Module, section: ExpertParallelSection, faults: list[
     blocks = [(name, block) for name, block in modules.items() if name and pattern.fullmatch(name)]
     blocks = [(name, block) for name, block in blocks if isinstance(getattr(block, child, None), nn.Module)]
     for name, block in blocks:
-        inner, module = _without_adapters(f"{name}.{child}", getattr(block, child))
+        inner, module, around = _without_adapters(f"{name}.{child}", getattr(block, child))
         if isinstance(module, nn.ModuleList):
             faults.append(
                 Fault(
@@ -166,7 +171,7 @@ def _by_patterns(model: nn.Module, section: ExpertParallelSection, faults: list[
         # Biases and scales are cut as well, whatever they are called: all that has a row an expert.
         params = tuple(key for key in _stacked(module, 1) if _whole_shape(module, key)[0] == count)
         said = f"moe_layer_pattern {section.moe_layer_pattern!r:.80}"
-        yield ExpertLayer(inner, module, count, params, said, _beside(modules, f"{name}.{child}"))
+        yield ExpertLayer(inner, module, count, params, said, _beside(modules, f"{name}.{child}"), around)
 
 
 def _stacked(module: nn.Module, least: int = 3) -> list[str]:
@@ -246,13 +251,15 @@ def _other_preset(model: nn.Module, preset: str) -> Iterator[Fault]:
 def _unfit(layer: ExpertLayer) -> Iterator[Fault]:
     """Of a module that cannot compute with a part of its experts."""
     module, name = layer.module, layer.name
-    if name.endswith(".base_layer"):
+    if (other := next((each for each in layer.around if not _is_known(each, layer)), None)) is not None:
+        what = getattr(other, "parameter_name", None)
         yield Fault(
             POINTER,
-            f"adapters change the parameters of {name.removesuffix('.base_layer')} (PEFT's target_parameters): they "
-            "are of all experts, of which each process has a part",
-            "leave experts out of target_parameters (adapters of other layers go with divided experts), or set "
-            '"enabled": false and divide the states by ZeRO',
+            f"{type(other).__name__} around {name.removesuffix('.base_layer')} adapts "
+            f"{'the module' if what is None else what}, and only LoRA of the experts' stacked weights is computed by "
+            f"expert ({', '.join(layer.params)})",
+            "leave it out of target_parameters and modules_to_save (adapters of other layers go with divided experts), "
+            'or set "enabled": false and divide the states by ZeRO',
         )
     if not layer.params:
         yield Fault(
@@ -293,6 +300,12 @@ def _unfit(layer: ExpertLayer) -> Iterator[Fault]:
             "[tokens, ...]",
             "leave it out",
         )
+
+
+def _is_known(adapter: nn.Module, layer: ExpertLayer) -> bool:
+    """Whether it is LoRA of one of the layer's weights, ``[experts, inputs, outputs]`` or the other way round."""
+    key: Any = getattr(adapter, "parameter_name", None)
+    return is_adapter(adapter) and key in layer.params and len(_whole_shape(layer.module, key)) == 3
 
 
 def _whose(function: Any) -> str:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.engine.comm.mesh import Axis, Mesh
-from ds_hf.engine.parallel.experts.dispatch import dispatched, outside_graphs
+from ds_hf.engine.parallel.experts.dispatch import dispatched
+from ds_hf.engine.parallel.experts.exchange import outside_graphs
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.zero.buffer import home_of, leave_home, unshard
 from ds_hf.engine.zero.init import shard_again
