@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_hf
+from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_folder
 from ds_hf.config import load_config
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
@@ -289,14 +290,14 @@ def saved(folder: str, size: int, stage: int) -> dict[str, Any]:
     return {"whole": whole}
 
 
-def loaded(folder: str, size: int, stage: int) -> dict[str, Any]:
+def loaded(folder: str, size: int, stage: int, tag: str = "saved") -> dict[str, Any]:
     """What is loaded, and what it saves again."""
     torch.set_num_threads(1)
     model = build("mixtral")
     for param in model.parameters():
         nn.init.zeros_(param)
     engine, *_ = ds_hf.initialize(model=model, config=config(size, stage))
-    engine.load_checkpoint(folder, "saved")
+    engine.load_checkpoint(folder, tag)
     whole = consolidated_state_dict(engine)
     engine.save_checkpoint(folder, f"again-{size}-{stage}-{dist.get_world_size()}")
     engine.destroy()
@@ -325,6 +326,16 @@ def test_any_division_loads_what_any_other_saved(source: tuple[int, int, int], t
     assert any(".experts." in name and state == "exp_avg" for name, state in wanted)
     for found in others:
         assert all(torch.equal(found[key], value) for key, value in wanted.items())
+
+
+@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 3), (2, 1, 0)])
+def test_a_universal_folder_of_divided_experts_is_loaded(world: int, size: int, stage: int, tmp_path: Path) -> None:
+    run_distributed(saved, 2, str(tmp_path), 2, 1, timeout=100)
+    write_universal(open_folder(tmp_path / "saved"), tmp_path / "universal")
+    run_distributed(loaded, world, str(tmp_path), size, stage, "universal", timeout=100)
+    wanted, found = (states_of(tmp_path, tag) for tag in ("saved", f"again-{size}-{stage}-{world}"))
+    assert set(wanted) <= set(found)
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ __all__ = [
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{1,9})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
 _EXPERT = re.compile(r"layer_(\d{1,9})_expert_(\d{1,9})_mp_rank_(\d{1,9})_model_states\.pt")
+_OF_EXPERTS = re.compile(r"expp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,9})(?:-model_(\d{1,9}))?-model_states\.pt")
 
 
@@ -50,18 +51,21 @@ class Grid:
         models: by model-parallel rank, then by data-parallel rank: one where parameters are not sharded.
         optimizers: likewise; empty where nothing is sharded.
         layers: of a pipeline: number of the layer, tensor-parallel rank, name.
-        experts: by layer of experts, by expert; where there are any, no optimizer states are read.
+        experts: by layer of experts, by expert.
+        unsharded: without ZeRO, by process of those that divide experts: what it has of the optimizer.
     """
 
     models: list[list[str]]
     optimizers: list[list[str]]
     layers: list[tuple[int, int, str]]
     experts: list[list[str]] = field(default_factory=list)
+    unsharded: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
         """All of them."""
-        rows = [*self.models, *self.optimizers, [name for *_, name in self.layers], *self.experts]
+        layers = [name for *_, name in self.layers]
+        rows = [*self.models, *self.optimizers, layers, *self.experts, self.unsharded]
         return [name for row in rows for name in row]
 
 
@@ -84,7 +88,7 @@ def find_grid(folder: Path, *, whole: bool = False) -> Grid:
     if whole and any(name.startswith("mp_rank_") and is_model_file(name) for name in names):
         names = [name for name in names if not (name.startswith("zero_") and is_model_file(name))]
     models = _by_rank(folder, names, _MODEL)
-    optimizers = [] if whole or experts else _by_rank(folder, names, _OPTIMIZER)
+    optimizers = [] if whole else _by_rank(folder, names, _OPTIMIZER)
     if not models:
         raise CheckpointError(f"{folder}: there is no file *_model_states.pt: this is not a checkpoint of DeepSpeed")
     if optimizers and len(optimizers) != len(models):
@@ -93,7 +97,12 @@ def find_grid(folder: Path, *, whole: bool = False) -> Grid:
             f"{len(optimizers)}: the files of some ranks are missing"
         )
     layers = [(int(match[1]), int(match[2] or 0), match[0]) for name in names if (match := _LAYER.fullmatch(name))]
-    return Grid([row[:1] for row in models] if whole else models, optimizers, layers, experts)
+    unsharded = [] if whole else _by_rank(folder, names, _OF_EXPERTS)
+    if len(unsharded) > 1 or (experts and len(models) > 1):
+        raise CheckpointError(
+            f"{folder}: it has experts of several model-parallel ranks (mp_rank_01 and on), which cannot be imported"
+        )
+    return Grid([row[:1] for row in models] if whole else models, optimizers, layers, experts, *unsharded)
 
 
 def _experts(folder: Path, names: Sequence[str], *, whole: bool) -> list[list[str]]:

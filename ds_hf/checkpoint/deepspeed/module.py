@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.checkpoint.deepspeed.experts import AUTOEP, Experts, with_experts
 from ds_hf.checkpoint.deepspeed.layout import Grid, count_of
 from ds_hf.checkpoint.deepspeed.pickles import load_pickled, of
 from ds_hf.checkpoint.deepspeed.slices import INFO, SlicePlace, SliceRules, given_info
-from ds_hf.checkpoint.deepspeed.whole import Found, Local
+from ds_hf.checkpoint.deepspeed.whole import ExpertTensor, Found, Local, Written
 from ds_hf.checkpoint.format import SavedBuffer, SavedFragment, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.source import CheckpointKind, MappedFiles, Source
@@ -26,8 +27,9 @@ _OWN_KEYS = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", AUTOEP,
 }  # fmt: skip
+_COMPARED = 256  # elements of an expert's tensor
 _ALIKE = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 
 
@@ -37,6 +39,7 @@ class ModelStates:
     Attributes:
         content: by model-parallel rank, then by data-parallel rank.
         pipe, tensor: stages of the pipeline, tensor-parallel ranks.
+        experts: which of them are where.
 
     Raises:
         CheckpointError: they do not belong together.
@@ -47,6 +50,13 @@ class ModelStates:
         self.content = [[load_pickled(folder / name) for name in row] for row in grid.models]
         self.first: dict[str, Any] = self.content[0][0]
         self._check_alike()
+        self.experts = Experts(self.first)
+        if self.experts.stacked and len(self.content) > 1:
+            raise self._fail("AutoEP beside tensor parallelism or a pipeline wrote it, which cannot be imported")
+        if len(self.content[0]) > 1:
+            self.experts.check_processes(self.content[0])
+        for state in self.content[0]:
+            self.experts.rename(state)
         self.pipe, self.tensor = self._degrees()
         self.world_size = count_of(self.first.get("dp_world_size", 1))
         self.info = given_info(folder, self.first.get(INFO))
@@ -145,25 +155,46 @@ class ModelStates:
                 found.add(name, held, self.place(name, [local.shape for local in held]), trainable=False)
         return buffers
 
-    def experts(self, found: Found) -> None:
-        """Weights of experts that have files of their own, in which they are called as in the whole model."""
+    def place_experts(self, found: Found) -> None:
+        """What ``found`` lacks of experts: weights that have files of their own, one an expert. They are compared with
+        what was trained."""
         counts = self.first.get("num_experts")
         there = [len(files) for files in self.grid.experts]
         if there and isinstance(counts, list) and counts != there:
             raise self._fail(f"its layers have {counts} experts, and there are files of {there}")
+        stacked: dict[tuple[str, str], list[ExpertTensor]] = {}
         for files in self.grid.experts:
             for expert, file in enumerate(files):
                 for name, value in load_pickled(self.folder / file).items():
-                    if not isinstance(value, Tensor) or f".deepspeed_experts.{expert}." not in str(name):
+                    part = self.experts.stacked_part(str(name))
+                    mine = f".deepspeed_experts.{expert}." in str(name) if part is None else part[1] == expert
+                    if not isinstance(value, Tensor) or not mine:
                         raise self._fail(f"{file} has {str(name)[:80]}, which is no tensor of expert {expert}")
-                    key = f"module.{name}"
-                    found.tensors[file, key], found.dtypes[name] = value.detach(), name_of(value.dtype)
-                    rows = [SavedFragment(file, 0, 0, value.numel())] if value.numel() else []
-                    found.add(name, [Local(tuple(value.shape), {"weight": key}, rows)], None, trainable=False)
+                    tensor = ExpertTensor(file, str(name), expert, value.detach())
+                    if part is None:
+                        self._own_expert(found, tensor)
+                    else:
+                        stacked.setdefault(part[0], []).append(tensor)
+        self.experts.finish(found, stacked)
+        gone = sorted(name for name in found.parameters if ".deepspeed_experts." in name and name not in found.dtypes)
+        if gone:
+            raise self._fail(f"no file of an expert has {gone[0]}, which was trained")
+
+    def _own_expert(self, found: Found, tensor: ExpertTensor) -> None:
+        name, value = tensor.name, tensor.value
+        found.dtypes[name] = name_of(value.dtype)
+        if name in found.parameters:
+            found.written.append(Written(name, 0, None, tensor))
+            return
+        key = f"module.{name}"
+        found.tensors[tensor.file, key] = value
+        rows = [SavedFragment(tensor.file, 0, 0, value.numel())] if value.numel() else []
+        found.add(name, [Local(tuple(value.shape), {"weight": key}, rows)], None, trainable=False)
 
     def _frozen_shapes(self, column: int) -> dict[str, tuple[int, ...]]:
         shapes = self.content[column][0].get("frozen_param_shapes") or {}
-        return {str(name): _shape(shape) for name, shape in shapes.items()}
+        known = {str(name): shape for name, shape in shapes.items() if not self.experts.is_expert(str(name))}
+        return {name: _shape(shape) for name, shape in known.items()}
 
     def _of_module(
         self,
@@ -251,6 +282,8 @@ class ModelStates:
         files: Sequence[str],
     ) -> Source:
         """What was found, as any other checkpoint is."""
+        if self.experts.stacked and found.groups and len(common.get("param_groups") or ()) == len(found.groups):
+            common["param_groups"], found.groups = with_experts(common["param_groups"], found.groups)
         order = {name: None for column in range(len(self.content)) for name in self.module(column)}
         parameters = _ordered(found.parameters, list(order))
         nbytes = {name: (self.folder / name).stat().st_size for name in files}
@@ -261,7 +294,23 @@ class ModelStates:
         manifest = Manifest(
             self.folder, world_size, parameters, buffers, known, frozenset(found.excluded), nbytes, self._extra(found)
         )
-        return Source(kind, manifest, MappedFiles(self.folder, found.tensors), common, stage, tuple(found.checks))
+        mapped = MappedFiles(self.folder, found.tensors)
+        checks = (*found.checks, lambda: self._compare_experts(mapped, parameters, found))
+        return Source(kind, manifest, mapped, common, stage, checks)
+
+    def _compare_experts(self, files: MappedFiles, parameters: Mapping[str, SavedParameter], found: Found) -> None:
+        """What was trained of an expert is what its own file has, rounded: files are of one save, and experts where
+        they are looked for."""
+        for written in found.written:
+            value = written.tensor.value.reshape(-1)[:_COMPARED]
+            trained = torch.empty(value.numel())
+            files.fill(trained, parameters[written.name], "master", written.start, written.cut)
+            if not torch.equal(trained.to(value.dtype), value):
+                raise self._fail(
+                    f"{written.tensor.name} in {written.tensor.file} is not what the optimizer's files have of it: "
+                    "they are of different saves, or processes divide experts in another way than "
+                    "use_data_before_expert_parallelism says"
+                )
 
     def _extra(self, found: Found) -> dict[str, Any]:
         config = self.first.get("ds_config")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ds_hf.checkpoint.deepspeed.pickles import (
     options_of,
     scaler_of,
 )
+from ds_hf.checkpoint.deepspeed.unsharded import read_unsharded
 from ds_hf.checkpoint.deepspeed.whole import Found, Local
 from ds_hf.checkpoint.format import SavedFragment
 from ds_hf.checkpoint.scalars import encode_scalar
@@ -88,6 +90,7 @@ class _Reader:
         self.grid = find_grid(folder)
         self.states = ModelStates(folder, self.grid, assumed=assumed)
         self.found = Found(folder)
+        self.known_as: dict[str, list[str]] = {}  # of experts' parameters in the files: names in the model
 
     def _fail(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.folder}: {reason}")
@@ -104,18 +107,15 @@ class _Reader:
                 )
             self._trained(optimizers, stage)
             self._options(common, optimizers[0][0], stage)
-        elif self.grid.experts:
-            logger.warning(
-                "%s has experts in files of their own: their weights are read, and all moments are left out",
-                self.folder,
-            )
+        elif self.grid.unsharded:
+            read_unsharded(states, self.found, common)
         elif states.first.get("optimizer") is not None:
             logger.warning(
                 "%s was written without ZeRO: its moments have no names and are left out, weights are read", self.folder
             )
         tied = states.tied()
         buffers = states.rest(self.found, tied, common["extra_state"])
-        states.experts(self.found)
+        states.place_experts(self.found)
         return states.source(CheckpointKind.DEEPSPEED, self.found, stage, buffers, tied, common, self.grid.names)
 
     def _optimizer_states(self, names: list[str]) -> list[dict[str, Any]]:
@@ -151,17 +151,43 @@ class _Reader:
         groups = [self._flat(optimizers, files, index, stage) for index in range(len(shapes))]
         if stage == 3:
             self._check_that_ranks_differ(groups, files)
-        addresses = [state.get("param_slice_mappings") for state in optimizers]
         found: dict[str, Local] = {}
         for index, (group, sized) in enumerate(zip(groups, shapes, strict=True)):
-            if stage == 3:
-                placed = even_parts(sized, len(optimizers))
-            elif all(isinstance(address, list) and index < len(address) for address in addresses):
-                placed = addressed([address[index] for address in addresses])  # type: ignore[index]
-            else:
-                placed = in_order(sized, [value.numel() for value in group.values])
-            found.update(self._locals(index, group, files, sized, placed))
+            experts = [name for name in sized if self.states.experts.is_expert(name)]
+            if not experts:
+                ranks = list(range(len(optimizers)))
+                placed = self._placed(index, group, sized, optimizers, ranks, stage)
+                found.update(self._locals(index, group, files, sized, placed))
+                continue
+            if len(experts) != len(sized):
+                raise self._fail(f"parameters of experts and others lie in one flat tensor: {experts[0]}")
+            partitions = optimizers[0].get("partition_count")
+            counted = partitions[index] if isinstance(partitions, list) else 1
+            held = []
+            for ranks in self.states.experts.processes(len(optimizers), experts, counted):
+                placed = self._placed(index, group, sized, optimizers, ranks, stage)
+                held.append(self._locals(index, group, files, sized, placed))
+            self.known_as.update(self.states.experts.place(self.found, held))
         return found
+
+    def _placed(
+        self,
+        index: int,
+        group: _Flat,
+        sized: dict[str, tuple[int, ...]],
+        optimizers: list[dict[str, Any]],
+        ranks: list[int],
+        stage: int,
+    ) -> dict[str, list[SavedFragment]]:
+        """Where the parameters of a flat tensor lie that ``ranks`` divide; each fragment's file is one of them."""
+        addresses = [optimizers[rank].get("param_slice_mappings") for rank in ranks]
+        if stage == 3:
+            placed = even_parts(sized, len(ranks))
+        elif all(isinstance(address, list) and index < len(address) for address in addresses):
+            placed = addressed([self.states.experts.addresses(address[index]) for address in addresses])  # type: ignore[index]
+        else:
+            placed = in_order(sized, [group.values[rank].numel() for rank in ranks])
+        return {name: [replace(row, file=str(ranks[int(row.file)])) for row in rows] for name, rows in placed.items()}
 
     def _flat(self, optimizers: list[dict[str, Any]], files: list[str], index: int, stage: int) -> _Flat:
         group = _Flat()
@@ -242,7 +268,8 @@ class _Reader:
         for index, names in enumerate(names_of_groups(options, self.states.shapes(column))):
             if index == len(self.found.groups):
                 self.found.groups.append([])
-            known = dict.fromkeys([*self.found.groups[index], *names])
+            whole = [each for name in names for each in self.known_as.get(name, [name])]
+            known = dict.fromkeys([*self.found.groups[index], *whole])
             self.found.groups[index] = list(known)
 
     @staticmethod

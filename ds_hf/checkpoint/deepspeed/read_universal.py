@@ -75,6 +75,7 @@ class _Reader:
         self.grid = find_grid(folder, whole=True)
         self.states = ModelStates(folder, self.grid, assumed=True)
         self.found = Found(folder)
+        self._keys: dict[str, Any] = {}
         self.files = [*self.grid.names, f"{STATES}/{OPTIMIZER_STATE}"]
 
     def _fail(self, reason: str) -> CheckpointError:
@@ -87,14 +88,21 @@ class _Reader:
         shapes = self._shapes()
         step = _step_of(stage3)
         names = sorted(entry.name for entry in os.scandir(self.folder / STATES) if entry.is_dir())
-        lacking = sorted(set(shapes) - set(names))
+        called = {name: states.experts.model_name(name) for name in names}  # by AutoEP, and by the model
+        lacking = sorted(set(shapes) - {called[name] for name in names})
         if lacking:
             raise self._fail(f"{STATES}/ has no folder of {lacking[0]} and {len(lacking) - 1} other parameters")
         for name in names:
             if not name.isprintable():
                 raise self._fail(f"{name!r} in {STATES}/ cannot be a name")
-            if name in shapes or len(self._written(name)) > 1:
-                self._parameter(name, shapes.get(name), step)
+            known = called[name]
+            if states.experts.is_expert(name):
+                states.experts.give(name, self._local(name, None, step, trains=name in shapes))
+            elif known is not None and (known in shapes or len(self._written(name)) > 1):
+                whole = self._local(name, shapes.get(known), step, trains=True)
+                self.found.keys[known] = self._keys
+                self.found.add(known, [whole], None, trainable=True)
+        states.place_experts(self.found)
         self._options(common, options)
         tied = states.tied()
         if states.tensor > 1 and states.info is None:
@@ -117,7 +125,8 @@ class _Reader:
         files = (entry.name for entry in os.scandir(self.folder / STATES / name) if entry.is_file())
         return sorted(file.removesuffix(".pt") for file in files if file.endswith(".pt") and file != "step.pt")
 
-    def _parameter(self, name: str, shape: tuple[int, ...] | None, step: Any) -> None:
+    def _local(self, name: str, shape: tuple[int, ...] | None, step: Any, *, trains: bool) -> Local:
+        """What lies in the folder of one parameter; ``_keys`` are then what is said beside its value."""
         moments = self._written(name)
         if _VALUE not in moments:
             raise self._fail(f"{STATES}/{name}/{_VALUE}.pt is missing")
@@ -129,7 +138,7 @@ class _Reader:
                 whole = shape  # written flat, or as the view by which it was cut
             elif not vocabulary or whole[1:] != shape[1:] or whole[0] > shape[0]:
                 raise self._fail(f"{name} has shape {list(whole)} in {STATES}/ and {list(shape)} in the model")
-        numel, states = math.prod(whole), {"master": value.file}
+        numel, states = math.prod(whole), {"master" if trains else "weight": value.file}
         self.found.tensors[value.file, value.file] = value
         scalars: dict[str, Any] = {}
         if (self.folder / STATES / name / "step.pt").is_file():
@@ -145,9 +154,9 @@ class _Reader:
             self.found.counts_in_tensors |= isinstance(step, Tensor)
             scalars["step"] = encode_scalar(as_step("step", step))
         self.files.append(value.file)
-        self.found.keys[name] = {key: entry for key, entry in value.keys.items() if key != "param"}
+        self._keys = {key: entry for key, entry in value.keys.items() if key != "param"}
         rows = [SavedFragment(value.file, 0, 0, numel)] if numel else []
-        self.found.add(name, [Local(whole, states, rows, scalars)], None, trainable=True)
+        return Local(whole, states, rows, scalars)
 
     def _options(self, common: dict[str, Any], options: dict[str, Any]) -> None:
         groups = base_groups(options) or base_groups(options.get("optimizer_state_dict"))
@@ -161,7 +170,10 @@ class _Reader:
     def _name_groups(self, groups: list[dict[str, Any]]) -> None:
         named: list[dict[str, None]] = [{} for _ in groups]
         for pipe in range(self.states.pipe):
-            flats = self.states.shapes(self.states.column(pipe, 0))
+            flats = [
+                {known: None for name in flat for known in self.states.experts.in_model(name)}
+                for flat in self.states.shapes(self.states.column(pipe, 0))
+            ]
             for known, names in zip(named, names_of_groups(groups, flats), strict=True):
                 known.update(dict.fromkeys(names))
         self.found.groups = [list(known) for known in named]

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from ds_hf.checkpoint.boxes import cover_fault
 from ds_hf.checkpoint.deepspeed.slices import INFO, SlicePlace
-from ds_hf.checkpoint.format import SavedFragment, SavedParameter
+from ds_hf.checkpoint.format import SavedCut, SavedFragment, SavedParameter
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["Found", "Local"]
+__all__ = ["ExpertTensor", "Found", "Local", "TensorsInRow", "Written"]
 
 _ROUNDING = 0.01  # of the largest value: by more, copies on tensor-parallel ranks are not of the same parameter
 
@@ -36,6 +36,26 @@ class Local:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ExpertTensor:
+    """What the file of one expert has under one name."""
+
+    file: str
+    name: str
+    expert: int
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Written:
+    """Elements from ``start`` on of a parameter, or of a slice of it, that were trained are those of a file as well."""
+
+    name: str
+    start: int
+    cut: SavedCut | None
+    tensor: ExpertTensor
+
+
 @dataclass
 class Found:
     """What is put into the manifest.
@@ -44,6 +64,7 @@ class Found:
         keys: of parameters that were slices what DeepSpeed's universal folders say of them.
         checks: comparisons that read tensors, for ``Source.check``.
         counts_in_tensors: the optimizer keeps its step as a tensor, as torch's do.
+        written: what is in two files.
     """
 
     folder: Path
@@ -55,6 +76,7 @@ class Found:
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)
     checks: list[Callable[[], None]] = field(default_factory=list)
     counts_in_tensors: bool = False
+    written: list[Written] = field(default_factory=list)
 
     def add(self, name: str, held: Sequence[Local], place: SlicePlace | None, *, trainable: bool) -> None:
         """One parameter of which the tensor-parallel ranks have ``held``; ``place`` is ``None`` for one rank alone."""
@@ -110,7 +132,10 @@ class Found:
                 for file in {row.file for row in local.rows}:
                     if state not in local.states:
                         raise CheckpointError(f"{self.folder / file}: {name} has no {state}, other ranks have")
-                    self.tensors[file, f"{name}.{state}"] = self.tensors[file, local.states[state]]
+                    key, own = (file, f"{name}.{state}"), self.tensors[file, local.states[state]]
+                    if self.tensors.get(key, own) is not own:
+                        raise CheckpointError(f"{self.folder / file} has {name} in more than one flat tensor")
+                    self.tensors[key] = own
         return {state: f"{name}.{state}" for state in states}
 
     def _slice(self, local: Local, key: str) -> Tensor:
@@ -186,6 +211,25 @@ class _Made:
         """Make it once."""
         if self._numel:
             _ = self[0 : self._numel]
+
+
+class TensorsInRow:
+    """Several tensors seen as one flat one, each from its place on; what lies between them is not there."""
+
+    def __init__(self, parts: Sequence[tuple[int, Tensor]]) -> None:
+        self._parts = [(start, part.reshape(-1)) for start, part in parts]
+        self.dtype = parts[0][1].dtype
+
+    def get_shape(self) -> list[int]:
+        start, last = self._parts[-1]
+        return [start + last.numel()]
+
+    def __getitem__(self, place: slice) -> Tensor:
+        start, stop, _ = place.indices(self.get_shape()[0])
+        for first, part in self._parts:
+            if first <= start and stop <= first + part.numel():
+                return part[start - first : stop - first]
+        raise ValueError(f"elements {start} to {stop} lie in no tensor")
 
 
 def _clipped(rows: Sequence[SavedFragment], kept: int, cut: Any) -> list[SavedFragment]:

@@ -231,12 +231,20 @@ def _with_states(fit: Fit) -> list[str]:
 def _check_optimizer(engine: Checkpointable, manifest: Manifest, common: dict[str, Any]) -> None:
     assert engine.optimizer is not None
     saved = common.get("param_groups")
+    if isinstance(saved, list) and manifest.extra.get("written_by", {}).get("deepspeed"):
+        saved = common["param_groups"] = _without_experts(saved, len(engine.optimizer.param_groups))
     if not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
         raise CheckpointError(
             f"{manifest.folder} was saved without an optimizer: load it with load_optimizer_states=False"
         )
     check_rule(engine.optimizer, manifest)
     check_options(engine.optimizer, saved, str(manifest.folder))
+
+
+def _without_experts(saved: list[Any], live: int) -> list[Any]:
+    """DeepSpeed needs groups of their own for experts, with the options of the others; there may be none here."""
+    others = [group for group in saved if not (isinstance(group, dict) and group.get("moe"))]
+    return others if len(saved) != live == len(others) else saved
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
