@@ -24,7 +24,7 @@ from ds_hf.checkpoint.deepspeed.whole import ExpertTensor, Found, Local, Tensors
 from ds_hf.checkpoint.format import SavedCut, SavedFragment
 from ds_hf.dtypes import name_of
 
-__all__ = ["AUTOEP", "Experts", "StackedLayer", "with_experts"]
+__all__ = ["AUTOEP", "ExpertFiles", "StackedLayer", "with_experts"]
 
 AUTOEP = "ds_autoep_layers"
 _OWN = re.compile(r"(.*\.deepspeed_experts)\.(\d{1,9})\.(.+)")
@@ -47,7 +47,7 @@ class StackedLayer:
     owned: tuple[tuple[int, ...], ...]
 
 
-class Experts:
+class ExpertFiles:
     """What the files ``*_model_states.pt`` say of experts.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hf.checkpoint.deepspeed.experts import AUTOEP, Experts, with_experts
+from ds_hf.checkpoint.deepspeed.experts import AUTOEP, ExpertFiles, with_experts
 from ds_hf.checkpoint.deepspeed.layout import Grid, count_of
 from ds_hf.checkpoint.deepspeed.pickles import load_pickled, of
 from ds_hf.checkpoint.deepspeed.slices import INFO, SlicePlace, SliceRules, given_info
@@ -50,7 +50,7 @@ class ModelStates:
         self.content = [[load_pickled(folder / name) for name in row] for row in grid.models]
         self.first: dict[str, Any] = self.content[0][0]
         self._check_alike()
-        self.experts = Experts(self.first)
+        self.experts = ExpertFiles(self.first)
         if self.experts.stacked and len(self.content) > 1:
             raise self._fail("AutoEP beside tensor parallelism or a pipeline wrote it, which cannot be imported")
         if len(self.content[0]) > 1:
