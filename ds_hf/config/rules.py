@@ -14,6 +14,7 @@ import difflib
 import inspect
 from typing import Any
 
+from ds_hf.config.experts import check_experts
 from ds_hf.config.optimizer_traits import ONE_BIT
 from ds_hf.config.schema import Node, escape, load_schema, nearest
 from ds_hf.config.source import Draft
@@ -49,6 +50,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     _sparse_attention(config, draft)
     _hybrid_engine(config, draft)
     _activation_budget(config, draft)
+    check_experts(config, draft)
 
 
 def _precision(config: Config, draft: Draft) -> None:

@@ -400,6 +400,7 @@ def refusals() -> dict[str, str]:
         "adafactor": refused("llama", tensor=2, optimizer={"type": "Adafactor", "params": {"lr": 1e-3}}),
         "shape": refused("fused", section={"partition_config": {**PARTITION, "layer_specs": wrong}}),
         "pattern": refused("fused", section={"partition_config": {"layer_specs": [{"patterns": ["("]}]}}),
+        "endless": refused("fused", section={"partition_config": {"layer_specs": [{"patterns": ["(a+)+$"]}]}}),
         "unmatched": refused("fused", section={"partition_config": {"layer_specs": [{"patterns": ["nothing"]}]}}),
         "strict": refused("fused", section={"partition_config": {**PARTITION, "strict_mode": True}}),
         "sizes": refused("llama", tensor=3),
@@ -426,6 +427,7 @@ def test_bad_input_is_refused_by_name() -> None:
         assert "/tensor_parallel/partition_config/layer_specs/0/shape" in found["shape"]
         assert "its parts are 62 together, and there are 64" in found["shape"]
         assert "is not a regular expression" in found["pattern"]
+        assert "may take for ever" in found["endless"]
         assert "no layer of Fused matches a rule" in found["unmatched"]
         assert found["strict"] == ""  # every linear layer has a rule
         assert "tensor-parallel 3 (tensor_parallel.autotp_size) does not divide the 4 processes" in found["sizes"]

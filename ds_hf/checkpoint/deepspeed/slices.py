@@ -28,6 +28,7 @@ from ds_hf.checkpoint.deepspeed.layout import count_of
 from ds_hf.checkpoint.deepspeed.pickles import SubparamShape
 from ds_hf.checkpoint.format import SavedCut
 from ds_hf.checkpoint.trust.pickled import reading
+from ds_hf.config.patterns import may_take_long
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import read_regular
 
@@ -45,7 +46,6 @@ _LISTS = (
 )
 _REPLICATED, _AVERAGED, _TWO_PARTS, _ROWS, _VOCABULARY = _LISTS
 _PIPELINE = "pipeline_replicated_parameter_patterns"
-_MOST_STEPS = 10**7  # that matching one pattern with one name may take
 _WIDTHS_SINCE = 0.4  # universal_checkpoint_version from which widths of sub-parameters are written
 
 
@@ -413,7 +413,7 @@ class _Patterns:
         """The pattern that matches; two are a fault, as in DeepSpeed."""
         found = [self._names[name]] if name in self._names else []
         for text, pattern in self._others:
-            if _steps(text, len(name)) > _MOST_STEPS:
+            if may_take_long(text, (name,)):
                 raise self._fail(f"{INFO}: matching {text!r:.200} may take very long: write a simpler pattern")
             if pattern.match(name) is not None:
                 found.append(text)
@@ -427,13 +427,3 @@ def _only_name(text: str) -> str | None:
     if not re.fullmatch(r"\^(?:\w|\\[.\-])*\$", text):
         return None
     return text[1:-1].replace("\\", "")
-
-
-def _steps(text: str, length: int) -> float:
-    """How much work a pattern may make: repeats can end anywhere, what is optional or alternative twice."""
-    plain = re.sub(r"\[\^?\]?(?:\\.|[^\]\\])*\]", "c", re.sub(r"\\[^dDwWsS1-9]", "c", text))
-    if re.search(r"\)\s*[*+{]|\\[1-9]|\(\?P=", plain):
-        return math.inf
-    groups = math.prod(float(1 + part.count("|")) for part in plain.split("("))
-    optional = len(re.findall(r"(?<![(*+?}])\?", plain))
-    return float(length) ** len(re.findall(r"[*+{]", plain)) * groups * 2.0**optional

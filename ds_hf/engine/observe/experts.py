@@ -19,7 +19,8 @@ from ds_hf.config.types import Config
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
-from ds_hf.engine.parallel.experts.plan import ExpertLayer, plan_experts
+from ds_hf.engine.parallel.experts.layer import ExpertLayer
+from ds_hf.engine.parallel.experts.plan import plan_experts
 from ds_hf.log import warn_once
 
 __all__ = ["STEPS", "Balance", "attach"]

@@ -11,7 +11,8 @@ from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.comm.mesh import Axis, Mesh
 from ds_hf.engine.parallel.experts.adapters import check_cut, cut_adapters, take_adapters
 from ds_hf.engine.parallel.experts.dispatch import DispatchedExperts, LocalExperts
-from ds_hf.engine.parallel.experts.plan import ExpertLayer, any_number, plan_experts
+from ds_hf.engine.parallel.experts.layer import ExpertLayer
+from ds_hf.engine.parallel.experts.plan import any_number, plan_experts
 from ds_hf.engine.parallel.tensor.divide import cut_parameter
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.plan import Slicing

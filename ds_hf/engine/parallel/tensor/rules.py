@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_hf.config.patterns import may_take_long
 from ds_hf.config.types.parallel import TensorParallelSection, TPPartitionSection
 from ds_hf.engine.parallel.tensor.presets import preset_specs
 from ds_hf.engine.parallel.tensor.styles import STYLES
@@ -138,7 +139,8 @@ def _by_specs(
 ) -> Rules:
     """The first spec that matches ``<module>.weight`` counts, as in DeepSpeed."""
     rules = Rules(local_attributes=True)
-    patterns = [(spec, list(_compiled(spec, faults))) for spec in specs]
+    names = [f"{name}.weight" for name, _ in model.named_modules()]
+    patterns = [(spec, list(_compiled(spec, names, faults))) for spec in specs]
     kind = str(getattr(getattr(model, "config", None), "model_type", "")).lower()
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -164,13 +166,19 @@ def _without_adapter(name: str, module: nn.Module) -> str | None:
     return ".".join(parts[:-1]) if parts[-1] == "base_layer" else name
 
 
-def _compiled(spec: Mapping[str, Any], faults: list[Fault]) -> Iterator[re.Pattern[str]]:
+def _compiled(spec: Mapping[str, Any], names: list[str], faults: list[Fault]) -> Iterator[re.Pattern[str]]:
+    place = f"{_CONFIG}/{spec.get('said', 'layer_specs')}/patterns"
     for pattern in spec.get("patterns", ()):
         try:
-            yield re.compile(pattern)
-        except re.error as error:
-            said = spec.get("said", "layer_specs")
-            faults.append(Fault(f"{_CONFIG}/{said}/patterns", f"{pattern!r:.80} is not a regular expression: {error}"))
+            compiled = re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            faults.append(Fault(place, f"{pattern!r:.80} is not a regular expression: {error}"))
+            continue
+        if may_take_long(pattern, names):
+            message = f"matching {pattern!r:.80} with a name may take for ever: it repeats a group, or too much else"
+            faults.append(Fault(place, message, r"write a simpler one, such as .*\.layers\.\d+\.mlp\.up_proj"))
+            continue
+        yield compiled
 
 
 def _matches(pattern: re.Pattern[str], layer: str) -> bool:
