@@ -96,6 +96,9 @@ class Bar:
     note: str = ""
 
 
+_LEAST, _MOST = 1e-250, 1e250  # what is further away is drawn here, so that ticks around it are still numbers
+
+
 class _Scale:
     """Values of an axis to places in the picture."""
 
@@ -112,7 +115,8 @@ class _Scale:
         self.percent = axis.percent
 
     def _of(self, value: float) -> float:
-        return math.log10(max(value, 1e-300)) if self.log else value
+        value = min(max(value, _LEAST if self.log else -_MOST), _MOST)
+        return math.log10(value) if self.log else value
 
     def __call__(self, value: float) -> float:
         share = (self._of(value) - self.low) / (self.high - self.low or 1.0)

@@ -48,6 +48,9 @@ class Sweep:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Sweep:
         rows = {key: tuple(math.nan if v is None else float(v) for v in values[key]) for key in _ROWS}
+        for of, lrs in (("train", "lrs"), ("held_out", "held_out_lrs")):
+            if len(rows[of]) != len(rows[lrs]):
+                raise ValueError(f"{len(rows[of])} numbers in {of} for {len(rows[lrs])} learning rates")
         end = values["diverged_at"]
         return cls(
             **rows,

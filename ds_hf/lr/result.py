@@ -81,7 +81,10 @@ class LrResult:
             )
             for run in values["runs"]
         )
-        marks = {key: value if value is None else float(value) for key, value in values["marks"].items()}
+        unknown = {"steepest", "valley"}  # what their rules may not find
+        marks = {
+            key: None if value is None and key in unknown else float(value) for key, value in values["marks"].items()
+        }
         total = values["total_steps"]
         found = cls(
             lr=float(values["lr"]),
@@ -98,8 +101,12 @@ class LrResult:
             seconds=float(values["seconds"]),
             notes=tuple(map(str, values.get("notes", ()))),
         )
-        if not (0 < found.lr < math.inf and (found.total_steps is None or found.total_steps > 0)):
+        if not (0 < found.lr < math.inf and (found.total_steps is None or 0 < float(found.total_steps) < math.inf)):
             raise ValueError(f"a rate of {found.lr:g} for {found.total_steps} steps")
+        rates = [*found.interval, *found.near, *(run.run.lr for run in found.runs)]
+        rates += [lr for sweep in found.sweeps for lr in (*sweep.lrs, *sweep.held_out_lrs)]
+        if not found.reason or not all(0 < lr < math.inf for lr in rates):
+            raise ValueError("a learning rate that is none, or no reason")
         return found
 
     @classmethod

@@ -33,7 +33,9 @@ def test_larger_values_are_higher_and_ticks_are_round() -> None:
     assert {"0", "10", "50", "step", "loss"} <= set(texts(svg))
 
 
-@pytest.mark.parametrize("values", [[1.0, float("nan"), 2.0], [None, 1.0, float("inf")], [5.0, 5.0, 5.0], [0.0] * 3])
+@pytest.mark.parametrize(
+    "values", [[1.0, float("nan"), 2.0], [None, 1.0, float("inf")], [5.0, 5.0, 5.0], [0.0] * 3, [1e308, -1e308, 1e-320]]
+)
 @pytest.mark.parametrize("log", [False, True])
 def test_gaps_and_equal_values_are_drawn(values: list[float | None], log: bool) -> None:
     svg = xy([Series([1, 2, 3], values, marks=True)], ChartAxis(log=log), ChartAxis(log=log))
