@@ -165,8 +165,9 @@ def profiled(function: Callable[[], Any], device: str) -> str:
 
 def products(args: argparse.Namespace) -> dict[str, Any]:
     """One layer's experts."""
+    from ds_hf.engine.ops.routes import group
     from ds_hf.engine.parallel.experts.compute import compute_routes
-    from ds_hf.engine.parallel.experts.exchange import add_up, all_routes, take
+    from ds_hf.engine.parallel.experts.exchange import add_up, pick, take
 
     dtype = torch.bfloat16
     args.layers = 1
@@ -187,8 +188,9 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
         x.grad = up.grad = down.grad = None
 
     def routed() -> None:
-        routes, experts, at = all_routes(chosen)
-        found = compute_routes(module, module, take(x, routes), experts, weights.reshape(-1)[at, None])
+        routes = group(chosen, count)
+        scale = pick(weights, routes, top)[:, None]
+        found = compute_routes(module, module, take(x, routes), routes.group, scale, routes.ends)
         add_up(found, routes).backward(seed)
         x.grad = up.grad = down.grad = None
 

@@ -179,6 +179,7 @@ inline void __threadfence() {}
 inline void __nanosleep(unsigned) { emulated::pause(); }
 inline void __threadfence_block() {}
 inline unsigned __ballot_sync(unsigned, bool mine) { return emulated::votes(mine); }
+inline void __syncwarp() { emulated::votes(false); }
 inline unsigned __shfl_sync(unsigned, unsigned value, unsigned from) { return (unsigned)emulated::exchange(value, from); }
 inline int __ffs(unsigned value) { return __builtin_ffs((int)value); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }

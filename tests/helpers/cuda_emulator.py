@@ -36,6 +36,10 @@ _KERNELS = {
     "sum.cu": {"sum_parts": "*(Table*)a[0]"},
     "blocks.cu": {"to_blocks": "*(Blocks*)a[0]", "from_blocks": "*(Blocks*)a[0]"},
     "rows.cu": dict.fromkeys(("add_up", "gate", "gate_backward"), "*(Rows*)a[0]"),
+    "routes.cu": {
+        **dict.fromkeys(("count_items", "group_items"), "*(Routes*)a[0]"),
+        **dict.fromkeys(("label", "unlabel", "pick", "unpick"), "*(Labels*)a[0]"),
+    },
     "lamb.cu": {
         "lamb_moments": "*(Table*)a[0]",
         "lamb_norms": "*(Table*)a[0], *(u32*)a[1], *(float**)a[2]",

@@ -18,18 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hf.engine.ops.routes import BITS, Groups, group, group_by_process
 from ds_hf.engine.parallel.experts.compute import compute_by_own, compute_routes
 from ds_hf.engine.parallel.experts.exchange import (
     add_up,
-    all_routes,
     even_splits,
     exchange,
     exchange_counts,
+    label,
     outside_graphs,
-    places_of,
-    routes_here,
-    rows_of,
-    sent_items,
+    pick,
     take,
 )
 from ds_hf.engine.parallel.tensor.functions import Place
@@ -50,13 +48,13 @@ class _Experts(CutModule):
     _ds_experts: int
     _ds_grouped: bool
 
-    def _compute(self, x: Tensor, experts: Tensor, scale: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _compute(self, x: Tensor, experts: Tensor, scale: Tensor, ends: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = super().forward
         if not self._ds_grouped:  # what transformers puts around it chooses an implementation
             plain = getattr(own, "__wrapped__", None)
             own = own if plain is None else plain.__get__(self)
             return compute_by_own(self, own, x, experts, scale, *args, **kwargs)
-        return compute_routes(self, own, x, experts, scale, *args, **kwargs)
+        return compute_routes(self, own, x, experts, scale, ends, *args, **kwargs)
 
 
 class LocalExperts(_Experts):
@@ -64,9 +62,10 @@ class LocalExperts(_Experts):
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As ``DispatchedExperts.forward``, of numbers of experts that are all in the model."""
-        tokens = hidden.reshape(-1, hidden.shape[-1])
-        routes, experts, at = all_routes(indices.reshape(-1, indices.shape[-1]).long())
-        result = self._compute(take(tokens, routes), experts, weights.reshape(-1)[at, None], *args, **kwargs)
+        tokens, k = hidden.reshape(-1, hidden.shape[-1]), indices.shape[-1]
+        routes = group(indices.reshape(-1, k), self._ds_experts)
+        scale = pick(weights.reshape(-1, k), routes, k)[:, None]
+        result = self._compute(take(tokens, routes), routes.group, scale, routes.ends, *args, **kwargs)
         return add_up(result, routes).view(hidden.shape)
 
 
@@ -77,8 +76,8 @@ class DispatchedExperts(_Experts):
         """What the whole module gives: ``hidden`` ``[..., width]``, of each token ``k`` experts by their number in the
         model (``indices``, ``[..., k]``; other numbers stand for none) and their weights (``[..., k]``)."""
 
-        def compute(x: Tensor, experts: Tensor, scale: Tensor) -> Tensor:
-            return self._compute(x, experts, scale, *args, **kwargs)
+        def compute(x: Tensor, experts: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
+            return self._compute(x, experts, scale, ends, *args, **kwargs)
 
         return outside_graphs(dispatched)(hidden, indices, weights, self._ds_experts, self._ds_place, compute)
 
@@ -94,7 +93,7 @@ class DispatchedExperts(_Experts):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
-_Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+_Compute = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def dispatched(
@@ -106,54 +105,38 @@ def dispatched(
         hidden, indices, weights: see ``DispatchedExperts.forward``.
         place: the processes that have equally many of the experts each.
         compute: gives ``[routes, width]`` for the tokens of routes, ``[routes, width]``, the numbers of their experts
-            among those that are here, ascending, and their weights, ``[routes, 1]``.
+            among those that are here, ascending, their weights, ``[routes, 1]``, and where the routes of each expert
+            that is here end, int32 ``[experts]``.
     """
-    axis, tokens = place.axis, hidden.reshape(-1, hidden.shape[-1])
-    count = number // axis.world_size
-    chosen = indices.reshape(-1, indices.shape[-1]).long()
-    chosen = chosen.masked_fill((chosen < 0) | (chosen >= number), number)
-    if axis.world_size == 1:
-        routes = chosen.numel() if chosen.is_meta else int((chosen < number).sum())
-        return _computed(tokens, chosen, weights, routes, count, compute).view(hidden.shape)
-    owner = places_of(chosen // count, axis.rank, axis.world_size)
-    goes, counts, order = rows_of(owner, axis.world_size)
-    even = even_splits(len(chosen), chosen.shape[1], axis.world_size) if tokens.is_meta else None
-    splits = even or exchange_counts(counts, axis, place.name)
-    rows = sent_items(goes, order, sum(splits.sent))
+    axis, tokens, k = place.axis, hidden.reshape(-1, hidden.shape[-1]), indices.shape[-1]
+    size, count = axis.world_size, number // axis.world_size
+    chosen, values = indices.reshape(-1, k).long(), weights.reshape(-1, k)
+    if size == 1:
+        routes = group(chosen, number)
+        total = chosen.numel() if chosen.is_meta else int(routes.totals.sum())
+        return _computed(tokens, values, 0, k, routes.first(total), compute).view(hidden.shape)
+    rows = group_by_process(chosen, count, axis.rank, size)
+    even = even_splits(len(chosen), k, size) if tokens.is_meta else None
+    splits = even or exchange_counts(rows.totals, axis, place.name)
+    rows = rows.first(sum(splits.sent))
     to, back = (splits.received, splits.sent), (splits.sent, splits.received)
 
     def sent(x: Tensor) -> Tensor:
         return exchange(x, axis, *to, f"tokens of {place.name}")
 
-    process = order[: len(rows.place)] // max(len(tokens), 1)
-    elsewhere = owner[rows.place] != process[:, None]
-    experts = (chosen[rows.place] % count).masked_fill(elsewhere, count)
-    scale = take(weights.reshape(chosen.shape), rows).masked_fill(elsewhere, 0)
-    here, scale = sent(take(tokens, rows)), sent(torch.cat([_as_bits(experts, scale.dtype), scale], 1))
-    experts, scale = _as_numbers(scale[:, : chosen.shape[1]]), scale[:, chosen.shape[1] :]
-    result = _computed(here, experts, scale, splits.routes, count, compute)
+    here, labels = sent(take(tokens, rows)), sent(label(values, chosen, rows, count, axis.rank))
+    experts = labels.detach().view(BITS[labels.element_size()])[:, :k]
+    result = _computed(here, labels, k, k, group(experts, count).first(splits.routes), compute)
     return add_up(exchange(result, axis, *back, f"tokens of {place.name}"), rows).view(hidden.shape)
 
 
-def _computed(tokens: Tensor, experts: Tensor, scale: Tensor, number: int, count: int, compute: _Compute) -> Tensor:
-    """The sum of what ``count`` experts give for each of ``tokens``, of which there are ``number`` routes in all."""
-    routes, experts, at = routes_here(experts, count, number)
-    x, scale = take(tokens, routes), scale.reshape(-1)[at, None]
-    none = not number
+def _computed(x: Tensor, values: Tensor, offset: int, k: int, routes: Groups, compute: _Compute) -> Tensor:
+    """The sum of what experts give for each of ``x``, ``[tokens, width]``, whose ``k`` weights are the columns of
+    ``values`` from ``offset`` on."""
+    scale, ends, none = pick(values, routes, k, offset)[:, None], routes.ends, not len(routes.order)
+    experts, given = routes.group, take(x, routes)
     if none:
-        x, scale = torch.cat([x, x.new_zeros(1, x.shape[1])]), torch.cat([scale, scale.new_zeros(1, 1)])
-        experts = experts.new_zeros(1)
-    result = compute(x, experts, scale)
+        given, scale = torch.cat([given, x.new_zeros(1, x.shape[1])]), torch.cat([scale, scale.new_zeros(1, 1)])
+        experts, ends = experts.new_zeros(1), torch.ones_like(ends)
+    result = compute(given, experts, scale, ends)
     return add_up(result[:0] if none else result, routes)
-
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _as_bits(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers of experts as they travel beside weights of ``dtype``."""
-    return numbers.to(_BITS[dtype.itemsize]).view(dtype)
-
-
-def _as_numbers(bits: Tensor) -> Tensor:
-    return bits.detach().contiguous().view(_BITS[bits.element_size()]).long()

@@ -1,9 +1,9 @@
-"""How tokens get to the processes that have their experts, and back: rows, and the functions of tensors that move them.
+"""How tokens get to the processes that have their experts, and back: the functions of tensors that move them.
 
 Words: a *route* is a token and one of its experts; a *row* is a token and a process that has at least one of its
 experts. A token travels as one row for each such process, not for each expert: with 8 of 128 experts over 8 processes
 5.3 rows on the average in place of 8 (1 - (7/8)^8 of the processes have one), and the process at the other end adds up
-what its experts give before it sends a row back.
+what its experts give before it sends a row back. Both are grouped by ``ops/routes.py``.
 
 What a process has for itself does not travel: everywhere it comes last, after what is of the others in their order.
 
@@ -18,37 +18,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis
-from ds_hf.engine.ops import rows
+from ds_hf.engine.ops import routes, rows
+from ds_hf.engine.ops.routes import Groups
 
-__all__ = [
-    "Items",
-    "Splits",
-    "add_up",
-    "all_routes",
-    "exchange",
-    "exchange_counts",
-    "outside_graphs",
-    "routes_here",
-    "rows_of",
-    "take",
-]
-
-
-class Items(NamedTuple):
-    """Copies of places: rows of tokens, or routes of rows.
-
-    Attributes:
-        place: int64 ``[n]``: of which place each item is.
-        by_place: int64 ``[n]``: the items in the order of their places ...
-        starts: ... and where those of each place begin there, int64 ``[places]``.
-    """
-
-    place: Tensor
-    by_place: Tensor
-    starts: Tensor
+__all__ = ["Splits", "add_up", "exchange", "exchange_counts", "label", "outside_graphs", "pick", "take"]
 
 
 class Splits(NamedTuple):
@@ -57,77 +34,6 @@ class Splits(NamedTuple):
     sent: list[int]
     received: list[int]
     routes: int
-
-
-def places_of(owner: Tensor, me: int, size: int) -> Tensor:
-    """For process ``me`` the places of the processes ``owner``, with its own the last; ``size`` stays what it is."""
-    others = owner - (owner > me).long()
-    return others.masked_fill(owner == me, size - 1).masked_fill(owner == size, size)
-
-
-def rows_of(owner: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which processes each token goes to, and how much each gets. Nothing waits for the device.
-
-    Args:
-        owner: int64 ``[tokens, k]``: the place (``places_of``) of the process that has the expert of a route; ``size``
-            where there is none.
-
-    Returns:
-        bool ``[tokens, size]``; int64 ``[size, 2]``: rows and routes for each process; int64 ``[size * tokens]``: the
-        places of ``goes.T`` that are set, first, in their order.
-    """
-    tokens = owner.shape[0]
-    routes = owner.new_zeros(tokens, size + 1).scatter_add_(1, owner, torch.ones_like(owner))[:, :size]
-    goes = routes > 0
-    counts = torch.stack([goes.sum(0), routes.sum(0)], 1)
-    return goes, counts, _set_first(goes.T.reshape(-1))
-
-
-def sent_items(goes: Tensor, order: Tensor, count: int) -> Items:
-    """The ``count`` rows of ``rows_of`` as items of tokens, grouped by the process that they go to."""
-    tokens = goes.shape[0]
-    number = (goes.T.reshape(-1).cumsum(0) - 1).view(goes.shape[1], tokens).T.reshape(-1)  # of the row, by token
-    by_token = _set_first(goes.reshape(-1))[:count]
-    return Items(order[:count] % max(tokens, 1), number[by_token], _starts(goes.sum(1)))
-
-
-def routes_here(experts: Tensor, count: int, routes: int) -> tuple[Items, Tensor, Tensor]:
-    """The routes of received rows, sorted by their expert.
-
-    Args:
-        experts: int64 ``[rows, k]``: which of this process's ``count`` experts, ``count`` for none of them.
-        routes: how many there are.
-
-    Returns:
-        the routes as items of rows; int64 ``[routes]``: their experts; int64 ``[routes]``: their places in
-        ``experts.view(-1)``.
-    """
-    flat = experts.reshape(-1)
-    found, order = torch.sort(flat, stable=True)
-    order, k = order[:routes], experts.shape[1]
-    number = torch.empty_like(flat)
-    number[order] = torch.arange(routes, device=flat.device)
-    here = flat < count
-    items = Items(order // k, number[_set_first(here)[:routes]], _starts(here.view(-1, k).sum(1)))
-    return items, found[:routes], order
-
-
-def all_routes(experts: Tensor) -> tuple[Items, Tensor, Tensor]:
-    """As ``routes_here``, of tokens all of whose experts are here: int64 ``[tokens, k]``."""
-    found, order = torch.sort(experts.reshape(-1), stable=True)
-    tokens, k = experts.shape
-    number = torch.empty_like(order)
-    number[order] = torch.arange(len(order), device=order.device)
-    return Items(order // k, number, torch.arange(0, tokens * k, k, device=order.device)), found, order
-
-
-def _set_first(chosen: Tensor) -> Tensor:
-    """Numbers of the places that are set, in their order; after them the others."""
-    return torch.argsort(~chosen, stable=True)
-
-
-def _starts(numbers: Tensor) -> Tensor:
-    return numbers.cumsum(0) - numbers
 
 
 def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -139,14 +45,14 @@ def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # -- functions of tensors ------------------------------------------------------------------------------------------
 
 
-def take(x: Tensor, items: Items) -> Tensor:
+def take(x: Tensor, items: Groups) -> Tensor:
     """``x[items.place]``; its gradient is the sum over the items of each place."""
-    return cast(Tensor, _Take.apply(x, *items))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Take.apply(x, items.place, items.by_place, items.starts))  # type: ignore[no-untyped-call]
 
 
-def add_up(x: Tensor, items: Items) -> Tensor:
+def add_up(x: Tensor, items: Groups) -> Tensor:
     """The sum of the items of each place, ``[places, width]``, taken in fp32 at least."""
-    return cast(Tensor, _AddUp.apply(x, *items))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _AddUp.apply(x, items.place, items.by_place, items.starts))  # type: ignore[no-untyped-call]
 
 
 class _Take(torch.autograd.Function):
@@ -157,7 +63,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return add_up(grad, Items(*ctx.saved_tensors)), None, None, None
+        return _AddUp.apply(grad, *ctx.saved_tensors), None, None, None  # type: ignore[no-untyped-call]
 
 
 class _AddUp(torch.autograd.Function):
@@ -168,21 +74,59 @@ class _AddUp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return take(grad, Items(*ctx.saved_tensors)), None, None, None
+        return _Take.apply(grad, *ctx.saved_tensors), None, None, None  # type: ignore[no-untyped-call]
+
+
+def label(values: Tensor, experts: Tensor, rows_of: Groups, count: int, rank: int) -> Tensor:
+    """``routes.label``; its gradient is that of ``values``."""
+    way = experts, rows_of.order, rows_of.number, count, rank, len(rows_of.totals)
+    return cast(Tensor, _Label.apply(values, *way))  # type: ignore[no-untyped-call]
+
+
+def pick(values: Tensor, items: Groups, each: int, offset: int = 0) -> Tensor:
+    """``routes.pick``; its gradient is that of ``values``."""
+    return cast(Tensor, _Pick.apply(values, items.order, items.number, each, offset))  # type: ignore[no-untyped-call]
+
+
+class _Label(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, experts: Tensor, order: Tensor, number: Tensor, *way: int) -> Tensor:
+        ctx.save_for_backward(experts, number)
+        ctx.way = way
+        return routes.label(values.contiguous(), experts.contiguous(), order, *way)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        experts, number = ctx.saved_tensors
+        found = routes.unlabel(grad.contiguous(), experts.contiguous(), number, *ctx.way)
+        return found, None, None, None, None, None, None
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, order: Tensor, number: Tensor, each: int, offset: int) -> Tensor:
+        ctx.save_for_backward(number)
+        ctx.way = each, offset, values.shape[1]
+        return routes.pick(values.contiguous(), order, each, offset)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return routes.unpick(grad.contiguous(), *ctx.saved_tensors, *ctx.way), None, None, None, None
 
 
 # -- between processes ---------------------------------------------------------------------------------------------
 
 
 def exchange_counts(counts: Tensor, axis: Axis, what: str) -> Splits:
-    """Tell every process of ``axis`` how many rows and routes it gets, int64 ``[processes, 2]`` by their places.
+    """Tell every process of ``axis`` how many rows and routes it gets, int64 ``[processes, 2]`` by their ranks.
     Collective.
 
     The host waits here for the device, once: the sizes of what follows depend on it.
     """
-    counts = torch.cat([counts[: axis.rank], counts[-1:], counts[axis.rank : -1]])  # by their ranks
     received = torch.empty_like(counts)
-    collectives.all_to_all(received, counts.contiguous(), axis, f"numbers of tokens of {what}")
+    collectives.all_to_all(received, counts, axis, f"numbers of tokens of {what}")
     told = torch.stack([counts, received]).tolist()
     (sent, got) = ([int(number) for number, _ in each] for each in told)
     return Splits(sent, got, sum(int(routes) for _, routes in told[1]))

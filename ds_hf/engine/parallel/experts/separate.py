@@ -112,14 +112,14 @@ class SeparateExperts(nn.Module):
         place = place or Place(Axis(None, 0, self.ep_size), "experts", [None])
         return outside_graphs(dispatched)(hidden, indices, weights, self.number, place, self._compute)
 
-    def _compute(self, x: Tensor, experts: Tensor, scale: Tensor) -> Tensor:
+    def _compute(self, x: Tensor, experts: Tensor, scale: Tensor, ends: Tensor) -> Tensor:
         """What each expert gives for its rows, times their weights; one without rows runs a row of zeros, so that its
         parameters have gradients on all processes. Rows have the dimensions that they have in DeepSpeed's layer."""
         count = self.num_local_experts
         if x.is_meta:
             rows = [len(x) // count + (index < len(x) % count) for index in range(count)]
         else:
-            rows = torch.bincount(experts, minlength=count).tolist()
+            rows = ends.diff(prepend=ends.new_zeros(1)).tolist()
         results = []
         for expert, part in zip(self.deepspeed_experts, torch.split(x, rows), strict=True):
             given = part if len(part) else x.new_zeros(1, x.shape[1])
