@@ -26,6 +26,7 @@ from ds_hf.config.plan import StatePlan, plan_states
 from ds_hf.config.types import Config
 from ds_hf.deepspeed_api.moe.layer import expert_claims
 from ds_hf.engine.casting import set_buffer_dtypes
+from ds_hf.engine.modules.quantized.settings import quantize_by_settings
 from ds_hf.engine.parallel.experts.divide import divide_experts_without_values
 from ds_hf.engine.parallel.experts.separate import separate_experts
 from ds_hf.engine.parallel.pipeline.division import LayerDivision
@@ -242,7 +243,8 @@ class Predictor:
         cut = (_pipe(settings), settings.ds_hf.pipeline.chunks, stage)
         recomputes = cut[0] > 1 and settings.pipeline.activation_checkpoint_interval > 0
         kind = (plan.parameters.dtype, sharding, leaf, settings.data_types)
-        key = (batch, length, processes, tensor, experts, *kind, cut, recomputes)
+        few_bits = (repr(settings.weight_quantization), settings.zero_optimization.zero_quantized_nontrainable_weights)
+        key = (batch, length, processes, tensor, experts, *kind, cut, recomputes, few_bits)
         if key not in self._timelines:
             workload = _of_part(self.workload, batch, length, processes)
             model = copy.deepcopy(self._model)
@@ -258,9 +260,11 @@ class Predictor:
                     _set_checkpointing(model, True)
             if cut[0] > 1:
                 model = Stage(model, self._division(*cut[:2]), stage)
+            model = _cast(model, settings, plan)
+            quantize_by_settings(settings, model, trains=True, dtype=plan.parameters.dtype)
             mark_leaves(model, leaf.classes, leaf.names, leaf.name_suffixes)
             with divided_sequences(model, processes):
-                self._timelines[key] = _recorded(_cast(model, settings, plan), workload, sharding)
+                self._timelines[key] = _recorded(model, workload, sharding)
         return self._timelines[key]
 
     def _division(self, stages: int, chunks: int) -> LayerDivision:

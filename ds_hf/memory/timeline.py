@@ -22,6 +22,7 @@ from ds_hf.engine.zero.buffer import BufferState, FlatBuffer
 from ds_hf.engine.zero.cut import is_cut
 from ds_hf.engine.zero.gradients import GradientBuffer, GradientPolicy
 from ds_hf.engine.zero.hooks import UnitHooks
+from ds_hf.engine.zero.packed import is_packed
 from ds_hf.engine.zero.planning import BufferSpec, UnitPolicy, plan_units
 from ds_hf.engine.zero.reduction import Reducer
 from ds_hf.engine.zero.replicas import Replicas, expert_processes, is_tied_over_stages
@@ -218,9 +219,12 @@ def record(
         keeps_outputs: see ``Workload``.
     """
     trained = {id(param): 0 for param in model.parameters() if param.requires_grad}
-    planned = plan_units(model, None, sharding.units, trained, _replicas)
+    managed = [param for param in model.parameters() if sharding.parameters or not is_packed(param)]
+    planned = plan_units(model, managed, sharding.units, trained, _replicas)
     units = list(planned)
     constants = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
+    if not sharding.parameters:  # packed weights lie by themselves
+        constants += sum(param.nbytes for param in model.parameters() if is_packed(param))
     timeline = Timeline([], constants)
     tracker = LiveTensors(timeline.changed, wide)
     for tensor in (*model.parameters(), *model.buffers()):

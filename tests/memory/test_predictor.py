@@ -10,6 +10,7 @@ import torch
 
 from ds_hf.errors import ConfigError
 from ds_hf.memory import Predictor, UnpredictableError, Workload, predict
+from ds_hf.memory.models import build
 from tests.helpers.models import TinyLM
 
 TINY = "llama:hidden=64,layers=4,heads=4,kv_heads=4,intermediate=176,vocab=512"
@@ -77,6 +78,20 @@ def test_frozen_parameters_have_no_states() -> None:
     frozen = sum(p.numel() for p in model.blocks.parameters())
     assert every.device["parameters"] - some.device["parameters"] in range(4096)  # gaps
     assert every.device["moments"] - some.device["moments"] == pytest.approx(8 * frozen, abs=8192)
+
+
+def test_weights_in_few_bits() -> None:
+    """Of what is frozen: half a byte a weight, and a scale of 4 bytes for 64."""
+    model = build("llama:hidden=64,layers=2,heads=4,vocab=96", Workload())
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name)
+    named = [(n, p) for n, p in model.named_parameters() if "_proj" in n]
+    four = {"weight_quantization": {"post_init_quant": {"_proj": {"num_bits": 4}}}}
+    predictor = Predictor(model, Workload(micro_batch=1, seq_len=8))
+    for number in (1, 3):
+        before, after = (predictor.predict({**stage(number), **more}).device["parameters"] for more in ({}, four))
+        saved = sum(p.numel() * 2 - p.shape[0] * (p.shape[1] // 2 + 4 * -(-p.shape[1] // 64)) for _, p in named)
+        assert before - after == pytest.approx(saved, rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "tensors"), [("AdamW", 2), ("Lion", 1), ("SGD", 0), ("Adagrad", 1)])

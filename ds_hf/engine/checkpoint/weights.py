@@ -25,6 +25,7 @@ from ds_hf.engine.checkpoint.live import (
 )
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, compute_device
+from ds_hf.engine.modules.quantized.layers import values_of_blocks
 from ds_hf.engine.zero.buffer import home_of, logical_shape, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of, whole_shape
 from ds_hf.engine.zero.planning import own_dtype
@@ -165,8 +166,10 @@ def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> I
     for alias, name in {**aliases(engine), **module_buffers(engine.module)[1]}.items():
         further.setdefault(name, []).append(alias)
 
-    def every_name(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        value = value.detach()
+    readable = values_of_blocks(engine.module)
+
+    def every_name(name: str, param: Tensor, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+        value = readable(param, value.detach())
         if dtype is not None and value.is_floating_point():
             value = value.to(dtype)
         for each in (name, *further.get(name, ())):
@@ -178,12 +181,13 @@ def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> I
             with unshard([buffer] if buffer.sharded else []):
                 if not buffer.sharded:
                     buffer.gather()
-                for name, value in zip(names, _whole(params, axis, buffer.labels.weights), strict=True):
-                    yield from every_name(name, value)
+                for name, param, value in zip(names, params, _whole(params, axis, buffer.labels.weights), strict=True):
+                    yield from every_name(name, param, value)
     rest = {**loose_parameters(engine), **module_buffers(engine.module)[0]}
     rest = {name: value for name, value in rest.items() if name not in own}
-    for name, value in zip(rest, _whole(list(rest.values()), axis, "weights that are in no unit"), strict=True):
-        yield from every_name(name, value)
+    whole = _whole(list(rest.values()), axis, "weights that are in no unit")
+    for (name, tensor), value in zip(rest.items(), whole, strict=True):
+        yield from every_name(name, tensor, value)
 
 
 @torch.no_grad()

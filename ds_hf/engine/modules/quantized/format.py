@@ -38,7 +38,13 @@ class WeightFormat:
 
     def pack(self, weight: Tensor) -> Tensor:
         """``weight``, ``[rows, columns]``, as int8 ``[rows, bytes]``, of the transposed one where ``dim`` is 0."""
+        if weight.is_meta:
+            numel = weight.shape[self.dim]
+            nbytes = self.blocks.nbytes(numel) + (0 if self.symmetric else 4 * -(-numel // self.group))
+            return weight.new_empty(weight.shape[1 - self.dim], nbytes, dtype=torch.int8)
         rows = (weight.t() if self.dim == 0 else weight).contiguous()
+        if rows.dtype is torch.float64:
+            rows = rows.float()
         middles = None
         if not self.symmetric:
             middles, rows = self._centred(rows.float())
@@ -49,8 +55,12 @@ class WeightFormat:
 
     def unpack(self, packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """The weight of ``shape``, in ``dtype``."""
+        if dtype is torch.float64:
+            return self.unpack(packed, shape, torch.float32).double()
         rows, numel = packed.shape[0], shape[self.dim]
         values = torch.empty(rows, numel, dtype=dtype, device=packed.device)
+        if packed.is_meta:  # predictions
+            return values.t() if self.dim == 0 else values
         raw = packed.view(torch.uint8)
         own = self.blocks.nbytes(numel)
         self.blocks.read(raw if self.symmetric else raw[:, :own].contiguous(), values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_hf.engine.modules.quantized.format import WeightFormat
+from ds_hf.engine.modules.quantized.stacks import Choose, QuantizedStacks
 from ds_hf.engine.zero.buffer import buffers_of, home_of, leave_home, unshard
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import DsHfError
@@ -78,7 +80,9 @@ class _Linear(QuantizedWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         packed, bias = self._parameters["weight"], self._parameters["bias"]
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else self._ds_dtype
+        dtype = self._ds_dtype
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
         total: Tensor = _Product.apply(x.to(dtype), packed, self, self._ds_transposed)  # type: ignore[no-untyped-call]
         return total if bias is None else total + bias.to(total.dtype)
 
@@ -97,43 +101,53 @@ class _Embedding(QuantizedWeight):
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether its weight lies in blocks."""
-    return isinstance(module, QuantizedWeight)
+    """Whether its weight lies in blocks, or those of its experts do."""
+    return isinstance(module, QuantizedWeight | QuantizedStacks)
 
 
 def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """A function from a parameter of ``model`` and its whole value to what that stands for."""
-    layers = {id(m._parameters["weight"]): m for m in model.modules() if isinstance(m, QuantizedWeight)}
+    read: dict[int, Callable[[Tensor], Tensor]] = {}
+    for module in model.modules():
+        if isinstance(module, QuantizedWeight):
+            form, shape, dtype = module._ds_format, module._ds_shape, module._ds_dtype
+            read[id(module._parameters["weight"])] = partial(form.unpack, shape=shape, dtype=dtype)
+        elif isinstance(module, QuantizedStacks):
+            read.update((id(module._parameters[name]), stack.values) for name, stack in module._ds_stacks.items())
 
     def readable(param: Tensor, value: Tensor) -> Tensor:
-        layer = layers.get(id(param))
-        return value if layer is None else layer._ds_format.unpack(value, layer._ds_shape, layer._ds_dtype)
+        return read[id(param)](value) if id(param) in read else value
 
     return readable
 
 
-Choose = Callable[[str, nn.Module], WeightFormat | None]
-
-
 @torch.no_grad()
 def quantize_layers(
-    model: nn.Module, choose: Choose, dtype: torch.dtype | None = None, device: torch.device | None = None
+    model: nn.Module,
+    choose: Choose,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    *,
+    frozen_only: bool = False,
 ) -> list[str]:
     """Quantize the linear layers and embeddings of ``model`` for which ``choose`` gives a format; their names.
 
-    Tied weights stay, and so do weights that are quantized already, layers of classes that compute with more than their
-    own ``forward``, and what is no layer with a weight of two dimensions. Values that are divided over processes are
-    gathered layer by layer: all processes call it.
+    Tied weights stay, and so do adapters, also those that do not train now, weights that are quantized already, layers
+    of classes that compute with more than their own ``forward``, and what is no layer with a weight of two dimensions.
+    Values that are divided over processes are gathered layer by layer: all processes call it.
 
     Args:
         dtype: in which the weights are read; ``None`` for each weight's own.
         device: where the blocks go, each weight before it is packed; ``None`` for where each is.
+        frozen_only: what trains stays.
     """
-    done, tied = [], tied_weights(model)
+    done, tied, adapters = [], tied_weights(model), _adapters(model)
     for name, module in list(_layers(model)):
+        if id(module) in adapters:
+            continue
         param = module._parameters["weight"]
         form = None if param is None or is_packed(param) or id(param) in tied else choose(name, module)
-        if form is None or param is None:
+        if form is None or param is None or (frozen_only and param.requires_grad):
             continue
         buffers = buffers_of([param])
         with unshard(buffers):
@@ -150,7 +164,7 @@ def quantize_layers(
         _become(module, form, shape, own, packed)
         done.append(name)
     _refuse_merging(model)
-    stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3 and not is_packed(p))
     if done and stacked:
         log_once(f"weights stacked in three dimensions (experts) stay as they are: {stacked} elements")
     return done
@@ -160,6 +174,8 @@ def _refuse_merging(model: nn.Module) -> None:
     """PEFT adds a merged adapter to ``base_layer.weight.data``, where it would be lost."""
     for name, module in model.named_modules():
         base = getattr(module, "base_layer", None)
+        while isinstance(getattr(base, "base_layer", None), nn.Module):
+            base = base.base_layer  # type: ignore[union-attr]
         if isinstance(base, nn.Module) and is_quantized(base) and hasattr(module, "merge"):
             module.__dict__["merge"] = _Unmergeable(name)
 
@@ -181,6 +197,16 @@ def tied_weights(model: nn.Module) -> set[int]:
     """``id`` of the parameters that several modules hold."""
     held = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {param for param, holders in held.items() if holders > 1}
+
+
+def _adapters(model: nn.Module) -> set[int]:
+    """``id`` of the modules of PEFT's adapters, which lie beside the layer that they are for."""
+    found = set[int]()
+    for module in model.modules():
+        base = getattr(module, "base_layer", getattr(module, "original_module", None))
+        for child in module.children() if isinstance(base, nn.Module) else ():
+            found.update(id(each) for each in child.modules() if child is not base)
+    return found
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,5 +1,5 @@
-"""Which weights a configuration has quantized: ``weight_quantization`` (ZeRO-Inference) and
-``zero_quantized_nontrainable_weights``."""
+"""Which weights a configuration has quantized: ``weight_quantization`` (ZeRO-Inference, frozen weights by name) and
+``zero_quantized_nontrainable_weights`` (8 bits of all that is frozen)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import nn
 
 from ds_hf.config.types import Config
 from ds_hf.engine.modules.quantized.format import WeightFormat, format_of
-from ds_hf.engine.modules.quantized.layers import Choose, quantize_layers
+from ds_hf.engine.modules.quantized.layers import is_quantized, quantize_layers
+from ds_hf.engine.modules.quantized.stacks import Choose, quantize_experts
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
@@ -41,38 +42,57 @@ def quantize_by_settings(settings: Config, model: nn.Module, *, trains: bool, dt
     """Quantize what ``settings`` say, before the model is laid out. Collective where parameters are divided.
 
     Args:
-        trains: an optimizer is configured or given.
+        trains: an optimizer is configured or given: what is frozen is quantized, stacked experts too.
         dtype: in which the model computes, ``None`` for the weights' own.
 
     Raises:
-        ConfigError: options without a matching format, a model that trains, or weights that are quantized already.
+        ConfigError: options without a matching format, nothing but what trains, or weights that are quantized already.
     """
     section = settings.weight_quantization
-    choose = None
-    if section.enabled:
-        choose = choice_of(section.quantized_initialization, section.post_init_quant)
-    if choose is not None:
+    named = choice_of(section.quantized_initialization, section.post_init_quant) if section.enabled else None
+    rest = settings.zero_optimization.zero_quantized_nontrainable_weights
+    if named is None and not rest:
+        return
+    if named is not None and not trains:
         twice = next((name for name, param in model.named_parameters() if is_packed(param)), None)
         if twice is not None:
             raise ConfigError(
                 f"{twice} is quantized already: remove weight_quantization, or load whole weights", _POINTER
             )
-        if trains:
-            raise ConfigError(
-                "quantized weights do not train, and there is an optimizer: remove weight_quantization, or freeze the "
-                "weights, train adapters on them and set zero_optimization.zero_quantized_nontrainable_weights",
-                _POINTER,
-            )
-    elif settings.zero_optimization.zero_quantized_nontrainable_weights:
-        choose = _frozen
-    if choose is None:
-        return
-    done = quantize_layers(model, choose, None if dtype is None else getattr(torch, dtype))
+
+    def choose(name: str, module: nn.Module) -> WeightFormat | None:
+        form = None if named is None else named(name, module)
+        return _FROZEN if form is None and rest else form
+
+    if named is not None and trains and all(param.requires_grad or is_packed(param) for param in model.parameters()):
+        raise ConfigError(
+            "quantized weights do not train, and there is an optimizer, which trains all of them: remove "
+            "weight_quantization, or freeze the weights and train adapters on them",
+            _POINTER,
+        )
+    target = None if dtype is None else getattr(torch, dtype)
+    done = quantize_experts(model, _of_experts(choose, named), settings.expert_parallel, target) if trains else []
+    done += quantize_layers(model, choose, target, frozen_only=trains or named is None)
+    if not done and trains and named is not None and not any(map(is_quantized, model.modules())):
+        asked = ", ".join(section.post_init_quant) or "quantized_initialization"
+        raise ConfigError(
+            f"nothing that is frozen is to rest in few bits: no linear layer, embedding or stacked experts fit {asked}",
+            _POINTER,
+        )
     if not done:
-        what = "weight_quantization" if choose is not _frozen else "zero_quantized_nontrainable_weights"
+        what = "zero_quantized_nontrainable_weights" if named is None else "weight_quantization"
         log_once(f"{what}: the model has no layer to quantize")
 
 
-def _frozen(name: str, module: nn.Module) -> WeightFormat | None:
-    weight = module._parameters["weight"]
-    return None if weight is None or weight.requires_grad else WeightFormat(8, 256)
+_FROZEN = WeightFormat(8, 256)
+
+
+def _of_experts(choose: Choose, named: Choose | None) -> Choose:
+    """Of stacked weights: those that train are passed over, unless ``named`` asks for them."""
+
+    def choose_stack(name: str, module: nn.Module) -> WeightFormat | None:
+        param = module._parameters[name.rpartition(".")[2]]
+        passed = param is not None and param.requires_grad and (named is None or named(name, module) is None)
+        return None if passed else choose(name, module)
+
+    return choose_stack

@@ -10,7 +10,7 @@ both; files hold the whole. Layers are known by what they can do, so peft need n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ def adapted(module: nn.Module) -> bool:
 
 def whole_delta(weight: Tensor, factors: Sequence[Factors]) -> Tensor:
     """The weight with its adapters, as PEFT computes it."""
-    with torch.autocast(weight.device.type, enabled=False):
+    with nullcontext() if weight.is_meta else torch.autocast(weight.device.type, enabled=False):
         for left, right, scaling in factors:
             weight = torch.baddbmm(weight, left.to(weight.dtype), right.to(weight.dtype), alpha=scaling)
     return weight

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_hf.engine.ops import rows
 from ds_hf.engine.parallel.experts.adapters import adapted, adapters_of, whole_delta
 
-__all__ = ["compute_by_own", "compute_routes", "values_in_place"]
+__all__ = ["Stack", "compute_by_own", "compute_routes", "reads_blocks", "values_in_place"]
 
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 _multiply: Any = getattr(torch.nn.functional, "grouped_mm", None)
@@ -78,9 +78,12 @@ class _Gate(torch.autograd.Function):
 
 
 def _linear(x: Tensor, module: Any, name: str, ends: Tensor, experts: Tensor) -> Tensor:
-    weight = getattr(module, name)
-    x = x.to(weight.dtype)
-    y: Tensor = _multiply(x, weight if module.is_transposed else weight.mT, offs=ends)
+    x = x.to(_kind(module, name)[0])
+    if (stack := _stack(module, name)) is not None:
+        y: Tensor = _Packed.apply(x, module._parameters[name], stack, module.is_transposed, ends)  # type: ignore[no-untyped-call]
+    else:
+        weight = getattr(module, name)
+        y = _multiply(x, weight if module.is_transposed else weight.mT, offs=ends)
     for left, right, scaling in adapters_of(module, name):
         first, second = (left, right) if module.is_transposed else (right.mT, left.mT)
         y = torch.add(y, _low_rank(x, first, second, ends), alpha=scaling)
@@ -112,6 +115,50 @@ class _AddBias(torch.autograd.Function):
         return grad, found[:, 0].to(ctx.dtype), None, None
 
 
+class Stack(Protocol):
+    """How a parameter is written that is no plain tensor of numbers: frozen experts in few bits."""
+
+    dtype: torch.dtype
+    shape: tuple[int, int]
+
+    def values(self, packed: Tensor) -> Tensor: ...
+
+
+def reads_blocks(module: nn.Module) -> bool:
+    """Whether weights of ``module`` rest in few bits."""
+    return bool(module.__dict__.get("_ds_stacks"))
+
+
+def _stack(module: nn.Module, name: str) -> Stack | None:
+    found: Stack | None = module.__dict__.get("_ds_stacks", {}).get(name)
+    return found
+
+
+def _kind(module: nn.Module, name: str) -> tuple[torch.dtype, tuple[int, int]]:
+    """The dtype in which a weight multiplies, and the shape of one expert's."""
+    stack, weight = _stack(module, name), module._parameters[name]
+    assert weight is not None
+    return (weight.dtype, (weight.shape[-2], weight.shape[-1])) if stack is None else (stack.dtype, stack.shape)
+
+
+class _Packed(torch.autograd.Function):
+    """The grouped product of a frozen weight that is read here, and again for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, stack: Stack, transposed: bool, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(packed, ends)
+        ctx.stack, ctx.transposed = stack, transposed
+        weight = stack.values(packed)
+        return cast(Tensor, _multiply(x, weight if transposed else weight.mT, offs=ends))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        packed, ends = ctx.saved_tensors
+        weight = ctx.stack.values(packed).to(grad.dtype)
+        return _multiply(grad.contiguous(), weight.mT if ctx.transposed else weight, offs=ends), None, None, None, None
+
+
 def _low_rank(x: Tensor, first: Tensor, second: Tensor, ends: Tensor) -> Tensor:
     """``x @ first @ second``, each ``[experts, ...]``, in the dtype of ``x``; ranks that the product does not know are
     filled with zeros."""
@@ -130,18 +177,19 @@ def compute_by_own(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """``compute_routes`` by ``own``. With adapters, it reads weights that have them; those are computed again for
-    backward, and not kept."""
-    if not adapted(module):
+    """``compute_routes`` by ``own``. With adapters, or weights in few bits, it reads weights that are computed for it;
+    they are computed again for backward, and not kept."""
+    active = {name: adapters_of(module, name) for name in module._parameters} if adapted(module) else {}
+    read = [name for name in module._parameters if active.get(name) or _stack(module, name) is not None]
+    if not read:
         return own(x, experts[:, None], scale, *args, **kwargs)
-    active = {name: adapters_of(module, name) for name in module._parameters}
 
-    def with_adapters(x: Tensor, scale: Tensor) -> Tensor:
-        shown = {name: whole_delta(getattr(module, name), each) for name, each in active.items() if each}
-        with values_in_place(module, shown):
+    def with_values(x: Tensor, scale: Tensor) -> Tensor:
+        values = {name: whole_delta(getattr(module, name), active.get(name, ())) for name in read}
+        with values_in_place(module, values):
             return own(x, experts[:, None], scale, *args, **kwargs)
 
-    found: Tensor = checkpoint(with_adapters, x, scale, use_reentrant=False, preserve_rng_state=False)
+    found: Tensor = checkpoint(with_values, x, scale, use_reentrant=False, preserve_rng_state=False)
     return found
 
 
@@ -162,12 +210,13 @@ def _multiplies(module: nn.Module, x: Tensor) -> bool:
         return False
     if not all(hasattr(module, name) for name in _ATTRIBUTES):
         return False
-    weight = module._parameters.get("down_proj")
-    if weight is None or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not len(x):
+    if module._parameters.get("down_proj") is None or not len(x):
         return False
-    if torch.compiler.is_compiling() and weight.dtype is not torch.bfloat16:  # graphs know no other
+    dtype, shape = _kind(module, "down_proj")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    rows = (weight.shape[-1], weight.shape[-2], x.shape[-1])
-    return all(length * weight.element_size() % 16 == 0 for length in rows) and not (
-        weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0)
+    if torch.compiler.is_compiling() and dtype is not torch.bfloat16:  # graphs know no other
+        return False
+    return all(length * dtype.itemsize % 16 == 0 for length in (*shape, x.shape[-1])) and not (
+        x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
     )

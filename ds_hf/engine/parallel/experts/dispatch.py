@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.ops.routes import BITS, Groups, group, group_by_process
-from ds_hf.engine.parallel.experts.compute import compute_by_own, compute_routes
+from ds_hf.engine.parallel.experts.compute import compute_by_own, compute_routes, reads_blocks
 from ds_hf.engine.parallel.experts.exchange import (
     add_up,
     even_splits,
@@ -51,8 +51,9 @@ class _Experts(CutModule):
     def _compute(self, x: Tensor, experts: Tensor, scale: Tensor, ends: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = super().forward
         if not self._ds_grouped:  # what transformers puts around it chooses an implementation
-            plain = getattr(own, "__wrapped__", None)
-            own = own if plain is None else plain.__get__(self)
+            for _ in range(1 + reads_blocks(self)):
+                plain = getattr(own, "__wrapped__", None)
+                own = own if plain is None else plain.__get__(self)
             return compute_by_own(self, own, x, experts, scale, *args, **kwargs)
         return compute_routes(self, own, x, experts, scale, ends, *args, **kwargs)
 
@@ -65,7 +66,8 @@ class LocalExperts(_Experts):
         tokens, k = hidden.reshape(-1, hidden.shape[-1]), indices.shape[-1]
         routes = group(indices.reshape(-1, k), self._ds_experts)
         scale = pick(weights.reshape(-1, k), routes, k)[:, None]
-        result = self._compute(take(tokens, routes), routes.group, scale, routes.ends, *args, **kwargs)
+        compute = outside_graphs(self._compute) if reads_blocks(self) else self._compute
+        result = compute(take(tokens, routes), routes.group, scale, routes.ends, *args, **kwargs)
         return add_up(result, routes).view(hidden.shape)
 
 

@@ -21,7 +21,7 @@ from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
 
-__all__ = ["check_places", "divide_experts", "divide_experts_without_values", "told"]
+__all__ = ["check_places", "compute_together", "divide_experts", "divide_experts_without_values", "told"]
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, section: ExpertParallelSection, optimizer: Any = None) -> None:
@@ -99,6 +99,12 @@ def _divide(layer: ExpertLayer, parts: Axis, same: Axis | None, section: ExpertP
     cut_adapters(layer.around, layer.count, place, same, optimizer)
     counts = _local_counts(layer, parts.world_size)
     _give_class(layer, DispatchedExperts, parts, section, **counts)
+
+
+def compute_together(layer: ExpertLayer, section: ExpertParallelSection) -> None:
+    """As with ``autoep_size`` 1, of a layer in a model whose file does not say so; divided ones stay."""
+    if not isinstance(layer.module, LocalExperts | DispatchedExperts):
+        _keep(layer, Axis(None, 0, 1), section)
 
 
 def _keep(layer: ExpertLayer, axis: Axis, section: ExpertParallelSection) -> None:

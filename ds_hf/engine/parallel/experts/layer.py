@@ -12,13 +12,25 @@ from torch import nn
 
 from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.parallel.experts.adapters import is_adapter
+from ds_hf.engine.parallel.experts.compute import reads_blocks
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import Fault
 from ds_hf.log import warn_once
 
-__all__ = ["POINTER", "ExpertLayer", "counts_of", "odd", "odd_keys", "text_config", "unclear", "unfit", "whole_shape"]
+__all__ = [
+    "POINTER",
+    "ExpertLayer",
+    "counts_of",
+    "odd",
+    "odd_keys",
+    "text_config",
+    "unclear",
+    "unfit",
+    "whole_shape",
+    "why_by_own",
+]
 
 POINTER = "/expert_parallel"
 _COUNT = re.compile(r"(^|_)(num|n|number|count)_(\w+_)?experts?$|^experts?_(num|number|count)$")
@@ -95,7 +107,7 @@ def unfit(layer: ExpertLayer) -> Iterator[Fault]:
     for key in layer.params:
         param = module._parameters[key]
         assert param is not None
-        if is_packed(param) or not param.is_floating_point():
+        if (is_packed(param) or not param.is_floating_point()) and not reads_blocks(module):
             yield Fault(
                 POINTER,
                 f"{name}.{key} is quantized ({type(param).__name__}), and quantized experts are not divided",
@@ -117,6 +129,11 @@ def unfit(layer: ExpertLayer) -> Iterator[Fault]:
             "[tokens, ...]",
             "leave it out",
         )
+
+
+def why_by_own(layer: ExpertLayer) -> str | None:
+    """Why the layer can only compute with its own forward, ``None`` where it need not."""
+    return next((fault.message for fault in unfit(layer)), None)
 
 
 def _is_known(adapter: nn.Module, layer: ExpertLayer) -> bool:

@@ -29,7 +29,7 @@ from ds_hf.engine.parallel.experts.layer import (
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.log import warn_once
 
-__all__ = ["any_number", "plan_experts"]
+__all__ = ["any_number", "find_experts", "plan_experts"]
 
 _BESIDE = ("expert_pattern", "expert_w1", "expert_w2", "expert_w3", "num_experts_attr")
 
@@ -61,6 +61,22 @@ def plan_experts(model: nn.Module, section: ExpertParallelSection, size: int) ->
                 faults.append(fault)
     if faults:
         raise ConfigError(faults, "expert parallelism")
+    return found
+
+
+def find_experts(model: nn.Module, section: ExpertParallelSection) -> list[ExpertLayer]:
+    """Modules with stacked experts, whatever can be done with them: by patterns or plans, as ``plan_experts`` has them,
+    and those whose own name says so."""
+    found = [*_by_patterns(model, section, [])] if section.moe_layer_pattern else [*_by_plans(model)]
+    known = {id(layer.module) for layer in found}
+    for name, module in model.named_modules():
+        path = name.replace(".base_layer", "")
+        params = _stacked(module) if "expert" in path.rpartition(".")[2] and id(module) not in known else ()
+        count = _count(module, params)
+        if params and count > 1 and all(whole_shape(module, key)[0] == count for key in params):
+            outer, _, _ = name.partition(".base_layer")
+            inner, _, around = _without_adapters(outer, model.get_submodule(outer))
+            found.append(ExpertLayer(inner, module, count, tuple(params), "its name", (), around))
     return found
 
 

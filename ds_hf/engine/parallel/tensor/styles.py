@@ -26,6 +26,7 @@ local_params, replicate              nothing                           as before
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ __all__ = [
     "ColwiseGathered",
     "CutModule",
     "Style",
+    "change_own_class",
     "is_transposed",
     "own_class",
     "part_of_outputs",
@@ -238,6 +240,12 @@ def swap_class(module: nn.Module, base: type[CutModule], place: Place, **known: 
     plain = own.forward is nn.Linear.forward or is_transposed(module)
     module.__dict__.update(_ds_place=place, _ds_plain=plain, **known)
     module.__class__ = _derived(base, own)
+
+
+def change_own_class(module: nn.Module, change: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
+    """Give ``module`` the class that ``change`` makes of its own, and what it computes stays as ``swap_class`` said."""
+    base, own = next((pair for pair, made in _DERIVED.items() if type(module) is made), (None, type(module)))
+    module.__class__ = change(own) if base is None else _derived(base, change(own))
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

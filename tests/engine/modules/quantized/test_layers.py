@@ -177,7 +177,7 @@ def test_adapters_train_on_a_quantized_base(tmp_path: Any) -> None:
 
 def test_what_cannot_be() -> None:
     model = small_model("llama")
-    with pytest.raises(ConfigError, match=r"do not train, and there is an optimizer.*nontrainable"):
+    with pytest.raises(ConfigError, match=r"do not train, and there is an optimizer.*freeze the weights"):
         ds_hf.initialize(model=model, config=host(8, optimizer={"type": "AdamW"}))
     quantize_layers(model, lambda name, module: EIGHT)
     with pytest.raises(ConfigError, match="is quantized already"):
