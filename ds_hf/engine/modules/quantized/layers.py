@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_hf.engine.modules.quantized.format import WeightFormat
-from ds_hf.engine.modules.quantized.stacks import Choose, QuantizedStacks
 from ds_hf.engine.zero.buffer import buffers_of, home_of, leave_home, unshard
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import DsHfError
@@ -102,7 +101,13 @@ class _Embedding(QuantizedWeight):
 
 def is_quantized(module: nn.Module) -> bool:
     """Whether its weight lies in blocks, or those of its experts do."""
-    return isinstance(module, QuantizedWeight | QuantizedStacks)
+    return isinstance(module, QuantizedWeight) or bool(_stacks_of(module))
+
+
+def _stacks_of(module: nn.Module) -> dict[str, Any]:
+    """``stacks.Stack`` of the parameters that have one; only models with experts load that file."""
+    found: dict[str, Any] = module.__dict__.get("_ds_stacks", {})
+    return found
 
 
 def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
@@ -112,13 +117,15 @@ def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
         if isinstance(module, QuantizedWeight):
             form, shape, dtype = module._ds_format, module._ds_shape, module._ds_dtype
             read[id(module._parameters["weight"])] = partial(form.unpack, shape=shape, dtype=dtype)
-        elif isinstance(module, QuantizedStacks):
-            read.update((id(module._parameters[name]), stack.values) for name, stack in module._ds_stacks.items())
+        read.update((id(module._parameters[name]), stack.values) for name, stack in _stacks_of(module).items())
 
     def readable(param: Tensor, value: Tensor) -> Tensor:
         return read[id(param)](value) if id(param) in read else value
 
     return readable
+
+
+Choose = Callable[[str, nn.Module], WeightFormat | None]
 
 
 @torch.no_grad()

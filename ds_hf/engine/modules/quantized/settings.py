@@ -10,8 +10,7 @@ from torch import nn
 
 from ds_hf.config.types import Config
 from ds_hf.engine.modules.quantized.format import WeightFormat, format_of
-from ds_hf.engine.modules.quantized.layers import is_quantized, quantize_layers
-from ds_hf.engine.modules.quantized.stacks import Choose, quantize_experts
+from ds_hf.engine.modules.quantized.layers import Choose, is_quantized, quantize_layers
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
@@ -71,7 +70,11 @@ def quantize_by_settings(settings: Config, model: nn.Module, *, trains: bool, dt
             _POINTER,
         )
     target = None if dtype is None else getattr(torch, dtype)
-    done = quantize_experts(model, _of_experts(choose, named), settings.expert_parallel, target) if trains else []
+    done = []
+    if trains:
+        from ds_hf.engine.modules.quantized.stacks import quantize_experts
+
+        done += quantize_experts(model, _of_experts(choose, named), settings.expert_parallel, target)
     done += quantize_layers(model, choose, target, frozen_only=trains or named is None)
     if not done and trains and named is not None and not any(map(is_quantized, model.modules())):
         asked = ", ".join(section.post_init_quant) or "quantized_initialization"

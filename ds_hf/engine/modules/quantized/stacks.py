@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.modules.quantized.format import WeightFormat
+from ds_hf.engine.modules.quantized.layers import Choose
 from ds_hf.engine.parallel.experts.compute import values_in_place
 from ds_hf.engine.parallel.experts.divide import compute_together
 from ds_hf.engine.parallel.experts.exchange import outside_graphs
@@ -34,9 +35,7 @@ from ds_hf.engine.zero.replicas import divide_over_experts, expert_processes
 from ds_hf.errors import ConfigError
 from ds_hf.log import warn_once
 
-__all__ = ["Choose", "QuantizedStacks", "quantize_experts"]
-
-Choose = Callable[[str, nn.Module], WeightFormat | None]
+__all__ = ["QuantizedStacks", "quantize_experts"]
 
 
 @dataclass(frozen=True)

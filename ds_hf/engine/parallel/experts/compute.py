@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_hf.engine.ops import rows
 from ds_hf.engine.parallel.experts.adapters import adapted, adapters_of, whole_delta
 
-__all__ = ["Stack", "compute_by_own", "compute_routes", "reads_blocks", "values_in_place"]
+__all__ = ["InFewBits", "compute_by_own", "compute_routes", "reads_blocks", "values_in_place"]
 
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 _multiply: Any = getattr(torch.nn.functional, "grouped_mm", None)
@@ -115,7 +115,7 @@ class _AddBias(torch.autograd.Function):
         return grad, found[:, 0].to(ctx.dtype), None, None
 
 
-class Stack(Protocol):
+class InFewBits(Protocol):
     """How a parameter is written that is no plain tensor of numbers: frozen experts in few bits."""
 
     dtype: torch.dtype
@@ -129,8 +129,8 @@ def reads_blocks(module: nn.Module) -> bool:
     return bool(module.__dict__.get("_ds_stacks"))
 
 
-def _stack(module: nn.Module, name: str) -> Stack | None:
-    found: Stack | None = module.__dict__.get("_ds_stacks", {}).get(name)
+def _stack(module: nn.Module, name: str) -> InFewBits | None:
+    found: InFewBits | None = module.__dict__.get("_ds_stacks", {}).get(name)
     return found
 
 
@@ -145,7 +145,7 @@ class _Packed(torch.autograd.Function):
     """The grouped product of a frozen weight that is read here, and again for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, stack: Stack, transposed: bool, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, packed: Tensor, stack: InFewBits, transposed: bool, ends: Tensor) -> Tensor:
         ctx.save_for_backward(packed, ends)
         ctx.stack, ctx.transposed = stack, transposed
         weight = stack.values(packed)
