@@ -148,6 +148,16 @@ class ExpertFiles:
                 if rank not in held[count_of(entry["ep_rank"]) % len(held)]:
                     raise ValueError(f"process {rank} has the experts of place {entry['ep_rank']} in {layer.prefix}")
 
+    def check_universal(self, state: Mapping[str, Any]) -> None:
+        """DeepSpeed's converter takes experts of its own layers for those of one process, and joins what is not one."""
+        counts, here = state.get("num_experts"), [len(numbers) for numbers in self._local.values()]
+        if here and isinstance(counts, list) and counts != here:
+            raise ValueError(
+                f"its layers have {counts} experts, and it has {here}: ds_to_universal cannot convert experts of "
+                "deepspeed.moe.layer.MoE that processes divide. Load the folder that it was made of, which needs no "
+                "conversion"
+            )
+
     def place(self, found: Found, held: Sequence[Mapping[str, Local]]) -> dict[str, list[str]]:
         """Put parameters of one group of experts into ``found``: ``held`` has what each process has of those that
         divide them, by the names there. What AutoEP stacks waits for ``finish``.

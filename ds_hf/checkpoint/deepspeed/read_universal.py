@@ -86,6 +86,7 @@ class _Reader:
         options = load_pickled(self.folder / STATES / OPTIMIZER_STATE)
         stage3 = options.get("optimizer_state_dict")
         shapes = self._shapes()
+        states.experts.check_universal(states.first)
         step = _step_of(stage3)
         names = sorted(entry.name for entry in os.scandir(self.folder / STATES) if entry.is_dir())
         called = {name: states.experts.model_name(name) for name in names}  # by AutoEP, and by the model

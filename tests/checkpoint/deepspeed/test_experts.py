@@ -193,6 +193,20 @@ def test_what_is_missing_or_contradicts_is_told(
         open_source(folder).check()
 
 
+def test_experts_of_own_layers_that_the_converter_joined_are_refused(written: Path, tmp_path: Path) -> None:
+    """It skips them, so that the first expert of each process has one folder: files as it leaves them."""
+    source = written / "own-stage1/saved"
+    content = load_pickled(source / "mp_rank_00_model_states.pt")
+    folder = tmp_path / "universal"
+    for name in (name for shapes in content["param_shapes"] for name in shapes):
+        (folder / "zero" / name).mkdir(parents=True)
+        torch.save({"param": torch.zeros(4)}, folder / "zero" / name / "fp32.pt")
+    torch.save({"param_groups": []}, folder / "zero/optimizer_state.pt")
+    shutil.copy(source / "mp_rank_00_model_states.pt", folder)
+    with pytest.raises(CheckpointError, match=r"have \[4, 2\] experts, and it has \[2, 1\].*needs no conversion"):
+        open_source(folder)
+
+
 def test_moments_without_names_are_left_out_where_shapes_do_not_tell(written: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(written / "own-stage0/saved", tmp_path / "saved"))
 

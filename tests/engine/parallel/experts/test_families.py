@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ds_hf
 from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.config.types.root import MeshShape
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.parallel.experts.divide import divide_experts
+from ds_hf.engine.zero.access import safe_get_full_grad
 from ds_hf.engine.zero.cut import cut_of
 from tests.helpers.distributed import run_distributed
-from tests.helpers.experts import FAMILIES, FEW, batches_of, build, loss_of, planned
+from tests.helpers.experts import FAMILIES, FEW, batches_of, build, loss_of, planned, section
 
 
 def farthest(kind: str, size: int) -> tuple[float, int]:
@@ -52,6 +54,46 @@ def check(kinds: tuple[str, ...], world: int, size: int, timeout: float) -> None
 def test_gradients_are_those_of_one_process(world: int, size: int) -> None:
     assert len(planned(FEW)) >= 4
     check(planned(FEW), world, size, 100)
+
+
+def farthest_at(kind: str, stage: int, size: int) -> float:
+    """As ``farthest``, of the gradients that an engine has averaged, in fp32, and divided as the stage says."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batches = batches_of(1, 1, world)[0]
+    alone = build(kind).double()
+    for each in batches:
+        (loss_of(alone, each) / world).backward()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+        "expert_parallel": section(size),
+    }
+    engine, *_ = ds_hf.initialize(model=build(kind).double(), config=config)
+    engine.backward(loss_of(engine, batches[rank]))
+    far = 0.0
+    for param, other in zip(engine.module.parameters(), alone.parameters(), strict=True):
+        grad, cut = safe_get_full_grad(param), cut_of(param)
+        if other.grad is None or not other.grad.any():
+            continue
+        assert grad is not None
+        wanted = other.grad if cut is None else cut.take(other.grad)
+        far = max(far, float((grad.view(wanted.shape) - wanted).abs().max() / other.grad.abs().max()))
+    engine.destroy()
+    return far
+
+
+def gradients_at(kinds: tuple[str, ...], size: int) -> dict[tuple[str, int], float]:
+    torch.set_num_threads(1)
+    return {(kind, stage): farthest_at(kind, stage, size) for kind in kinds for stage in range(4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 4)])
+def test_gradients_of_all_families_at_all_stages(world: int, size: int) -> None:
+    for found in run_distributed(gradients_at, world, FAMILIES, size, timeout=600):
+        assert len(found) == 4 * len(FAMILIES)
+        assert {cell: far for cell, far in found.items() if not far <= 1e-6} == {}
 
 
 @pytest.mark.slow
