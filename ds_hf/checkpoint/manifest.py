@@ -51,6 +51,16 @@ class Manifest:
     files: dict[str, int]
     extra: dict[str, Any]
 
+    def refuse_blocks(self, names: Iterable[str]) -> None:
+        """Raise ``CheckpointError`` where one of ``names`` is blocks of few bits, which only an engine reads."""
+        found = [name for name in names if name in (self.extra.get("blocks") or {})]
+        if found:
+            raise CheckpointError(
+                f"{self.folder}: {found[0]} and {len(found) - 1} more are blocks of 8 or 4 bits, and not weights: load "
+                "the checkpoint into an engine and call save_16bit_model(), or leave out what is frozen "
+                "(exclude_frozen_parameters)"
+            )
+
     def size_faults(self) -> Iterator[str]:
         """Files that are missing or have another size than when they were written."""
         for name, nbytes in self.files.items():

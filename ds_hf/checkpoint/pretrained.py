@@ -211,6 +211,7 @@ def export_source(
     if model_folder is not None:
         require_config(Path(model_folder))
     source.check()
+    source.manifest.refuse_blocks(source.manifest.parameters)
     weights = list(source.weights())
     specs = [Spec(w.name, w.shape, floating(dtype, w.dtype)) for w in weights]
     found = find_model_folder(source.folder) if model_folder is None else Path(model_folder)
@@ -235,6 +236,7 @@ def write_single(
         CheckpointError: the checkpoint is damaged.
     """
     source.check()
+    source.manifest.refuse_blocks(source.manifest.parameters)
     path = Path(path)
     weights = list(source.weights())
     if path.suffix == ".safetensors":

@@ -82,7 +82,9 @@ def _whole_state(
 ) -> dict[str, Any]:
     manifest, files = open_whole(checkpoint_dir, tag)
     state: dict[str, Any] = {}
-    for name, parameter in manifest.parameters.items():
+    parameters = manifest.parameters.items()
+    manifest.refuse_blocks(n for n, p in parameters if p.trainable or not exclude_frozen_parameters)
+    for name, parameter in parameters:
         if parameter.trainable or not exclude_frozen_parameters:
             state[name] = LazyTensor(files, parameter, dtype) if lazy_mode else files.value(parameter, dtype)
     for name, buffer in manifest.buffers.items():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ds_hf
+from ds_hf.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
 from ds_hf.engine.modules.quantized.format import WeightFormat
@@ -164,14 +165,25 @@ def loaded(folder: str, size: int, stage: int) -> Any:
     engine, *_ = ds_hf.initialize(model=model, config=config(size, stage, **FOUR))
     engine.load_checkpoint(folder, "saved")
     found: dict[str, Any] = {"whole": consolidated_state_dict(engine)}
+    bare = {name: value.clone() for name, value in model.state_dict().items()}
+    found["next"] = run(engine, steps=1, first=1)["losses"]
+    engine.destroy()
+    other = {"weight_quantization": {"post_init_quant": {"experts": {"num_bits": 4, "group_size": 128}}}}
+    engine, *_ = ds_hf.initialize(model=adapted(torch.float64, "qwen3_moe"), config=config(size, stage, **other))
+    with pytest.raises(CheckpointError, match=r"'group_size': 64.*and here it is in blocks of.*'group_size': 128"):
+        engine.load_checkpoint(folder, "saved")
     if size == 1 and stage < 3:
-        found["bare"] = {name: value.clone() for name, value in model.state_dict().items()}
-    return {**found, "next": run(engine, steps=1, first=1)["losses"]}
+        found["bare"] = bare
+    return found
 
 
 def test_any_division_loads_what_any_other_saved(tmp_path: Path) -> None:
     wanted = run_distributed(saved, 2, str(tmp_path), timeout=100)
     values = dict(rounded("qwen3_moe").named_parameters())
+    with pytest.raises(CheckpointError, match=r"blocks of 8 or 4 bits, and not weights"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path, "saved")
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "saved", exclude_frozen_parameters=True)
+    assert any("experts.base_layer.lora_B.default" in name for name in trained)
     for size, stage in ((1, 1), (2, 2)):
         found = run_distributed(loaded, 2, str(tmp_path), size, stage, timeout=100)
         for one, other in zip(found, wanted, strict=True):

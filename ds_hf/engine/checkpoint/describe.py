@@ -12,9 +12,17 @@ import torch
 
 from ds_hf.checkpoint.format import FORMAT, VERSION
 from ds_hf.config.types.root import AXES
-from ds_hf.engine.checkpoint.live import Checkpointable, flat_buffers, loose_parameters, names_of, world_of
+from ds_hf.engine.checkpoint.live import (
+    Checkpointable,
+    flat_buffers,
+    loose_parameters,
+    names_of,
+    parameter_name,
+    world_of,
+)
+from ds_hf.engine.modules.quantized.layers import formats_of_blocks
 
-__all__ = ["counters", "describe", "mesh_sizes"]
+__all__ = ["counters", "describe", "formats_by_name", "mesh_sizes"]
 
 Json = dict[str, Any]
 
@@ -35,6 +43,7 @@ def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
         "optimizer": _optimizer(engine),
         "groups": _given_groups(engine),
         "parameters": [*order, *loose_parameters(engine)],
+        **({"blocks": blocks} if (blocks := formats_by_name(engine)) else {}),
     }
 
 
@@ -59,6 +68,12 @@ def _optimizer(engine: Checkpointable) -> dict[str, Any] | None:
     if engine.optimizer is None:
         return None
     return {"class": type(engine.optimizer.optimizer).__name__, "whole": engine.optimizer.whole}
+
+
+def formats_by_name(engine: Checkpointable) -> dict[str, list[Any]]:
+    """How the weights are written that lie in blocks of few bits."""
+    formats = formats_of_blocks(engine.module)
+    return {parameter_name(engine, param): form for param, form in formats}
 
 
 def _given_groups(engine: Checkpointable) -> list[list[str]] | None:

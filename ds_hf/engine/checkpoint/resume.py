@@ -21,7 +21,7 @@ from ds_hf.checkpoint.manifest import Manifest
 from ds_hf.checkpoint.source import CheckpointKind, Source
 from ds_hf.checkpoint.trust.pickled import read_pickled
 from ds_hf.engine.checkpoint.agreement import collect
-from ds_hf.engine.checkpoint.describe import mesh_sizes
+from ds_hf.engine.checkpoint.describe import formats_by_name, mesh_sizes
 from ds_hf.engine.checkpoint.holders import Holders
 from ds_hf.engine.checkpoint.live import (
     Checkpointable,
@@ -270,6 +270,7 @@ def check_fit(
     if lenient_names:
         return fit
     _check_shapes(manifest, shapes, {name: tuple(b.shape) for name, b in buffers.items()}, fit)
+    _check_blocks(engine, manifest, fit)
     left_out = manifest.excluded & {*frozen, *buffers}
     missing = [n for n, place in places.items() if place is None and n not in left_out]
     known = {*places, *further, *holders.own}
@@ -281,6 +282,26 @@ def check_fit(
     unexpected = [n for n in saved if n not in known and n not in used]
     _report(manifest, missing, unexpected, strict, holders.rank)
     return fit
+
+
+def _check_blocks(engine: Checkpointable, manifest: Manifest, fit: Fit) -> None:
+    """Bytes of another format may have the same shape."""
+    saved, live = manifest.extra.get("blocks"), formats_by_name(engine)
+    if not isinstance(saved, dict):
+        return
+    for name, parameter in fit.parameters.items():
+        before, now = saved.get(parameter.name), live.get(name)
+        if before != now:
+            said = [
+                dict(zip(_FORM, each, strict=False)) if isinstance(each, list) else "none" for each in (before, now)
+            ]
+            raise CheckpointError(
+                f"{manifest.folder} does not fit the model: {name} was saved in blocks of {said[0]}, and here it is in "
+                f"blocks of {said[1]}: give the same weight_quantization"
+            )
+
+
+_FORM = ("num_bits", "group_size", "symmetric", "group_dim")
 
 
 def model_shapes(engine: Checkpointable) -> tuple[dict[str, tuple[int, ...]], set[str]]:

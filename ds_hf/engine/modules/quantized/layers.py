@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,14 @@ from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import DsHfError
 from ds_hf.log import log_once, warn_once
 
-__all__ = ["QuantizedWeight", "is_quantized", "quantize_layers", "tied_weights", "values_of_blocks"]
+__all__ = [
+    "QuantizedWeight",
+    "formats_of_blocks",
+    "is_quantized",
+    "quantize_layers",
+    "tied_weights",
+    "values_of_blocks",
+]
 
 
 class QuantizedWeight(nn.Module):
@@ -123,6 +131,21 @@ def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
         return read[id(param)](value) if id(param) in read else value
 
     return readable
+
+
+def formats_of_blocks(model: nn.Module) -> list[tuple[nn.Parameter, list[Any]]]:
+    """The parameters of ``model`` that are blocks, and the fields of their formats."""
+    found = []
+    for module in model.modules():
+        forms = {name: stack.form for name, stack in _stacks_of(module).items()}
+        if isinstance(module, QuantizedWeight):
+            forms["weight"] = module._ds_format
+        found += [
+            (param, list(astuple(form)))
+            for name, form in forms.items()
+            if (param := module._parameters[name]) is not None
+        ]
+    return found
 
 
 Choose = Callable[[str, nn.Module], WeightFormat | None]
