@@ -9,7 +9,8 @@ Qwen3-30B-A3B, OLMoE-1B-7B and gpt-oss-20b, cut in depth to what fits. *ds_hf+ep
 *ds_hf+local* over none and computes them as divided ones are (``autoep_size`` 1), *ds_hf* leaves them to transformers;
 *deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use today,
 *deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it. *floor* is forward and backward
-of the bf16 model alone.
+of the bf16 model alone. ``--lora R`` trains adapters of rank R on attention and on the experts' stacked weights, which
+*ds_hf* leaves to PEFT; with ``--base-bits 4`` the experts under *+local* and *+ep* rest in 4 bits.
 
 ``--part products``: on one GPU, forward and backward of one layer's experts as the model has them and as
 ``exchange.py`` leaves them to each process, against the grouped products alone (six of them).
@@ -64,9 +65,22 @@ def make_model(args: argparse.Namespace, dtype: torch.dtype) -> nn.Module:
             )
     finally:
         torch.set_default_dtype(before)
+    if args.lora:
+        model = adapted(model, args.lora)
     if args.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     return model.train()
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """With PEFT's LoRA of attention and of the experts' stacked weights."""
+    from peft import LoraConfig, get_peft_model
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=experts)
+    found: nn.Module = get_peft_model(model, lora, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+    found.enable_input_require_grads()  # type: ignore[operator]
+    return found
 
 
 def with_config(base: type[training.Contender], **more: Any) -> type[training.Contender]:
@@ -117,14 +131,17 @@ def experts_section(args: argparse.Namespace) -> dict[str, Any]:
     return {"enabled": True, "autoep_size": args.ep or dist.get_world_size()}
 
 
+def few_bits(args: argparse.Namespace) -> dict[str, Any]:
+    return {"post_init_quant": {"experts": {"num_bits": args.base_bits}}} if args.base_bits else {}
+
+
+LOCAL = {"expert_parallel": {"enabled": True, "autoep_size": 1}, "weight_quantization": few_bits}
 ENGINES: dict[str, type[training.Contender]] = {
     "ds_hf": training.DsHf,
-    "ds_hf+local": with_config(training.DsHf, expert_parallel={"enabled": True, "autoep_size": 1}),
-    "ds_hf+ep": with_config(training.DsHf, expert_parallel=experts_section),
+    "ds_hf+local": with_config(training.DsHf, **LOCAL),
+    "ds_hf+ep": with_config(training.DsHf, expert_parallel=experts_section, weight_quantization=few_bits),
     "ds_hf2": with_config(training.DsHf, zero_optimization={"stage": 2}),
-    "ds_hf2+local": with_config(
-        training.DsHf, expert_parallel={"enabled": True, "autoep_size": 1}, zero_optimization={"stage": 2}
-    ),
+    "ds_hf2+local": with_config(training.DsHf, **LOCAL, zero_optimization={"stage": 2}),
     "ds_hf2+ep": with_config(training.DsHf, expert_parallel=experts_section, zero_optimization={"stage": 2}),
     "deepspeed-leaf": DeepSpeedLeaf,
     "deepspeed2": with_config(training.DeepSpeed, zero_optimization={"stage": 2}),
@@ -219,6 +236,8 @@ def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--layers", type=int, default=2)
     own.add_argument("--ep", type=int, default=0, help="processes that divide experts, 0 for all")
+    own.add_argument("--lora", type=int, default=0, help="rank of adapters, of attention and experts; 0 for none")
+    own.add_argument("--base-bits", type=int, choices=(4, 8), help="with --lora: of the experts under the adapters")
     own.add_argument("--part", choices=("steps", "products"), default="steps")
     own.add_argument("--profile", action="store_true", help="with --part products: the kernels")
     given, rest = own.parse_known_args()
@@ -226,6 +245,7 @@ def main() -> None:
     training.MODELS = {name: (0, 0, 0, 0, 0, shape["vocab_size"]) for name, shape in SHAPES.items()}
     sys.argv = [sys.argv[0], *rest]
     parse, asked = training.parse, [*sys.argv[1:], f"--layers={given.layers}", f"--ep={given.ep}"]
+    asked += [f"--lora={given.lora}", f"--base-bits={given.base_bits}"] if given.lora else []
     if "--model" not in rest:
         sys.argv += ["--model", "tiny"]
 

@@ -56,6 +56,46 @@ def test_the_trainer_logs_the_numbers_of_whole_experts(stage: int, tmp_path: Pat
     assert again["rows"][-1]["loss"] == divided["rows"][-1]["loss"]
 
 
+def adapted(folder: str, stage: int, size: int, resume: bool, bits: int | None) -> list[dict[str, Any]]:
+    """LoRA of attention and of the experts, which rest in blocks."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    targets = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    model = get_peft_model(mixture(), LoraConfig(r=4, target_modules=["q_proj"], target_parameters=targets))
+    more: dict[str, Any] = {"expert_parallel": {"enabled": True, "autoep_size": size}}
+    if bits is not None:
+        more["weight_quantization"] = {"post_init_quant": {"experts": {"num_bits": bits}}}
+    trainer = make_trainer(
+        folder, config(stage, **more), trainer_arguments={"model": model}, save_strategy="steps", save_steps=2
+    )
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+    trainer.save_model(f"{folder}/model")
+    return history(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "bits"), [(3, 4), (1, None)])
+def test_the_trainer_saves_whole_adapters_of_divided_experts(stage: int, bits: int | None, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    whole, divided = (
+        run_user_code(adapted, str(tmp_path / str(size)), stage, size, False, bits, world_size=2)[0] for size in (1, 2)
+    )
+    for one, other in zip(divided, whole, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    first, second = (load_file(tmp_path / str(size) / "model" / "adapter_model.safetensors") for size in (1, 2))
+    assert first.keys() == second.keys()
+    assert len([name for name in first if ".experts." in name]) == 8
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=1e-4, atol=1e-5)
+    for size in (1, 2):  # resumed by this size and, from its files, by the other
+        (tmp_path / f"from-{size}").symlink_to(tmp_path / str(size))
+        again = run_user_code(adapted, str(tmp_path / f"from-{size}"), stage, 3 - size, True, bits, world_size=2)[0]
+        assert again[-1]["loss"] == pytest.approx(whole[-1]["loss"], rel=1e-5)
+
+
 def exported(folder: str, stage: int) -> None:
     start_afresh()
     content = {

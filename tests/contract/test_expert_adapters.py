@@ -124,7 +124,7 @@ def switching(size: int, stage: int, recomputes: bool) -> Any:
     losses, norms = [], []
     for step, batches in enumerate(batches_of(STEPS, 1, dist.get_world_size())):
         switched(model, step)
-        ids = batches[dist.get_rank()]
+        ids = batches[dist.get_rank()].to(engine.device)
         with torch.no_grad():
             before = loss_of(engine, ids)
             with model.disable_adapter():

@@ -124,7 +124,7 @@ def narrow(size: int, stage: int, compile: str | bool) -> Any:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss_of(engine, batches_of(1, 1, 1)[0][0])
+        loss_of(engine, batches_of(1, 1, 1)[0][0].to(engine.device))
     engine.destroy()
     return {"losses": losses, "resting": resting, "kept": max(kept)}
 

@@ -11,6 +11,8 @@ import torch
 
 import ds_hf
 from ds_hf.engine.comm import peers
+from tests.contract import test_expert_adapters as lora
+from tests.contract import test_expert_blocks as blocks
 from tests.contract import test_expert_parallel as contract
 from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import build
@@ -20,7 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 @pytest.fixture(autouse=True)
 def _over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "run_distributed", functools.partial(run_distributed, backend="nccl"))
+    for module in (contract, lora, blocks):
+        monkeypatch.setattr(module, "run_distributed", functools.partial(run_distributed, backend="nccl"))
     contract.reference.cache_clear()
 
 
@@ -65,3 +68,14 @@ def test_experts_without_a_token(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_adapters(stage: int, tmp_path: Path) -> None:
     contract.test_adapters_on_frozen_experts_are_saved_and_loaded(stage, tmp_path)
+
+
+def test_adapters_of_experts() -> None:
+    lora.test_stages_train_as_peft_does(2, 2, torch.float64, [(1, 1), (3, 2)], "qwen3_moe")
+    lora.test_adapters_are_switched_while_training(2, 3, True)
+
+
+def test_experts_in_blocks() -> None:
+    blocks.test_stages_train_as_peft_does_on_rounded_weights(2, "mixtral", [(2, 1, 2), (1, 3, 1)])
+    for size, stage, compile in ((1, 3, False), (2, 2, "blocks")):
+        blocks.test_what_rests_and_what_is_kept(size, stage, compile)
