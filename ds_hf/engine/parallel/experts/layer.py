@@ -116,6 +116,11 @@ def unfit(layer: ExpertLayer) -> Iterator[Fault]:
         elif whole_shape(module, key)[0] != layer.count:
             message = f"{name}.{key} has {whole_shape(module, key)[0]} experts, and {layer.params[0]} {layer.count}"
             yield Fault(POINTER, message)
+    if type(module).forward is nn.Module.forward:
+        message = f"{name}, a {type(module).__name__}, has no forward: its block takes the weights and computes itself"
+        fix = "call the experts as a module, with (hidden states, indices, weights), as transformers does"
+        yield Fault(POINTER, message, fix)
+        return
     taken = [
         each
         for each in inspect.signature(type(module).forward).parameters.values()

@@ -106,6 +106,16 @@ def test_what_was_found_is_said() -> None:
     assert "moe_layer_pattern" in line
 
 
+def test_experts_that_are_weights_alone_are_refused() -> None:
+    """As in DeepSpeed's own tests of AutoEP, whose blocks loop over the weights."""
+    model = Own()
+    held = nn.Module()
+    held.up = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
+    model.blocks[0].experts = held  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"blocks.0.experts, a Module, has no forward"):
+        plan_experts(model, keys(), 2)
+
+
 def test_experts_that_two_blocks_call_are_one_layer() -> None:
     model = Own()
     model.blocks[1].experts = model.blocks[0].experts
