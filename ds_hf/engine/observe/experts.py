@@ -55,6 +55,7 @@ class Balance(Observer):
         self.counts = torch.zeros(len(layers), most + 1, dtype=torch.int64, device=engine.device)
         self.top = [1] * len(layers)
         self._steps = 0
+        self._called = set[int]()
         self._hooks = [
             layer.module.register_forward_pre_hook(self._counter(index), with_kwargs=True)
             for index, layer in enumerate(layers)
@@ -66,6 +67,7 @@ class Balance(Observer):
             if not (isinstance(chosen, Tensor) and module.training and torch.is_grad_enabled()):
                 return
             self.top[index] = chosen.shape[-1]
+            self._called.add(index)
             flat = chosen.reshape(-1).long().clamp(0, self.counts.shape[1] - 1)
             self.counts[index].scatter_add_(0, flat, torch.ones_like(flat))
 
@@ -74,8 +76,21 @@ class Balance(Observer):
     def after_step(self, engine: Any) -> None:
         """Every ``STEPS`` steps, at the same moment on all processes: an outcome is known to each when it asks."""
         self._steps += 1
+        if self._steps == 1 and self.engine.mesh.shape.expert > 1:
+            self._tell_uncalled()
         if self._steps % STEPS == 0:
             self.tell()
+
+    def _tell_uncalled(self) -> None:
+        """A block that takes weights of its experts and computes by itself has those of this process alone."""
+        names = [layer.name for index, layer in enumerate(self.layers) if index not in self._called]
+        if names:
+            warn_once(
+                f"no token came to {names[0]} and {len(names) - 1} other layers of divided experts in the first step. "
+                "If a block reads the weights of its experts and does not call them, each process computes with its "
+                'part of them: set "autoep_size": 1, or call them with (hidden states, indices, weights)',
+                about="experts that are not called",
+            )
 
     def tell(self) -> None:
         """Write events, and warn of routers that have collapsed. Collective."""

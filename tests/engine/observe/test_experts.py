@@ -14,6 +14,7 @@ import ds_hf
 from ds_hf.engine.observe import experts as balance
 from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of, section
+from tests.helpers.logs import Lines
 
 
 def train(folder: str, size: int, collapsed: bool) -> tuple[list[list[int]], list[str]]:
@@ -66,3 +67,24 @@ def test_a_router_that_has_collapsed_is_told(tmp_path: Path) -> None:
     assert len(first[1]) == 2  # one a layer
     assert "sends 100% of all tokens to expert 0, and 25% would be even" in first[1][0]
     assert second[1] == []
+
+
+def uncalled() -> list[str]:
+    """The second block does not call its experts."""
+    logging.getLogger("ds_hf").addHandler(lines := Lines())
+    model: Any = build("mixtral")
+    model.model.layers[1].mlp.forward = lambda hidden: hidden
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "expert_parallel": section(2)}
+    engine, *_ = ds_hf.initialize(model=model, config=config)
+    for batches in batches_of(2, 1, 2):
+        engine.backward(loss_of(engine, batches[engine.axis.rank]))
+        engine.step()
+    engine.destroy()
+    return [text for text in lines.texts if "no token came to" in text]
+
+
+def test_experts_that_are_not_called_are_told() -> None:
+    first, second = run_distributed(uncalled, 2, timeout=60)
+    assert len(first) == 1
+    assert first[0].startswith("no token came to model.layers.1.mlp.experts and 0 other layers")
+    assert second == []
