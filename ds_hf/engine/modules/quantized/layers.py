@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_hf.engine.modules.quantized.format import WeightFormat
+from ds_hf.engine.parallel.tensor.gathered import Divided
 from ds_hf.engine.zero.buffer import buffers_of, home_of, leave_home, unshard
+from ds_hf.engine.zero.cut import Cut, cut_of, part_of_stack, set_cut
 from ds_hf.engine.zero.packed import is_packed
+from ds_hf.engine.zero.replicas import divide_over_experts, expert_processes
 from ds_hf.errors import DsHfError
 from ds_hf.log import log_once, warn_once
 
@@ -27,6 +30,7 @@ __all__ = [
     "QuantizedWeight",
     "formats_of_blocks",
     "is_quantized",
+    "keep_place",
     "quantize_layers",
     "tied_weights",
     "values_of_blocks",
@@ -123,14 +127,25 @@ def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     read: dict[int, Callable[[Tensor], Tensor]] = {}
     for module in model.modules():
         if isinstance(module, QuantizedWeight):
-            form, shape, dtype = module._ds_format, module._ds_shape, module._ds_dtype
-            read[id(module._parameters["weight"])] = partial(form.unpack, shape=shape, dtype=dtype)
+            read[id(module._parameters["weight"])] = partial(_whole_values, module)
         read.update((id(module._parameters[name]), stack.values) for name, stack in _stacks_of(module).items())
 
     def readable(param: Tensor, value: Tensor) -> Tensor:
         return read[id(param)](value) if id(param) in read else value
 
     return readable
+
+
+def _whole_values(layer: QuantizedWeight, packed: Tensor) -> Tensor:
+    """What blocks stand for: those of the layer, of more rows, or the parts of all processes (``keep_place``)."""
+    form, shape, dtype = layer._ds_format, layer._ds_shape, layer._ds_dtype
+    if packed.dim() == 2:
+        return form.unpack(packed, shape, dtype)
+    cuts: Any = layer._parameters["weight"]._ds_values_cuts  # type: ignore[union-attr]
+    whole = torch.empty(cuts[0].whole, dtype=dtype, device=packed.device)
+    for cut, part in zip(cuts, packed, strict=True):
+        cut.put(whole, form.unpack(part.contiguous(), shape, dtype))
+    return whole
 
 
 def formats_of_blocks(model: nn.Module) -> list[tuple[nn.Parameter, list[Any]]]:
@@ -192,12 +207,37 @@ def quantize_layers(
         if home_of(param) is not None:
             leave_home(param)
         _become(module, form, shape, own, packed)
+        cut = cut_of(param)
+        keep_place(param, module._parameters["weight"], cut is not None and cut.dim == 1 - form.dim)
         done.append(name)
     _refuse_merging(model)
     stacked = sum(p.numel() for p in model.parameters() if p.dim() == 3 and not is_packed(p))
     if done and stacked:
         log_once(f"weights stacked in three dimensions (experts) stay as they are: {stacked} elements")
     return done
+
+
+def keep_place(param: nn.Parameter, packed: Any, by_rows: bool) -> None:
+    """Let the blocks of ``param`` be divided over the processes over which it was.
+
+    Args:
+        by_rows: it was cut along the rows of ``packed``; else each process has a part of every row, with blocks of its
+            own, and the parts are slices of a stack.
+    """
+    if (size := expert_processes(param)) > 1:
+        divide_over_experts(packed, size)
+    cut, divided = cut_of(param), getattr(param, "_ds_divided", None)
+    if cut is None or divided is None:
+        return
+    axis, local = divided.axis, packed.shape
+    if by_rows:
+        whole = torch.Size([cut.whole[cut.dim], *local[1:]])
+        cuts = [Cut(0, each.ranges, whole) for each in divided.cuts]
+    else:
+        cuts = [part_of_stack(local, rank, axis.world_size) for rank in range(axis.world_size)]
+        packed._ds_values_cuts = divided.cuts
+    set_cut(packed, cuts[axis.rank])
+    packed._ds_divided = Divided(axis, cuts)
 
 
 def _refuse_merging(model: nn.Module) -> None:

@@ -20,18 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.modules.quantized.format import WeightFormat
-from ds_hf.engine.modules.quantized.layers import Choose
+from ds_hf.engine.modules.quantized.layers import Choose, keep_place
 from ds_hf.engine.parallel.experts.compute import values_in_place
 from ds_hf.engine.parallel.experts.divide import compute_together
 from ds_hf.engine.parallel.experts.exchange import outside_graphs
 from ds_hf.engine.parallel.experts.layer import ExpertLayer, why_by_own
 from ds_hf.engine.parallel.experts.plan import find_experts
-from ds_hf.engine.parallel.tensor.gathered import Divided
 from ds_hf.engine.parallel.tensor.styles import change_own_class
 from ds_hf.engine.zero.buffer import buffers_of, home_of, leave_home, logical_shape, unshard
-from ds_hf.engine.zero.cut import Cut, cut_of, set_cut, whole_shape
+from ds_hf.engine.zero.cut import cut_of, whole_shape
 from ds_hf.engine.zero.packed import is_packed
-from ds_hf.engine.zero.replicas import divide_over_experts, expert_processes
 from ds_hf.errors import ConfigError
 from ds_hf.log import warn_once
 
@@ -177,13 +175,7 @@ def quantize_stack(module: nn.Module, key: str, form: WeightFormat, dtype: torch
         packed = nn.Parameter(stack.pack(param.data), requires_grad=False)
     if home_of(param) is not None:
         leave_home(param)
-    if cut is not None:
-        whole = torch.Size([cut.whole[0], *packed.shape[1:]])
-        set_cut(packed, Cut(0, cut.ranges, whole))
-        divided: Divided = param._ds_divided  # type: ignore[attr-defined]
-        parts = [Cut(0, each.ranges, whole) for each in divided.cuts]
-        packed._ds_divided = Divided(divided.axis, parts)  # type: ignore[attr-defined]
-        divide_over_experts(packed, expert_processes(param))
+    keep_place(param, packed, by_rows=True)
     module._parameters[key] = packed
     stacks = {**module.__dict__.get("_ds_stacks", {}), key: stack}
     module.__dict__["_ds_stacks"] = stacks

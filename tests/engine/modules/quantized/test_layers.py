@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ds_hf
+from ds_hf.engine.checkpoint.consolidate import consolidated_state_dict
 from ds_hf.engine.modules.quantized.format import WeightFormat
 from ds_hf.engine.modules.quantized.layers import is_quantized, quantize_layers
 from ds_hf.errors import ConfigError, DsHfError
@@ -173,6 +174,44 @@ def test_adapters_train_on_a_quantized_base(tmp_path: Any) -> None:
     assert found[0][0] == pytest.approx(first, rel=0.1)
     assert found[0][-1] < found[0][0]
     assert found[0][-1] == pytest.approx(last, rel=0.2)
+
+
+def divided(folder: str) -> list[Any]:
+    """Layers cut over two processes under a head that trains; saved at one stage and loaded at another."""
+    found: list[Any] = []
+    for stage in (1, 3):
+        model = small_model("llama").train().requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+        settings = {
+            "train_micro_batch_size_per_gpu": 3,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "tensor_parallel": {"autotp_size": 2},
+            "zero_optimization": {"stage": stage, "zero_quantized_nontrainable_weights": True},
+        }
+        engine, *_ = ds_hf.initialize(model=model, config=settings)
+        if found:
+            engine.load_checkpoint(folder, "one")
+        loss = engine(**left_padded(), labels=left_padded()["input_ids"]).loss
+        if not found:
+            engine.save_checkpoint(folder, "one")
+        whole = consolidated_state_dict(engine)
+        named = {name: value.clone() for name, value in engine.named_weights()}
+        found.append([loss.item(), whole, named])
+        engine.destroy()
+    return found
+
+
+def test_blocks_of_layers_that_are_cut(tmp_path: Any) -> None:
+    exact = dict(small_model("llama").named_parameters())
+    first, second = run_distributed(divided, 2, str(tmp_path), timeout=120)
+    for stage in (0, 1):
+        loss, whole, named = first[stage]
+        assert loss == first[0][0] == second[stage][0]
+        for name, param in exact.items():
+            assert whole[name].shape == param.shape
+            assert torch.equal(whole[name], named[name])
+            assert torch.equal(whole[name], second[stage][2][name])
+            assert (whole[name] - param).norm() <= 0.01 * param.norm(), name
 
 
 def test_what_cannot_be() -> None:
