@@ -351,17 +351,23 @@ class Engine(SettingsNames, StatesNames, GenerationNames):
     save_fp16_model = save_16bit_model
 
     def export_pretrained(
-        self, save_dir: str | Path, *, dtype: torch.dtype | None = None, max_shard_size: str | int | None = "5GB"
+        self,
+        save_dir: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: str | int | None = "5GB",
+        merged: bool = False,
     ) -> None:
         """Write sharded safetensors and the model's configuration for ``from_pretrained``, at every stage. Collective.
 
-        At most one unit is gathered at a time. ``dtype`` is that of the weights, by default the model's.
+        At most one unit is gathered at a time. ``dtype`` is that of the weights, by default the model's. ``merged``:
+        PEFT's active adapters are added to their weights, and the names are those of the model without them.
 
         Raises:
-            CheckpointError: on every rank, when it could not be written.
+            CheckpointError: on every rank, when it could not be written, or adapters cannot be merged.
         """
         self._require_alive()
-        export_engine(self, save_dir, dtype=dtype, max_shard_size=max_shard_size)
+        export_engine(self, save_dir, dtype=dtype, max_shard_size=max_shard_size, merged=merged)
 
     @property
     def is_compiled(self) -> bool:

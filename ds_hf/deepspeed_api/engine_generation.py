@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from ds_hf.engine.checkpoint.merging import in_buckets
 from ds_hf.engine.checkpoint.weights import named_weights
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.modules.generation import Generation, generation_for
@@ -62,7 +63,17 @@ class GenerationNames(CoreEngine):
         with self.generating.session(keep):
             yield self
 
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    @overload
+    def named_weights(
+        self, dtype: torch.dtype | None = ..., *, merged: bool = ..., bucket_bytes: None = ...
+    ) -> Iterator[tuple[str, Tensor]]: ...
+    @overload
+    def named_weights(
+        self, dtype: torch.dtype | None = ..., *, merged: bool = ..., bucket_bytes: int
+    ) -> Iterator[list[tuple[str, Tensor]]]: ...
+    def named_weights(
+        self, dtype: torch.dtype | None = None, *, merged: bool = False, bucket_bytes: int | None = None
+    ) -> Iterator[Any]:
         """Whole weights on every rank, unit by unit, under the model's names, tied ones under each of theirs: to load
         into vLLM or another engine. Collective: all ranks run through it, to the end.
 
@@ -71,13 +82,21 @@ class GenerationNames(CoreEngine):
 
         Args:
             dtype: of floating-point weights; default what each has in the model.
+            merged: under the names that the model has without PEFT, adapters that are active added to their weights
+                (in ``dtype``), the others left out. The model itself stays as it is.
+            bucket_bytes: lists of pairs in place of single ones, each list of at most so many bytes (or of one tensor
+                that is larger) and of memory of its own.
 
         Raises:
             DsHfError: the weights are in host memory (``offload_states``).
+            CheckpointError: ``merged``, and an adapter cannot be a part of its weight.
         """
         self._require_weights()
         self._finish_update()
-        return named_weights(self, dtype)
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes is {bucket_bytes}: give the bytes that a list may have")
+        weights = named_weights(self, dtype, merged=merged)
+        return weights if bucket_bytes is None else in_buckets(weights, bucket_bytes)
 
     def release_generation(self) -> None:
         """Give back what generation keeps between calls: caches, graphs, memory of whole weights."""

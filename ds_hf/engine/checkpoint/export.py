@@ -6,6 +6,7 @@ names of tied weights are left out, as ``save_pretrained`` does: ``from_pretrain
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from ds_hf.engine.checkpoint.agreement import together
 from ds_hf.engine.checkpoint.holders import whole_value
 from ds_hf.engine.checkpoint.live import (
     Checkpointable,
+    aliases,
     flat_buffers,
     loose_parameters,
     module_buffers,
     names_of,
     world_of,
 )
-from ds_hf.engine.checkpoint.weights import find_whole, values_of
+from ds_hf.engine.checkpoint.merging import Merging
+from ds_hf.engine.checkpoint.weights import find_whole, named_weights, values_of
 from ds_hf.engine.modules.quantized.layers import is_quantized
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.engine.zero.cut import whole_shape
@@ -41,16 +44,19 @@ def export_engine(
     dtype: torch.dtype | None = None,
     max_shard_size: str | int | None = "5GB",
     model_folder: str | Path | None = None,
+    merged: bool = False,
 ) -> None:
     """Write the weights of a live engine; at most one unit is gathered beside what training holds. All ranks call it.
 
     Args:
         dtype: of floating-point weights; default what each has in the model.
+        merged: as they are without PEFT's adapters, the active ones added to their weights.
         model_folder: as for ``export_source``; default the model's own configuration, if it has one.
 
     Raises:
-        CheckpointError: on every rank, when writing failed on rank 0.
+        CheckpointError: on every rank, when writing failed on rank 0, or adapters cannot be merged.
     """
+    merging = _merging(engine, folder) if merged else None
     if any(is_quantized(module) for module in engine.module.modules()):
         raise CheckpointError(
             f"writing {folder}: weights are kept in 8 or 4 bits; save_16bit_model() writes what they stand for"
@@ -60,6 +66,8 @@ def export_engine(
     first = holders.rank == 0
     specs = [spec for spec in _engine_specs(engine, dtype) if spec.name not in holders.own]
     specs += [Spec(each.name, each.shape, floating(dtype, each.dtype)) for each in stages.remote]
+    if merging is not None:
+        specs = [replace(spec, name=name) for spec in specs if (name := merging.name_of(spec.name)) is not None]
     writer: ShardedWriter | None = None
 
     def fill(place: Path) -> None:
@@ -81,11 +89,16 @@ def export_engine(
             except Exception as error:  # everything: raised below, on every rank
                 problem.append(error)
 
-    for buffer in flat_buffers(engine) if stages.here else ():
+    if merging is not None:
+        named = {spec.name for spec in specs}
+        for name, value in named_weights(engine, dtype, merged=True):
+            write(name, value if name in named else None)
+    for buffer in flat_buffers(engine) if stages.here and merging is None else ():
         with torch.no_grad(), unshard([buffer] if buffer.sharded else []):
             for name, param in zip(names_of(engine, buffer), buffer.owners, strict=True):
                 put(name, param)
-    rest = {**loose_parameters(engine), **module_buffers(engine.module)[0]} if stages.here else {}
+    loose = stages.here and merging is None
+    rest = {**loose_parameters(engine), **module_buffers(engine.module)[0]} if loose else {}
     for name, value in rest.items():
         if name not in holders.own:
             put(name, value)
@@ -97,6 +110,18 @@ def export_engine(
             writer.__exit__(type(error) if error else None, error, None)
             if error is not None:
                 raise CheckpointError(f"writing {target} failed: {error}") from error
+
+
+def _merging(engine: Checkpointable, folder: str | Path) -> Merging:
+    merging = Merging(engine.module)
+    tied = next((name for name in aliases(engine) if merging.changes(name)), None)
+    if tied is not None or engine.mesh.shape.pipe > 1:
+        what = "the stages of a pipeline" if tied is None else f"{tied}, which is tied to {aliases(engine)[tied]}"
+        raise CheckpointError(
+            f"writing {folder}: adapters of {what} cannot be merged in a file; engine.named_weights(merged=True) gives "
+            "tied weights one by one"
+        )
+    return merging
 
 
 def _engine_specs(engine: Checkpointable, dtype: torch.dtype | None) -> list[Spec]:

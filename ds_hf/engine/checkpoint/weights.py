@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from ds_hf.engine.checkpoint.live import (
     names_of,
     world_of,
 )
+from ds_hf.engine.checkpoint.merging import Merging
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.comm.mesh import Axis, compute_device
 from ds_hf.engine.modules.quantized.layers import values_of_blocks
@@ -142,7 +143,9 @@ def values_of(
 # -- by name, one unit at a time: what another program loads (vLLM) ----------------------------------------------------
 
 
-def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    engine: Checkpointable, dtype: torch.dtype | None = None, *, merged: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers of this rank's layers, whole, by every name that the model has for them.
 
     All ranks run through it together. A flat buffer is gathered in one collective, and in another where tensor
@@ -150,9 +153,10 @@ def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> I
 
     Args:
         dtype: of floating-point weights; default what each has in the model.
+        merged: as they are without PEFT's adapters, the active ones added to their weights.
 
     Raises:
-        CheckpointError: processes have modules that others do not have, which are not sent.
+        CheckpointError: processes have modules that others do not have, which are not sent; or see ``Merging``.
     """
     axis = engine.mesh.axis("tensor") if engine.mesh.shape.tensor > 1 else None
     holders = find_holders(engine)
@@ -167,34 +171,55 @@ def named_weights(engine: Checkpointable, dtype: torch.dtype | None = None) -> I
         further.setdefault(name, []).append(alias)
 
     readable = values_of_blocks(engine.module)
+    merging = Merging(engine.module) if merged else None
 
-    def every_name(name: str, param: Tensor, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        value = readable(param, value.detach())
-        if dtype is not None and value.is_floating_point():
-            value = value.to(dtype)
-        for each in (name, *further.get(name, ())):
-            yield each, value
+    def put_together(named: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
+        """What ``named`` stands for, whole, by every name. Values of adapters have to be here."""
+        items: list[tuple[list[str], Tensor, Tensor, bool]] = []
+        for name, param in named.items():
+            aliases_of = (name, *further.get(name, ()))
+            adapted = [alias for alias in aliases_of if merging is not None and merging.changes(alias)]
+            plain = [alias for alias in aliases_of if alias not in adapted]
+            targets = plain if merging is None else [each for each in map(merging.name_of, plain) if each is not None]
+            if targets:
+                items.append((targets, param, param.detach(), True))
+            for alias in adapted:
+                assert merging is not None
+                items.append(([merging.name_of(alias) or alias], param, with_adapters(merging, alias, param), False))
+        values = _whole([param for _, param, *_ in items], [value for _, _, value, _ in items], axis, what)
+        for (targets, param, _, packed), value in zip(items, values, strict=True):
+            value = readable(param, value) if packed else value
+            if dtype is not None and value.is_floating_point():
+                value = value.to(dtype)
+            for each in targets:
+                yield each, value
 
-    for unit in engine.units:
-        for buffer in unit.buffers:
-            names, params = names_of(engine, buffer), buffer.params
-            with unshard([buffer] if buffer.sharded else []):
-                if not buffer.sharded:
-                    buffer.gather()
-                for name, param, value in zip(names, params, _whole(params, axis, buffer.labels.weights), strict=True):
-                    yield from every_name(name, param, value)
-    rest = {**loose_parameters(engine), **module_buffers(engine.module)[0]}
-    rest = {name: value for name, value in rest.items() if name not in own}
-    whole = _whole(list(rest.values()), axis, "weights that are in no unit")
-    for (name, tensor), value in zip(rest.items(), whole, strict=True):
-        yield from every_name(name, tensor, value)
+    def with_adapters(merging: Merging, name: str, param: Tensor) -> Tensor:
+        value = readable(param, param.detach()) if cut_of(param) is None else param.detach()
+        return merging.merged(name, value if dtype is None or not value.is_floating_point() else value.to(dtype))
+
+    held = () if merging is None else [buffer for buffer in flat_buffers(engine) if merging.has_adapters(buffer.params)]
+    for buffer in held:
+        buffer.gather()
+    with unshard([buffer for buffer in held if buffer.sharded]):
+        for unit in engine.units:
+            for buffer in unit.buffers:
+                named = dict(zip(names_of(engine, buffer), buffer.params, strict=True))
+                with unshard([buffer] if buffer.sharded else []):
+                    if not buffer.sharded:
+                        buffer.gather()
+                    yield from put_together(named, buffer.labels.weights)
+        rest = {**loose_parameters(engine), **module_buffers(engine.module)[0]}
+        rest = {name: value for name, value in rest.items() if name not in own}
+        yield from put_together(rest, "weights that are in no unit")
 
 
 @torch.no_grad()
-def _whole(params: Sequence[Tensor], tensor: Axis | None, what: str) -> list[Tensor]:
-    """``params`` without cuts; those that have one are put together from the slices of all that divide them."""
+def _whole(params: Sequence[Tensor], values: list[Tensor], tensor: Axis | None, what: str) -> list[Tensor]:
+    """``values`` of ``params`` without cuts; those that have one are put together from the slices of all that divide
+    them."""
     cuts = [cut_of(param) for param in params]
-    values = [param.detach() for param in params]
+    values = list(values)
     kinds: dict[tuple[torch.dtype, Axis | None], list[int]] = {}
     for index, param in enumerate(params):
         if cuts[index] is not None:
