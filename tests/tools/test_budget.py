@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.distributed import run_distributed
-from tests.tools.budget import TABLE, lowered, measure, over, read_limits
+from tests.tools.budget import TABLE, lowered, measure, over, raised, read_limits
 from tests.tools.trace_files import CONFIG, PHASES, trace_linear
 
 
 def test_rooms_files_classes_and_names() -> None:
     figures = measure()
     assert len(figures) > 60
-    assert not over(figures, read_limits(TABLE.read_text())), "\n".join(over(figures, read_limits(TABLE.read_text())))
+    told = over(figures, read_limits(TABLE.read_text()))
+    assert not told, "\n".join(["python -m tests.tools.budget says:", *told])
 
 
 def test_files_of_a_phase() -> None:
@@ -31,5 +32,12 @@ def test_what_grows_is_told_and_what_shrinks_written_down() -> None:
     (told,) = over({("homes", "Axis"): (2,)}, read_limits(table))
     assert "has no line" in told
     assert lowered(table, {("room", "zero"): (4, 300)}) == "# words\nroom zero 3 300  # a reason\nphase step 20\n"
+    grown = raised(table, {("room", "zero"): (3, 410), ("file", "new.py"): (460,), ("homes", "Axis"): (2,)}, "a key")
+    assert grown == (
+        "# words\nroom zero 3 410  # a key\nfile old.py 500\nfile new.py 460  # a key\nphase step 20\n"
+        "homes Axis 2  # a key\n"
+    )
+    with pytest.raises(ValueError, match="two lines for room zero"):
+        read_limits("room zero 3 400\nroom zero 3 401\n")
     with pytest.raises(ValueError, match="no KIND NAME NUMBERS"):
         read_limits("room zero")
