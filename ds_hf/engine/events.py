@@ -55,10 +55,13 @@ class Observer:
         """
 
     def on_loss(self, loss: Tensor, factor: float = 1.0) -> None:
-        """``loss`` (0-dim, any floating dtype) times ``factor`` is a micro-batch's part of the coming step."""
+        """``loss`` (0-dim, any floating dtype) times ``factor`` is a micro-batch's part of the coming step: its own loss
+        divided by the accumulation steps. A pipeline tells the mean of a batch once, on every stage; of a
+        ``loss.backward()`` without ``engine.scale`` nothing is heard. Asking for the number waits for the device.
+        """
 
     def on_outcome(self) -> None:
-        """It is known whether the last step was applied."""
+        """It is known whether the last step was applied: at its end, or on a GPU as late as the next one."""
 
     def close(self) -> None:
         """The engine is being destroyed."""
@@ -77,7 +80,8 @@ class Events:
     Attributes:
         observers: in the order in which they were added; the first is outermost.
         on_phase, on_loss, on_outcome: the methods of those that have one, for the engine to call.
-        step_hooks: called with the engine after each optimizer step; users may append theirs.
+        step_hooks: called with the engine after each optimizer step, also one that was skipped; users may append
+            theirs.
         watched: something listens to phases, or intercepts them.
     """
 

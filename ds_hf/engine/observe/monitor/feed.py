@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_hf.config.types import Config
 from ds_hf.engine.events import Observer
 from ds_hf.engine.observe.monitor.late import LateCopy, later
-from ds_hf.engine.observe.monitor.master import MonitorMaster, wait_at_exit
+from ds_hf.engine.observe.monitor.master import wait_at_exit
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 
 __all__ = ["Feed", "attach"]
@@ -36,18 +36,19 @@ class MonitoredEngine(Protocol):
     global_steps: int
     global_samples: int
     settings: Config
+    monitor: Any
 
     def settle_step(self) -> None:
         """Find out what became of the last step."""
 
 
 class Feed(Observer):
-    """Writes the events of ``engine`` to ``monitor``."""
+    """Writes the events of ``engine`` to what is its monitor at that time, and closes the one that it opened."""
 
-    def __init__(self, engine: MonitoredEngine, monitor: MonitorMaster) -> None:
-        self.engine, self.monitor = engine, monitor
+    def __init__(self, engine: MonitoredEngine) -> None:
+        self.engine, self._opened = engine, engine.monitor
         self._sum: tuple[int, Tensor] | None = None  # of the step that is being accumulated, and its number from 0
-        self._losses: dict[int, Any] = {}  # by the same number; a HostCopy is under way
+        self._losses: dict[int, Any] = {}  # by the same number; a LateCopy is under way
         self._at_exit = partial(_settle_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -71,13 +72,13 @@ class Feed(Observer):
         values["lr"] = engine.optimizer.param_groups[0]["lr"]
         values["loss_scale"] = engine.optimizer.loss_scaler.scale if engine.settings.fp16.enabled else None
         x = engine.global_samples
-        self.monitor.write_events([(f"Train/Samples/{key}", v, x) for key, v in values.items() if v is not None])
+        engine.monitor.write_events([(f"Train/Samples/{key}", v, x) for key, v in values.items() if v is not None])
 
     def close(self) -> None:
         """Write the last step's events, waiting for it if need be."""
         atexit.unregister(self._at_exit)
         self.engine.settle_step()
-        self.monitor.close()
+        self._opened.close()
 
 
 def _settle_at_exit(reference: weakref.ref[Feed]) -> None:
@@ -92,4 +93,4 @@ def _settle_at_exit(reference: weakref.ref[Feed]) -> None:
 
 def attach(engine: Any) -> None:
     """Write what ``engine`` does to its monitor."""
-    engine.events.add(Feed(engine, engine.monitor))
+    engine.events.add(Feed(engine))

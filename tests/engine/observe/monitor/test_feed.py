@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,24 @@ def _silent(folder: Path) -> None:
 
 def test_nothing_is_kept_where_nothing_is_on_and_nothing_written_during_a_search(tmp_path: Path) -> None:
     run_distributed(_silent, 1, tmp_path)
+
+
+def _replaced(folder: Path) -> tuple[list[tuple[str, float]], list[float], list[float]]:
+    engine = make(folder)
+    train(engine, 1)
+    written: list[Any] = []
+    engine.monitor = SimpleNamespace(enabled=True, writes=True, write_events=written.extend)  # type: ignore[assignment]
+    losses, rates = train(engine, 2, seed=7)
+    engine.destroy()
+    assert [x for _, _, x in written] == [8, 8, 12, 12]
+    return [(name.rpartition("/")[2], value) for name, value, _ in written], losses, rates
+
+
+def test_a_monitor_put_in_its_place_is_told_from_then_on(tmp_path: Path) -> None:
+    ((written, losses, rates),) = run_distributed(_replaced, 1, tmp_path)
+    assert [value for name, value in written if name == "train_loss"] == pytest.approx(losses, rel=1e-6)
+    assert [value for name, value in written if name == "lr"] == rates
+    assert len(rows(tmp_path / "run" / LOSS)) == 1, "the one before is told no more"
 
 
 # -- a device that answers later -----------------------------------------------------------------------------------
