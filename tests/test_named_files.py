@@ -41,6 +41,15 @@ def test_named_files_exist() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_paths_in_the_table_of_changes_lead_somewhere() -> None:
+    """They are of the repository or of ``ds_hf/engine``, as the page says, and of nothing else."""
+    page = (ROOT / "docs/design/changing.md").read_text("utf-8")
+    named = {name for name in re.findall(r"`([\w.]+(?:/[\w.…]+)+|\w+\.py)`", page) if not name.startswith("test_")}
+    assert len(named) > 60
+    roots = (ROOT, ROOT / "ds_hf" / "engine")
+    assert not [name for name in named if not any((root / name.removesuffix("/…")).exists() for root in roots)]
+
+
 def test_rooms_name_their_chapter() -> None:
     """A package of ``ds_hf`` or ``ds_hf/engine`` says in its docstring which chapter of the design is about it."""
     folders = [*ROOT.glob("ds_hf/*/__init__.py"), *ROOT.glob("ds_hf/engine/*/__init__.py")]

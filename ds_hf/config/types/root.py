@@ -1,7 +1,7 @@
 """The whole configuration as one frozen dataclass, and where each of its values came from.
 
 ``Config`` has the top-level keys of the JSON file as attributes; a key that the user left out has DeepSpeed's default.
-The last four fields are not keys: they tell how the configuration came about.
+The last fields, below a comment, are not keys: they tell how the configuration came about.
 """
 
 from __future__ import annotations

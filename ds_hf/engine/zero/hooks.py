@@ -1,4 +1,4 @@
-"""The only place that registers module and autograd hooks: they gather, release and reduce units around user code.
+"""The only place whose hooks on modules and autograd gather, release and reduce units; they are around user code.
 
 Per unit: before forward gather; after forward release, unless backward will follow at once (the root) or this *is*
 backward (recomputation under activation checkpointing); before backward - a hook on the outputs - gather again;
