@@ -40,7 +40,13 @@ _MANIFEST_NBYTES = 2**22  # that a manifest may always have; more in proportion 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest; ``extra`` is the JSON itself, for what is not about tensors."""
+    """A checked manifest.
+
+    Attributes:
+        extra: the JSON itself, for what is not about tensors; other formats put in what they know of it. Loading asks
+            for ``counters`` (global_steps, global_samples, skipped_steps, micro_steps), ``groups`` (lists of names),
+            ``optimizer`` (class, whole) and ``parameters`` (by name, ``dtype`` in the model). All may be missing.
+    """
 
     folder: Path
     world_size: int

@@ -208,6 +208,7 @@ def _convert(
         return output, None
     import torch
 
+    assert to in (Format.hf, Format.fp32), to
     return _weights(source, output, torch.float32 if to is Format.fp32 else dtype, max_shard_size, model, report)
 
 

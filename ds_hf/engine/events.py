@@ -55,7 +55,7 @@ class Observer:
         """
 
     def on_loss(self, loss: Tensor, factor: float = 1.0) -> None:
-        """``loss`` (0-dim, any floating dtype) times ``factor`` is a micro-batch's part of the coming step: its own loss
+        """``loss`` (0-dim, any floating dtype) times ``factor`` is a micro-batch's part of the coming step: its loss
         divided by the accumulation steps. A pipeline tells the mean of a batch once, on every stage; of a
         ``loss.backward()`` without ``engine.scale`` nothing is heard. Asking for the number waits for the device.
         """

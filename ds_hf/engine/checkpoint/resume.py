@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,7 +169,8 @@ def naming(folder: Path) -> Iterator[None]:
 
 def _require(path: Path, what: str, value: Any, is_right: Callable[[Any], bool]) -> None:
     if not is_right(value):
-        raise CheckpointError(f"{path}: {what} is not what was saved, but a {type(value).__name__}")
+        found = f"a {type(value).__name__}: {reprlib.repr(value)}"
+        raise CheckpointError(f"{path if path.exists() else path.parent}: {what} is not what was saved, but {found}")
 
 
 def _is_dict(value: Any) -> bool:
