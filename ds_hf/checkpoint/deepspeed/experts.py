@@ -74,6 +74,8 @@ class ExpertFiles:
             v.dtype for v in (state.get("module") or {}).values() if isinstance(v, Tensor) and v.is_floating_point()
         )
         self._usual = name_of(kinds.most_common(1)[0][0]) if kinds else None
+        # Without these numbers DeepSpeed has not divided experts, and what is called so was put together, as by us.
+        self.own = bool(state.get("num_experts"))
         self._parts: dict[tuple[str, str], Local] = {}
         self._local: dict[str, set[int]] = {}  # of DeepSpeed's own layers, what a process numbers
         shapes = state.get("param_shapes") or ()
@@ -83,7 +85,11 @@ class ExpertFiles:
 
     def is_expert(self, name: str) -> bool:
         """Whether a parameter of the files is one of experts."""
-        return _OWN.fullmatch(name) is not None or self._stacked(name) is not None
+        return (self.own and _OWN.fullmatch(name) is not None) or self.is_stacked(name)
+
+    def is_stacked(self, name: str) -> bool:
+        """Whether it is one of AutoEP's weights."""
+        return self._stacked(name) is not None
 
     def rename(self, state: dict[str, Any]) -> None:
         """Give what AutoEP calls its own way the model's names, in the content of a file; experts aside."""

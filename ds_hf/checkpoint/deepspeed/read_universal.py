@@ -97,7 +97,7 @@ class _Reader:
             if not name.isprintable():
                 raise self._fail(f"{name!r} in {STATES}/ cannot be a name")
             known = called[name]
-            if states.experts.is_expert(name):
+            if states.experts.is_stacked(name):
                 states.experts.give(name, self._local(name, None, step, trains=name in shapes))
             elif known is not None and (known in shapes or len(self._written(name)) > 1):
                 whole = self._local(name, shapes.get(known), step, trains=True)
