@@ -44,7 +44,9 @@ def test_names_and_defaults_agree(path: tuple[str, ...], cls: type[Any], node: N
     fields = {field.name.removesuffix("_"): field for field in found}
     keys = {key: child for key, child in node["properties"].items() if not child.get("deprecated") and key != "$schema"}
     unread = [] if path else [key for key in keys if key not in fields]
-    assert list(fields) == [key for key in keys if key not in unread]
+    wanted = [key for key in keys if key not in unread]
+    apart = sorted(set(wanted) ^ set(fields)) or "only the order differs"
+    assert list(fields) == wanted, f"{cls.__module__}.{cls.__name__} has a field for each key of the schema: {apart}"
     assert set(unread) == (set() if path else UNREAD), "a section has a class when something reads it"
     hints = typing.get_type_hints(cls)
     for key, child in keys.items():

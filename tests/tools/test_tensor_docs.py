@@ -63,4 +63,6 @@ def test_shape_and_dtype_are_told(room: str) -> None:
         for name, node in found
         if not all(pattern.search(ast.get_docstring(node) or "") for pattern in (SHAPE, DTYPE))
     ]
-    assert len(silent) <= SILENT[room], f"say shape and dtype: {silent}"
+    assert len(silent) <= SILENT[room], (
+        f"docstrings say shape and dtype of tensors, as in 'flat, fp32' or '``[rows, k]``, any dtype': {silent}"
+    )

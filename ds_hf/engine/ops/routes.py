@@ -111,7 +111,7 @@ def label(values: Tensor, experts: Tensor, order: Tensor, count: int, rank: int,
 
 
 def unlabel(grad: Tensor, experts: Tensor, number: Tensor, count: int, rank: int, size: int) -> Tensor:
-    """The gradient of ``label``'s ``values``, ``[tokens, k]``, from ``[rows, 2 * k]``, contiguous."""
+    """The gradient of ``label``'s ``values``, ``[tokens, k]``, from ``[rows, 2 * k]``, same dtype, contiguous."""
     k = experts.shape[1]
     if _by_copies(grad, experts.numel()):
         out = grad.new_empty(experts.shape)
@@ -125,7 +125,7 @@ def unlabel(grad: Tensor, experts: Tensor, number: Tensor, count: int, rank: int
 
 
 def pick(values: Tensor, order: Tensor, each: int, offset: int) -> Tensor:
-    """What belongs to each item of ``values``, ``[places, width]``, contiguous, from column ``offset``: ``[items]``."""
+    """Each item's of ``values``, ``[places, width]``, any dtype, contiguous, from column ``offset`` on: ``[items]``."""
     if _by_copies(values, len(order)):
         out = values.new_empty(len(order))
         _launch_labels("pick", out, len(out), each, values, order=order, stride=values.shape[1], offset=offset)
@@ -134,7 +134,7 @@ def pick(values: Tensor, order: Tensor, each: int, offset: int) -> Tensor:
 
 
 def unpick(grad: Tensor, number: Tensor, each: int, offset: int, width: int) -> Tensor:
-    """The gradient of ``pick``'s ``values``, ``[places, width]``, from ``grad``, ``[items]``, contiguous."""
+    """The gradient of ``pick``'s ``values``, ``[places, width]``, from ``grad``: ``[items]``, any dtype, contiguous."""
     places = len(number) // each
     if _by_copies(grad, places * width):
         out = grad.new_empty(places, width)
