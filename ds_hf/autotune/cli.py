@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import complain
+from ds_hf.processes import end_program
 
 __all__ = ["AS_GIVEN", "EXAMPLES", "autotune_command", "run_command"]
 
@@ -193,7 +194,11 @@ def _tune_and_train(words: list[str], options: object, train: bool) -> int:
         if result.words[0] == "torchrun"
         else result.words
     )
-    return subprocess.run(whole, check=False).returncode
+    process = subprocess.Popen(whole)
+    try:
+        return process.wait()
+    finally:
+        end_program(process)
 
 
 def _guarded(work: object) -> int:

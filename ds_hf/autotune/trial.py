@@ -23,6 +23,7 @@ import psutil
 
 from ds_hf.autotune.load import LoadMeter, gpu_share
 from ds_hf.measure.protocol import TRIAL_ENV, TrialRequest, read_events
+from ds_hf.processes import start_program
 from ds_hf.regular_files import read_regular, replace_file
 
 __all__ = ["Launch", "LaunchOutcome", "Point", "kill_leftovers", "launch_words", "run_launch", "samplers"]
@@ -161,7 +162,7 @@ def run_launch(launch: Launch, watch: Watch | None = None) -> LaunchOutcome:
     start = time.monotonic()
     (folder / "output.log").unlink(missing_ok=True)  # it may be a link
     with (folder / "output.log").open("xb") as output:
-        process = subprocess.Popen(
+        process = start_program(
             launch.words,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -172,7 +173,6 @@ def run_launch(launch: Launch, watch: Watch | None = None) -> LaunchOutcome:
                 "PYTHONFAULTHANDLER": "1",
                 TRIAL_ENV: str(folder / "request.json"),
             },
-            start_new_session=True,
         )
         replace_file(folder / "pid", f"{process.pid} {psutil.Process(process.pid).create_time()}")
         try:

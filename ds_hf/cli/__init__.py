@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from ds_hf.processes import signals_interrupt
 from ds_hf.stand_in import beside_real
 
 __all__ = ["main"]
@@ -20,4 +21,5 @@ def main() -> None:
 
     if (told := beside_real()) and "doctor" not in sys.argv[1:2]:  # which tells it among its facts
         sys.stderr.write(f"ds_hf: {told}\n")
-    app(prog_name="ds-hf")
+    with signals_interrupt():
+        app(prog_name="ds-hf")

@@ -22,6 +22,7 @@ from ds_hf.launcher.handover import call_real, real_deepspeed
 from ds_hf.launcher.hostfile import DEFAULT_HOSTFILE
 from ds_hf.launcher.options import LAUNCHERS, LaunchOptions
 from ds_hf.log import complain
+from ds_hf.processes import signals_interrupt
 
 __all__ = ["EXAMPLES", "add_run_command", "deepspeed_main"]
 
@@ -166,7 +167,8 @@ def run_command(
         if mode is not None:
             options.check()
             tune = importlib.import_module("ds_hf.autotune").run_from_deepspeed
-            raise typer.Exit(tune(str(mode.value), command))
+            with signals_interrupt():
+                raise typer.Exit(tune(str(mode.value), command))
         code = launch(options)
     except LaunchError as error:
         if context.obj is LaunchError:

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.trial import launch_words
 from ds_hf.config import load_config
 from ds_hf.engine.observe.report.files import rank_path, require_writable
 from ds_hf.errors import DsHfError
 from ds_hf.measure.saving import PROFILE_ENV
+from ds_hf.processes import end_program, start_program
 from ds_hf.profile.load import SOURCE, Rank, StepRecord, read_run
 from ds_hf.profile.report import CONFIG
 from ds_hf.profile.verdict import NAMES, Verdict, changed_file, milliseconds
@@ -31,7 +30,6 @@ from ds_hf.regular_files import TEXT_NBYTES, read_object, read_regular, replace_
 __all__ = ["Profiled", "apply_to", "line_of", "record"]
 
 POLL_S = 0.2
-GRACE_S = 10.0
 LOG = "log.txt"
 TAIL = 25  # lines of the script's output that an error shows
 
@@ -78,13 +76,11 @@ def record(
     started = launch_words(launcher, processes, command.words(config))
     (folder / LOG).unlink(missing_ok=True)  # it may be a link
     with (folder / LOG).open("xb") as log:
-        process = subprocess.Popen(
-            started, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        process = start_program(started, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             code = _follow(process, folder, budget, show)
         finally:
-            _end(process)
+            end_program(process)
     if not any(rank.steps for rank in _ranks(folder)):
         tail = (folder / LOG).read_text("utf-8", "replace").splitlines()[-TAIL:]
         raise DsHfError(
@@ -161,23 +157,6 @@ def _ranks(folder: Path) -> list[Rank]:
     with suppress(DsHfError):
         return read_run(folder).ranks
     return []
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and everything below it."""
-    family = []
-    with suppress(psutil.Error):
-        family = psutil.Process(process.pid).children(recursive=True)
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-    for each in family:
-        with suppress(psutil.Error):
-            each.kill()
-    if process.poll() is None:
-        process.kill()
-        process.wait()
 
 
 def apply_to(folder: Path, verdict: Verdict) -> Path:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ds_hf.autotune.lr.budget import for_batches, for_fed_batches
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrOptions, LrResult
 from ds_hf.measure.saving import LR_ENV
 from ds_hf.printable import harmless
+from ds_hf.processes import end_program, start_program
 from ds_hf.regular_files import open_regular, read_object, read_regular, replace_file
 
 __all__ = ["FindOptions", "LrSearchError", "find", "launch_command", "total_steps_in"]
@@ -214,7 +212,7 @@ def _run(
     Once ``over`` says so it has a short time to end: a process that stopped before saving leaves others that wait.
     """
     try:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        process = start_program(command, stdout=output, stderr=subprocess.STDOUT, env=env)
     except OSError as error:
         raise LrSearchError(f"cannot start {command[0]}: {error.strerror}") from error
     deadline = time.monotonic() + timeout_s
@@ -227,25 +225,7 @@ def _run(
         over()
         return process.poll()
     finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End the launcher and all that it started: torchrun gives each of its workers a session of its own."""
-    if process.poll() is not None:
-        return
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    for left in family:
-        with contextlib.suppress(psutil.Error):
-            left.kill()
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+        end_program(process, GRACE_S)
 
 
 def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResult | dict[str, Any]:
