@@ -27,6 +27,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.experts import batches_of, build, loss_of
 
 STEPS = 3
+NEAR = 1e-9  # of fp64
 FOUR = {"weight_quantization": {"post_init_quant": {"experts": {"num_bits": 4}}}}
 
 
@@ -95,9 +96,9 @@ def test_stages_train_as_peft_does_on_rounded_weights(world: int, kind: str, eac
         wanted = reference(kind, accumulation, world)
         for rank, found in enumerate(ranks):
             one = found[index]
-            assert one["losses"] == pytest.approx(wanted["losses"][rank::world], rel=1e-9)
+            assert one["losses"] == pytest.approx(wanted["losses"][rank::world], rel=NEAR)
             assert one["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
-            assert farthest(one["weights"], wanted["weights"]) < 1e-9
+            assert farthest(one["weights"], wanted["weights"]) < NEAR
             assert rank or farthest(one["whole"], wanted["weights"]) < 1e-9
 
 

@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 def _over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (contract, lora, blocks):
         monkeypatch.setattr(module, "run_distributed", functools.partial(run_distributed, backend="nccl"))
+    for module in (lora, blocks):  # against the CPU, whose fp32 parts (routers, rotary embeddings) round otherwise
+        monkeypatch.setattr(module, "NEAR", 1e-6)
     contract.reference.cache_clear()
 
 
