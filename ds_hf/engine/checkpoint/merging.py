@@ -27,8 +27,7 @@ class Merging:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[str, Any] = {}  # adapters' layers by their paths, a layer that lies in another after it
-        self._moves: list[tuple[str, str]] = []
-        inside: set[str] = set()
+        self._moves: list[tuple[str, str, str]] = []  # what begins with the third and not with the first is PEFT's
         for path, module in model.named_modules():
             layer: Any = module
             prefix = f"{path}." if path else ""
@@ -38,11 +37,10 @@ class Merging:
                         f"merged weights: {layer.peft_type} adds tokens or keys to what the model reads, which no "
                         "weight can hold: ask for the weights without merged=True"
                     )
-                self._move(f"{prefix}base_model.model.", prefix)
+                self._move(f"{prefix}base_model.model.", prefix, f"{prefix}base_model.")
             elif _is_tuner(layer):
                 self.layers[prefix] = layer
-                self._move(f"{prefix}base_layer.", prefix)
-                inside.add(prefix)
+                self._move(f"{prefix}base_layer.", prefix, prefix)
             elif hasattr(layer, "original_module"):
                 if not hasattr(layer, "modules_to_save"):
                     raise CheckpointError(
@@ -51,22 +49,20 @@ class Merging:
                     )
                 active = [name for name in layer.active_adapters if name in layer.modules_to_save]
                 source = f"modules_to_save.{active[0]}." if active else "original_module."
-                self._move(f"{prefix}{source}", prefix)
-                inside.add(prefix)
-        self._inside = tuple(inside)
+                self._move(f"{prefix}{source}", prefix, prefix)
         self._adapters = {
             id(param) for layer in self.layers.values() for param in layer.parameters() if not _in_base(layer, param)
         }
 
-    def _move(self, source: str, target: str) -> None:
-        self._moves.append((source, target))
+    def _move(self, source: str, target: str, own: str) -> None:
+        self._moves.append((source, target, own))
 
     def name_of(self, name: str) -> str | None:
         """The name without adapters, of a parameter or buffer that has ``name`` with them; ``None``: it goes."""
-        for source, target in reversed(self._moves):  # the innermost first
+        for source, target, own in reversed(self._moves):  # the innermost first
             if name.startswith(source):
                 name = target + name[len(source) :]
-            elif target in self._inside and name.startswith(target):
+            elif name.startswith(own):
                 return None
         return name
 
@@ -108,17 +104,38 @@ def _with_adapters(layer: Any, attribute: str, value: Tensor, name: str) -> Tens
             "without merged=True, or load the model in 16 bits"
         )
     others = {key: param for key, param in before.items() if param is not None and key != attribute}
-    shown = {key: value.new_zeros(logical_shape(param)) for key, param in others.items()}
-    shown[attribute] = value.clone()
+
+    def beside(fill: float) -> Tensor:
+        shown = {key: value.new_full(logical_shape(param), fill) for key, param in others.items()}
+        return _merged_in_place(layer, {**shown, attribute: value.clone()}, attribute, name)
+
+    found = beside(0.0)
+    if value.dim() == 1 and others and not torch.equal(found, beside(1.0)):
+        raise CheckpointError(
+            f"merged weights: what {type(layer).__name__} makes of {name} depends on the layer's other weights, which "
+            "may not be here: ask for the weights without merged=True"
+        )
+    return found
+
+
+def _merged_in_place(layer: Any, shown: dict[str, Tensor], attribute: str, name: str) -> Tensor:
+    """What PEFT's ``merge`` makes of ``attribute`` where the base of ``layer`` has ``shown``; all is then as before."""
+    base = layer.get_base_layer()
+    before = dict(base._parameters)
+    modules = [(module, dict(module._modules)) for module in layer.modules()]
     base.__dict__.update(shown)
     try:
         with torch.no_grad():
             layer.merge(safe_merge=False)
-            return base.__dict__[attribute].data  # type: ignore[no-any-return]
+        if layer.get_base_layer() is not base:
+            raise NotImplementedError(f"{type(layer).__name__} puts another module in its place")
+        return base.__dict__[attribute].data  # type: ignore[no-any-return]
     except (RuntimeError, ValueError, NotImplementedError, KeyError, TypeError) as error:
         raise CheckpointError(f"merged weights: PEFT cannot merge the adapters of {name}: {error}") from error
     finally:
         layer.merged_adapters.clear()
+        for module, children in modules:
+            module._modules.update(children)
         for key in shown:
             base.__dict__.pop(key, None)
         base._parameters.update(before)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ds_hf.engine.checkpoint.merging import Merging
 from ds_hf.errors import CheckpointError
@@ -130,6 +130,8 @@ def test_names_without_adapters() -> None:
     assert merging.changes(f"{layer}base_layer.weight")
     model.base_model.disable_adapter_layers()
     assert not Merging(model).changes(f"{layer}base_layer.weight")
+    shared = get_peft_model(llama(), VeraConfig(r=2, target_modules=["q_proj"]))
+    assert Merging(shared).name_of("base_model.vera_A.default") is None
     plain = llama()
     assert Merging(plain).name_of("model.norm.weight") == "model.norm.weight"
 
@@ -138,6 +140,34 @@ def test_what_no_weight_can_hold_is_refused() -> None:
     prompts = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(CheckpointError, match="adds tokens"):
         Merging(prompts)
+
+
+def of_more_than_one_weight() -> list[str]:
+    """What is said of biases that take a part of the weight (GLoRA), and of norms that take each other's place."""
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=16, eos_token_id=5))
+    biased = get_peft_model(gpt2, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    for module in biased.modules():
+        if hasattr(module, "lora_A"):
+            base = module.get_base_layer()
+            module.merge = lambda safe_merge=False, base=base: base.bias.data.add_(base.weight.sum())
+    said = []
+    for model in (biased, get_peft_model(llama(), LNTuningConfig(target_modules=["input_layernorm"]))):
+        engine = engine_of(model, 1)
+        before = full_weights(engine.module)
+        for _ in range(2):
+            with pytest.raises(CheckpointError) as error:
+                list(engine.named_weights(merged=True))
+        said.append(str(error.value))
+        for name, value in full_weights(engine.module).items():
+            assert torch.equal(value, before[name])
+        engine.destroy()
+    return said
+
+
+def test_what_is_of_more_than_one_weight_is_refused_and_the_model_stays() -> None:
+    ((weights, norms),) = run_distributed(of_more_than_one_weight, 1)
+    assert "depends on the layer's other weights" in weights
+    assert "puts another module in its place" in norms
 
 
 def tied(folder: Path) -> None:
