@@ -160,7 +160,7 @@ class ModelStates:
         what was trained."""
         counts = self.first.get("num_experts")
         there = [len(files) for files in self.grid.experts]
-        if there and isinstance(counts, list) and counts != there:
+        if (there or not self.experts.stacked) and isinstance(counts, list) and counts != there:
             raise self._fail(f"its layers have {counts} experts, and there are files of {there}")
         stacked: dict[tuple[str, str], list[ExpertTensor]] = {}
         for files in self.grid.experts:

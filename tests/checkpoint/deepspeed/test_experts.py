@@ -197,6 +197,15 @@ def test_what_is_missing_or_contradicts_is_told(
         open_source(folder).check()
 
 
+@pytest.mark.parametrize("case", ["own-stage0", "own-stage1"])
+def test_files_of_all_experts_are_missing(written: Path, tmp_path: Path, case: str) -> None:
+    folder = Path(shutil.copytree(written / case / "saved", tmp_path / "saved"))
+    for file in folder.glob("layer_*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"have \[4, 2\] experts, and there are files of \[\]"):
+        open_source(folder).check()
+
+
 def test_experts_of_own_layers_that_the_converter_joined_are_refused(written: Path, tmp_path: Path) -> None:
     """It skips them, so that the first expert of each process has one folder: files as it leaves them."""
     source = written / "own-stage1/saved"
