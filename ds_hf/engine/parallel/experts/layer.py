@@ -91,9 +91,11 @@ def unfit(layer: ExpertLayer) -> Iterator[Fault]:
             'or set "enabled": false and divide the states by ZeRO',
         )
     if not layer.params:
-        yield Fault(
-            POINTER, f"{name}, a {type(module).__name__}, has no parameter whose first dimension counts experts"
-        )
+        fix = ""
+        if hasattr(module, "modules_to_save"):
+            fix = "leave it out of modules_to_save, or train all experts in their place with autoep_size 1"
+        what = f"{name}, a {type(module).__name__}, has no parameter whose first dimension counts experts"
+        yield Fault(POINTER, what, fix)
         return
     if getattr(module, "_is_expert_parallel", False):
         yield Fault(
