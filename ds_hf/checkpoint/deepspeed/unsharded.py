@@ -49,10 +49,8 @@ def read_unsharded(states: ModelStates, found: Found, common: dict[str, Any]) ->
         groups = [group for group in first if bool(group.get("moe")) == moe]
         numbers = _numbers(groups, {name: values[0][name] for name in names}, optimizers[0])
         if numbers is None:
-            few = f"of {len(optimizers)} files of optimizers, {states.grid.unsharded[-1]} is the last: others may be missing"
-            return _left_out(
-                states, f"the shapes of its moments fit no order of its parameters, or more than one ({few})"
-            )
+            last = f"{states.grid.unsharded[-1]} is the last file of them, others may be missing"
+            return _left_out(states, f"the shapes of its moments fit no order of its parameters, or several; {last}")
         chosen.update(numbers)
     held = [_held(states, found, *each, chosen) for each in zip(states.grid.unsharded, optimizers, values, strict=True)]
     for name in dense:
