@@ -22,7 +22,7 @@ class Merging:
     """Names and values of ``model`` as they are without its adapters, those that are active now merged.
 
     Raises:
-        CheckpointError: an adapter is no part of a weight (prompts, prefixes), or a layer cannot merge.
+        CheckpointError: an adapter is not part of a weight (prompts, prefixes), or a layer cannot merge.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -128,7 +128,7 @@ def _merged_in_place(layer: Any, shown: dict[str, Tensor], attribute: str, name:
         with torch.no_grad():
             layer.merge(safe_merge=False)
         if layer.get_base_layer() is not base:
-            raise NotImplementedError(f"{type(layer).__name__} puts another module in its place")
+            raise TypeError(f"{type(layer).__name__} puts another module in its place")
         return base.__dict__[attribute].data  # type: ignore[no-any-return]
     except (RuntimeError, ValueError, NotImplementedError, KeyError, TypeError) as error:
         raise CheckpointError(f"merged weights: PEFT cannot merge the adapters of {name}: {error}") from error

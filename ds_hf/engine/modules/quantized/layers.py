@@ -178,7 +178,7 @@ def quantize_layers(
     """Quantize the linear layers and embeddings of ``model`` for which ``choose`` gives a format; their names.
 
     Tied weights stay, and so do adapters, also those that do not train now, weights that are quantized already, layers
-    of classes that compute with more than their own ``forward``, and what is no layer with a weight of two dimensions.
+    of classes that compute with more than their own ``forward``, and whatever is not a layer with a 2-D weight.
     Values that are divided over processes are gathered layer by layer: all processes call it.
 
     Args:

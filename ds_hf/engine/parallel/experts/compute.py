@@ -116,7 +116,7 @@ class _AddBias(torch.autograd.Function):
 
 
 class InFewBits(Protocol):
-    """How a parameter is written that is no plain tensor of numbers: frozen experts in few bits."""
+    """A parameter that is stored in another form than plain numbers: frozen experts in few bits."""
 
     dtype: torch.dtype
     shape: tuple[int, int]
