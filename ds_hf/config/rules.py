@@ -29,6 +29,8 @@ from ds_hf.config.types.zero import OffloadOptimizerSection, OffloadParamSection
 
 __all__ = ["check_optimizer", "check_rules"]
 
+_OF_DATA = {"data_efficiency", "curriculum_learning"}
+
 
 def check_rules(config: Config, draft: Draft) -> None:
     """Collect combinations that cannot work."""
@@ -53,6 +55,10 @@ def check_rules(config: Config, draft: Draft) -> None:
         from ds_hf.config.experts import check_experts  # few files have the section
 
         check_experts(config, draft)
+    if not _OF_DATA.isdisjoint(draft.tree):
+        from ds_hf.config.data_efficiency import check_data
+
+        check_data(config, draft)
 
 
 def _precision(config: Config, draft: Draft) -> None:

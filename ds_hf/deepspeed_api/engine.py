@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ds_hf.config.types import Config
+from ds_hf.deepspeed_api.engine_data import DataNames
 from ds_hf.deepspeed_api.engine_generation import GenerationNames
 from ds_hf.deepspeed_api.engine_settings import SettingsNames
 from ds_hf.deepspeed_api.engine_states import StatesNames
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 
-class Engine(SettingsNames, StatesNames, GenerationNames):
+class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
     """Trains ``module`` as the configuration says.
 
     Attributes:

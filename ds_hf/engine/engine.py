@@ -71,6 +71,7 @@ class CoreEngine(nn.Module):
         plan: where each row of the model states lives.
         events: what watches the engine listens here.
         monitor: writes events where the configuration says; users may give it theirs.
+        kept: what features keep in checkpoints, by name: objects with ``state_dict`` and ``load_state_dict``.
         step_hooks: called with the engine after each optimizer step; users may append theirs.
         global_steps: optimizer steps tried; ``skipped_steps`` of them were skipped for an overflow.
     """
@@ -105,6 +106,7 @@ class CoreEngine(nn.Module):
         self.step_samples = 0  # of the last step, of all processes
         self.events = parts.events
         self.step_hooks: list[Callable[[CoreEngine], None]] = self.events.step_hooks
+        self.kept: dict[str, Any] = {}
         self._open_monitor = monitor
         self._destroyed = False
         if self.optimizer is not None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ds_hf.config.types import Config
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.measure.protocol import TRIAL_ENV
-from ds_hf.measure.saving import LR_ENV
+from ds_hf.measure.saving import LR_ENV, being_measured
 
 __all__ = ["FEATURES", "Feature", "attach_features", "is_monitored"]
 
@@ -38,6 +38,11 @@ def _prints(engine: CoreEngine) -> bool:
 
 def _generates(engine: CoreEngine) -> bool:
     return any(callable(getattr(type(module), "generate", None)) for module in engine.module.modules())
+
+
+def _trains(engine: CoreEngine) -> bool:
+    """What is measured is whole batches, whatever the step."""
+    return engine.optimizer is not None and not being_measured()
 
 
 def is_monitored(settings: Config) -> bool:
@@ -71,6 +76,11 @@ FEATURES = (
         "settings compared over processes",
         lambda e: e.optimizer is not None and e.mesh.world.world_size > 1,
         "parallel.likeness:attach",
+    ),
+    Feature(
+        "a curriculum by length",
+        lambda e: (e.settings.data_efficiency.enabled or e.settings.curriculum_learning.enabled) and _trains(e),
+        "modules.curriculum:attach",
     ),
     Feature(
         "activations in host memory",

@@ -196,7 +196,11 @@ def _sequence_axis(trainer: Any) -> Axis | None:
 
 
 def _count_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The items of all parts of a step's micro-batches. Collective where sequences are divided."""
+    """The items of a step's micro-batches as the model will see them, and of all parts. Collective where sequences are
+    divided."""
+    engine = engine_of(trainer)
+    if engine is not None and "curriculum" in engine.kept:
+        args, kwargs = _of_cut_batches(engine, args, kwargs)
     batches, items = wrapped(*args, **kwargs)
     axis = _sequence_axis(trainer)
     if axis is None or not batches:
@@ -208,11 +212,17 @@ def _count_step(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> A
         return batches, None
     from ds_hf.engine.comm.collectives import all_reduce_sum
 
-    engine = engine_of(trainer)
     assert engine is not None
     own = torch.stack([(labels != _IGNORED).sum() for labels in counts]).sum().to(engine.device)
     among = engine.axis if trainer.args.average_tokens_across_devices else axis
     return batches, all_reduce_sum(own, among, "number of items of a step")
+
+
+def _of_cut_batches(engine: Engine, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments of ``get_batch_samples``, whose iterator gives batches that a curriculum has cut."""
+    given = dict(zip(("epoch_iterator", "num_batches", "device"), args, strict=False)) | kwargs
+    given["epoch_iterator"] = map(engine.cut_to_curriculum, given["epoch_iterator"])
+    return (), given
 
 
 def _labels_of(trainer: Any, batch: Any) -> Any:

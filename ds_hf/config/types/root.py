@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
+from ds_hf.config.types.data import CurriculumSection, DataEfficiencySection
 from ds_hf.config.types.monitor import (
     AutotuningSection,
     CometSection,
@@ -171,6 +172,8 @@ class Config:
     tensor_parallel: TensorParallelSection = field(default_factory=TensorParallelSection)
     expert_parallel: ExpertParallelSection = field(default_factory=ExpertParallelSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
+    data_efficiency: DataEfficiencySection = field(default_factory=DataEfficiencySection)
+    curriculum_learning: CurriculumSection = field(default_factory=CurriculumSection)
     weight_quantization: WeightQuantizationSection = field(default_factory=WeightQuantizationSection)
     sparse_attention: SparseAttentionSection = field(default_factory=SparseAttentionSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

@@ -377,6 +377,9 @@ def _common_state(engine: Checkpointable, client_state: dict[str, Any] | None) -
         kept = engine.lr_scheduler.state_dict()
         state["lr_scheduler"] = encode(kept, "the state of the learning-rate scheduler", strict=True)
         state["lr_scheduler_kind"] = type(engine.lr_scheduler).__name__
+    if engine.kept:
+        kept = {name: feature.state_dict() for name, feature in engine.kept.items()}
+        state["features"] = encode(kept, "what features keep", strict=True)
     if engine.optimizer is not None:
         scaler = engine.optimizer.loss_scaler
         state["loss_scaler"] = {"kind": type(scaler).__name__, "state": scaler.state_dict()}

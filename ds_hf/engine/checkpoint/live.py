@@ -69,6 +69,7 @@ class Checkpointable(Protocol):
     accumulation: Accumulation
     training_dataloader: Any
     step_hooks: list[Any]
+    kept: dict[str, Any]
 
     @property
     def checkpoint_writer(self) -> Any:

@@ -211,6 +211,7 @@ def _open(
     check_common(source)
     for key in ("client_state", "lr_scheduler", "extra_state"):
         common[key] = restore(common.get(key), key)
+    common["features"] = restore(common.get("features", {}), "features")
     fit = check_fit(engine, holders, manifest, strict=wanted.strict and not custom, lenient_names=custom)
     if wanted.optimizer:
         _check_optimizer(engine, manifest, common)
@@ -394,6 +395,11 @@ def _read_rest(
         engine.skipped_steps = int(counters.get("skipped_steps", 0))
         engine.accumulation.resume(int(counters.get("micro_steps", 0)))
         restore_data_position(engine, common.get("data"))
+        for name, feature in engine.kept.items():
+            if name in common["features"]:
+                feature.load_state_dict(common["features"][name])
+            else:
+                logger.warning("%s holds no state of %s: it follows from the step alone", manifest.folder, name)
 
 
 def _known_options(optimizer: ShardedOptimizer, source: Source) -> list[dict[str, Any]]:

@@ -89,6 +89,7 @@ def check_common(source: Source) -> None:
     common, folder = source.common, source.folder
     for key in ("client_state", "extra_state"):
         _require(folder, key, common.get(key), lambda v: isinstance(v, dict))
+    _require(folder, "features", common.get("features", {}), lambda v: _is_dict_of(v, _is_dict))
     for key in ("lr_scheduler", "loss_scaler", "data"):
         _require(folder, key, common.get(key), lambda v: v is None or isinstance(v, dict))
     scaler = common.get("loss_scaler")

@@ -1,0 +1,139 @@
+"""Sections of data efficiency: what cannot be, and what ``ds-hf config explain`` says of difficulties over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ds_hf.config.source import Draft
+from ds_hf.config.types.data import cuts_length
+from ds_hf.config.types.root import Config
+from ds_hf.data.difficulty import CurriculumScheduler, schedule_faults
+
+__all__ = ["check_data", "data_notes", "length_settings"]
+
+_BASE = "/data_efficiency"
+_CURRICULUM = f"{_BASE}/data_sampling/curriculum_learning"
+_SHOWN = 8  # steps of a schedule
+
+
+def check_data(config: Config, draft: Draft) -> None:
+    """Collect what is wrong."""
+    if any(draft.faulty(f"/{key}") for key in ("data_efficiency", "curriculum_learning")):
+        return
+    _switches(config, draft)
+    _legacy(config, draft)
+    _metrics(config, draft)
+    lengths = length_settings(config)
+    if lengths is None:
+        return
+    if config.sequence_parallel_size > 1:
+        message = "sequences are divided among processes before the curriculum could cut them"
+        draft.fault(lengths[0], message, 'set "enabled": false in it, or remove sequence_parallel_size')
+
+
+def _switches(config: Config, draft: Draft) -> None:
+    """What is enabled inside of a block that is not."""
+    efficiency = config.data_efficiency
+    sampling, routing = efficiency.data_sampling, efficiency.data_routing
+    blocks = (
+        (f"{_BASE}/data_sampling", sampling.curriculum_learning.enabled, sampling.enabled, "curriculum_learning"),
+        (f"{_BASE}/data_sampling", sampling.dynamic_batching.enabled, sampling.enabled, "dynamic_batching"),
+        (f"{_BASE}/data_routing", routing.random_ltd.enabled, routing.enabled, "random_ltd"),
+    )
+    for around, inner, outer, name in blocks:
+        off = _BASE if not efficiency.enabled else around if not outer else ""
+        if inner and off:
+            message = f"no effect: {off[1:].replace('/', '.')} is not enabled (DeepSpeed reads this switch alone)"
+            draft.warn(f"{around}/{name}/enabled", message, f'add "enabled": true to {off[1:].replace("/", ".")}')
+
+
+def _legacy(config: Config, draft: Draft) -> None:
+    section, base = config.curriculum_learning, "/curriculum_learning"
+    if not section.enabled:
+        return
+    if section.curriculum_type != "seqlen":
+        message = f"{section.curriculum_type!r:.80} is no curriculum of this section"
+        fix = 'give "seqlen", or name the metric in data_efficiency.data_sampling.curriculum_learning'
+        draft.fault(f"{base}/curriculum_type", message, fix)
+    for fault in schedule_faults(vars(section), base):
+        draft.fault(fault.pointer, fault.message, fault.fix)
+    if config.data_efficiency.length_curriculum is not None:
+        message = "data_efficiency has a curriculum of lengths as well"
+        draft.fault(f"{base}/enabled", message, "remove curriculum_learning: it is the older of the two")
+
+
+def _metrics(config: Config, draft: Draft) -> None:
+    efficiency = config.data_efficiency
+    section = efficiency.data_sampling.curriculum_learning
+    if not (efficiency.enabled and efficiency.data_sampling.enabled and section.enabled):
+        return
+    base = f"{_CURRICULUM}/curriculum_metrics"
+    if not section.curriculum_metrics:
+        fix = 'add "curriculum_metrics": {"seqlen": {"min_difficulty": ..., "max_difficulty": ..., ...}}'
+        draft.fault(base, "a curriculum needs a metric of difficulty", fix)
+    for name, metric in section.curriculum_metrics.items():
+        pointer = f"{base}/{name}"
+        if not isinstance(metric, Mapping) or draft.faulty(pointer):
+            continue
+        for fault in schedule_faults(metric, pointer):
+            draft.fault(fault.pointer, fault.message, fault.fix)
+        if not cuts_length(name, dict(metric)):
+            message = "sampling by a metric is not supported yet: lengths (seqlen without files) are"
+            draft.fault(pointer, message, "remove the metric")
+    lengths = [name for name, metric in section.curriculum_metrics.items() if cuts_length(name, metric)]
+    if len(lengths) > 1:
+        draft.fault(f"{base}/{lengths[1]}", f"{' and '.join(lengths)} are the same", "remove one of them")
+
+
+# -- what explain says ------------------------------------------------------------------------------------------------
+
+
+def length_settings(config: Config) -> tuple[str, Mapping[str, Any]] | None:
+    """Pointer and settings of the curriculum that cuts sequences, if one acts."""
+    if config.curriculum_learning.enabled:
+        return "/curriculum_learning", vars(config.curriculum_learning)
+    found = config.data_efficiency.length_curriculum
+    return None if found is None else (f"{_CURRICULUM}/curriculum_metrics/{found[0]}", found[1])
+
+
+def data_notes(config: Config) -> list[str]:
+    """Difficulties over steps and what follows from them, a line each; none without a curriculum."""
+    found = length_settings(config)
+    if found is None:
+        return []
+    settings = found[1]
+    if settings["schedule_type"] == "custom":
+        return [
+            "curriculum of lengths: by a function, see engine.set_custom_curriculum_learning_schedule",
+            *_of_learning_rate(config),
+        ]
+    scheduler = CurriculumScheduler(settings)
+    steps = list(_steps(settings))
+    told = ", ".join(f"{scheduler.get_difficulty(step)} (step {step:_})" for step in steps)
+    last, most = steps[-1], settings["max_difficulty"]
+    every = max(last // 1000, 1)
+    mean = [scheduler.get_difficulty(step) / most for step in range(1, last + 1, every)]
+    share = sum(mean) / len(mean)
+    return [
+        f"curriculum of lengths, positions at most: {told}",
+        f"its {last:_} steps have {share:.0%} of the tokens that they have at {most} positions",
+        *_of_learning_rate(config),
+    ]
+
+
+def _of_learning_rate(config: Config) -> Iterator[str]:
+    if config.scheduler is not None:
+        yield (
+            f"{config.scheduler.type} counts steps, and not tokens: while sequences are short it decays over fewer "
+            "tokens than without a curriculum. Give it more steps if as many tokens are to be trained on"
+        )
+
+
+def _steps(settings: Mapping[str, Any]) -> Iterator[int]:
+    details = settings["schedule_config"]
+    if settings["schedule_type"] == "fixed_discrete":
+        yield from (1, *(int(limit) + 1 for limit in details["max_step"]))
+        return
+    last = int(details["total_curriculum_step"])
+    yield from sorted({max(1, last * part // _SHOWN) for part in range(_SHOWN + 1)})

@@ -1,0 +1,75 @@
+"""Data efficiency of an engine under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ds_hf.engine.engine import CoreEngine
+from ds_hf.log import warn_once
+
+if TYPE_CHECKING:
+    from ds_hf.data.difficulty import CurriculumScheduler
+
+__all__ = ["DataNames"]
+
+
+class DataNames(CoreEngine):
+    """A part of ``Engine``."""
+
+    def data_efficiency_enabled(self) -> bool:
+        return self.settings.data_efficiency.enabled
+
+    def data_efficiency_config(self) -> dict[str, Any]:
+        return _written(self, "data_efficiency")
+
+    def data_sampling_enabled(self) -> bool:
+        return self.settings.data_efficiency.data_sampling.enabled
+
+    def data_sampling_config(self) -> dict[str, Any]:
+        return _written(self, "data_efficiency", "data_sampling")
+
+    def curriculum_learning_enabled(self) -> bool:
+        return self.settings.data_efficiency.data_sampling.curriculum_learning.enabled
+
+    def curriculum_learning_config(self) -> dict[str, Any]:
+        return _written(self, "data_efficiency", "data_sampling", "curriculum_learning")
+
+    def curriculum_enabled_legacy(self) -> bool:
+        return self.settings.curriculum_learning.enabled
+
+    def curriculum_params_legacy(self) -> dict[str, Any]:
+        return _written(self, "curriculum_learning")
+
+    @property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
+        """What gives the length of a step, ``None`` without a curriculum by length."""
+        found = self.kept.get("curriculum")
+        return None if found is None else found.scheduler
+
+    def cut_to_curriculum(self, batch: Any) -> Any:
+        """``batch`` as the coming step has it, whose sequences a curriculum by length cuts; else the same object.
+
+        The model's own call is cut without this: it is for a loss of one's own, and for counts of tokens.
+        """
+        found = self.kept.get("curriculum")
+        return batch if found is None else found.cut(batch)
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], Any]]) -> None:
+        """Functions from a step (the first is 1) to a difficulty, by the names of metrics whose schedule is "custom".
+
+        The metric of the older section is called seqlen.
+        """
+        found = self.kept.get("curriculum")
+        if found is None:
+            warn_once("set_custom_curriculum_learning_schedule() has no effect: the configuration has no curriculum")
+            return
+        found.set_custom(schedule_func_dict)
+
+
+def _written(engine: CoreEngine, *path: str) -> dict[str, Any]:
+    """A section as the file has it."""
+    found: Any = engine.settings.resolved
+    for key in path:
+        found = found.get(key) or {}
+    return dict(found)
