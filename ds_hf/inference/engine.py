@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_hf.config.types.parallel import ExpertParallelSection
 from ds_hf.engine.builder import build_engine
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.modules.generation.footprint import check_cache_place
 from ds_hf.engine.modules.quantized.by_torchao import has_torchao, quantize_by_torchao
-from ds_hf.engine.modules.quantized.layers import quantize_layers, tied_weights
+from ds_hf.engine.modules.quantized.layers import has_stacks, quantize_layers, tied_weights
 from ds_hf.engine.modules.quantized.settings import choice_of
 from ds_hf.engine.optim.sharded import ShardedOptimizer
 from ds_hf.engine.zero.buffer import buffers_of
@@ -327,7 +328,8 @@ def _options(config: InferenceConfig) -> dict[str, Any]:
 
 
 def _quantize(model: nn.Module, config: InferenceConfig, device: torch.device) -> None:
-    """On a GPU linear layers by torchao, where it is installed and the options are plain; all others in blocks.
+    """On a GPU linear layers by torchao, where it is installed and the options are plain; all others, and experts, in
+    blocks.
 
     Layer after layer goes to ``device`` and is packed there, which never holds all of them in 16 bits.
     """
@@ -338,6 +340,10 @@ def _quantize(model: nn.Module, config: InferenceConfig, device: torch.device) -
         done = quantize_by_torchao(model, config.quant_bits or 8, tied_weights(model), device)
     choose = choice_of(_options(config), weight.post_init_quant, "/quant/weight")
     assert choose is not None
+    if has_stacks(model):
+        from ds_hf.engine.modules.quantized.stacks import quantize_experts
+
+        done += quantize_experts(model, choose, ExpertParallelSection(), device=device, trains=False)
     if not [*done, *quantize_layers(model, choose, device=device)]:
         log_once(f"init_inference: {type(model).__name__} has no layer to quantize")
 

@@ -424,3 +424,78 @@ def test_an_engine_goes_on_with_what_another_divided() -> None:
     """Experts that are in parts stay so, also without the key; those that were kept whole may be divided."""
     for found in run_distributed(train_twice, 2, [(0, 0), (2, 0), (1, 1), (1, 2)]):
         assert all(norms == pytest.approx(found[0], rel=1e-6) for norms in found[1:])
+
+
+class Headed(nn.Module):
+    """A head of its own on a model that others may have too."""
+
+    def __init__(self, base: nn.Module, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base, self.head = base, nn.Linear(96, 96).double()
+
+    def forward(self, **inputs: Any) -> Tensor:
+        found: Tensor = self.head(self.base(**inputs).logits)
+        return found
+
+
+def pair_of_models(shared: bool) -> tuple[Headed, Headed]:
+    base = build("mixtral").double()
+    return Headed(base, 1), Headed(base if shared else build("qwen3_moe").double(), 2)
+
+
+def losses_of_pair(first: Any, second: Any, ids: Tensor) -> list[Tensor]:
+    """Of both together, and of the first beside what the second says without gradients, each between two forwards."""
+    one, other = (model(input_ids=ids, use_cache=False) for model in (first, second))
+    with torch.no_grad():
+        wanted = second(input_ids=ids, use_cache=False)
+    again = first(input_ids=ids.flip(1), use_cache=False)
+    return [(one - other).pow(2).mean() + other.pow(2).mean(), (again - wanted).pow(2).mean()]
+
+
+def two_engines(stages: tuple[int, int], sizes: tuple[int, int], shared: bool) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    pair = pair_of_models(shared)
+    if shared:
+        pair[0].base.requires_grad_(False)
+    engines = []
+    for model, stage, size in zip(pair, stages, sizes, strict=True):
+        settings = config(max(size, 1), stage, gradient_clipping=0.0)
+        settings["expert_parallel"] |= {"enabled": size > 0}
+        engines.append(ds_hf.initialize(model=model, config=settings)[0])
+    for batches in batches_of(STEPS, 1, dist.get_world_size()):
+        sum(losses_of_pair(*engines, batches[dist.get_rank()].to(engines[0].device))).backward()
+        for engine in engines:
+            engine.step()
+    return {f"{i}.{name}": value.cpu() for i, engine in enumerate(engines) for name, value in engine.named_weights()}
+
+
+@pytest.mark.parametrize(
+    ("stages", "sizes", "shared"), [((3, 3), (2, 2), False), ((0, 2), (2, 0), False), ((3, 1), (1, 2), True)]
+)
+def test_two_engines_in_one_loss(stages: tuple[int, int], sizes: tuple[int, int], shared: bool) -> None:
+    pair = pair_of_models(shared)
+    if shared:
+        pair[0].base.requires_grad_(False)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], **EPS) for m in pair]
+    for batches in batches_of(STEPS, 1, 2):
+        (sum(sum(losses_of_pair(*pair, ids)) for ids in batches) / 2).backward()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = {f"{i}.{n}": p.detach() for i, model in enumerate(pair) for n, p in model.named_parameters()}
+    for found in run_distributed(two_engines, 2, stages, sizes, shared, timeout=100):
+        assert farthest(found, wanted) < 1e-9
+
+
+def divided_under_another() -> str:
+    first, second = pair_of_models(shared=True)
+    ds_hf.initialize(model=first, config=config(1, 1))
+    with pytest.raises(ConfigError) as error:
+        ds_hf.initialize(model=second, model_parameters=list(second.head.parameters()), config=config(2, 1))
+    return str(error.value)
+
+
+def test_what_another_engine_trains_whole_is_not_divided() -> None:
+    for said in run_distributed(divided_under_another, 2, timeout=60):
+        assert "experts.gate_up_proj was divided over processes for this engine, and another engine" in said

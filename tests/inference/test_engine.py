@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ds_hf import init_inference
+from ds_hf.engine.modules.quantized.layers import values_of_blocks
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.inference.engine import InferenceEngine
+from tests.helpers.experts import build
 from tests.helpers.generating import GREEDY, left_padded, small_model
 
 HOST = {"stage": 3, "offload_param": {"device": "cpu"}}
@@ -171,3 +173,30 @@ def test_a_module_that_is_no_model_of_transformers() -> None:
     engine = init_inference(model, {"dtype": "fp32", "replace_with_kernel_inject": True})
     assert torch.equal(engine(x), expected)
     assert not hasattr(engine, "generate")
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "bits"), [("gpt_oss", "grouped_mm", 4), ("qwen3_moe", "eager", 4), ("mixtral", "grouped_mm", 8)]
+)
+def test_stacked_experts_rest_in_few_bits(kind: str, experts: str, bits: int) -> None:
+    """Tokens are those of the values that the blocks stand for, whatever holds the weights."""
+    options: dict[str, Any] = {"dtype": "int8", "quant": {"weight": {"num_bits": bits}}}
+    sizes = {"experts": experts, "hidden_size": 64, "num_experts": 8, "num_local_experts": 8}
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    made, plain = (build(kind, **sizes).to(torch.bfloat16).eval() for _ in range(2))
+    whole = sum(p.numel() for n, p in made.named_parameters() if ".experts." in n and p.dim() == 3)
+    engine = init_inference(made, **options)
+    # rows of 24 to 64 numbers, each with a scale of 4 bytes
+    assert sum(p.nbytes for n, p in made.named_parameters() if ".experts." in n and p.dim() == 3) < whole * (
+        bits / 8 + 0.17
+    )
+    readable = values_of_blocks(made)
+    for param, other in zip(plain.parameters(), made.parameters(), strict=True):
+        param.data.copy_(readable(other, other))
+    for ids in (torch.tensor([[3]]), torch.arange(3, 11).view(2, 4)):
+        expected = plain.generate(ids, **settings).tolist()
+        assert engine.generate(ids, **settings).tolist() == expected
+        for more in ({"zero": HOST}, {"enable_cuda_graph": True}):
+            other = init_inference(build(kind, **sizes).to(torch.bfloat16).eval(), **options, **more)
+            assert other.generate(ids, **settings).tolist() == expected
+            other.destroy()

@@ -64,10 +64,12 @@ class Balance(Observer):
     def _counter(self, index: int) -> Any:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             chosen = args[1] if len(args) > 1 else next((v for k, v in kwargs.items() if "ind" in k), None)
-            if not (isinstance(chosen, Tensor) and module.training and torch.is_grad_enabled()):
+            if not isinstance(chosen, Tensor):
+                return
+            self._called.add(index)  # also of models that train in eval()
+            if not (module.training and torch.is_grad_enabled()):
                 return
             self.top[index] = chosen.shape[-1]
-            self._called.add(index)
             flat = chosen.reshape(-1).long().clamp(0, self.counts.shape[1] - 1)
             self.counts[index].scatter_add_(0, flat, torch.ones_like(flat))
 

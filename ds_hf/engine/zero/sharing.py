@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_hf.engine.zero.buffer import FlatBuffer, home_of
 from ds_hf.engine.zero.unit import Unit
+from ds_hf.errors import ConfigError
 
 __all__ = ["Sharing", "Succession", "is_trained", "link", "plan_sharing"]
 
@@ -86,6 +87,9 @@ def plan_sharing(params: Sequence[Tensor], trained: Collection[int], names: Mapp
         params: of the new engine's model.
         trained: ids of those that it will update.
         names: by id.
+
+    Raises:
+        ConfigError: the new engine has divided what another one trains whole, and does not train it.
     """
     known = {id(param) for param in params}
     users = {user: None for param in params if (home := home_of(param)) is not None for user in home.buffer.users}
@@ -97,6 +101,8 @@ def plan_sharing(params: Sequence[Tensor], trained: Collection[int], names: Mapp
             first = taken[0] if taken else next(key for key in names if key in user.uses)
             ended[user] = Succession(names[first], max(len(taken), 1), whole)
     others = [user for user in users if user not in ended]
+    for user in others:
+        _check_left(params, user, names)
     elsewhere = {
         id(param)
         for param in params
@@ -105,6 +111,19 @@ def plan_sharing(params: Sequence[Tensor], trained: Collection[int], names: Mapp
         and any(user not in ended for user in home.buffer.users)
     }
     return Sharing(ended, others, elsewhere)
+
+
+def _check_left(params: Sequence[Tensor], user: User, names: Mapping[int, str]) -> None:
+    """What ``user`` goes on training lies in its buffers still, and not in parts that were made for a new engine."""
+    for param in params:
+        home = home_of(param)
+        if id(param) in user.trains and (home is None or user not in home.buffer.users):
+            raise ConfigError(
+                f"{names[id(param)]} was divided over processes for this engine, and another engine, which has the "
+                "whole of it, trains it: give the files of both the same expert_parallel and tensor_parallel, or "
+                "each model parameters of its own (copy.deepcopy before initialize())",
+                "initialize(model=...)",
+            )
 
 
 def link(units: Sequence[Unit], *, shards: bool) -> list[FlatBuffer]:

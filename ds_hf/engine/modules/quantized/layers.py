@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ds_hf.engine.modules.quantized.format import WeightFormat
 from ds_hf.engine.parallel.tensor.gathered import Divided
-from ds_hf.engine.zero.buffer import buffers_of, home_of, leave_home, unshard
+from ds_hf.engine.zero.buffer import buffers_of, home_of, leave_home, logical_shape, unshard
 from ds_hf.engine.zero.cut import Cut, cut_of, part_of_stack, set_cut
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.engine.zero.replicas import divide_over_experts, expert_processes
@@ -29,6 +29,7 @@ from ds_hf.log import log_once, warn_once
 __all__ = [
     "QuantizedWeight",
     "formats_of_blocks",
+    "has_stacks",
     "is_quantized",
     "keep_place",
     "quantize_layers",
@@ -116,6 +117,11 @@ def is_quantized(module: nn.Module) -> bool:
     return isinstance(module, QuantizedWeight) or bool(_stacks_of(module))
 
 
+def has_stacks(model: nn.Module) -> bool:
+    """Whether parameters have the three dimensions of stacked experts, and are no blocks yet."""
+    return any(len(logical_shape(param)) == 3 and not is_packed(param) for param in model.parameters())
+
+
 def _stacks_of(module: nn.Module) -> dict[str, Any]:
     """``stacks.Stack`` of the parameters that have one; only models with experts load that file."""
     found: dict[str, Any] = module.__dict__.get("_ds_stacks", {})
@@ -127,8 +133,10 @@ def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     read: dict[int, Callable[[Tensor], Tensor]] = {}
     for module in model.modules():
         if isinstance(module, QuantizedWeight):
-            read[id(module._parameters["weight"])] = partial(_whole_values, module)
-        read.update((id(module._parameters[name]), stack.values) for name, stack in _stacks_of(module).items())
+            values = partial(module._ds_format.unpack, shape=module._ds_shape, dtype=module._ds_dtype)
+            read[id(module._parameters["weight"])] = partial(_whole_values, module._parameters["weight"], 2, values)
+        for name, stack in _stacks_of(module).items():
+            read[id(module._parameters[name])] = partial(_whole_values, module._parameters[name], 3, stack.values)
 
     def readable(param: Tensor, value: Tensor) -> Tensor:
         return read[id(param)](value) if id(param) in read else value
@@ -136,15 +144,15 @@ def values_of_blocks(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return readable
 
 
-def _whole_values(layer: QuantizedWeight, packed: Tensor) -> Tensor:
-    """What blocks stand for: those of the layer, of more rows, or the parts of all processes (``keep_place``)."""
-    form, shape, dtype = layer._ds_format, layer._ds_shape, layer._ds_dtype
-    if packed.dim() == 2:
-        return form.unpack(packed, shape, dtype)
-    cuts: Any = layer._parameters["weight"]._ds_values_cuts  # type: ignore[union-attr]
-    whole = torch.empty(cuts[0].whole, dtype=dtype, device=packed.device)
-    for cut, part in zip(cuts, packed, strict=True):
-        cut.put(whole, form.unpack(part.contiguous(), shape, dtype))
+def _whole_values(param: Any, dims: int, values: Callable[[Tensor], Tensor], packed: Tensor) -> Tensor:
+    """What blocks stand for: ``dims`` dimensions of them, or the parts of all processes (``keep_place``)."""
+    if packed.dim() == dims:
+        return values(packed)
+    cuts: Any = param._ds_values_cuts
+    parts = [values(part.contiguous()) for part in packed]
+    whole = parts[0].new_empty(cuts[0].whole)
+    for cut, part in zip(cuts, parts, strict=True):
+        cut.put(whole, part)
     return whole
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ds_hf.config.types import Config
 from ds_hf.engine.modules.quantized.format import WeightFormat, format_of
-from ds_hf.engine.modules.quantized.layers import Choose, is_quantized, quantize_layers
+from ds_hf.engine.modules.quantized.layers import Choose, has_stacks, is_quantized, quantize_layers
 from ds_hf.engine.zero.packed import is_packed
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
@@ -41,7 +41,7 @@ def quantize_by_settings(settings: Config, model: nn.Module, *, trains: bool, dt
     """Quantize what ``settings`` say, before the model is laid out. Collective where parameters are divided.
 
     Args:
-        trains: an optimizer is configured or given: what is frozen is quantized, stacked experts too.
+        trains: an optimizer is configured or given: of what is named only what is frozen is quantized.
         dtype: in which the model computes, ``None`` for the weights' own.
 
     Raises:
@@ -71,10 +71,11 @@ def quantize_by_settings(settings: Config, model: nn.Module, *, trains: bool, dt
         )
     target = None if dtype is None else getattr(torch, dtype)
     done = []
-    if trains:
+    if has_stacks(model):
         from ds_hf.engine.modules.quantized.stacks import quantize_experts
 
-        done += quantize_experts(model, _of_experts(choose, named), settings.expert_parallel, target)
+        chosen = _of_experts(choose, named) if trains or named is None else choose
+        done += quantize_experts(model, chosen, settings.expert_parallel, target, trains=trains)
     done += quantize_layers(model, choose, target, frozen_only=trains or named is None)
     if not done and trains and named is not None and not any(map(is_quantized, model.modules())):
         asked = ", ".join(section.post_init_quant) or "quantized_initialization"

@@ -77,6 +77,8 @@ class QuantizedStacks(nn.Module):
             with values_in_place(self, {name: getattr(self, name) for name in self._ds_stacks}):
                 return own(*args, **kwargs)
 
+        if not torch.is_grad_enabled():
+            return with_values(*args, **kwargs)
         return outside_graphs(checkpoint)(with_values, *args, use_reentrant=False, **kwargs)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -100,7 +102,13 @@ class QuantizedStacks(nn.Module):
 
 
 def quantize_experts(
-    model: nn.Module, choose: Choose, section: ExpertParallelSection, dtype: torch.dtype | None = None
+    model: nn.Module,
+    choose: Choose,
+    section: ExpertParallelSection,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    *,
+    trains: bool = True,
 ) -> list[str]:
     """Quantize the stacked experts of ``model`` for which ``choose`` gives a format; the names of the parameters.
 
@@ -109,6 +117,8 @@ def quantize_experts(
     Args:
         choose: is given the name of a parameter, without PEFT's, and its module.
         dtype: in which they are read; ``None`` for each weight's own.
+        device: where the blocks go, each weight before it is packed; ``None`` for where each is.
+        trains: there is an optimizer, for which parameters that require gradients are not to be quantized.
 
     Raises:
         ConfigError: experts that train, adapters that only the module's own forward could compute with, or see
@@ -122,11 +132,11 @@ def quantize_experts(
         and (form := choose(f"{layer.name.replace('.base_layer', '')}.{key}", layer.module)) is not None
     ]
     for layer, key, _ in chosen:
-        _check(layer, key)
+        _check(layer, key, trains=trains)
     for layer, key, form in chosen:
-        if why_by_own(layer) is None:
+        if why_by_own(layer) is None and _whole_matrices(layer):
             compute_together(layer, section)
-        quantize_stack(layer.module, key, form, dtype)
+        quantize_stack(layer.module, key, form, dtype, device, trains=trains)
     return [f"{layer.name}.{key}" for layer, key, _ in chosen]
 
 
@@ -134,10 +144,15 @@ def _is_stack(param: Tensor | None) -> bool:
     return param is not None and len(whole_shape(param, logical_shape(param))) == 3 and not is_packed(param)
 
 
-def _check(layer: ExpertLayer, key: str) -> None:
+def _whole_matrices(layer: ExpertLayer) -> bool:
+    """Whether tensor parallelism has left the experts' matrices whole."""
+    return not any((cut := cut_of(param)) is not None and cut.dim for param in layer.module.parameters(recurse=False))
+
+
+def _check(layer: ExpertLayer, key: str, *, trains: bool) -> None:
     param, name = layer.module._parameters[key], layer.name.replace(".base_layer", "")
     assert param is not None
-    if param.requires_grad:
+    if trains and param.requires_grad:
         raise ConfigError(
             f"{name}.{key} is to rest in 8 or 4 bits, and it trains: weights in so few bits do not. Freeze it "
             "(requires_grad_(False)) and train adapters, of attention or of the experts (PEFT's target_parameters), or "
@@ -152,19 +167,27 @@ def _check(layer: ExpertLayer, key: str) -> None:
 
 
 @torch.no_grad()
-def quantize_stack(module: nn.Module, key: str, form: WeightFormat, dtype: torch.dtype | None) -> None:
+def quantize_stack(
+    module: nn.Module,
+    key: str,
+    form: WeightFormat,
+    dtype: torch.dtype | None,
+    device: torch.device | None = None,
+    *,
+    trains: bool = True,
+) -> None:
     """Write ``module.key`` in blocks. Collective where it is divided by ZeRO.
 
     Args:
-        dtype: in which it is read, ``None`` for its own.
+        dtype, device, trains: see ``quantize_experts``.
 
     Raises:
-        ConfigError: tensor parallelism has cut matrices.
+        ConfigError: it trains, and tensor parallelism has cut matrices.
     """
     param = module._parameters[key]
     assert param is not None
     cut = cut_of(param)
-    if cut is not None and cut.dim:
+    if trains and cut is not None and cut.dim:
         raise ConfigError(
             f"each process has a part of every expert's {key} (tensor parallelism), and blocks of parts cannot be put "
             "together: divide experts by expert_parallel, or keep them in 16 bits",
@@ -172,10 +195,10 @@ def quantize_stack(module: nn.Module, key: str, form: WeightFormat, dtype: torch
         )
     with unshard(buffers_of([param])):
         stack = Stack(form, (param.shape[1], param.shape[2]), dtype or param.dtype)
-        packed = nn.Parameter(stack.pack(param.data), requires_grad=False)
+        packed = nn.Parameter(stack.pack(param.data.to(device or param.device)), requires_grad=False)
     if home_of(param) is not None:
         leave_home(param)
-    keep_place(param, packed, by_rows=True)
+    keep_place(param, packed, by_rows=cut is None or not cut.dim)
     module._parameters[key] = packed
     stacks = {**module.__dict__.get("_ds_stacks", {}), key: stack}
     module.__dict__["_ds_stacks"] = stacks

@@ -79,11 +79,15 @@ class _Gate(torch.autograd.Function):
 
 def _linear(x: Tensor, module: Any, name: str, ends: Tensor, experts: Tensor) -> Tensor:
     x = x.to(_kind(module, name)[0])
-    if (stack := _stack(module, name)) is not None:
-        y: Tensor = _Packed.apply(x, module._parameters[name], stack, module.is_transposed, ends)  # type: ignore[no-untyped-call]
-    else:
-        weight = getattr(module, name)
+    stack = _stack(module, name)
+    weight = getattr(module, name) if stack is None else module._parameters[name]
+    if stack is None:
         y = _multiply(x, weight if module.is_transposed else weight.mT, offs=ends)
+    elif len(x) < len(weight) and not torch.is_grad_enabled():  # a token that is generated reads few experts
+        few = stack.values(weight[experts])
+        y = torch.bmm(x[:, None], few if module.is_transposed else few.mT)[:, 0]
+    else:
+        y = _Packed.apply(x, weight, stack, module.is_transposed, ends)  # type: ignore[no-untyped-call]
     for left, right, scaling in adapters_of(module, name):
         first, second = (left, right) if module.is_transposed else (right.mT, left.mT)
         y = torch.add(y, _low_rank(x, first, second, ends), alpha=scaling)
