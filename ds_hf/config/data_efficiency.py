@@ -9,11 +9,13 @@ from ds_hf.config.source import Draft
 from ds_hf.config.types.data import cuts_length
 from ds_hf.config.types.root import Config
 from ds_hf.data.difficulty import CurriculumScheduler, schedule_faults
+from ds_hf.data.token_schedule import RandomLTDScheduler, token_faults
 
 __all__ = ["check_data", "data_notes", "length_settings"]
 
 _BASE = "/data_efficiency"
 _CURRICULUM = f"{_BASE}/data_sampling/curriculum_learning"
+_ORDERS = ("batch_seq_dim", "seq_batch_dim")
 _SHOWN = 8  # steps of a schedule
 
 
@@ -24,6 +26,7 @@ def check_data(config: Config, draft: Draft) -> None:
     _switches(config, draft)
     _legacy(config, draft)
     _metrics(config, draft)
+    _random_ltd(config, draft)
     lengths = length_settings(config)
     if lengths is None:
         return
@@ -86,6 +89,36 @@ def _metrics(config: Config, draft: Draft) -> None:
         draft.fault(f"{base}/{lengths[1]}", f"{' and '.join(lengths)} are the same", "remove one of them")
 
 
+def _random_ltd(config: Config, draft: Draft) -> None:
+    efficiency, base = config.data_efficiency, f"{_BASE}/data_routing/random_ltd"
+    section = efficiency.data_routing.random_ltd
+    if not (efficiency.enabled and efficiency.data_routing.enabled and section.enabled):
+        return
+    layers, asked, depth = section.random_ltd_layer_id, section.random_ltd_layer_num, section.total_layer_num
+    wrong = [layer for layer in layers if layer < 0 or (depth is not None and layer >= depth)]
+    fix = "name blocks by their places, such as [1, 2, 3]; as a rule all but the first and the last"
+    if not layers:
+        draft.fault(f"{base}/random_ltd_layer_id", "no block is named that would drop tokens", fix)
+    elif wrong or len(set(layers)) < len(layers):
+        what = f"there is no block {wrong[0]}" if wrong else "a block is named twice"
+        draft.fault(f"{base}/random_ltd_layer_id", what + (f" among {depth}" if wrong and depth else ""), fix)
+    elif asked is not None and asked != len(layers):
+        message = f"random_ltd_layer_num is {asked}, and random_ltd_layer_id names {len(layers)}"
+        draft.fault(f"{base}/random_ltd_layer_num", message, f"give {len(layers)}, or remove it")
+    for key, choices in (("model_type", ("decoder", "encoder")), ("hidden_state_order", _ORDERS)):
+        value = getattr(section, key)
+        if value is not None and value not in choices:
+            draft.fault(f"{base}/{key}", f"{value!r:.80} is not a choice here", f"choose {' or '.join(choices)}")
+    if section.layer_token_lr_schedule.enabled:
+        message = "a learning rate by layer-tokens does not exist (DeepSpeed refuses it, too)"
+        draft.fault(f"{base}/layer_token_lr_schedule/enabled", message, "set it to false")
+    for fault in token_faults(vars(section.random_ltd_schedule), f"{base}/random_ltd_schedule"):
+        draft.fault(fault.pointer, fault.message, fault.fix)
+    if config.sequence_parallel_size > 1:
+        message = "tokens are chosen among all of a sequence, and sequences are divided among processes"
+        draft.fault(f"{base}/enabled", message, "remove random_ltd, or sequence_parallel_size")
+
+
 # -- what explain says ------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +132,33 @@ def length_settings(config: Config) -> tuple[str, Mapping[str, Any]] | None:
 
 def data_notes(config: Config) -> list[str]:
     """Difficulties over steps and what follows from them, a line each; none without a curriculum."""
+    return [*_length_notes(config), *_token_notes(config)]
+
+
+def _token_notes(config: Config) -> Iterator[str]:
+    efficiency = config.data_efficiency
+    section = efficiency.data_routing.random_ltd
+    if not (efficiency.enabled and efficiency.data_routing.enabled and section.enabled):
+        return
+    scheduler = RandomLTDScheduler(
+        {
+            "total_layer_num": section.total_layer_num or len(section.random_ltd_layer_id),
+            "random_ltd_layer_num": len(section.random_ltd_layer_id),
+            "random_ltd_schedule": vars(section.random_ltd_schedule),
+            "global_batch_size": 1,
+        }
+    )
+    last = section.random_ltd_schedule.schedule_config["require_steps"]
+    steps = sorted({last * part // _SHOWN for part in range(_SHOWN + 1)})
+    told = ", ".join(f"{scheduler.get_value(step)} (step {step + 1:_})" for step in steps)
+    yield f"random_ltd, tokens kept in {len(section.random_ltd_layer_id)} blocks: {told}"
+    if section.total_layer_num is not None and last <= 1_000_000:
+        whole = last * section.total_layer_num * scheduler.state["max_value"]
+        share = scheduler.get_total_layer_tokens(last) / whole
+        yield f"its {last:_} steps have {share:.0%} of the layer-tokens that they have without"
+
+
+def _length_notes(config: Config) -> list[str]:
     found = length_settings(config)
     if found is None:
         return []

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ds_hf.engine.engine import CoreEngine
+from ds_hf.engine.modules.decoder_blocks import find_blocks
+from ds_hf.errors import ConfigError
 from ds_hf.log import warn_once
 
 if TYPE_CHECKING:
     from ds_hf.data.difficulty import CurriculumScheduler
+    from ds_hf.data.token_schedule import RandomLTDScheduler
 
 __all__ = ["DataNames"]
 
@@ -40,6 +43,31 @@ class DataNames(CoreEngine):
 
     def curriculum_params_legacy(self) -> dict[str, Any]:
         return _written(self, "curriculum_learning")
+
+    def random_ltd_enabled(self) -> bool:
+        return self.settings.data_efficiency.data_routing.random_ltd.enabled
+
+    def random_ltd_config(self) -> dict[str, Any]:
+        return _written(self, "data_efficiency", "data_routing", "random_ltd")
+
+    @property
+    def random_ltd_scheduler(self) -> RandomLTDScheduler | None:
+        """What says how many tokens are kept, ``None`` where none are dropped."""
+        found = self.kept.get("random_ltd")
+        return None if found is None else found.scheduler
+
+    def random_ltd_initialize(self, convert_type: type | None = None) -> None:
+        """Let the blocks of this class be those that ``random_ltd_layer_id`` names; without one they stay what
+        ``initialize`` found.
+
+        Raises:
+            ConfigError: there are too few of them, or the configuration drops no tokens.
+        """
+        found = self.kept.get("random_ltd")
+        if found is None:
+            raise ConfigError("no tokens are dropped: enable data_efficiency.data_routing.random_ltd", "random_ltd")
+        if convert_type is not None:
+            found.name_blocks(find_blocks(self.module, "random_ltd", kind=convert_type))
 
     @property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:

@@ -83,6 +83,11 @@ FEATURES = (
         "modules.curriculum:attach",
     ),
     Feature(
+        "dropped tokens",
+        lambda e: e.settings.data_efficiency.enabled and _trains(e),
+        "modules.token_drop:attach",
+    ),
+    Feature(
         "activations in host memory",
         lambda e: e.settings.activation_checkpointing.cpu_checkpointing or e.settings.ds_hf.offload_activations,
         "modules.activations:attach",

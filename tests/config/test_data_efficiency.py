@@ -29,6 +29,14 @@ def legacy(**changes: Any) -> dict[str, Any]:
     return {"curriculum_learning": {"enabled": True, **LINEAR, **changes}}
 
 
+def dropping(**changes: Any) -> dict[str, Any]:
+    schedule = {"min_value": 16, "max_value": 64, "schedule_type": "fixed_linear"}
+    schedule["schedule_config"] = {"require_steps": 100, "seq_per_step": 8}
+    section = {"total_layer_num": 4, "random_ltd_layer_id": [1, 2], "random_ltd_schedule": schedule}
+    inner = {"enabled": True, **section, **changes}
+    return {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": inner}}}
+
+
 def load(tree: dict[str, Any]) -> Any:
     return load_config({**BATCH, **tree}, world_size=2)
 
@@ -43,6 +51,15 @@ def load(tree: dict[str, Any]) -> Any:
         (curricula({}), "needs a metric of difficulty"),
         (curricula({"seqlen": {**LINEAR, "max_difficulty": 8}}), "begins at 64, and its largest is 8"),
         (curricula({"seqlen": LINEAR, "seqlen_truncate": LINEAR}), "are the same"),
+        (dropping(random_ltd_layer_id=[]), "no block is named"),
+        (dropping(random_ltd_layer_id=[1, 1]), "a block is named twice"),
+        (dropping(random_ltd_layer_id=[1, 4]), "there is no block 4 among 4"),
+        (dropping(random_ltd_layer_num=3), "random_ltd_layer_num is 3, and random_ltd_layer_id names 2"),
+        (dropping(model_type="both"), "decoder or encoder"),
+        (dropping(hidden_state_order="dim"), "batch_seq_dim or seq_batch_dim"),
+        (dropping(layer_token_lr_schedule={"enabled": True}), "does not exist"),
+        (dropping(random_ltd_schedule={}), "schedule_type is missing"),
+        ({**dropping(), "sequence_parallel_size": 2}, "sequences are divided among processes"),
         ({**legacy(), "sequence_parallel_size": 2}, "divided among processes before"),
     ],
 )
@@ -74,3 +91,10 @@ def test_explain_shows_lengths_over_steps() -> None:
     assert data_notes(load(curricula({"seqlen": {**LINEAR, **discrete}})))[0].endswith("64 (step 1), 256 (step 11)")
     assert data_notes(load({})) == []
     assert "by a function" in data_notes(load(legacy(schedule_type="custom")))[0]
+
+
+def test_explain_shows_tokens_over_steps() -> None:
+    kept, share = data_notes(load(dropping()))
+    assert kept.startswith("random_ltd, tokens kept in 2 blocks: 16 (step 1), 16 (step 13), 24 (step 26), ")
+    assert kept.endswith("64 (step 101)")
+    assert share == "its 100 steps have 78% of the layer-tokens that they have without"
