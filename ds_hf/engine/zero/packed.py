@@ -76,7 +76,10 @@ def move_packed(model: nn.Module, device: torch.device, *, sharded: bool) -> Non
             if param.device != device:
                 if id(param) not in moved:
                     new = param.to(device)
-                    moved[id(param)] = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=False)
+                    new = new if isinstance(new, nn.Parameter) else nn.Parameter(new, requires_grad=False)
+                    # what the engine knows of a parameter, as its place in a whole one, is written on it
+                    new.__dict__.update({key: value for key, value in vars(param).items() if key not in vars(new)})
+                    moved[id(param)] = new
                 module._parameters[name] = moved[id(param)]
 
 

@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_hf
+from ds_hf.engine.zero.cut import cut_of, even_cut, set_cut
 from ds_hf.engine.zero.gather import GatheredParameters
-from ds_hf.engine.zero.packed import PackedBuffer, check_packed, is_packed, packed_parts
+from ds_hf.engine.zero.packed import PackedBuffer, check_packed, is_packed, move_packed, packed_parts
+from ds_hf.engine.zero.replicas import divide_over_experts, expert_processes
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 
@@ -285,3 +287,17 @@ def test_complex_parameters_are_refused_as_such() -> None:
     model.spectrum = nn.Parameter(torch.zeros(3, dtype=torch.cfloat))
     with pytest.raises(ConfigError, match=r"spectrum is torch.complex64.*torch\.view_as_real"):
         check_packed(model, sharded=False)
+
+
+@pytest.mark.parametrize("kind", ["packed", "integers"])
+def test_what_is_written_on_a_parameter_stays_when_it_moves(kind: str) -> None:
+    """Its place in a whole one, and over how many processes experts are divided: on a GPU ``param.to`` gives another
+    parameter, and weights by name were this process's experts alone."""
+    model = nn.Module()
+    model.weight = model.tied = QUANTIZERS[kind](torch.randn(4, 16))
+    set_cut(model.weight, even_cut((4, 16), 0, 1, 2))
+    divide_over_experts(model.weight, 2)
+    before = model.weight
+    move_packed(model, torch.device("meta"), sharded=False)
+    assert model.weight is not before and model.weight is model.tied
+    assert cut_of(model.weight) == cut_of(before) and expert_processes(model.weight) == 2
