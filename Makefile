@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all their own set-up: they need Python, pip and nothing else.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-room test-slow test-gpu lint docs format clean
+.PHONY: help setup demo test collect test-room test-slow test-gpu lint docs format clean
 
 PYTHON ?= python3
 # NEWEST=1: what pip chooses today without constraints.txt, in an environment of its own that is made anew each week.
@@ -48,10 +48,16 @@ demo: $(STAMP) $(LIBRARY) ## tune a configuration for two minutes, train a small
 	@$(BIN)/python examples/demo.py
 
 # Lint and docs hold for one release of their tools, that of constraints.txt.
-test: $(if $(NEWEST),,lint docs) $(LIBRARY) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
+test: $(STAMP) ## lint, types, layers, docs, and all tests but the slow ones and those for a GPU
+	@# mypy keeps one core busy for a minute; the other builds and collects meanwhile
+	@$(MAKE) --no-print-directory -j2 $(if $(NEWEST),,lint docs) collect
 	@# a worker takes whole stretches of files, so that what the tests of a module share is made once as a rule; four on
 	@# two cores, for half of the time a test waits for processes that start
 	@$(BIN)/pytest -q -n 4 --dist worksteal -m "not slow and not gpu"
+
+collect: $(STAMP) $(LIBRARY)
+	@# pytest compiles each test file with its asserts spelled out: once here, and not in each worker at once
+	@said=$$($(BIN)/pytest --collect-only -q) || { echo "$$said" | grep -v ::; exit 1; }
 
 test-room: $(STAMP) $(LIBRARY) ## ROOM=engine/zero: the tests of one room that are not slow, its contract tests, mypy
 	@$(BIN)/python -m tests.tools.room "$(ROOM)"
