@@ -35,8 +35,8 @@ from tests.helpers.patience import LONGEST_S, PATIENCE, patient
 
 __all__ = ["DistributedFailure", "RankSpec", "free_port", "run_distributed", "run_torchrun"]
 
-# What test modules import, as each rank imports the one that its function is from: of three seconds that ranks computed,
-# one went into the same imports again.
+# What test modules import, as each rank imports the one that its function is from: a third of what ranks computed was
+# the same imports again.
 PRELOAD = [
     "ds_hf.deepspeed_api.initialize",
     "torch",

@@ -299,5 +299,5 @@ def test_what_is_written_on_a_parameter_stays_when_it_moves(kind: str) -> None:
     divide_over_experts(model.weight, 2)
     before = model.weight
     move_packed(model, torch.device("meta"), sharded=False)
-    assert model.weight is not before and model.weight is model.tied
-    assert cut_of(model.weight) == cut_of(before) and expert_processes(model.weight) == 2
+    assert model.weight is model.tied is not before
+    assert (cut_of(model.weight), expert_processes(model.weight)) == (cut_of(before), 2)
