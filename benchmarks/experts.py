@@ -1,16 +1,17 @@
 """Mixtures of experts: ds_hf with whole and with divided experts, DeepSpeed, FSDP2, and what the products alone take.
 
     torchrun --nproc-per-node 2 benchmarks/experts.py --model qwen3 --layers 6 --stage 3 --micro-batch 2 --seq 2048 \\
-        --engines ds_hf,ds_hf+ep,fsdp2,deepspeed-leaf,deepspeed-autoep,floor --deepspeed-path FOLDER --json FILE
+        --engines ds_hf,ds_hf+ep,fsdp2,transformers-ep,deepspeed-leaf,floor --deepspeed-path FOLDER --json FILE
     python benchmarks/experts.py --part products --model qwen3
 
 The engines take turns as in ``training.py``, whose loop, tokens and figures these are; the models have the shapes of
 Qwen3-30B-A3B, OLMoE-1B-7B and gpt-oss-20b, cut in depth to what fits. *ds_hf+ep* divides experts over all processes,
 *ds_hf+local* over none and computes them as divided ones are (``autoep_size`` 1), *ds_hf* leaves them to transformers;
 *deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use today,
-*deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it. *floor* is forward and backward
-of the bf16 model alone. ``--lora R`` trains adapters of rank R on attention and on the experts' stacked weights, which
-*ds_hf* leaves to PEFT; with ``--base-bits 4`` the experts under *+local* and *+ep* rest in 4 bits.
+*deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it, *transformers-ep* transformers'
+own division beside its FSDP2. *floor* is forward and backward of the bf16 model alone. ``--lora R`` trains adapters of
+rank R on attention and on the experts' stacked weights, which *ds_hf* leaves to PEFT; with ``--base-bits 4`` the experts
+under *+local* and *+ep* rest in 4 bits.
 
 ``--part products``: on one GPU, forward and backward of one layer's experts as the model has them and as
 ``exchange.py`` leaves them to each process, against the grouped products alone (six of them).
@@ -127,6 +128,58 @@ class DeepSpeedLeaf(training.DeepSpeed):
             training.make_model = made
 
 
+class Transformers(training.Contender):
+    """transformers' own expert parallelism (5.23) beside its FSDP2, with autocast, clipping and groups of parameters by
+    mesh as in its Trainer."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        from transformers.distributed import DistributedConfig
+
+        world = dist.get_world_size()
+        if not hasattr(DistributedConfig, "efsdp_size"):
+            raise RuntimeError("not measured: this release of transformers divides no experts beside FSDP2")
+        whole: Any = make_model(args, torch.float32)
+        weights = {name: value.cpu() for name, value in whole.state_dict().items()}
+        config, kind = whole.config, type(whole)
+        del whole
+        division = DistributedConfig(fsdp_size=world, ep_size=args.ep or world)
+        options = {"attn_implementation": config._attn_implementation, "dtype": torch.float32}
+        self.model: Any = kind.from_pretrained(  # type: ignore[attr-defined]
+            None, config=config, state_dict=weights, distributed_config=division, **options
+        )
+        self.model.train()
+        if args.checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for param in self.model.parameters():
+            by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+        self.groups = list(by_mesh.values())
+        groups = [{"params": params} for params in self.groups]
+        self.optimizer = torch.optim.AdamW(groups, fused=True, **training.adam_parameters())
+
+    def step(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        losses = []
+        for ids in batches:
+            with torch.autocast(self.args.device, torch.bfloat16):
+                loss = self.model(input_ids=ids, labels=ids).loss
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        if self.args.clip:
+            norms = [self._norm(params) for params in self.groups]
+            total = torch.linalg.vector_norm(torch.stack(norms))
+            for params in self.groups:
+                torch.nn.utils.clip_grads_with_norm_(params, self.args.clip, total)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean()
+
+    @staticmethod
+    def _norm(params: list[nn.Parameter]) -> torch.Tensor:
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[no-any-return]
+
+
 def experts_section(args: argparse.Namespace) -> dict[str, Any]:
     return {"enabled": True, "autoep_size": args.ep or dist.get_world_size()}
 
@@ -149,6 +202,7 @@ ENGINES: dict[str, type[training.Contender]] = {
         training.DeepSpeed, expert_parallel=experts_section, zero_optimization={"stage": 2}
     ),
     "fsdp2": training.Fsdp2,
+    "transformers-ep": Transformers,
     "floor": training.Floor,
 }
 

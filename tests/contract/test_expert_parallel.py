@@ -223,6 +223,39 @@ def test_adapters_on_frozen_experts_are_saved_and_loaded(stage: int, tmp_path: P
             assert torch.equal(weights[name], frozen[name])
 
 
+def repeated() -> Any:
+    """Four layers of adapters on the weights of two (PEFT's ``layer_replication``)."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(target_modules=["q_proj", "o_proj"], layer_replication=[[0, 2], [0, 2]])
+    model = get_peft_model(build("mixtral").double(), settings).double()
+    torch.manual_seed(3)
+    for param in model.parameters():
+        if param.requires_grad:
+            nn.init.normal_(param, std=0.1)
+    return model
+
+
+def train_repeated(more: dict[str, Any], stage: int) -> tuple[int, dict[str, Any]]:
+    torch.set_num_threads(1)
+    settings = {name: value for name, value in config(2, stage).items() if name != "expert_parallel"}
+    engine, *_ = ds_hf.initialize(model=repeated(), config={**settings, **more})
+    found = run(engine)
+    return engine.mesh.sample_rank, found | {"weights": dict(engine.named_weights())}
+
+
+@pytest.mark.parametrize(
+    ("more", "stage", "data"),
+    [({"expert_parallel": section(2)}, 3, 2), ({"tensor_parallel": {"autotp_size": 2}}, 1, 1)],
+)
+def test_layers_that_repeat_others_weights(more: dict[str, Any], stage: int, data: int) -> None:
+    wanted = reference_run("", batches_of(STEPS, 1, data), torch.float64, CLIP, DEVICE, repeated, **EPS)
+    for rank, found in run_distributed(train_repeated, 2, more, stage, timeout=100):
+        assert found["losses"] == pytest.approx(wanted["losses"][rank::data])
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
+        assert farthest(found["weights"], wanted["weights"]) < 1e-6
+
+
 def sequences_too(stage: int, size: int) -> float:
     """Two processes share each sequence, and all of them the experts: how far weights end from one process's."""
     from deepspeed.utils import groups

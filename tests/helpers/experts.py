@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -145,10 +145,16 @@ def section(size: int, **more: Any) -> dict[str, Any]:
 
 
 def reference_run(
-    kind: str, steps: Sequence[Sequence[Tensor]], dtype: torch.dtype, clip: float, device: str = "cpu", **adamw: Any
+    kind: str,
+    steps: Sequence[Sequence[Tensor]],
+    dtype: torch.dtype,
+    clip: float,
+    device: str = "cpu",
+    made: Callable[[], nn.Module] | None = None,
+    **adamw: Any,
 ) -> dict[str, Any]:
-    """Plain torch on one process: losses, norms and weights."""
-    model = build(kind).to(device, dtype)
+    """Plain torch on one process, of ``made`` where it is given: losses, norms and weights."""
+    model = (build(kind) if made is None else made()).to(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **adamw)
     losses, norms = [], []
     for batches in steps:

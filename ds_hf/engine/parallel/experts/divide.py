@@ -17,6 +17,7 @@ from ds_hf.engine.parallel.tensor.divide import cut_parameter
 from ds_hf.engine.parallel.tensor.functions import Place
 from ds_hf.engine.parallel.tensor.plan import Slicing
 from ds_hf.engine.parallel.tensor.styles import CutModule, Style, own_class, place_of, swap_class
+from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.replicas import divide_over_experts
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once
@@ -92,9 +93,10 @@ def _divide(layer: ExpertLayer, parts: Axis, same: Axis | None, section: ExpertP
     for key in layer.params:
         param = layer.module._parameters[key]
         assert param is not None
-        slicing = Slicing(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
-        cut_parameter(param, slicing, key, parts, optimizer, shards=same)
-        divide_over_experts(param, parts.world_size)
+        if cut_of(param) is None:  # two modules may have one parameter (PEFT's layer_replication)
+            slicing = Slicing(layer.name, layer.module, Style(), {key: (0, (layer.count,))})
+            cut_parameter(param, slicing, key, parts, optimizer, shards=same)
+            divide_over_experts(param, parts.world_size)
     place = Place(parts, layer.name.removesuffix(".base_layer"), [None])
     cut_adapters(layer.around, layer.count, place, same, optimizer)
     counts = _local_counts(layer, parts.world_size)

@@ -346,13 +346,18 @@ def _output_of(module: nn.Module) -> nn.Module | None:
 
 
 def _without_tied(model: nn.Module, divisions: list[Slicing]) -> list[Slicing]:
-    """Parameters that several modules share stay whole, and so do those modules: each would cut them its own way."""
+    """Parameters that several modules share stay whole, and so do those modules, unless all cut them in the same way
+    (layers that PEFT's ``layer_replication`` repeats)."""
     holders: dict[int, list[str]] = defaultdict(list)
+    ways: dict[int, list[Any]] = defaultdict(list)
+    for division in divisions:
+        for key, part in division.parts.items():
+            ways[id(division.module._parameters[key])].append((key, part, division.style))
     for name, module in model.named_modules():
         for key, param in module._parameters.items():
             if param is not None:
                 holders[id(param)].append(f"{name}.{key}" if name else key)
-    kept, tied = [], []
+    kept, tied, whole = [], [], set[int]()
     has_holes = any(_is_elsewhere(module) for module in model.modules())
     for division in divisions:
         shared = [
@@ -360,10 +365,14 @@ def _without_tied(model: nn.Module, divisions: list[Slicing]) -> list[Slicing]:
             for key in division.parts
             if (param := division.module._parameters[key]) is not None
             and (len(holders[id(param)]) > 1 or (has_holes and is_tied_over_stages(param)))
+            and (has_holes or not _same_way(ways[id(param)], len(holders[id(param)])))
         ]
         tied += shared
-        if not shared:
+        if shared:
+            whole.add(id(division.module))
+        else:
             kept.append(division)
+    kept = [division for division in kept if id(division.module) not in whole]  # what sums parts of its outputs
     if tied:
         names = " and ".join(tied[0])
         heads = {id(head) for module in model.modules() if (head := _output_of(module)) is not None}
@@ -374,6 +383,11 @@ def _without_tied(model: nn.Module, divisions: list[Slicing]) -> list[Slicing]:
             f"it{choice}"
         )
     return kept
+
+
+def _same_way(ways: list[Any], holders: int) -> bool:
+    """Whether all ``holders`` of a parameter cut it, and as the first does."""
+    return len(ways) == holders and all(way == ways[0] for way in ways)
 
 
 def _is_elsewhere(module: nn.Module) -> bool:

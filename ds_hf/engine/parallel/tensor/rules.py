@@ -221,7 +221,10 @@ def _hugging_face(model: nn.Module, faults: list[Fault]) -> Rules:
     Looked for in the model and the models inside it (under a wrapper, an adapter), the outermost that has one; last
     in a ``config`` that something else than a model of transformers has.
     """
-    names = {"module": [name for name, _ in model.named_modules()], "param": [n for n, _ in model.named_parameters()]}
+    names = {
+        "module": [name for name, _ in model.named_modules()],
+        "param": [n for n, _ in model.named_parameters(remove_duplicate=False)],
+    }
     for planned in (True, False):
         rules = Rules("the model's tp_plan")
         done: list[str] = []
