@@ -10,7 +10,7 @@ Qwen3-30B-A3B, OLMoE-1B-7B and gpt-oss-20b, cut in depth to what fits. *ds_hf+ep
 *deepspeed-leaf* is its stage 3 with the blocks of experts as leaf modules, which is what people use today,
 *deepspeed-autoep* its own division of experts, at stage 2, for its stage 3 refuses it, *transformers-ep* transformers'
 own division beside its FSDP2. *floor* is forward and backward of the bf16 model alone. ``--lora R`` trains adapters of
-rank R on attention and on the experts' stacked weights, which *ds_hf* leaves to PEFT; with ``--base-bits 4`` those under
+rank R on attention and on the experts' stacked weights, which *ds_hf* leaves to PEFT; with ``--base-bits 4`` those of
 *+local* and *+ep* rest in 4 bits.
 
 ``--part products``: on one GPU, forward and backward of one layer's experts as the model has them and as

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ds_hf.engine.observe.report.spans import COLLECTIVE, KINDS, Key
 from ds_hf.profile.load import Rank, Run, StepRecord
 
-__all__ = ["Analysis", "Late", "Traffic", "analyse"]
+__all__ = ["Analysis", "Late", "Traffic", "analyse", "fullest_expert"]
 
 WARM_UP = 2  # steps that compile, allocate and record what later ones use
 LEAST_LATE = 1e-3  # seconds
@@ -302,3 +302,27 @@ def _files(run: Run, numbers: Sequence[int]) -> dict[str, tuple[float, float]]:
                     seconds, nbytes = found.get(name, (0.0, 0.0))
                     found[name] = (seconds + span.seconds * share, nbytes + key.nbytes * share)
     return found
+
+
+def fullest_expert(run: Run) -> str:
+    """Which expert of a layer has the largest share of all tokens, and how much more than its part the process has that
+    computes most; empty where nothing was counted."""
+    layers = [
+        (each[0], [sum(numbers) for numbers in zip(*(layer["routes"] for layer in each), strict=False)])
+        for each in zip(*(rank.experts for rank in run.ranks if rank.experts), strict=False)
+    ]
+    shares = [(max(routes) / sum(routes), layer, routes) for layer, routes in layers if sum(routes)]
+    if not shares:
+        return ""
+    share, layer, routes = max(shares, key=lambda found: found[0])
+    top, parts = int(layer["top"]), int(layer["processes"])
+    text = (
+        f"the fullest is expert {routes.index(max(routes))} of {layer['name']}, which has {share * top:.0%} of all "
+        f"tokens ({top / len(routes):.0%} would be even)"
+    )
+    each = len(routes) // parts
+    starts = range(0, parts * each, each) if each else ()
+    most = max(
+        (sum(found[at : at + each]) * parts / sum(found) for _, _, found in shares for at in starts), default=1.0
+    )
+    return f"{text}, and the fullest process computes {most:.2f} x its part" if parts > 1 else text

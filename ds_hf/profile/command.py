@@ -90,7 +90,9 @@ def record(
 
 
 def _written(source: str) -> dict[str, Any]:
-    return load_config(source, allow_auto=True).resolved if not Path(source).is_file() else _read(source)
+    if Path(source).is_file():
+        return _read(source)
+    return load_config(source, allow_auto=True, check_batch=False).resolved
 
 
 def _recording(written: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def _recording(written: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _read(source: str) -> dict[str, Any]:
-    load_config(source, allow_auto=True)  # every fault of the user's file, with its line
+    load_config(source, allow_auto=True, check_batch=False)  # its faults, with lines; the script knows the processes
     from ds_hf.config.parse import parse
 
     found: dict[str, Any] = parse(read_regular(source, TEXT_NBYTES).decode("utf-8"), source).value

@@ -63,7 +63,7 @@ class Rank:
 
     Attributes:
         header: what ran. keys: of the spans. steps: by number. memory: the last step in which it was looked at.
-        ended: training came to its end.
+        experts: of each layer of them its name and the routes to each. ended: training came to its end.
     """
 
     number: int
@@ -71,6 +71,7 @@ class Rank:
     keys: list[Key] = field(default_factory=list)
     steps: dict[int, StepRecord] = field(default_factory=dict)
     memory: dict[str, Any] | None = None
+    experts: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False
 
     def own_times(self, step: StepRecord) -> dict[Key, float]:
@@ -211,6 +212,11 @@ def _read_rank(path: Path) -> Rank | None:
             )
         elif "memory" in line:
             rank.memory = line
+        elif "experts" in line:
+            rank.experts = [
+                {"name": str(e["name"]), "processes": max(1, int(e["processes"])), "top": int(e["top"]),
+                 "routes": [int(number) for number in e["routes"]]} for e in line["experts"]
+            ]  # fmt: skip
         elif "end" in line:
             rank.ended = True
     return rank

@@ -18,7 +18,7 @@ from ds_hf.config.load import examine
 from ds_hf.config.plan import Placement, less_divided, stages_with
 from ds_hf.engine.observe.report.spans import NEXT_BATCH
 from ds_hf.errors import ConfigError
-from ds_hf.profile.analysis import Analysis, Late
+from ds_hf.profile.analysis import Analysis, Late, fullest_expert
 
 __all__ = ["Finding", "Verdict", "changed_file", "judge", "milliseconds"]
 
@@ -294,8 +294,10 @@ class _Judge:
         if traffic is None or not traffic.calls:
             return text, seconds
         late = min(traffic.late, seconds)
-        text += f" ({traffic.calls:,.0f} of them, {traffic.nbytes / 2**20:,.1f} MiB a rank"
-        text += f" at {traffic.rate / 1e9:.2g} GB/s" if traffic.rate else ""
+        text += f" ({traffic.calls:,.0f} of them"
+        if kind != "experts":  # whose sizes differ from rank to rank, and are not noted
+            text += f", {traffic.nbytes / 2**20:,.1f} MiB a rank"
+            text += f" at {traffic.rate / 1e9:.2g} GB/s" if traffic.rate else ""
         text += f"; {milliseconds(late)} of it until the last rank comes)" if late > 0.2 * seconds else ")"
         return text, seconds - late
 
@@ -473,8 +475,10 @@ class _Judge:
             "tensor": "tensor parallelism inside a host, over as few processes as memory allows",
             "sequence": "sequence parallelism inside a host, over as few processes as memory allows",
             "experts": "a smaller expert_parallel.autoep_size, where memory allows it; where the others wait for the "
-            "process with the fullest experts (Train/Experts/fullest_share in monitors), a router that is balanced",
+            "process with the fullest experts, a router that is balanced",
         }.get(kind, "")
+        if kind == "experts" and (fullest := fullest_expert(self.a.run)):
+            text += f"; {fullest}"
         return Finding(kind, self.a.share(kind), self.a.kinds[kind], text, advice)
 
     def _finding(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from ds_hf.cli.root import app
 from ds_hf.config.source import read_source
+from ds_hf.profile import command
 from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.distributed import run_distributed
 from tests.profile.test_verdict import slow_link
@@ -110,3 +112,17 @@ def test_a_script_is_recorded_and_saves_nothing(tmp_path: Path, monkeypatch: pyt
         "config": str(config),
         "written": read_source(config).tree,
     }
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gradient_accumulation_steps": 1, "train_batch_size": 4},
+        {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    ],
+)
+def test_a_file_for_more_processes_than_this_one_is_taken(more: dict[str, Any], tmp_path: Path) -> None:
+    content = {"train_micro_batch_size_per_gpu": 2, **more}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(content))
+    assert command._written(str(path)) == content

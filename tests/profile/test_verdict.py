@@ -13,15 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+import ds_hf
 from ds_hf.config import load_config
 from ds_hf.engine.comm import collectives
 from ds_hf.engine.events import told
 from ds_hf.engine.offload import aio
-from ds_hf.profile.analysis import Analysis, analyse
+from ds_hf.profile.analysis import Analysis, analyse, fullest_expert
 from ds_hf.profile.load import read_run
 from ds_hf.profile.verdict import Finding, Verdict, changed_file, judge
 from tests.engine.observe.report.common import make_engine, train
 from tests.helpers.distributed import run_distributed
+from tests.helpers.experts import batches_of, build, loss_of, section
 from tests.helpers.models import TinyLM
 
 NAP = 0.12  # seconds
@@ -193,3 +195,34 @@ def test_a_key_under_an_older_name_does_not_contradict_the_new_one() -> None:
     changed = changed_file(own, read, {"zero_optimization.offload_optimizer.device": "cpu"})
     assert changed["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     assert "ds_hf" not in changed
+
+
+def mixture(folder: Path) -> None:
+    """The routers of the second layer send most tokens to one expert."""
+    model: Any = build("olmoe", num_experts=8, num_local_experts=8)
+
+    def lopsided(_: Any, __: Any, out: Any) -> Any:
+        chosen = torch.arange(6, 8).expand_as(out[2]).clone()
+        chosen[:2] = torch.arange(2)
+        return out[0], out[1], chosen
+
+    model.model.layers[1].mlp.gate.register_forward_hook(lopsided)
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}}
+    settings |= {"expert_parallel": section(2), "ds_hf": {"report": str(folder), "report_steps": "all"}}
+    engine, *_ = ds_hf.initialize(model=model, config=settings)
+    for batches in batches_of(4, 1, 2):
+        engine.backward(loss_of(engine, batches[engine.axis.rank]))
+        engine.step()
+    engine.destroy()
+
+
+def test_the_fullest_expert_is_named(tmp_path: Path) -> None:
+    run_distributed(mixture, 2, tmp_path)
+    # 16 tokens a process and step: 14 choose experts 6 and 7, 2 choose 0 and 1
+    assert fullest_expert(read_run(tmp_path)) == (
+        "the fullest is expert 6 of model.layers.1.mlp.experts, which has 88% of all tokens (25% would be even), and the "
+        "fullest process computes 1.75 x its part"
+    )
+    _, verdict = judged(tmp_path)
+    found = [finding for finding in verdict.findings if finding.kind == "experts"]
+    assert not found or "expert 6 of model.layers.1" in found[0].text

@@ -46,6 +46,7 @@ class Balance(Observer):
 
     Attributes:
         counts: int64 ``[layers, experts + 1]``: routes to each expert since they were told last, and to none.
+        total: of this process, until then.
         top: experts of a token, by layer.
     """
 
@@ -53,6 +54,7 @@ class Balance(Observer):
         self.engine, self.layers = engine, layers
         most = max(layer.count for layer in layers)
         self.counts = torch.zeros(len(layers), most + 1, dtype=torch.int64, device=engine.device)
+        self.total = torch.zeros_like(self.counts)
         self.top = [1] * len(layers)
         self._steps = 0
         self._called = set[int]()
@@ -96,6 +98,7 @@ class Balance(Observer):
 
     def tell(self) -> None:
         """Write events, and warn of routers that have collapsed. Collective."""
+        self.total += self.counts
         collectives.all_reduce_sum(self.counts, self.engine.mesh.world, "tokens of experts")
         rows = self.counts.tolist()
         self.counts.zero_()
@@ -120,6 +123,16 @@ class Balance(Observer):
             samples = self.engine.global_samples
             events = [("fullest_share", fullest, samples), ("unused", float(unused), samples)]
             self.engine.monitor.write_events([(f"Train/Experts/{name}", *rest) for name, *rest in events])
+
+    def told(self) -> list[dict[str, Any]]:
+        """For a report: of each layer its name, how many processes divide it, experts of a token, and the routes of
+        this process to each."""
+        size = self.engine.mesh.shape.expert
+        rows = (self.total + self.counts).tolist()
+        return [
+            {"name": layer.name, "processes": size, "top": top, "routes": row[: layer.count]}
+            for layer, row, top in zip(self.layers, rows, self.top, strict=True)
+        ]
 
     def close(self) -> None:
         for hook in self._hooks:

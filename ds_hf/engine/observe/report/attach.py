@@ -85,6 +85,8 @@ class Report:
         self._monitor = engine.monitor if engine.mesh.world.rank == 0 and engine.monitor.enabled else None
         self.recorder.listeners.append(self._on_step)
         self._wiring = Wiring(engine, self.recorder, self.close)
+        balance = next((each for each in engine.events.observers if hasattr(each, "told")), None)
+        self._balance = None if balance is None else weakref.ref(balance)
         self._closed = False
         engine.step_hooks.append(self._after_step)
         if self._last is not None:
@@ -143,6 +145,8 @@ class Report:
         self._closed = True
         self.recorder.finish()
         self._wiring.remove()
+        if (balance := None if self._balance is None else self._balance()) is not None:
+            self._file.add({"experts": balance.told()})
         self._file.add({"end": True})
         self._file.close()
         if self._finisher is not None:

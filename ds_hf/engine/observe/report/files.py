@@ -8,6 +8,7 @@ keys      number of a key -> its fields, before the first step that uses it
 step      number, ``begin`` (seconds on the rank's clock), ``seconds``, ``samples``, ``tokens``, ``spans`` and
           ``beside`` (communication streams): key, microseconds since the step began, microseconds
 memory    bytes by kind at each point of one step
+experts   of each layer of them its name, and how many routes of this rank each expert had
 end       training is over
 ========  =======================================================================================================
 """
