@@ -220,8 +220,8 @@ def test_the_fullest_expert_is_named(tmp_path: Path) -> None:
     run_distributed(mixture, 2, tmp_path)
     # 16 tokens a process and step: 14 choose experts 6 and 7, 2 choose 0 and 1
     assert fullest_expert(read_run(tmp_path)) == (
-        "the fullest is expert 6 of model.layers.1.mlp.experts, which has 88% of all tokens (25% would be even), and the "
-        "fullest process computes 1.75 x its part"
+        "the fullest is expert 6 of model.layers.1.mlp.experts, which has 88% of all tokens (25% would be even), and "
+        "the fullest process computes 1.75 x its part"
     )
     _, verdict = judged(tmp_path)
     found = [finding for finding in verdict.findings if finding.kind == "experts"]
