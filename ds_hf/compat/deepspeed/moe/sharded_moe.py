@@ -1,4 +1,6 @@
-"""``deepspeed.moe.sharded_moe``: gates, and the layer without a residual."""
+"""``deepspeed.moe.sharded_moe``: gates, the layer without a residual, and the library by which gates agree."""
+
+import torch.distributed as dist
 
 from ds_hf.deepspeed_api.moe.gates import (
     TopKGate,
@@ -13,6 +15,7 @@ from ds_hf.deepspeed_api.moe.layer import MOELayer
 __all__ = [
     "MOELayer",
     "TopKGate",
+    "dist",
     "gumbel_rsample",
     "multiplicative_jitter",
     "top1gating",
