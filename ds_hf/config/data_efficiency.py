@@ -27,6 +27,16 @@ def check_data(config: Config, draft: Draft) -> None:
     _legacy(config, draft)
     _metrics(config, draft)
     _random_ltd(config, draft)
+    drops = config.progressive_layer_drop
+    if drops.enabled and drops.theta <= 0:
+        fix = "give more than 0; 0.5 is usual"
+        draft.fault(
+            "/progressive_layer_drop/theta", "in the end the last block would never be computed: not above 0", fix
+        )
+    elif drops.enabled and drops.theta == 1:
+        draft.warn(
+            "/progressive_layer_drop/theta", "no effect: theta 1 leaves no block out", "give less than 1, such as 0.5"
+        )
     lengths = length_settings(config)
     if lengths is None:
         return

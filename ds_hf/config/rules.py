@@ -29,7 +29,7 @@ from ds_hf.config.types.zero import OffloadOptimizerSection, OffloadParamSection
 
 __all__ = ["check_optimizer", "check_rules"]
 
-_OF_DATA = {"data_efficiency", "curriculum_learning"}
+_OF_DATA = {"data_efficiency", "curriculum_learning", "progressive_layer_drop"}
 
 
 def check_rules(config: Config, draft: Draft) -> None:

@@ -44,6 +44,18 @@ class DataNames(CoreEngine):
     def curriculum_params_legacy(self) -> dict[str, Any]:
         return _written(self, "curriculum_learning")
 
+    def pld_enabled(self) -> bool:
+        return self.settings.progressive_layer_drop.enabled
+
+    def pld_params(self) -> dict[str, Any] | bool:
+        return _written(self, "progressive_layer_drop") if self.pld_enabled() else False
+
+    def pld_theta(self) -> float:
+        return self.settings.progressive_layer_drop.theta
+
+    def pld_gamma(self) -> float:
+        return self.settings.progressive_layer_drop.gamma
+
     def random_ltd_enabled(self) -> bool:
         return self.settings.data_efficiency.data_routing.random_ltd.enabled
 

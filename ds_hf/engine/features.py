@@ -100,6 +100,11 @@ FEATURES = (
     Feature("Python's collector off", lambda e: e.settings.disable_python_gc, "observe.python_gc:attach"),
     Feature("generation", _generates, "modules.generation:attach"),
     Feature("what it says of itself", _prints, "observe.progress:attach"),
+    Feature(
+        "blocks that are left out",
+        lambda e: e.settings.progressive_layer_drop.enabled and _trains(e),
+        "modules.layer_drop:attach",
+    ),
     Feature("compiled blocks", lambda e: e.settings.ds_hf.compile, "modules.compiling:attach"),
     Feature(
         "the LR finder's run",

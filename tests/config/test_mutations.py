@@ -215,7 +215,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/torch_autocast", {"enabled": True, "dtype": "int8"}, "bf16", "/torch_autocast/dtype"),
     ("/compile", {"deepcompile": True}, "DeepCompile"),
     ("/curriculum_learning", {"enabled": True}, "needs min_difficulty", "/curriculum_learning/min_difficulty"),
-    ("/progressive_layer_drop", {"enabled": True}, "not supported"),
+    ("/progressive_layer_drop", {"enabled": True, "theta": 0}, "above 0", "/progressive_layer_drop/theta"),
     ("/compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}, "compression"),
     ("/quantize_training", {"enabled": True}, "not supported"),
     ("/weight_quantization", {"num_bits": 4}, "quantized_initialization", "/weight_quantization/num_bits"),

@@ -1,12 +1,55 @@
-"""The list of a model's blocks, of which some drop tokens, or are left out of a step."""
+"""The list of a model's blocks, some of which drop tokens or are left out, and which call of the model it is."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor, nn
+
+from ds_hf.engine.zero.hooks import in_backward
 from ds_hf.errors import ConfigError
 
-__all__ = ["find_blocks"]
+__all__ = ["Calls", "find_blocks"]
+
+_MARK = "_ds_hf_call"  # of hidden states: which call of the model made them
+
+
+class _Engine(Protocol):
+    module: nn.Module
+    global_steps: int
+
+
+class Calls:
+    """Counts calls of an engine's model while it trains.
+
+    Attributes:
+        step: the step, from 0; -1 before the first call.
+        number: of the call in this step, from 1; 0 before the first.
+    """
+
+    def __init__(self, engine: _Engine, began: Callable[[bool], None]) -> None:
+        self.engine, self.began = engine, began
+        self.step, self.number = -1, 0
+        self.handle = engine.module.register_forward_pre_hook(self._begin, prepend=True)
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        new = self.step != self.engine.global_steps
+        self.step, self.number = self.engine.global_steps, 1 if new else self.number + 1
+        self.began(new)
+
+    def of(self, block: nn.Module, hidden: Any) -> int:
+        """Which call ``hidden``, the input of ``block``, belongs to; 0 where nothing trains. A block that is computed
+        again in backward finds what it found the first time."""
+        if not (block.training and torch.is_grad_enabled() and isinstance(hidden, Tensor)):
+            return 0
+        call = int(getattr(hidden, _MARK, self.number))
+        if not in_backward():
+            setattr(hidden, _MARK, call)
+        return call
 
 
 def find_blocks(model: nn.Module, pointer: str, count: int | None = None, kind: type | None = None) -> list[nn.Module]:

@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_hf.config.types import Config
 from ds_hf.data.layer_tokens import draw, put, select, take
@@ -22,7 +22,7 @@ from ds_hf.data.token_schedule import RandomLTDScheduler
 from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
-from ds_hf.engine.modules.decoder_blocks import find_blocks
+from ds_hf.engine.modules.decoder_blocks import Calls, find_blocks
 from ds_hf.engine.zero.hooks import in_backward
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import log_once, warn_once
@@ -30,7 +30,6 @@ from ds_hf.log import log_once, warn_once
 __all__ = ["DropEngine", "TokenDrop", "attach"]
 
 _POINTER = "/data_efficiency/data_routing/random_ltd"
-_CALL = "_ds_hf_call"  # of hidden states: which call of the model made them
 
 
 class DropEngine(Protocol):
@@ -71,16 +70,17 @@ class TokenDrop(Observer):
         self.mask = section.model_mask_name
         self.saved = self.total = 0
         self._seed = engine.settings.data_efficiency.seed
-        self._step, self._calls = -1, 0
         self._open: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._handles = [engine.module.register_forward_pre_hook(self._begin, prepend=True)]
+        self._calls = Calls(engine, self._begin)
+        self._handles: list[RemovableHandle] = []
         self.blocks: list[nn.Module] = []
         self.name_blocks(found)
 
     def name_blocks(self, blocks: list[nn.Module]) -> None:
         """These are the model's blocks; the configuration says which of them drop tokens."""
-        for handle in self._handles[1:]:
+        for handle in self._handles:
             handle.remove()
+        self._handles.clear()
         section = self.engine.settings.data_efficiency.data_routing.random_ltd
         if max(section.random_ltd_layer_id) >= len(blocks):
             raise ConfigError(
@@ -105,40 +105,35 @@ class TokenDrop(Observer):
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        """The model is called."""
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        if self._step != self.engine.global_steps:
-            self._step, self._calls = self.engine.global_steps, 0
-            self.scheduler.update_seq(self._step)
-        self._calls += 1
+    def _begin(self, new: bool) -> None:
+        """The model is called, for the first time in a step if that is ``new``."""
+        if new:
+            self.scheduler.update_seq(self._calls.step)
         self._open.clear()
 
     def before(self, index: int, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Of a block's arguments, what belongs to the kept tokens; ``None`` where all are kept."""
         hidden = args[0] if args else kwargs.get("hidden_states")
-        again = in_backward()
-        if not (block.training and torch.is_grad_enabled() and isinstance(hidden, Tensor) and self._calls):
+        again, call = in_backward(), self._calls.of(block, hidden)
+        if not call:
             return None
+        assert isinstance(hidden, Tensor)
         positions, batch = hidden.shape[self.dim], hidden.shape[1 - self.dim]
         if not again:
             self.total += positions * batch
         keep = self.scheduler.get_current_seq()
         if keep >= positions:
             self._open.setdefault(index, []).append((hidden, hidden))
-            if self._step == 0 and not again:
+            if self._calls.step == 0 and not again:
                 warn_once(
                     f"random_ltd begins at {keep} tokens, and the first batch has {positions} positions: it drops none "
                     "of such batches. Lower min_value, or remove random_ltd",
                     about="random_ltd that drops nothing",
                 )
             return None
-        call = getattr(hidden, _CALL, self._calls)
         if not again:
             self.saved += (positions - keep) * batch
-            setattr(hidden, _CALL, call)  # by which a recomputation knows it
-        place = f"{self._seed} {self._step} {call} {index} {self.engine.mesh.sample_rank}"
+        place = f"{self._seed} {self._calls.step} {call} {index} {self.engine.mesh.sample_rank}"
         places = draw(batch, positions, keep, zlib.crc32(place.encode()), hidden.device)
         self._open.setdefault(index, []).append((hidden, places))
         self._check_packed(block, kwargs, batch)
@@ -211,10 +206,10 @@ class TokenDrop(Observer):
         state = dict(state)
         self.saved, self.total = state.pop("saved", 0), state.pop("total", 0)
         self.scheduler.load_state_dict(state)
-        self._step = -1
+        self._calls.step = -1
 
     def close(self) -> None:
-        for handle in self._handles:
+        for handle in (self._calls.handle, *self._handles):
             handle.remove()
         if self.total:
             log_once(f"random_ltd: {self.saved:_} of {self.total:_} layer-tokens of the named blocks were dropped")

@@ -1,0 +1,131 @@
+"""Progressive layer drop: a model that takes ``pld_theta`` is told it; of another, blocks are left out.
+
+A block that is left out passes its hidden states on, and what one that is computed adds to them is divided by its
+probability. Which are left out follows from the seed, the step, the call and the block, and from nothing of a process:
+all of them agree, and a run that resumes goes on with the same ones. Units are gathered all the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ds_hf.config.types import Config
+from ds_hf.data.layer_keeping import ProgressiveLayerDrop, kept_share
+from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.engine.events import Events, Observer
+from ds_hf.engine.modules.compiling import StandIn
+from ds_hf.engine.modules.decoder_blocks import Calls, find_blocks
+from ds_hf.errors import ConfigError, DsHfError
+
+__all__ = ["LayerDrop", "attach"]
+
+_KEYWORDS = ("progressive_layer_drop", "pld_theta")
+
+
+class _Engine(Protocol):
+    module: nn.Module
+    settings: Config
+    mesh: Mesh
+    events: Events
+    monitor: Any
+    global_steps: int
+    global_samples: int
+
+
+class LayerDrop(Observer):
+    """Leaves blocks of ``engine``'s model out.
+
+    Attributes:
+        schedule: gives theta.
+        blocks: empty for a model that is told theta.
+    """
+
+    def __init__(self, engine: _Engine) -> None:
+        section = engine.settings.progressive_layer_drop
+        self.engine, self.schedule = engine, ProgressiveLayerDrop(section.theta, section.gamma)
+        self.seed = engine.settings.data_efficiency.seed
+        taken = inspect.signature(engine.module.forward).parameters
+        self._keywords = [name for name in _KEYWORDS if name in taken]
+        self.blocks = [] if "pld_theta" in taken else find_blocks(engine.module, "/progressive_layer_drop")
+        self._tell = engine.module.register_forward_pre_hook(self._with_theta, prepend=True, with_kwargs=True)
+        self.calls = Calls(engine, self._begin)
+        self._around: list[StandIn] = []
+        for index, block in enumerate(self.blocks):
+            around = StandIn(block, "forward", _Sometimes(self, index, block, block.forward))
+            self._around.append(around)
+            block.__dict__["forward"] = around
+
+    def _begin(self, new: bool) -> None:
+        self.schedule.update_state(self.calls.step)
+
+    def _with_theta(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not (self._keywords and module.training):
+            return None
+        state = self.schedule.get_state()
+        return args, {**{name: state[name] for name in self._keywords}, **kwargs}
+
+    def after_step(self, engine: Any) -> None:
+        """Tell monitors."""
+        if self.engine.monitor.writes:
+            theta, samples = self.schedule.get_theta(), self.engine.global_samples
+            self.engine.monitor.write_events([("Train/Samples/pld_theta", theta, samples)])
+
+    def close(self) -> None:
+        self._tell.remove()
+        self.calls.handle.remove()
+        for block, around in zip(self.blocks, self._around, strict=True):
+            if block.__dict__.get("forward") is around:
+                del block.__dict__["forward"]
+
+
+class _Sometimes:
+    """A block's forward that is left out in some steps; ``given`` may be replaced by compiled code."""
+
+    decides = True  # outside of graphs: see ``ModuleCompiler.compile``
+
+    def __init__(self, drop: LayerDrop, index: int, block: nn.Module, given: Callable[..., Any]) -> None:
+        self.drop, self.index, self.block, self.given = drop, index, block, given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        call = self.drop.calls.of(self.block, hidden)
+        if not call:
+            return self.given(*args, **kwargs)
+        assert isinstance(hidden, Tensor)
+        share = kept_share(self.drop.schedule.get_theta(), self.index, len(self.drop.blocks))
+        drawn = random.Random(f"{self.drop.seed} {self.drop.calls.step} {call} {self.index}").random()
+        if drawn >= share:
+            return hidden
+        output = self.given(*args, **kwargs)
+        if share == 1.0:
+            return output
+        rows = output if isinstance(output, Tensor) else output[0]
+        if not isinstance(rows, Tensor) or rows.shape != hidden.shape:
+            raise DsHfError(
+                f"progressive_layer_drop: {type(self.block).__name__} does not give hidden states of the shape that it "
+                "takes, and a block that is left out passes them on: disable progressive_layer_drop"
+            )
+        rows = hidden + (rows - hidden) / share
+        return rows if isinstance(output, Tensor) else type(output)([rows, *output[1:]])
+
+
+def attach(engine: _Engine) -> None:
+    """Leave blocks out from now on.
+
+    Raises:
+        ConfigError: of this model, or on this mesh, it cannot be done.
+    """
+    if engine.mesh.shape.pipe > 1:
+        raise ConfigError(
+            "progressive_layer_drop leaves out blocks of a whole model, and the processes have stages of a pipeline: "
+            "disable it",
+            "/progressive_layer_drop",
+        )
+    drop = LayerDrop(engine)
+    engine.events.add(drop)
+    engine.events.step_hooks.append(drop.after_step)

@@ -1,0 +1,139 @@
+"""Progressive layer drop: numbers are those of a plain model whose blocks are called by hand, or not."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hf import initialize
+from tests.compat.trainer_code import tiny_llama
+from tests.helpers.distributed import run_distributed
+
+DEPTH, THETA, GAMMA = 4, 0.3, 0.5
+
+
+def settings(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "progressive_layer_drop": {"enabled": True, "theta": THETA, "gamma": GAMMA},
+    }
+
+
+def batch(step: int, rank: int) -> dict[str, Tensor]:
+    tokens = torch.randint(1, 128, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def loss_by_hand(plain: Any, step: int, rank: int) -> tuple[Tensor, int]:
+    given, base, left_out = batch(step, rank), plain.model, 0
+    hidden = base.embed_tokens(given["input_ids"])
+    rotary = base.rotary_emb(hidden, position_ids=torch.arange(12)[None])
+    theta = (1 - THETA) * math.exp(-GAMMA * step) + THETA
+    for index, block in enumerate(base.layers):
+        share = 1 - (index + 1) / DEPTH * (1 - theta)
+        if random.Random(f"1234 {step} 1 {index}").random() >= share:
+            left_out += 1
+            continue
+        hidden = hidden + (block(hidden, position_embeddings=rotary) - hidden) / share
+    logits = plain.lm_head(base.norm(hidden))
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), given["labels"][:, 1:].flatten()), left_out
+
+
+def by_hand() -> tuple[list[float], int]:
+    plain = tiny_llama(num_hidden_layers=DEPTH).train()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    losses, left_out = [], 0
+    for step in range(6):
+        found = [loss_by_hand(plain, step, rank) for rank in range(2)]
+        loss = torch.stack([each for each, _ in found]).mean()
+        left_out += found[0][1]
+        for param in plain.parameters():
+            param.grad = torch.zeros_like(param)  # as ZeRO has them of what was not computed
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, left_out
+
+
+def train(engine: Any, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = engine(**batch(step, dist.get_rank())).loss
+        engine.backward(loss)
+        engine.step()
+        found = loss.detach().clone()
+        dist.all_reduce(found)
+        losses.append(found.item() / 2)
+    return losses
+
+
+def stages(folder: str, compiled: bool) -> dict[int, list[float]]:
+    result = {}
+    for stage in (2,) if compiled else (0, 1, 2, 3):
+        losses: list[float] = []
+        for first, last in ((0, 3), (3, 6)):
+            net = tiny_llama(num_hidden_layers=DEPTH).train()
+            if stage == 3:
+                net.gradient_checkpointing_enable()
+            engine, *_ = initialize(model=net, config=settings(stage))
+            if compiled:
+                engine.compile(backend="aot_eager")
+                assert engine.compile_report().modules == DEPTH
+            if first:
+                engine.load_checkpoint(folder, tag=f"stage{stage}")
+            losses += train(engine, first, last)
+            if not first:
+                engine.save_checkpoint(folder, tag=f"stage{stage}")
+            engine.destroy()
+            assert all("forward" not in vars(block) for block in net.model.layers)
+        result[stage] = losses
+    return result
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_two_processes_at_every_stage_resumed_in_the_middle(tmp_path: Path, compiled: bool) -> None:
+    wanted, left_out = by_hand()
+    assert 3 < left_out < 20
+    for found in run_distributed(stages, 2, str(tmp_path), compiled, timeout=90):
+        for losses in found.values():
+            assert losses == pytest.approx(wanted, abs=5e-5)
+
+
+class Told(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.seen: list[tuple[Any, Any]] = []
+
+    def forward(self, x: Tensor, progressive_layer_drop: bool = False, pld_theta: float = 0.0) -> Tensor:
+        self.seen.append((progressive_layer_drop, pld_theta))
+        return (x * self.weight).sum()
+
+
+def told() -> list[Any]:
+    model = Told()
+    engine, *_ = initialize(model=model, config=settings(0))
+    assert (engine.pld_enabled(), engine.pld_theta(), engine.pld_gamma()) == (True, THETA, GAMMA)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2)))
+        engine.step()
+    engine.eval()(torch.ones(2))
+    engine.destroy()
+    return model.seen
+
+
+def test_a_model_that_takes_theta_is_told() -> None:
+    ((first, second, third),) = run_distributed(told, 1, timeout=30)
+    assert first == (True, 1.0)
+    assert second == (True, pytest.approx(0.7 * math.exp(-0.5) + 0.3))
+    assert third == (False, 0.0)
