@@ -105,7 +105,11 @@ FEATURES = (
         lambda e: e.settings.progressive_layer_drop.enabled and _trains(e),
         "modules.layer_drop:attach",
     ),
-    Feature("compiled blocks", lambda e: e.settings.ds_hf.compile, "modules.compiling:attach"),
+    Feature(
+        "compiled and captured blocks",
+        lambda e: e.settings.ds_hf.compile or e.settings.ds_hf.capture,
+        "modules.compiling:attach",
+    ),
     Feature(
         "the LR finder's run",
         lambda e: os.environ.get(LR_ENV),

@@ -29,6 +29,7 @@ ALLOWED = {
     "engine/comm/streams.py": {"_streams"},  # of the device
     "engine/comm/together.py": {"_numbers", "_open", "_worlds"},  # exchanges, numbered alike on all processes
     "engine/modules/activations/offload.py": {"ActivationOffload.rounds"},  # compared before and after a call
+    "engine/modules/capturing.py": {"_engines"},  # torch's graphs share memory, and a round of replays is of all
     "engine/modules/quantized/layers.py": {"_DERIVED"},  # classes, one for each that was derived from
     "engine/parallel/tensor/styles.py": {"_DERIVED"},  # the same
     "engine/observe/python_gc.py": {"_engines", "_lock", "_was_on"},  # Python's collector

@@ -168,6 +168,7 @@ class DsHfSection:
     compat_schedules: Literal["deepspeed", "strict"] = "deepspeed"
     checkpoint: DsHfCheckpointSection = field(default_factory=DsHfCheckpointSection)
     compile: Literal["blocks"] | Literal[False] = False
+    capture: Literal["blocks"] | Literal[False] = False
     activation_memory_budget: float | None = None
     pipeline: DsHfPipelineSection = field(default_factory=DsHfPipelineSection)
     hang_timeout: float | None = None

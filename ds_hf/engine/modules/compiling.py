@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ds_hf.engine.modules.capturing import EAGER, Captures, records
 from ds_hf.engine.zero.unit import Unit
 from ds_hf.log import logger
 
@@ -49,11 +50,15 @@ class ModuleCompiler:
     Args:
         hooked: the modules that have hooks; their ``compile()`` leads here.
         budget: of what backward needs, the fraction of bytes that compiled code may keep; ``None``: as torch is set.
+        captures: the blocks in CUDA graphs.
     """
 
-    def __init__(self, hooked: Iterable[nn.Module], budget: float | None = None) -> None:
+    def __init__(
+        self, hooked: Iterable[nn.Module], budget: float | None = None, captures: Captures | None = None
+    ) -> None:
         self.hooked = list(dict.fromkeys(hooked))
-        self.budget = budget
+        self.budget, self.captures = budget, captures or Captures(lambda: None)
+        self._eager: set[nn.Module] = set()  # captured, and not compiled
         self.compiled: dict[nn.Module, StandIn] = {}
         self.steps = 0
         self._before: tuple[int, dict[str, int]] | None = None
@@ -75,16 +80,38 @@ class ModuleCompiler:
             for inner in (m for m in self.hooked if m in inside):
                 self.compile(inner, *args, **options)
             return
-        if module not in self.compiled:
-            if self.budget is not None:
-                options = _within(self.budget, **options)
-            around: Any = getattr(module.__dict__.get("forward"), "call", None)
-            if getattr(around, "decides", False):  # outside of the graph, whether the block is computed
-                around.given = torch.compile(around.given, *args, **options)
-                self.compiled[module] = StandIn(module, "forward", around.given)
-                return
-            forward = torch.compile(module.forward, *args, **options)
-            self.compiled[module] = module.__dict__["forward"] = StandIn(module, "forward", forward)
+        around: Any = getattr(module.__dict__.get("forward"), "call", None)
+        decides = getattr(around, "decides", False)  # outside of the graph, whether the block is computed
+        if module in self._eager and options.get("backend") != EAGER and not decides:
+            del self.compiled[module], module.__dict__["forward"]  # the compiler was asked for later
+            self._eager.discard(module)
+        if module in self.compiled:
+            return
+        forward = self._made(module, around.given if decides else module.forward, args, options)
+        self.compiled[module] = stand_in = StandIn(module, "forward", forward)
+        if decides:
+            around.given = forward
+        else:
+            module.__dict__["forward"] = stand_in
+
+    def _made(
+        self, module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Callable[..., Any]:
+        if self.captures.asked:
+            options = {"dynamic": False, **options}
+            if options.get("backend", "inductor") == "inductor" and not options.get("options"):
+                options["mode"] = options.get("mode") or "reduce-overhead"
+        graphs = records(options.get("backend"), options.get("mode"), options.get("options"))
+        if options.get("backend") == EAGER:
+            self._eager.add(module)
+        if self.budget is not None:
+            options = _within(self.budget, **options)
+        forward = torch.compile(own, *args, **options)
+        if not graphs:
+            return forward
+        plain = {key: value for key, value in options.items() if key not in ("mode", "options")}
+        again = own if module in self._eager else torch.compile(own, *args, **plain)
+        return self.captures.around(module, forward, again)
 
     def report(self) -> CompileReport:
         """Graphs and graph breaks since the first module was compiled."""
@@ -107,6 +134,8 @@ class ModuleCompiler:
         for module, forward in self.compiled.items():
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
+                if self.captures.used:  # graphs hold memory for as long as dynamo remembers the function
+                    torch._dynamo.eval_frame.remove_from_cache(module.forward)
         self.hooked.clear()
         self.compiled.clear()
 
@@ -117,8 +146,28 @@ def blocks_of(units: Iterable[Unit], model: nn.Module) -> list[nn.Module]:
 
 
 def attach(engine: Any) -> None:
-    """Compile the blocks of ``engine``."""
-    engine.compile()
+    """Compile or capture the blocks of ``engine``."""
+    own = engine.settings.ds_hf
+    why = _why_not_captured(engine) if own.capture else None
+    if why is not None and engine.mesh.world.rank == 0:
+        logger.warning('blocks are not captured ("ds_hf": {"capture": "blocks"}): %s', why)
+    engine.compiler.captures.asked = bool(own.capture) and why is None
+    if own.compile or engine.compiler.captures.asked:
+        engine.compile(backend="inductor" if own.compile else EAGER)
+
+
+def _why_not_captured(engine: Any) -> str | None:
+    shape, settings = engine.mesh.shape, engine.settings
+    exchanges = [axis for axis in ("tensor", "sequence", "pipe") if getattr(shape, axis) > 1]
+    if engine.device.type != "cuda":
+        return f"CUDA graphs are for GPUs, and the model is on {engine.device.type}"
+    if exchanges:
+        return f"processes exchange data inside of blocks, or between them, along {' and '.join(exchanges)}"
+    if settings.expert_parallel.enabled:
+        return "experts are divided over processes, which wait for each other's counts (expert_parallel)"
+    if settings.ds_hf.offload_activations or settings.activation_checkpointing.cpu_checkpointing:
+        return "activations go to host memory while blocks compute, which a graph's memory would not wait for"
+    return None
 
 
 def tell_of_compilation(engine: Any) -> None:

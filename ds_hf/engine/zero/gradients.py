@@ -191,6 +191,7 @@ class GradientBuffer:
         self._sum = _Sum(buffer, policy, self.comm_stream, sums, blocks, reduces)
         self.feedback = blocks if blocks is not None and blocks.has_feedback else None  # of sums in blocks
         self.hook: Hook | None = None  # of the user, for each reduced gradient
+        self.lent = False  # backward writes gradients to memory that the next one overwrites
         self.ready: set[int] = set()
         self.idle: set[int] = set()  # parameters that are frozen in the present call of the model ...
         self.unasked: set[int] = set()  # ... and those that were in all calls since the last step
@@ -371,7 +372,9 @@ class GradientBuffer:
         if len(self._received) < len(params):
             self._received.update(indices)
         self.comm_stream.settle(_KEPT_NBYTES)
-        if factor != 1.0:
+        if self.lent:
+            grads = list(torch._foreach_mul(grads, factor))
+        elif factor != 1.0:
             torch._foreach_mul_(grads, factor)
         if soon and self._partial is None and not self._taken and self._may_stay(grads):
             self._taken = grads

@@ -108,6 +108,7 @@ class Reducer:
         self._gave_way = False  # and are again when the backward of another engine is over
         self.optimizer: Callable[[], Any] = lambda: None  # a weak reference
         self.watch = GradientWatch()
+        self._lent = False
         self.renew()
 
     def renew(self) -> None:
@@ -116,6 +117,13 @@ class Reducer:
         self._tied = sorted((b for b in self.buffers if b.buffer.replicas.tied), key=lambda b: b.buffer.replicas.tied)
         self._order = self._reversed(self._agreed or self.units)
         self._whole = [buffer for buffer in self.buffers if buffer.policy.whole]
+        for buffer in self.buffers:
+            buffer.lent = self._lent
+
+    def lend(self) -> None:
+        """From now on backward writes gradients to memory that the next one overwrites (CUDA graphs)."""
+        self._lent = True
+        self.renew()
 
     def ask(self, *, changed: bool) -> None:
         """A call of the model begins.

@@ -1,0 +1,118 @@
+"""Blocks in CUDA graphs: a block's forward is one launch, and so is its backward.
+
+torch's graph trees record and replay what dynamo traces of a block. Without a compiler these are the kernels of the
+eager block, and the numbers are its own, to the bit. A graph's tensors lie in memory that a later replay overwrites;
+what has to hold for that is said to torch here, or made so.
+
+Invariants
+- The next round of replays begins when every captured forward, of all engines, had its backward, or its engine a step.
+- What leaves a block is copied, and so are its gradients, on the stream that replays: others read them later.
+- Forwards without gradients, and those of further shapes, are the block's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ds_hf.engine.zero.hooks import in_backward, tensors_in
+from ds_hf.log import warn_once
+
+__all__ = ["EAGER", "Captures", "records"]
+
+EAGER = "cudagraphs"  # torch's name of the backend that records what a block computes eagerly
+_MOST_SHAPES = 8  # dynamo compiles no function for more of them
+_MODES = {"reduce-overhead", "max-autotune"}
+_engines: WeakSet[Captures] = WeakSet()  # whose graphs share memory
+
+
+def records(backend: Any, mode: str | None, options: Any) -> bool:
+    """Whether ``torch.compile`` of these arguments gives CUDA graphs."""
+    return backend == EAGER or mode in _MODES or bool((options or {}).get("triton.cudagraphs"))
+
+
+class Captures:
+    """The captured blocks of one engine.
+
+    Args:
+        lend: called once: gradients lie in memory that is overwritten.
+    """
+
+    def __init__(self, lend: Callable[[], None]) -> None:
+        self.asked = False  # by the configuration, for all that is compiled
+        self.open = 0  # forwards whose backward is to come
+        self.used = False
+        self._lend = lend
+        self._stale = True  # something was replayed since the round began ...
+        self._over = True  # ... and a step has been
+        self._shapes: set[tuple[torch.Size, ...]] = set()
+
+    def around(self, module: nn.Module, captured: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+        """The ``forward`` of ``module``: ``captured`` where it can be replayed, else ``own``."""
+        if not self.used:
+            self._lend()
+            self.used = True
+            _engines.add(self)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not (torch.is_grad_enabled() and module.training and self._knows((*args, *kwargs.values()))):
+                return own(*args, **kwargs)
+            if in_backward():  # recomputed for it
+                if self._over:  # forwards had no gradients (reentrant checkpoints)
+                    self._begin()
+                return _copied(captured(*args, **kwargs))
+            self._begin()
+            found = _copied(captured(*args, **kwargs))
+            last = next((each for each in tensors_in(found) if each.requires_grad), None)
+            if last is not None:
+                self.open += 1
+                last.register_hook(self._reached)  # type: ignore[no-untyped-call]
+            return found
+
+        return forward
+
+    def after_step(self, engine: Any) -> None:
+        """What had no backward before this step will have none."""
+        self.open, self._over = 0, True
+
+    def _knows(self, values: tuple[Any, ...]) -> bool:
+        shapes = tuple(_shapes(values))
+        if shapes in self._shapes:
+            return True
+        if len(self._shapes) == _MOST_SHAPES:
+            warn_once(
+                f"blocks are captured for {_MOST_SHAPES} shapes, and compute eagerly with further ones: pad batches to "
+                "a few lengths (pad_to_multiple_of of the data collator)"
+            )
+            return False
+        self._shapes.add(shapes)
+        return True
+
+    def _begin(self) -> None:
+        if any(each._stale for each in _engines) and not any(each.open for each in _engines):
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            for each in _engines:
+                each._stale = False
+        self._stale, self._over = True, False
+
+    def _reached(self, grad: Tensor) -> None:
+        """Backward comes to a block; if it keeps its graph, it may come again."""
+        if self.open and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.open -= 1
+
+
+def _copied(found: Any) -> Any:
+    return found.clone() if type(found) is Tensor else tree_map_only(Tensor, Tensor.clone, found)
+
+
+def _shapes(values: tuple[Any, ...]) -> Iterator[torch.Size]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.shape
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            yield from (tensor.shape for tensor in tensors_in(value))
