@@ -16,6 +16,7 @@ __all__ = ["check_data", "data_notes", "length_settings"]
 _BASE = "/data_efficiency"
 _CURRICULUM = f"{_BASE}/data_sampling/curriculum_learning"
 _ORDERS = ("batch_seq_dim", "seq_batch_dim")
+_FILES = ("index_to_sample_path", "index_to_metric_path")
 _SHOWN = 8  # steps of a schedule
 
 
@@ -91,9 +92,18 @@ def _metrics(config: Config, draft: Draft) -> None:
             continue
         for fault in schedule_faults(metric, pointer):
             draft.fault(fault.pointer, fault.message, fault.fix)
-        if not cuts_length(name, dict(metric)):
-            message = "sampling by a metric is not supported yet: lengths (seqlen without files) are"
-            draft.fault(pointer, message, "remove the metric")
+        files = [key for key in _FILES if metric.get(key) is not None]
+        if metric.get("clustering_type") == "schedule_based" and not files:
+            message = "samples are to be chosen by their values, and there is no file of them"
+            fix = "add index_to_sample_path and index_to_metric_path, as DataAnalyzer writes them"
+            draft.fault(f"{pointer}/{_FILES[0]}", message, fix)
+        elif "index_to_metric_path" not in files and files and metric.get("difficulty_type") != "percentile":
+            message = "difficulties are values, and index_to_metric_path has them"
+            draft.fault(f"{pointer}/{_FILES[1]}", message, 'add it, or give "difficulty_type": "percentile"')
+        elif metric.get("clustering_type") is None and not files and not cuts_length(name, dict(metric)):
+            message = "a metric without files chooses no samples, and is no length"
+            fix = 'add its files; or give "clustering_type": "single_cluster" for a function of your own to ask for'
+            draft.fault(pointer, message, fix)
     lengths = [name for name, metric in section.curriculum_metrics.items() if cuts_length(name, metric)]
     if len(lengths) > 1:
         draft.fault(f"{base}/{lengths[1]}", f"{' and '.join(lengths)} are the same", "remove one of them")

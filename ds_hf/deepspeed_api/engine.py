@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from ds_hf.config.types import Config
+from ds_hf.data.sampler import DeepSpeedDataSampler
 from ds_hf.deepspeed_api.engine_data import DataNames
 from ds_hf.deepspeed_api.engine_generation import GenerationNames
 from ds_hf.deepspeed_api.engine_settings import SettingsNames
@@ -28,7 +29,8 @@ from ds_hf.engine.checkpoint.export import export_engine
 from ds_hf.engine.comm.process_group import get_local_rank
 from ds_hf.engine.engine import Gives
 from ds_hf.engine.observe.probes.learning_rate.feeding import range_test
-from ds_hf.engine.parallel.data import ShardedLoader, build_dataloader
+from ds_hf.engine.parallel.data import build_dataloader
+from ds_hf.engine.parallel.sampling import SampledLoader, sampled_loader
 from ds_hf.engine.parts import EngineParts
 from ds_hf.engine.zero.buffer import unshard
 from ds_hf.lr import LrOptions, LrResult
@@ -230,18 +232,20 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
         data_sampler: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> ShardedLoader:
+    ) -> DataLoader[Any]:
         """A loader of this rank's batches, as ``initialize(training_data=...)`` returns one.
 
         Args:
             batch_size: of one process; default the micro-batch.
             route: accepted for DeepSpeed's sake; a loader for evaluation shards in the same way.
 
-        Raises:
-            ValueError: ``data_sampler`` is given: the loader brings the one that shards and resumes.
+            data_sampler: of this process: samples, or whole micro-batches (``DeepSpeedDataSampler``). Without one the
+                loader brings its own, which shards and resumes, or which chooses by the configuration's metrics.
         """
         if data_sampler is not None:
-            raise ValueError("deepspeed_io() has a sampler of its own: give data_sampler to a torch DataLoader instead")
+            return self._sampled(dataset, batch_size, data_sampler, collate_fn, num_local_io_workers or 0, pin_memory)
+        if route == "train" and self.settings.data_efficiency.samples_by_metrics:
+            return sampled_loader(self.settings, self.mesh, self.batch, dataset, collate_fn)
         return build_dataloader(
             dataset,
             batch_size or self.batch.micro,
@@ -252,6 +256,19 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
             num_local_io_workers or 0,
             pin_memory,
         )
+
+    def _sampled(
+        self, dataset: Any, batch_size: int | None, sampler: Any, collate_fn: Any, workers: int, pin_memory: bool
+    ) -> DataLoader[Any]:
+        options = {
+            "collate_fn": collate_fn,
+            "num_workers": workers,
+            "pin_memory": pin_memory and self.device.type == "cuda",
+        }
+        if isinstance(sampler, DeepSpeedDataSampler):
+            return SampledLoader(dataset, sampler, **options)
+        last = self.settings.dataloader_drop_last
+        return DataLoader(dataset, batch_size or self.batch.micro, sampler=sampler, drop_last=last, **options)
 
     # -- learning rate --------------------------------------------------------------------------------------------
 

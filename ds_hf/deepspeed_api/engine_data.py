@@ -100,11 +100,20 @@ class DataNames(CoreEngine):
 
         The metric of the older section is called seqlen.
         """
+        sampler = getattr(self.training_dataloader, "data_sampler", None)
+        if sampler is not None:
+            sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
         found = self.kept.get("curriculum")
-        if found is None:
+        if found is None and sampler is None:
             warn_once("set_custom_curriculum_learning_schedule() has no effect: the configuration has no curriculum")
-            return
-        found.set_custom(schedule_func_dict)
+        if found is not None:
+            found.set_custom(schedule_func_dict)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """What makes of each batch, and the state of the sampler that chose it, what the engine's loader hands out."""
+        if not hasattr(self.training_dataloader, "post_process_func"):
+            raise ConfigError("there is no loader of training_data whose samples metrics choose", "curriculum_learning")
+        self.training_dataloader.post_process_func = post_process_func
 
 
 def _written(engine: CoreEngine, *path: str) -> dict[str, Any]:

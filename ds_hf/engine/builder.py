@@ -120,6 +120,10 @@ def build_engine(
 
 
 def _loader_of(engine: CoreEngine, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+    if engine.settings.data_efficiency.samples_by_metrics:
+        from ds_hf.engine.parallel.sampling import sampled_loader
+
+        return sampled_loader(engine.settings, engine.mesh, engine.batch, data, collate_fn)
     return build_dataloader(
         data,
         batch_size=engine.batch.micro,

@@ -12,6 +12,7 @@
 - a Trainer that is only measured (``ds-hf lr-find``, ``ds-hf autotune``) writes no checkpoints on its way.
 - a report that the engine records (``ds_hf.report``) is in the logs, and ends training with a paragraph.
 - steps that were skipped for gradients that are not finite are in the logs, as ``skipped_steps``.
+- samples that metrics choose: see ``hf.sampling``.
 - what becomes of the model's loss: see ``hf.loss``.
 
 Without DeepSpeed every hook only calls what it wraps, and the engine is never imported.
@@ -29,6 +30,7 @@ import wrapt
 from ds_hf.hf.autoload import wrap
 from ds_hf.hf.loss import Args, Kwargs, Wrapped, engine_of, prepare_loss, with_values, wrap_loss
 from ds_hf.hf.restart import go_on_after_restart
+from ds_hf.hf.sampling import sample_by_metrics
 from ds_hf.log import logger
 from ds_hf.measure.saving import being_measured
 
@@ -49,6 +51,7 @@ def wrap_trainer(module: ModuleType) -> None:
         "_load_best_model": _load_weights_alone,
         "_save_checkpoint": _prune_later,
         "_push_from_checkpoint": _push_when_written,
+        "_get_train_sampler": sample_by_metrics,
         "log": _log_skipped_steps,
         "save_model": _save_without_engine,
         "get_num_trainable_parameters": _count_trainable,

@@ -113,6 +113,15 @@ class DataEfficiencySection:
     data_routing: DataRoutingSection = field(default_factory=DataRoutingSection)
 
     @property
+    def samples_by_metrics(self) -> bool:
+        """Whether metrics choose the samples of a batch."""
+        sampling = self.data_sampling
+        if not (self.enabled and sampling.enabled and sampling.curriculum_learning.enabled):
+            return False
+        metrics = sampling.curriculum_learning.curriculum_metrics
+        return any(not cuts_length(name, metric) for name, metric in metrics.items())
+
+    @property
     def length_curriculum(self) -> tuple[str, dict[str, Any]] | None:
         """Name and settings of the metric that is a length to which batches are cut, if there is one that acts."""
         sampling = self.data_sampling

@@ -1,0 +1,98 @@
+"""Loaders of an engine: that of ``data``, or one whose batches metrics choose (``curriculum_metrics``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ds_hf.config.types import Config
+from ds_hf.data.sampler import DeepSpeedDataSampler
+from ds_hf.engine.accumulation import BatchSizes
+from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.errors import ConfigError
+from ds_hf.log import warn_once
+
+__all__ = ["SampledLoader", "sampled_loader"]
+
+
+class SampledLoader(DataLoader[Any]):
+    """One rank's micro-batches of a sampler; ``iter()`` begins where a loaded state stood, or where the last one ended.
+
+    Attributes:
+        data_sampler: gives them, from the first on.
+        post_process_func: makes of a batch and the sampler's state what is handed out.
+    """
+
+    def __init__(self, dataset: Dataset[Any], sampler: DeepSpeedDataSampler, **options: Any) -> None:
+        # An own generator: torch would otherwise draw the workers' seed from the global one, and change the run.
+        super().__init__(dataset, batch_sampler=sampler, generator=torch.Generator(), **options)
+        self.data_sampler = sampler
+        self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
+        self._taken, self._global_batch = 0, sampler.global_batch_size
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        sampler = self.data_sampler
+        sampler.go_to(self._taken, self._global_batch)
+        for batch in super().__iter__():
+            self._taken += sampler.micro * sampler.processes
+            yield batch if self.post_process_func is None else self.post_process_func(batch, sampler.state_dict())
+
+    def __len__(self) -> int:
+        sampler = self.data_sampler
+        return sampler.total_samples // (sampler.micro * sampler.processes) + 1
+
+    def state_dict(self) -> dict[str, int]:
+        """The samples that all ranks together have taken, and in which batches they were drawn."""
+        seed, batch = self.data_sampler.draws.seed, self._global_batch
+        return {"epoch": 0, "samples": self._taken, "seed": seed, "global_batch": batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next ``iter()`` continue where ``state`` was taken."""
+        self._taken = state["samples"]
+        drawn = state.get("global_batch", self._global_batch)
+        if drawn != self._global_batch:
+            warn_once(
+                f"the checkpoint was written with batches of {drawn} samples, and they have {self._global_batch} now: "
+                "samples are drawn as before up to this step, and others from here on"
+            )
+        self._global_batch = drawn
+
+
+def sampled_loader(
+    settings: Config,
+    mesh: Mesh,
+    batch: BatchSizes,
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> SampledLoader:
+    """A loader of this rank's micro-batches from ``dataset``, as the configuration's metrics choose them.
+
+    Raises:
+        ConfigError: files of metrics are not of this data set, or it has no length.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"metrics choose among samples by their numbers, and {type(dataset).__name__} has none: give a data set "
+            "with __len__ and __getitem__, or disable curriculum_learning",
+            "/data_efficiency/data_sampling/curriculum_learning",
+        )
+    section = settings.data_efficiency.data_sampling
+    sampler = DeepSpeedDataSampler(
+        settings.resolved["data_efficiency"],
+        len(dataset),
+        batch.micro,
+        mesh.sample_rank,
+        mesh.shape.data,
+        gradient_accumulation_steps=batch.accumulation_steps,
+        drop_last=settings.dataloader_drop_last,
+    )
+    return SampledLoader(
+        dataset,
+        sampler,
+        collate_fn=collate_fn,
+        num_workers=section.num_workers,
+        pin_memory=section.pin_memory and torch.cuda.is_available(),
+    )

@@ -1,0 +1,54 @@
+"""The Trainer's samples where metrics choose them (``data_efficiency``): in one row, which accelerate deals out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_hf.errors import ConfigError
+from ds_hf.hf.loss import Args, Kwargs, Wrapped
+from ds_hf.log import warn_once
+
+__all__ = ["sample_by_metrics"]
+
+
+def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Hook of ``Trainer._get_train_sampler``.
+
+    Raises:
+        ConfigError: files of metrics are not of this data set, or a schedule has no numbers.
+    """
+    section = _section(trainer)
+    if section is None:
+        return wrapped(*args, **kwargs)
+    from ds_hf.data.sampler import ClusterDraws, EpochSampler
+
+    dataset = args[0] if args else kwargs.get("train_dataset") or trainer.train_dataset
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"metrics choose among samples by their numbers, and {type(dataset).__name__} has none: give a data set "
+            "with a length, or disable curriculum_learning",
+            "/data_efficiency/data_sampling/curriculum_learning",
+        )
+    for name, metric in section["data_sampling"]["curriculum_learning"]["curriculum_metrics"].items():
+        if metric.get("schedule_type") == "custom":
+            raise ConfigError(
+                f'the schedule of {name} is "custom", and the Trainer\'s samples are chosen before there is an engine '
+                "that could be given its function: take fixed_discrete with the same numbers",
+                name,
+            )
+    if trainer.args.train_sampling_strategy != "random":
+        warn_once(
+            f"train_sampling_strategy={trainer.args.train_sampling_strategy!r} has no effect: metrics choose samples"
+        )
+    return EpochSampler(ClusterDraws(section, len(dataset), trainer.get_total_train_batch_size(trainer.args)))
+
+
+def _section(trainer: Any) -> Any:
+    """``data_efficiency``, if the Trainer's file has metrics that choose samples."""
+    plugin = getattr(trainer.args, "deepspeed_plugin", None) if trainer.is_deepspeed_enabled else None
+    if plugin is None or "data_efficiency" not in plugin.hf_ds_config.config:
+        return None
+    from ds_hf.config.load import load_config
+
+    settings = load_config(plugin.hf_ds_config.config, allow_auto=True, check_batch=False)
+    return settings.resolved["data_efficiency"] if settings.data_efficiency.samples_by_metrics else None
