@@ -143,6 +143,7 @@ def convert_command(
         int, typer.Option("--world-size", "-w", min=1, max=2**16, help="Number of processes (deepspeed).")
     ] = 1,
     sub_group_size: Annotated[int, typer.Option("--sub-group-size", min=1, help="For deepspeed at stage 3.")] = 10**9,
+    autoep: Annotated[bool, typer.Option("--autoep", help="Experts in AutoEP's names (universal).")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format.
@@ -161,6 +162,8 @@ def convert_command(
         _usage(f"--dtype: {to.value} keeps states as they are")
     if to not in (Format.ds_hf, Format.deepspeed) and out_tag is not None:
         _usage(f"--out-tag: {to.value} has no tags; it is written to {output} itself")
+    if to is not Format.universal and autoep:
+        _usage(f"--autoep goes with --to universal, not with {to.value}")
     if to not in (Format.hf, Format.fp32) and model is not None:
         _usage(f"--model goes with weights (--to hf or fp32), not with {to.value}")
     from ds_hf.checkpoint.formats import open_source
@@ -168,6 +171,10 @@ def convert_command(
 
     with _faults(as_json):
         opened = open_source(path, tag, None if source is None else CheckpointKind(source.value))
+        if autoep:
+            from ds_hf.checkpoint.deepspeed.autoep import as_autoep
+
+            opened = as_autoep(opened)
         with _progress(printable(f"writing {output}")) as report:
             where, copied = _convert(
                 opened, output, to, out_tag, kind, max_shard_size, model, (stage, world_size, sub_group_size), report

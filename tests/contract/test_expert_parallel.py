@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ds_hf
+from ds_hf.checkpoint.deepspeed.autoep import as_autoep
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
 from ds_hf.checkpoint.formats import open_folder
 from ds_hf.config import load_config
@@ -361,10 +362,13 @@ def test_any_division_loads_what_any_other_saved(source: tuple[int, int, int], t
         assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
-@pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 3), (2, 1, 0)])
-def test_a_universal_folder_of_divided_experts_is_loaded(world: int, size: int, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "size", "stage", "autoep"), [(2, 2, 3, False), (2, 1, 0, True)])
+def test_a_universal_folder_of_divided_experts_is_loaded(
+    world: int, size: int, stage: int, autoep: bool, tmp_path: Path
+) -> None:
     run_distributed(saved, 2, str(tmp_path), 2, 1, timeout=100)
-    write_universal(open_folder(tmp_path / "saved"), tmp_path / "universal")
+    source = open_folder(tmp_path / "saved")
+    write_universal(as_autoep(source) if autoep else source, tmp_path / "universal")
     run_distributed(loaded, world, str(tmp_path), size, stage, "universal", timeout=100)
     wanted, found = (states_of(tmp_path, tag) for tag in ("saved", f"again-{size}-{stage}-{world}"))
     assert set(wanted) <= set(found)

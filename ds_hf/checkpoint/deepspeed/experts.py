@@ -96,6 +96,8 @@ class ExpertFiles:
         if not self.stacked:
             return
         of = self._names.of
+        if isinstance(state.get("module"), Mapping):  # stacked weights lie elsewhere, too
+            state["module"] = {name: v for name, v in state["module"].items() if not self.is_stacked(str(name))}
         for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
             if isinstance(state.get(key), Mapping):
                 state[key] = {new: value for name, value in state[key].items() if (new := of(str(name))) is not None}

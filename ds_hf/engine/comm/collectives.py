@@ -7,7 +7,7 @@ which hangs are explained, whose values they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,19 +140,26 @@ def all_to_all(
     received_sizes: list[int] | None = None,
     sent_sizes: list[int] | None = None,
     comm_stream: CommStream | None = None,
+    beside: Callable[[], Any] | None = None,
 ) -> None:
     """Fill ``received`` with what every process of the axis has for this one; by default equally much of dimension 0.
     The other dimensions of its shape and the dtype are those of ``sent``.
 
     Args:
         comm_stream: on the CPU it may still be under way on it, if sizes are equal; it must ``arrive`` before.
+        beside: is called while it is under way.
     """
     if comm_stream is not None:
         _issue(dist.all_to_all_single, "all-to-all", what, received, axis, comm_stream, received, sent)
         return
     noted = received if received_sizes is None else None  # else it differs from process to process
     with axis.log("all-to-all", what, noted):
-        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=axis.group)
+        work = dist.all_to_all_single(
+            received, sent, received_sizes, sent_sizes, group=axis.group, async_op=beside is not None
+        )
+        if beside is not None:
+            beside()
+            work.wait()
 
 
 def _exchanges(full: Tensor, axis: Axis) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ds_hf
 from ds_hf.checkpoint.convert import write_own
+from ds_hf.checkpoint.deepspeed.autoep import as_autoep
 from ds_hf.checkpoint.deepspeed.pickles import load_pickled, save_pickled
 from ds_hf.checkpoint.deepspeed.write import Target, write_deepspeed
 from ds_hf.checkpoint.deepspeed.write_universal import write_universal
@@ -106,6 +107,11 @@ def test_an_engine_goes_on_at_another_division(
     check(open_source(tmp_path / "again"), expected(written / folder))
 
 
+def test_what_autoep_has_no_preset_for_is_not_written_so(written: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no experts that AutoEP knows"):
+        as_autoep(open_source(written / "own-stage1/saved"))
+
+
 @pytest.mark.parametrize("case", ["own-stage1", "autoep-stage3"])
 def test_other_formats_have_the_same(written: Path, tmp_path: Path, case: str) -> None:
     """Ours, universal, DeepSpeed's without divided experts, the hub's, and fp32 in one dict."""
@@ -119,6 +125,7 @@ def test_other_formats_have_the_same(written: Path, tmp_path: Path, case: str) -
     assert all(torch.equal(state[name], value) for (name, kind), value in wanted.items() if kind == "master")
     if case.startswith("own"):
         return
+    check(open_source(write_universal(as_autoep(source), tmp_path / "autoep")), wanted)
     model = model_of("qwen3_moe")
     model.config.save_pretrained(tmp_path / "config")
     export_source(source, tmp_path / "hf", model_folder=tmp_path / "config")

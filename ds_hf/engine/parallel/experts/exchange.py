@@ -161,8 +161,8 @@ class _Exchange(torch.autograd.Function):
         me, x = axis.rank, x.contiguous()
         own, there = sent[me], result.shape[0] - received[me]
         to, fro = ([*sizes[:me], 0, *sizes[me + 1 :]] for sizes in (received, sent))
-        collectives.all_to_all(result[:there], x[: len(x) - own], axis, what, to, fro)
-        result[there:].copy_(x[len(x) - own :])
+        mine, kept = result[there:], x[len(x) - own :]
+        collectives.all_to_all(result[:there], x[: len(x) - own], axis, what, to, fro, beside=lambda: mine.copy_(kept))
         return result
 
     @staticmethod
