@@ -171,6 +171,12 @@ class DsHfWhole(DsHf):
     own: ClassVar[dict[str, Any]] = {"split_masters": False}
 
 
+class DsHfCaptured(DsHf):
+    """The same with its blocks in CUDA graphs."""
+
+    own: ClassVar[dict[str, Any]] = {"capture": "blocks"}
+
+
 class DeepSpeed(Contender):
     """The real one."""
 
@@ -254,6 +260,7 @@ ENGINES: dict[str, type[Contender]] = {
     "ds_hf-nccl": DsHfNccl,
     "ds_hf-copies": DsHfCopies,
     "ds_hf-whole": DsHfWhole,
+    "ds_hf-captured": DsHfCaptured,
     "deepspeed": DeepSpeed,
     "fsdp2": Fsdp2,
     "floor": Floor,

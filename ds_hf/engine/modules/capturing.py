@@ -7,7 +7,8 @@ what has to hold for that is said to torch here, or made so.
 Invariants
 - The next round of replays begins when every captured forward, of all engines, had its backward, or its engine a step.
 - What leaves a block is copied, and so are its gradients, on the stream that replays: others read them later.
-- Forwards without gradients, and those of further shapes, are the block's own.
+- Forwards without gradients, of further shapes, and those whose activations others keep (a checkpoint around the block)
+  are the block's own.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ class Captures:
         self.open = 0  # forwards whose backward is to come
         self.used = False
         self._lend = lend
-        self._stale = True  # something was replayed since the round began ...
-        self._over = True  # ... and a step has been
+        self._stale = True  # something was replayed since the round began
         self._shapes: set[tuple[torch.Size, ...]] = set()
 
     def around(self, module: nn.Module, captured: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,12 +60,10 @@ class Captures:
             _engines.add(self)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (torch.is_grad_enabled() and module.training and self._knows((*args, *kwargs.values()))):
+            if not (torch.is_grad_enabled() and module.training) or _is_checkpointed():
                 return own(*args, **kwargs)
-            if in_backward():  # recomputed for it
-                if self._over:  # forwards had no gradients (reentrant checkpoints)
-                    self._begin()
-                return _copied(captured(*args, **kwargs))
+            if not self._knows((*args, *kwargs.values())):
+                return own(*args, **kwargs)
             self._begin()
             found = _copied(captured(*args, **kwargs))
             last = next((each for each in tensors_in(found) if each.requires_grad), None)
@@ -78,7 +76,15 @@ class Captures:
 
     def after_step(self, engine: Any) -> None:
         """What had no backward before this step will have none."""
-        self.open, self._over = 0, True
+        self.open = 0
+
+    def close(self) -> None:
+        """The engine's last: the memory of graphs that nothing calls is given back."""
+        _engines.discard(self)
+        if self.used and not _engines:
+            from torch._inductor.cudagraph_trees import reset_cudagraph_trees  # there where something was captured
+
+            reset_cudagraph_trees()
 
     def _knows(self, values: tuple[Any, ...]) -> bool:
         shapes = tuple(_shapes(values))
@@ -98,12 +104,23 @@ class Captures:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             for each in _engines:
                 each._stale = False
-        self._stale, self._over = True, False
+        self._stale = True
 
     def _reached(self, grad: Tensor) -> None:
         """Backward comes to a block; if it keeps its graph, it may come again."""
         if self.open and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.open -= 1
+
+
+def _is_checkpointed() -> bool:
+    """Whether what this forward keeps is not kept as it is: it is computed again, or goes elsewhere."""
+    found = in_backward() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if found:
+        warn_once(
+            "blocks that are checkpointed by a function around them, or whose activations others keep, are not "
+            "captured: they compute eagerly"
+        )
+    return found
 
 
 def _copied(found: Any) -> Any:

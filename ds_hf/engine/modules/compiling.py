@@ -136,6 +136,7 @@ class ModuleCompiler:
                 del module.__dict__["forward"]
                 if self.captures.used:  # graphs hold memory for as long as dynamo remembers the function
                     torch._dynamo.eval_frame.remove_from_cache(module.forward)
+        self.captures.close()
         self.hooked.clear()
         self.compiled.clear()
 
