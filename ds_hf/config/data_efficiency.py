@@ -27,6 +27,7 @@ def check_data(config: Config, draft: Draft) -> None:
     _switches(config, draft)
     _legacy(config, draft)
     _metrics(config, draft)
+    _budget(config, draft)
     _random_ltd(config, draft)
     drops = config.progressive_layer_drop
     if drops.enabled and drops.theta <= 0:
@@ -107,6 +108,21 @@ def _metrics(config: Config, draft: Draft) -> None:
     lengths = [name for name, metric in section.curriculum_metrics.items() if cuts_length(name, metric)]
     if len(lengths) > 1:
         draft.fault(f"{base}/{lengths[1]}", f"{' and '.join(lengths)} are the same", "remove one of them")
+
+
+def _budget(config: Config, draft: Draft) -> None:
+    section, base = config.data_efficiency.data_sampling.dynamic_batching, f"{_BASE}/data_sampling/dynamic_batching"
+    if not config.data_efficiency.batches_by_tokens:
+        return
+    if section.max_tokens is None or section.max_tokens < 1:
+        what = "max_tokens is missing" if section.max_tokens is None else f"{section.max_tokens} is not a budget"
+        draft.fault(f"{base}/max_tokens", what, "give the tokens that one process computes with at a time")
+    if section.max_batch_size is not None and section.max_batch_size < section.min_batch_size:
+        message = f"max_batch_size {section.max_batch_size} is below min_batch_size {section.min_batch_size}"
+        draft.fault(f"{base}/max_batch_size", message, "raise it, or remove one of the two")
+    if config.data_efficiency.samples_by_metrics:
+        message = "metrics choose the samples of a batch, and a budget of tokens would choose them as well"
+        draft.fault(f"{base}/enabled", message, "disable dynamic_batching or curriculum_learning")
 
 
 def _random_ltd(config: Config, draft: Draft) -> None:

@@ -114,12 +114,20 @@ def build_engine(
         engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler, others)
         if training_data is not None:
             engine.training_dataloader = _loader_of(engine, training_data, collate_fn)
+            if settings.data_efficiency.batches_by_tokens and inner is not None:
+                from ds_hf.engine.parallel.budgets import follow_sizes
+
+                engine.lr_scheduler = follow_sizes(engine, engine.training_dataloader)
         attach_features(engine)
         record(engine)
         return engine
 
 
 def _loader_of(engine: CoreEngine, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+    if engine.settings.data_efficiency.batches_by_tokens:
+        from ds_hf.engine.parallel.budgets import budget_loader
+
+        return budget_loader(engine.settings, engine.mesh, engine.batch, data, collate_fn)
     if engine.settings.data_efficiency.samples_by_metrics:
         from ds_hf.engine.parallel.sampling import sampled_loader
 

@@ -17,9 +17,16 @@ def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs
     Raises:
         ConfigError: files of metrics are not of this data set, or a schedule has no numbers.
     """
-    section = _section(trainer)
-    if section is None:
+    settings = _settings(trainer)
+    if settings is not None and settings.data_efficiency.batches_by_tokens:
+        raise ConfigError(
+            'the Trainer makes batches of a number of samples: give it train_sampling_strategy="batch_rebalance" for '
+            "batches of equal cost, and disable dynamic_batching",
+            "/data_efficiency/data_sampling/dynamic_batching",
+        )
+    if settings is None or not settings.data_efficiency.samples_by_metrics:
         return wrapped(*args, **kwargs)
+    section = settings.resolved["data_efficiency"]
     from ds_hf.data.sampler import ClusterDraws, EpochSampler
 
     dataset = args[0] if args else kwargs.get("train_dataset") or trainer.train_dataset
@@ -43,12 +50,11 @@ def sample_by_metrics(wrapped: Wrapped, trainer: Any, args: Args, kwargs: Kwargs
     return EpochSampler(ClusterDraws(section, len(dataset), trainer.get_total_train_batch_size(trainer.args)))
 
 
-def _section(trainer: Any) -> Any:
-    """``data_efficiency``, if the Trainer's file has metrics that choose samples."""
+def _settings(trainer: Any) -> Any:
+    """The configuration, if the Trainer's file says something of data."""
     plugin = getattr(trainer.args, "deepspeed_plugin", None) if trainer.is_deepspeed_enabled else None
     if plugin is None or "data_efficiency" not in plugin.hf_ds_config.config:
         return None
     from ds_hf.config.load import load_config
 
-    settings = load_config(plugin.hf_ds_config.config, allow_auto=True, check_batch=False)
-    return settings.resolved["data_efficiency"] if settings.data_efficiency.samples_by_metrics else None
+    return load_config(plugin.hf_ds_config.config, allow_auto=True, check_batch=False)

@@ -29,6 +29,14 @@ def legacy(**changes: Any) -> dict[str, Any]:
     return {"curriculum_learning": {"enabled": True, **LINEAR, **changes}}
 
 
+FILES = {"index_to_sample_path": "a", "index_to_metric_path": "b"}
+
+
+def budget(**changes: Any) -> dict[str, Any]:
+    sampling = {"enabled": True, "dynamic_batching": {"enabled": True, **changes}}
+    return {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
+
+
 def dropping(**changes: Any) -> dict[str, Any]:
     schedule = {"min_value": 16, "max_value": 64, "schedule_type": "fixed_linear"}
     schedule["schedule_config"] = {"require_steps": 100, "seq_per_step": 8}
@@ -54,6 +62,9 @@ def load(tree: dict[str, Any]) -> Any:
         (curricula({"rare": LINEAR}), "chooses no samples, and is no length"),
         (curricula({"rare": {**LINEAR, "clustering_type": "schedule_based"}}), "there is no file of them"),
         (curricula({"rare": {**LINEAR, "index_to_sample_path": "a"}}), "index_to_metric_path has them"),
+        (budget(), "max_tokens is missing"),
+        (budget(max_tokens=8, min_batch_size=4, max_batch_size=2), "is below min_batch_size 4"),
+        (curricula({"a": {**LINEAR, **FILES}}, dynamic_batching={"enabled": True, "max_tokens": 8}), "metrics choose"),
         (dropping(random_ltd_layer_id=[]), "no block is named"),
         (dropping(random_ltd_layer_id=[1, 1]), "a block is named twice"),
         (dropping(random_ltd_layer_id=[1, 4]), "there is no block 4 among 4"),

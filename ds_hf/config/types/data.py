@@ -113,6 +113,11 @@ class DataEfficiencySection:
     data_routing: DataRoutingSection = field(default_factory=DataRoutingSection)
 
     @property
+    def batches_by_tokens(self) -> bool:
+        """Whether batches have a budget of tokens."""
+        return self.enabled and self.data_sampling.enabled and self.data_sampling.dynamic_batching.enabled
+
+    @property
     def samples_by_metrics(self) -> bool:
         """Whether metrics choose the samples of a batch."""
         sampling = self.data_sampling

@@ -1,0 +1,176 @@
+"""A loader of batches with a budget of tokens (``dynamic_batching``), and the learning rate that follows their size.
+
+Packs are made once, the same on every process; each takes its own of each batch, so all have as many.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ds_hf.config.types import Config
+from ds_hf.data.batching import VariableBatchSizeLR, batch_by_seqlens
+from ds_hf.data.index_files import MMapIndexedDataset, read_numbers
+from ds_hf.engine.accumulation import BatchSizes
+from ds_hf.engine.comm.mesh import Mesh
+from ds_hf.errors import ConfigError, DsHfError
+
+__all__ = ["BudgetLoader", "budget_loader", "follow_sizes", "lengths_of"]
+
+_POINTER = "/data_efficiency/data_sampling/dynamic_batching"
+
+
+class BudgetLoader(DataLoader[Any]):
+    """One rank's micro-batches; ``iter()`` starts an epoch, or goes on where a loaded state stood.
+
+    Attributes:
+        batch_sizes: samples of each batch of an epoch, of all processes.
+        packs: the samples of each of this rank's micro-batches.
+        processes, micro: by which the state counts: packs of all processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        packs: Sequence[Sequence[int]],
+        batch_sizes: Sequence[int],
+        *,
+        processes: int,
+        micro: int,
+        **options: Any,
+    ) -> None:
+        self.packs, self.batch_sizes = packs, list(batch_sizes)
+        self.processes, self.micro = processes, micro
+        self.epoch = self._taken = 0
+        # An own generator: torch would otherwise draw the workers' seed from the global one, and change the run.
+        super().__init__(dataset, batch_sampler=_Rest(self), generator=torch.Generator(), **options)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            self._taken += 1
+            yield batch
+        self.epoch, self._taken = self.epoch + 1, 0
+
+    def rest(self) -> Sequence[Sequence[int]]:
+        """What is left of the epoch."""
+        if self._taken >= len(self.packs):
+            self.epoch, self._taken = self.epoch + 1, 0
+        return self.packs[self._taken :]
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and the packs of it that all ranks together have taken."""
+        return {"epoch": self.epoch, "samples": self._taken * self.processes * self.micro, "seed": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next ``iter()`` continue where ``state`` was taken."""
+        self.epoch, self._taken = state["epoch"], state["samples"] // (self.processes * self.micro)
+
+
+class _Rest:
+    """What is left of the loader's epoch, as a batch sampler."""
+
+    def __init__(self, loader: BudgetLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        return iter(self.loader.rest())
+
+    def __len__(self) -> int:
+        return len(self.loader.packs)
+
+
+def lengths_of(path: str | None, total: int) -> Sequence[int]:
+    """Tokens of each sample: of a ``.npy`` file, an indexed file, or a folder that an analyzer of "seqlen" wrote.
+
+    Raises:
+        ConfigError: there are none, or not of this data set.
+    """
+    inside = None if path is None else os.path.join(path, "seqlen", "seqlen_sample_to_metric")
+    try:
+        if path is None:
+            raise DsHfError("no file of lengths is named")
+        found = read_numbers(inside if inside is not None and MMapIndexedDataset.exists(inside) else path)
+    except DsHfError as error:
+        raise ConfigError(
+            f"dynamic batching needs the length of each sample, and {error}. Let DataAnalyzer write the metric "
+            '"seqlen" into the folder of metrics_path, or give a .npy file of lengths there',
+            f"{_POINTER}/metrics_path",
+        ) from error
+    if len(found) != total:
+        raise ConfigError(
+            f"{path} has the lengths of {len(found):_} samples, and the data set has {total:_}: analyze this one anew",
+            f"{_POINTER}/metrics_path",
+        )
+    return [int(each) for each in found]
+
+
+def budget_loader(
+    settings: Config,
+    mesh: Mesh,
+    batch: BatchSizes,
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    lengths: Sequence[int] | None = None,
+    samples: Sequence[int] | None = None,
+) -> BudgetLoader:
+    """A loader of this rank's micro-batches of ``dataset``.
+
+    Args:
+        lengths: tokens of each sample; those of ``metrics_path`` by default.
+        samples: which to take.
+
+    Raises:
+        ConfigError: lengths are missing or of another data set, no sample fits, or stages would need equal batches.
+    """
+    section, sampling = settings.data_efficiency.data_sampling.dynamic_batching, settings.data_efficiency.data_sampling
+    if mesh.shape.pipe > 1:
+        raise ConfigError("stages of a pipeline exchange batches of one shape: disable dynamic_batching", _POINTER)
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(f"dynamic batching needs a length, and {type(dataset).__name__} has none", _POINTER)
+    assert section.max_tokens is not None
+    ids, sizes, _ = batch_by_seqlens(
+        lengths if lengths is not None else lengths_of(section.metrics_path, len(dataset)),
+        section.max_tokens,
+        samples,
+        section.min_batch_size,
+        section.max_batch_size,
+        section.sequence_picking_order,
+        batch.train,
+        verbose=section.verbose and mesh.world.rank == 0,
+        seed=settings.data_efficiency.seed,
+    )
+    mine = [pack for _, pack in ids][mesh.sample_rank :: mesh.shape.data]
+    packs = [list(chain(*mine[place : place + batch.micro])) for place in range(0, len(mine), batch.micro)]
+    return BudgetLoader(
+        dataset,
+        packs,
+        sizes,
+        processes=mesh.shape.data,
+        micro=batch.micro,
+        collate_fn=collate_fn,
+        num_workers=sampling.num_workers,
+        pin_memory=sampling.pin_memory and torch.cuda.is_available(),
+    )
+
+
+def follow_sizes(engine: Any, loader: BudgetLoader) -> Any:
+    """A schedule that scales the rates of the engine's own by the sizes of the loader's batches."""
+    section = engine.settings.data_efficiency.data_sampling.dynamic_batching
+    if section.lr_scaling_method == "none":
+        return engine.lr_scheduler
+    follower = VariableBatchSizeLR(
+        engine.lr_scheduler if engine.lr_scheduler is not None else engine.optimizer.optimizer,
+        engine.batch.train,
+        loader.batch_sizes,
+        loader,
+        section.lr_scaling_method,
+        verbose=section.verbose and engine.mesh.world.rank == 0,
+        position=lambda: engine.global_steps,
+    )
+    engine.step_hooks.append(lambda _: follower.rescale())  # also after a step that was skipped
+    return follower
