@@ -5,6 +5,7 @@ Without a GPU the graphs are stood in for; ``tests/gpu/test_capturing.py`` has t
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     begun: list[None] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(None))
     forget_said()
+    gc.collect()  # engines of other tests, whose forwards are open
     return begun
 
 
