@@ -28,6 +28,7 @@ from ds_hf.engine.comm.mesh import axis_of
 from ds_hf.engine.parallel.experts.plan import plan_experts
 from ds_hf.engine.parallel.sequence.losses import mean_over_tokens
 from ds_hf.engine.zero.cut import cut_of
+from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.errors import ConfigError
 from tests.contract import test_sequence_parity as sequence_parity
 from tests.contract.test_parity import ADAMW, CLIP
@@ -289,6 +290,25 @@ def sequences_too(stage: int, size: int) -> float:
 @pytest.mark.parametrize(("world", "size", "stage"), [(2, 2, 3), pytest.param(4, 4, 1, marks=pytest.mark.slow)])
 def test_beside_divided_sequences(world: int, size: int, stage: int) -> None:
     assert max(run_distributed(sequences_too, world, stage, size, timeout=100)) < 1e-6  # losses are fp32
+
+
+def write_parts(stage: int) -> list[tuple[Tensor, Tensor]]:
+    """Each process writes into its experts, of which another is the modifier by name."""
+    engine, *_ = ds_hf.initialize(model=build("mixtral"), config=config(2, stage))
+    params = [(name, p) for name, p in engine.module.named_parameters() if name.endswith("experts.down_proj")]
+    for _, param in params:
+        with torch.no_grad(), GatheredParameters([param], modifier_rank=0):
+            param.fill_(dist.get_rank() + 1.0)
+    kept, masters = dict(engine.named_weights()), consolidated_state_dict(engine) or {}
+    engine.destroy()
+    return [(kept[name], masters.get(name, kept[name])) for name, _ in params]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_process_writes_its_experts(stage: int) -> None:
+    wanted = torch.tensor([1.0, 1.0, 2.0, 2.0])[:, None, None]
+    for found in run_distributed(write_parts, 2, stage, timeout=60):
+        assert all(torch.equal(value, wanted.expand_as(value)) for pair in found for value in pair)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

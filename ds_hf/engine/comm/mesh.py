@@ -61,6 +61,13 @@ class Axis:
         """
         return rank if self.group is None else dist.get_group_rank(self.group, rank)
 
+    def in_place_of(self, rank: int) -> int:
+        """Position of the process with global rank ``rank``; on an axis without it that of the one with as many before
+        it, which is the first one for rank 0."""
+        members = [self.global_rank(place) for place in range(self.world_size)]
+        before = sum(member < rank for member in members)
+        return members.index(rank) if rank in members else min(before, self.world_size - 1)
+
 
 class Mesh:
     """The processes of one engine along named axes.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ds_hf.engine.comm.collectives import all_reduce_max
 from ds_hf.engine.zero.at_rest import LOST_WRITES, name_of
 from ds_hf.engine.zero.buffer import FlatBuffer, buffers_of, home_of, unshard
+from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.external import register_external_parameter
 from ds_hf.errors import DsHfError
 from ds_hf.log import warn_once
@@ -29,8 +30,10 @@ class GatheredParameters:
 
     Args:
         params: a parameter, a module, or an iterable of parameters.
-        modifier_rank: global rank whose changes are kept, on all ranks, when the block ends. ``None``: the values
-            are for reading, changes are lost. Inside a block with the same rank, the outer block keeps them.
+        modifier_rank: global rank whose changes are kept, on all ranks, when the block ends; of parameters that are
+            divided over processes (tensor parallelism, experts) by those with the same part, and by others of the
+            first one of them. ``None``: the values are for reading, changes are lost. Inside a block with the same
+            rank, the outer block keeps them.
         fwd_module: also register the parameters as external parameters of this module.
         enabled: ``False`` turns the block into nothing.
 
@@ -78,6 +81,7 @@ class GatheredParameters:
             self._written = [buffer for buffer in self.buffers if self.modifier_rank not in buffer.hold.writers]
             for buffer in self._written:
                 buffer.hold.writers.append(self.modifier_rank)
+            _tell_parts(self.params)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -86,7 +90,7 @@ class GatheredParameters:
             assert self.modifier_rank is not None
             buffer.hold.writers.remove(self.modifier_rank)
             if kind is None:
-                buffer.write_back(buffer.replicas.axis.axis_rank(self.modifier_rank), partly=True)
+                buffer.write_back(buffer.replicas.axis.in_place_of(self.modifier_rank), partly=True)
         self._written = []
         try:
             if kind is None and self._seen:
@@ -101,6 +105,18 @@ class GatheredParameters:
         """A block inside this one kept what was written."""
         home = home_of(param)
         return home is not None and self._kept_before.get(home.buffer) != home.buffer.kept_writes
+
+
+def _tell_parts(params: list[Tensor]) -> None:
+    """Of layers and experts that processes divide the modifier has, and writes, a part."""
+    cut = next((param for param in params if cut_of(param) is not None), None)
+    if cut is not None:
+        warn_once(
+            f"{name_of(cut)} is divided over processes, of which each has a part: what modifier_rank writes inside "
+            "GatheredParameters reaches those with the same part as it, and of the others the first one's values "
+            "count. To change all of it write on every process, each its part",
+            about="writes to a part",
+        )
 
 
 _LOOKS = 3  # blocks in which a buffer's values are compared, and not only what torch counts as written
