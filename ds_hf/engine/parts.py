@@ -30,6 +30,7 @@ from ds_hf.engine.ops.blocks import BlockFormat
 from ds_hf.engine.ops.split_master import write_split
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.loss_scaler import build_loss_scaler
+from ds_hf.engine.optim.muon import MuonWithAuxAdam
 from ds_hf.engine.optim.offloading import Offload, accumulation_dtype, build_offload
 from ds_hf.engine.optim.onebit.base import OneBitOptimizer
 from ds_hf.engine.optim.outcome import NonFinite
@@ -509,7 +510,8 @@ def _connect(inner: OneBitOptimizer, settings: Config, plan: StatePlan, mesh: Me
 def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, inner: Optimizer) -> OptimizerPolicy:
     elementwise = is_elementwise(inner)
     cut = any(is_cut(param) for group in inner.param_groups for param in group["params"])
-    if cut:
+    by_matrix = _takes_experts(inner, mesh)
+    if cut and not by_matrix:
         _refuse_whole_rules(inner, mesh)
     knows_pieces = elementwise or isinstance(inner, TensorwiseOptimizer)
     if not knows_pieces and ((plan.shards_optimizer and mesh.replicas.world_size > 1) or cut):
@@ -532,8 +534,16 @@ def _policy(settings: Config, plan: StatePlan, mesh: Mesh, store: StateStore, in
         moments=getattr(torch, plan.moments),
         stochastic=settings.ds_hf.stochastic_rounding,
         alike=mesh.shape.expert == 1,
-        cut_over=mesh.world if cut and isinstance(inner, TensorwiseOptimizer) else None,
+        cut_over=mesh.world if cut and isinstance(inner, TensorwiseOptimizer) and not by_matrix else None,
     )
+
+
+def _takes_experts(inner: Optimizer, mesh: Mesh) -> bool:
+    """Whether it is Muon, to which each expert's matrix is one by itself, and processes have whole ones."""
+    if not isinstance(inner, MuonWithAuxAdam) or mesh.shape.tensor > 1 or mesh.is_given:
+        return False
+    matrices = (param for group in inner.param_groups if group["use_muon"] for param in group["params"])
+    return all(len(logical_shape(param)) > 2 for param in matrices if is_cut(param))
 
 
 _WHOLE_RULES = ("Muon", "Adafactor", "Shampoo", "SOAP", "GaLore", "CAME", "LBFGS")  # of these and other libraries

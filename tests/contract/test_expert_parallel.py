@@ -120,6 +120,25 @@ def test_the_matrix(kind: str, world: int, size: int) -> None:
     check(kind, world, size, [*product((0, 1, 2, 3), (1, 3))])
 
 
+def by_muon(size: int, stage: int) -> dict[str, Tensor]:
+    """Of four batches a step, each process's share."""
+    torch.set_num_threads(1)
+    settings = config(
+        max(size, 1), stage, 4 // dist.get_world_size(), optimizer={"type": "Muon", "params": {"lr": 1e-2}}
+    )
+    settings["expert_parallel"] |= {"enabled": size > 0}
+    engine, *_ = ds_hf.initialize(model=build("mixtral"), config=settings)
+    run(engine, 4 // dist.get_world_size(), steps=2)
+    return {name: value.cpu().double() for name, value in engine.named_weights()}
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_muon_takes_each_expert_by_itself(world: int, stage: int) -> None:
+    (wanted,) = run_distributed(by_muon, 1, 0, 1, timeout=60)
+    for found in run_distributed(by_muon, world, 2, stage, timeout=100):
+        assert farthest(found, wanted) < 1e-5
+
+
 # -- 16 bits, experts without tokens, adapters -------------------------------------------------------------------------
 
 
