@@ -24,7 +24,7 @@ from ds_hf.errors import CheckpointError, ConfigError, DsHfError
 from tests.contract.test_expert_adapters import CLIP, EPS, adapted
 from tests.contract.test_expert_parallel import config, farthest, run
 from tests.helpers.distributed import run_distributed
-from tests.helpers.experts import batches_of, build, loss_of
+from tests.helpers.experts import batches_of, build, loss_of, section
 
 STEPS = 3
 NEAR = 1e-9  # of fp64
@@ -143,6 +143,41 @@ def test_what_rests_and_what_is_kept(size: int, stage: int, compile: Any) -> Non
         share = 2 if size == 2 or stage == 3 else 1
         assert each["resting"] <= sum(p.numel() for p in experts) * 0.63 / share
         assert each["kept"] < min(p.numel() for p in experts)
+
+
+def evaluated(mesh: dict[str, Any], stage: int) -> Any:
+    """Of an engine without an optimizer (ZeRO-Inference): what it gives, and what its blocks stand for."""
+    torch.set_num_threads(1)
+    content = {name: value for name, value in config(2, stage, **FOUR).items() if name not in ("optimizer", *MESHES)}
+    if stage == 3:
+        content["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    model = build("mixtral").double()
+    engine, *_ = ds_hf.initialize(model=model, config={**content, **mesh})
+    assert [p.dtype for n, p in model.named_parameters() if ".experts." in n] == [torch.int8] * 4
+    with torch.no_grad():
+        logits = engine(input_ids=batches_of(1, 1, 1)[0][0].to(engine.device), use_cache=False).logits
+    found = logits.cpu(), {name: value.cpu() for name, value in engine.named_weights()}
+    engine.destroy()
+    return found
+
+
+MESHES = ("expert_parallel", "tensor_parallel")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"), [({"expert_parallel": section(2)}, 3), ({"tensor_parallel": {"autotp_size": 2}}, 0)]
+)
+def test_without_an_optimizer(mesh: dict[str, Any], stage: int) -> None:
+    plain = build("mixtral").double()
+    blocks = build("mixtral").double()
+    quantize_experts(blocks, lambda name, module: WeightFormat(4), ExpertParallelSection(), trains=False)
+    readable = values_of_blocks(blocks)
+    for logits, weights in run_distributed(evaluated, 2, mesh, stage, timeout=60):
+        if "expert_parallel" in mesh:  # parts of matrices have blocks of their own
+            assert all(torch.equal(weights[name], readable(p, p)) for name, p in blocks.named_parameters())
+        plain.load_state_dict(weights)
+        wanted = plain(input_ids=batches_of(1, 1, 1)[0][0], use_cache=False).logits
+        torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=1e-9)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
