@@ -7,8 +7,7 @@ what has to hold for that is said to torch here, or made so.
 Invariants
 - The next round of replays begins when every captured forward, of all engines, had its backward, or its engine a step.
 - What leaves a block is copied, and so are its gradients, on the stream that replays: others read them later.
-- Forwards without gradients, of further shapes, and those whose activations others keep (a checkpoint around the block)
-  are the block's own.
+- Forwards without gradients, of further shapes, and of blocks that are computed again for backward are the block's own.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Captures:
             _engines.add(self)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (torch.is_grad_enabled() and module.training) or _is_checkpointed():
+            if not (torch.is_grad_enabled() and module.training) or _is_checkpointed(module):
                 return own(*args, **kwargs)
             if not self._knows((*args, *kwargs.values())):
                 return own(*args, **kwargs)
@@ -112,13 +111,14 @@ class Captures:
             self.open -= 1
 
 
-def _is_checkpointed() -> bool:
+def _is_checkpointed(module: nn.Module) -> bool:
     """Whether what this forward keeps is not kept as it is: it is computed again, or goes elsewhere."""
-    found = in_backward() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    found = getattr(module, "gradient_checkpointing", False) or in_backward() or hooks(True) is not None
     if found:
         warn_once(
-            "blocks that are checkpointed by a function around them, or whose activations others keep, are not "
-            "captured: they compute eagerly"
+            "blocks that are checkpointed, or whose activations are kept elsewhere, are not captured: they compute "
+            "eagerly. Where memory allows, do without gradient checkpointing, and such blocks are captured"
         )
     return found
 
