@@ -17,6 +17,7 @@ from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.space import (
     ACTIVATIONS,
+    CAPTURE,
     CHECKPOINTING,
     CHUNKED_LOSS,
     COMMUNICATION,
@@ -307,6 +308,7 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
         if value == "cpu"
         else "parameters fit on the device",
         COMPILE: "compiled blocks compute faster" if value else "eager blocks are faster here",
+        CAPTURE: "blocks in graphs no longer wait for the host" if value else "eager blocks are as fast here",
         CHECKPOINTING: "recomputing activations makes room for a larger micro-batch"
         if value
         else "activations fit, so nothing is computed twice",

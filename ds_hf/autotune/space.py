@@ -34,6 +34,7 @@ OFFLOAD_OPTIMIZER = "zero_optimization.offload_optimizer.device"
 OFFLOAD_PARAM = "zero_optimization.offload_param.device"
 RATIO = "zero_optimization.offload_optimizer.ratio"
 COMPILE = "ds_hf.compile"
+CAPTURE = "ds_hf.capture"
 CHECKPOINTING = "gradient_checkpointing"
 ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 CHUNKED_LOSS = "ds_hf.chunked_loss"
@@ -66,6 +67,7 @@ AXES = (
     FreeKey("zero_optimization.stage3_prefetch_bucket_size", (50_000_000, 0), named_only=True),
     FreeKey("zero_optimization.stage3_max_live_parameters", (1_000_000_000, 100_000_000), named_only=True),
     FreeKey(COMPILE, (False, "blocks"), device_only=True),
+    FreeKey(CAPTURE, (False, "blocks"), named_only=True, device_only=True),
     FreeKey(CHECKPOINTING, (False, True)),
     FreeKey(ACTIVATIONS, (False, True), device_only=True),
     FreeKey(CHUNKED_LOSS, (False, True), device_only=True),
@@ -331,10 +333,12 @@ def label_of(setting: Setting) -> str:
         words.append(f"experts over {experts}" if experts > 1 else "experts together")
     if setting.get(COMPILE):
         words.append("compiled")
+    if setting.get(CAPTURE):
+        words.append("captured")
     if setting.get(COMMUNICATION):
         words.append(f"communicates {setting[COMMUNICATION]}")
-    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, COMMUNICATION,
-             TENSOR, SEQUENCE, EXPERTS}  # fmt: skip
+    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, CAPTURE,
+             COMMUNICATION, TENSOR, SEQUENCE, EXPERTS}  # fmt: skip
     defaults = {axis.name: axis.values[0] for axis in AXES}
     words += [
         f"{name.rpartition('.')[2]} {value}"

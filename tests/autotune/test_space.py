@@ -10,7 +10,7 @@ import pytest
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.cost import LEAST_SPREAD, PRIOR_SPREAD, TRAVELS, CostModel, Survey
 from ds_hf.autotune.options import Options
-from ds_hf.autotune.space import ACTIVATIONS, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Space, label_of
+from ds_hf.autotune.space import ACTIVATIONS, CAPTURE, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Space, label_of
 from ds_hf.config.load import examine
 
 
@@ -68,3 +68,11 @@ def test_words_for_them() -> None:
     assert label_of({STAGE: 2, CHECKPOINTING: True, ACTIVATIONS: True, CHUNKED_LOSS: True}) == (
         "stage 2, checkpointing, activations on host, loss in chunks"
     )
+
+
+def test_captured_blocks_are_tried_when_named(tmp_path: Path) -> None:
+    fix = (CHECKPOINTING, COMPILE)
+    assert not any(CAPTURE in setting for setting in space(tmp_path, {}, Options(fix=fix)).settings())
+    found = list(space(tmp_path, {}, Options(fix=fix, tune=(CAPTURE,))).settings())
+    assert {setting[CAPTURE] for setting in found} == {False, "blocks"}
+    assert label_of({STAGE: 2, CAPTURE: "blocks"}) == "stage 2, captured"
