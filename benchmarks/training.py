@@ -129,11 +129,18 @@ class DsHf(Contender):
         super().__init__(args)
         import ds_hf
 
-        config = engine_config(args)
-        config["ds_hf"] = {**self.own, **({"compile": "blocks"} if args.compile else {})}
         model = make_model(args, torch.float32)
-        config["optimizer"] = {"type": "AdamW", "params": adam_parameters()}
-        self.engine, *_ = ds_hf.initialize(model=model, model_parameters=parameter_groups(model), config=config)
+        groups = parameter_groups(model)
+        self.engine, *_ = ds_hf.initialize(model=model, model_parameters=groups, config=self.config())
+
+    def config(self) -> dict[str, Any]:
+        """Its file."""
+        own = {**self.own, **({"compile": "blocks"} if self.args.compile else {})}
+        return {
+            **engine_config(self.args),
+            "optimizer": {"type": "AdamW", "params": adam_parameters()},
+            "ds_hf": own,
+        }
 
     def step(self, batches: list[Tensor]) -> Tensor:
         return deepspeed_step(self.engine, batches)
@@ -175,6 +182,30 @@ class DsHfCaptured(DsHf):
     """The same with its blocks in CUDA graphs."""
 
     own: ClassVar[dict[str, Any]] = {"capture": "blocks"}
+
+
+class DsHfHalf(DsHf):
+    """The same with half of the tokens in all layers but the first and the last (``random_ltd``)."""
+
+    def config(self) -> dict[str, Any]:
+        layers = MODELS[self.args.model][2]
+        dropping = {
+            "enabled": True,
+            "total_layer_num": layers,
+            "random_ltd_layer_num": layers - 2,
+            "random_ltd_layer_id": list(range(1, layers - 1)),
+            "model_mask_name": "attention_mask",
+            "model_type": "decoder",
+            "hidden_state_order": "batch_seq_dim",
+            "random_ltd_schedule": {
+                "min_value": self.args.seq // 2,
+                "max_value": self.args.seq,
+                "schedule_type": "fixed_linear",
+                "schedule_config": {"require_steps": 10**9, "seq_per_step": 16},
+            },
+        }
+        efficiency = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": dropping}}
+        return {**super().config(), "data_efficiency": efficiency}
 
 
 class DeepSpeed(Contender):
@@ -261,6 +292,7 @@ ENGINES: dict[str, type[Contender]] = {
     "ds_hf-copies": DsHfCopies,
     "ds_hf-whole": DsHfWhole,
     "ds_hf-captured": DsHfCaptured,
+    "ds_hf-half": DsHfHalf,
     "deepspeed": DeepSpeed,
     "fsdp2": Fsdp2,
     "floor": Floor,
