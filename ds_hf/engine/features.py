@@ -40,6 +40,11 @@ def _generates(engine: CoreEngine) -> bool:
     return any(callable(getattr(type(module), "generate", None)) for module in engine.module.modules())
 
 
+def _packs(engine: CoreEngine) -> bool:
+    """Models of transformers, which may be given several documents in a row."""
+    return engine.optimizer is not None and hasattr(getattr(engine.module, "config", None), "use_cache")
+
+
 def _trains(engine: CoreEngine) -> bool:
     """What is measured is whole batches, whatever the step."""
     return engine.optimizer is not None and not being_measured()
@@ -77,6 +82,7 @@ FEATURES = (
         lambda e: e.optimizer is not None and e.mesh.world.world_size > 1,
         "parallel.likeness:attach",
     ),
+    Feature("packed documents", _packs, "modules.documents:attach"),
     Feature(
         "a curriculum by length",
         lambda e: (e.settings.data_efficiency.enabled or e.settings.curriculum_learning.enabled) and _trains(e),
