@@ -20,6 +20,7 @@ from ds_hf.data.difficulty import CurriculumScheduler
 from ds_hf.data.lengths import check_batch, cut_batch, labels_left, length_of
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
+from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import warn_once
 
@@ -57,7 +58,7 @@ class Curriculum(Observer):
         self._tells = _KEYWORD in parameters
         self._checked = False
         self._left: Tensor | None = None  # whether the last cut batch had a label left
-        self._handle = engine.module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        self._handle = engine.module.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True)
 
     @property
     def length(self) -> int:

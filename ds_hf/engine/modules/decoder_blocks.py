@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.zero.hooks import in_backward
+from ds_hf.engine.zero.hooks import Hook, in_backward
 from ds_hf.errors import ConfigError
 
 __all__ = ["Calls", "find_blocks"]
@@ -32,7 +32,7 @@ class Calls:
     def __init__(self, engine: _Engine, began: Callable[[bool], None]) -> None:
         self.engine, self.began = engine, began
         self.step, self.number = -1, 0
-        self.handle = engine.module.register_forward_pre_hook(self._begin, prepend=True)
+        self.handle = engine.module.register_forward_pre_hook(Hook(self._begin), prepend=True)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ds_hf.engine.events import Observer
 from ds_hf.engine.modules.compiling import StandIn
-from ds_hf.engine.zero.hooks import in_backward
+from ds_hf.engine.zero.hooks import Hook, in_backward
 from ds_hf.errors import DsHfError
 
 __all__ = ["Bounds", "Documents", "attach", "bounds_of", "is_recurrent"]
@@ -81,7 +82,8 @@ class Documents(Observer):
     """Keeps documents of packed batches apart in ``model``'s recurrent layers."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine, model = engine, engine.module
+        model = engine.module
+        self._engine = weakref.ref(engine)  # which models that outlive it do not keep
         self.layers = [module for module in model.modules() if is_recurrent(module)]
         self._bounds: Bounds | None = None
         self._seen: list[Bounds | None] = []  # of calls whose backward may be to come
@@ -89,7 +91,7 @@ class Documents(Observer):
         self._open: dict[int, list[Bounds]] = {}
         names = [name for name, _ in zip(inspect.signature(model.forward).parameters, range(8), strict=False)]
         self._names = names
-        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)]
+        self._handles = [model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True)]
         self._hooked = False
         self._eager: list[StandIn] = []
 
@@ -103,8 +105,8 @@ class Documents(Observer):
             if outside is not _as_it_is and "forward" not in vars(layer):  # numbers of rows differ from batch to batch
                 self._eager.append(StandIn(layer, "forward", outside(layer.forward)))
                 layer.__dict__["forward"] = self._eager[-1]
-            self._handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(after, with_kwargs=True))
+            self._handles.append(layer.register_forward_pre_hook(Hook(before), with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(Hook(after), with_kwargs=True))
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -116,7 +118,8 @@ class Documents(Observer):
             self._hook_layers()
         self._open.clear()
         if torch.is_grad_enabled():
-            when = self.engine.global_steps, self.engine.reducer.backwards
+            engine = self._engine()
+            when = (-1, -1) if engine is None else (engine.global_steps, engine.reducer.backwards)
             self._seen = [*(self._seen if when == self._when else ()), self._bounds]
             self._when = when
         keeps = getattr(getattr(module, "config", None), "use_cache", False) and given.get("use_cache") is None

@@ -20,6 +20,7 @@ from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
 from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.engine.modules.decoder_blocks import Calls, find_blocks
+from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError, DsHfError
 
 __all__ = ["LayerDrop", "attach"]
@@ -52,7 +53,7 @@ class LayerDrop(Observer):
         taken = inspect.signature(engine.module.forward).parameters
         self._keywords = [name for name in _KEYWORDS if name in taken]
         self.blocks = [] if "pld_theta" in taken else find_blocks(engine.module, "/progressive_layer_drop")
-        self._tell = engine.module.register_forward_pre_hook(self._with_theta, prepend=True, with_kwargs=True)
+        self._tell = engine.module.register_forward_pre_hook(Hook(self._with_theta), prepend=True, with_kwargs=True)
         self.calls = Calls(engine, self._begin)
         self._around: list[StandIn] = []
         for index, block in enumerate(self.blocks):

@@ -23,7 +23,7 @@ from ds_hf.engine.accumulation import BatchSizes
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
 from ds_hf.engine.modules.decoder_blocks import Calls, find_blocks
-from ds_hf.engine.zero.hooks import in_backward
+from ds_hf.engine.zero.hooks import Hook, in_backward
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import log_once, warn_once
 
@@ -91,8 +91,8 @@ class TokenDrop(Observer):
         self.blocks = [blocks[index] for index in section.random_ltd_layer_id]
         self._check_attention()
         for index, block in zip(section.random_ltd_layer_id, self.blocks, strict=True):
-            self._handles.append(block.register_forward_pre_hook(_Before(self, index), with_kwargs=True))
-            self._handles.append(block.register_forward_hook(_After(self, index), with_kwargs=True))
+            self._handles.append(block.register_forward_pre_hook(Hook(_Before(self, index)), with_kwargs=True))
+            self._handles.append(block.register_forward_hook(Hook(_After(self, index)), with_kwargs=True))
 
     def _check_attention(self) -> None:
         config = getattr(self.engine.module, "config", None)

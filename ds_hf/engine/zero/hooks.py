@@ -45,7 +45,7 @@ from ds_hf.engine.zero.sharing import Sharing, Succession, is_trained, link
 from ds_hf.engine.zero.unit import Prefetch, Unit
 from ds_hf.errors import DsHfError
 
-__all__ = ["UnitHooks", "in_backward", "tensors_in"]
+__all__ = ["Hook", "UnitHooks", "in_backward", "tensors_in"]
 
 _PLAIN = {type(None), bool, int, float, str}  # what most arguments are that are no tensors
 _NESTS = (list, tuple, set)  # isinstance takes a tuple faster than a union
@@ -150,7 +150,7 @@ class UnitHooks:
         reducer.on_order = self.prefetch.follow
         self.handles: list[Removable] = []  # of ours, and of what others put on the model for as long as these stay
         self._scopes: list[Removable] = []
-        self._external_modules: dict[nn.Module, _Hook] = {}
+        self._external_modules: dict[nn.Module, Hook] = {}
         self._calls: dict[Unit, _Call] = {}
         self._first: dict[Unit, _Call] = {}  # of the first of joined blocks, in the present forward
         self._begun: set[_Call] = set()  # calls that the present backward has reached
@@ -188,7 +188,7 @@ class UnitHooks:
             former.end(succession, self)
         model.__dict__["ds_external_parameters"] = ExternalParameters(model)
         for module in model.modules():
-            attach = self._external_modules[module] = _Hook(self._attach_external)
+            attach = self._external_modules[module] = Hook(self._attach_external)
             module.__dict__.setdefault("_ds_attach_external", []).append(attach)
         if self.shares:
             self.relink()
@@ -427,14 +427,14 @@ class UnitHooks:
 
     def _scope(self, module: nn.Module, unit: Unit) -> None:
         if unit.name and not unit.sharded:  # there is nothing to release, and nothing to gather in backward
-            reached = _Hook(partial(self._pre_replicated, unit))
+            reached = Hook(partial(self._pre_replicated, unit))
             self._scopes.append(module.register_forward_pre_hook(reached, prepend=True))
             return
-        pre = _Hook(partial(self._pre_forward, unit))
-        post = _Hook(partial(self._post_forward, unit))
+        pre = Hook(partial(self._pre_forward, unit))
+        post = Hook(partial(self._post_forward, unit))
         self._scopes.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True))
         self._scopes.append(module.register_forward_hook(post, with_kwargs=True, always_call=True))
-        load: Any = _Hook(partial(refuse_load, unit))
+        load: Any = Hook(partial(refuse_load, unit))
         self._scopes.append(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
 
     def _attach_external(self, module: nn.Module, param: nn.Parameter) -> None:
@@ -673,7 +673,7 @@ def _others(hooks: UnitHooks) -> list[UnitHooks]:
     return [each for each in _live if each is not hooks and not (each.driven or each._flush_queued)]
 
 
-class _Hook:
+class Hook:
     """A live engine's function on a module. A copy of the module (deepcopy, pickle) has one that does nothing."""
 
     __slots__ = ("call",)
@@ -685,7 +685,7 @@ class _Hook:
         return self.call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        return _Hook, (_do_nothing,)
+        return Hook, (_do_nothing,)
 
 
 class _GrowthHook:
