@@ -72,6 +72,10 @@ def make_model(args: argparse.Namespace, dtype: torch.dtype) -> nn.Module:
         torch.set_default_dtype(before)
     if args.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if args.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=args.lora, target_modules="all-linear"))
     return model.train()
 
 
@@ -469,6 +473,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=CLIP)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--compile", action="store_true", help="each block compiled")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers")
     parser.add_argument("--offload", choices=("none", "cpu"), default="none")
     parser.add_argument("--buckets", choices=("default", "hf"), default="default", help="of DeepSpeed")
     parser.add_argument("--engines", default="ds_hf,fsdp2,floor", help=f"of {','.join(ENGINES)}, in this order")
