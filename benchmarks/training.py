@@ -188,30 +188,6 @@ class DsHfCaptured(DsHf):
     own: ClassVar[dict[str, Any]] = {"capture": "blocks"}
 
 
-class DsHfHalf(DsHf):
-    """The same with half of the tokens in all layers but the first and the last (``random_ltd``)."""
-
-    def config(self) -> dict[str, Any]:
-        layers = MODELS[self.args.model][2]
-        dropping = {
-            "enabled": True,
-            "total_layer_num": layers,
-            "random_ltd_layer_num": layers - 2,
-            "random_ltd_layer_id": list(range(1, layers - 1)),
-            "model_mask_name": "attention_mask",
-            "model_type": "decoder",
-            "hidden_state_order": "batch_seq_dim",
-            "random_ltd_schedule": {
-                "min_value": self.args.seq // 2,
-                "max_value": self.args.seq,
-                "schedule_type": "fixed_linear",
-                "schedule_config": {"require_steps": 10**9, "seq_per_step": 16},
-            },
-        }
-        efficiency = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": dropping}}
-        return {**super().config(), "data_efficiency": efficiency}
-
-
 class DeepSpeed(Contender):
     """The real one."""
 
@@ -296,7 +272,6 @@ ENGINES: dict[str, type[Contender]] = {
     "ds_hf-copies": DsHfCopies,
     "ds_hf-whole": DsHfWhole,
     "ds_hf-captured": DsHfCaptured,
-    "ds_hf-half": DsHfHalf,
     "deepspeed": DeepSpeed,
     "fsdp2": Fsdp2,
     "floor": Floor,
