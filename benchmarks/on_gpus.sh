@@ -10,6 +10,8 @@
 #   kernels 1, 3    tests of the CUDA kernels; optimizers at 1 M and 500 M elements
 #   tests 1 or 2, 8 tests/gpu but for those of the kernels
 #   training 2, 9   benchmarks/training.py, the rows of docs/performance.md; ROWS="3 7" for some of them
+#   captured 2, 4   small steps, with blocks in CUDA graphs and without
+#   data 1, 1       fewer tokens in the middle blocks, fewer blocks
 #   offload 1, 8    2.7 B with its states in host memory
 #   offload2 2, 4   1.35 B on two GPUs
 #   memory 1, 3     predicted and measured
@@ -93,6 +95,20 @@ training() {
     two benchmarks/training.py --model "$model" --micro-batch "$batch" --seq "$length" --stage "$stage" $more \
       --engines ds_hf,fsdp2,floor,deepspeed "${WITH[@]}" --rounds 1 --json "$OUT/training-$number.json"
   done
+}
+
+captured() {
+  local row
+  for row in "0b37 2" "0b37 3" "1b3 2 --lora 16"; do
+    read -r model stage more <<<"$row"
+    # shellcheck disable=SC2086
+    two benchmarks/training.py --model "$model" --micro-batch 1 --seq 512 --stage "$stage" $more --rounds 2 --steps 32 \
+      --engines ds_hf,ds_hf-captured,fsdp2,floor --json "$OUT/captured-$model-$stage.json"
+  done
+}
+
+data() {
+  python3 benchmarks/data.py --json "$OUT/data.json"
 }
 
 offload() {
