@@ -7,7 +7,7 @@ cut so that it means the same is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,17 +73,21 @@ def _cut(name: str, value: Any, before: int, length: int) -> Any:
     return value[:, :length] if value.ndim >= 2 and value.shape[1] == before else value
 
 
-def check_batch(batch: Any, kwargs_of: str) -> None:
-    """Refuse what cannot be cut; looks at values, so it is for one batch.
+def check_batch(batch: Any, kwargs_of: str, wait: bool = True) -> list[tuple[Tensor, str]]:
+    """Refuse what cannot be cut.
 
     Args:
         kwargs_of: what the batch is of, for the sentence.
+        wait: for values that are on a device.
+
+    Returns:
+        what was not waited for: tensors that say whether it cannot be cut, with their sentences.
 
     Raises:
         DsHfError: the batch has packed documents, images or sound, or is padded on the left.
     """
     if not isinstance(batch, Mapping):
-        return
+        return []
     for name in _PACKED:
         if batch.get(name) is not None:
             raise DsHfError(
@@ -97,20 +101,34 @@ def check_batch(batch: Any, kwargs_of: str) -> None:
                 f"curriculum by length and {name}: cutting {kwargs_of} would leave images or sound without their "
                 "places among the tokens. Remove the curriculum"
             )
-    places = batch.get("position_ids")
-    if isinstance(places, Tensor) and places.ndim >= 2 and bool((places[..., 1:] < places[..., :-1]).any()):
-        mask = batch.get("attention_mask")
-        if not isinstance(mask, Tensor) or bool(mask.bool().all()):
-            raise DsHfError(
-                f"curriculum by length and position_ids that begin again inside a row: the documents of {kwargs_of} "
-                "are packed, and cutting a row of them would drop whole documents and leave none shorter. Give each "
-                "document a row of its own (packing=False, padding_free=False), or remove the curriculum"
-            )
-    mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and bool((mask[:, 0] == 0).any()):
-        raise DsHfError(
+    later = []
+    for doubt, sentence in _doubts(batch, kwargs_of):
+        if not wait and doubt.device.type != "cpu":
+            later.append((doubt, sentence))
+        elif bool(doubt):
+            raise DsHfError(sentence)
+    return later
+
+
+def _doubts(batch: Mapping[str, Any], kwargs_of: str) -> Iterator[tuple[Tensor, str]]:
+    places, mask = batch.get("position_ids"), batch.get("attention_mask")
+    if isinstance(places, Tensor) and places.ndim >= 2:
+        again = places[..., 1:] < places[..., :-1]
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[-1] == places.shape[-1]:
+            again = again & mask[:, 1:].bool() & mask[:, :-1].bool()  # positions of padding may begin again
+        elif isinstance(mask, Tensor):
+            again = again.any() & mask.bool().all()
+        yield (
+            again.any(),
+            f"curriculum by length and position_ids that begin again inside a row: the documents of {kwargs_of} "
+            "are packed, and cutting a row of them would drop whole documents and leave none shorter. Give each "
+            "document a row of its own (packing=False, padding_free=False), or remove the curriculum",
+        )
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        yield (
+            (mask[:, 0] == 0).any(),
             f"curriculum by length and padding on the left: the first positions of {kwargs_of} are padding, and those "
-            'are what is kept. Set tokenizer.padding_side = "right"'
+            'are what is kept. Set tokenizer.padding_side = "right"',
         )
 
 

@@ -70,6 +70,13 @@ def test_positions_of_padding_may_begin_again() -> None:
     check_batch({"input_ids": places, "position_ids": places, "attention_mask": mask}, "the training batches")
 
 
+def test_documents_may_be_packed_before_padding() -> None:
+    mask = torch.tensor([[1] * 9 + [0] * 3])
+    given = {"input_ids": TOKENS[:1], "position_ids": torch.arange(12)[None] % 5, "attention_mask": mask}
+    with pytest.raises(DsHfError, match="begin again inside a row"):
+        check_batch(given, "the training batches", wait=False)
+
+
 def test_labels_that_are_left() -> None:
     labels = torch.tensor([[5, -100, -100], [7, -100, 3]])
     assert bool(labels_left({"labels": labels}))

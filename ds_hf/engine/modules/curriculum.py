@@ -27,6 +27,7 @@ from ds_hf.log import warn_once
 __all__ = ["Curriculum", "attach"]
 
 _KEYWORD = "curriculum_seqlen"
+_OF = "the training batches"
 
 
 class CurriculumEngine(Protocol):
@@ -57,6 +58,7 @@ class Curriculum(Observer):
         self._names = list(parameters)
         self._tells = _KEYWORD in parameters
         self._checked = False
+        self._doubts: list[tuple[Tensor, str]] = []  # of batches that were cut since
         self._left: Tensor | None = None  # whether the last cut batch had a label left
         self._handle = engine.module.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True)
 
@@ -64,7 +66,7 @@ class Curriculum(Observer):
     def length(self) -> int:
         """Positions that a sequence has at most in the coming step."""
         found = self.scheduler.update_difficulty(self.engine.global_steps + 1)
-        if not isinstance(found, int | float) or isinstance(found, bool) or found < 1:
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 1 <= found < float("inf"):
             raise ConfigError(f"the schedule of {self.name} gives {found!r:.80}: a length is a number of at least 1")
         return int(found)
 
@@ -81,9 +83,9 @@ class Curriculum(Observer):
         length, before = self.length, length_of(batch)
         if before is None or before <= length:
             return batch
-        if not self._checked:
-            check_batch(batch, "the training batches")
-            self._checked = True
+        # Any batch may be the first that is padded or packed; values on a device are looked at when the next one comes.
+        self._doubts += check_batch(batch, _OF, wait=not self._checked)
+        self._checked = True
         return cut_batch(batch, length)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,6 +115,10 @@ class Curriculum(Observer):
         return tuple(cut[name] for name in names), {name: cut[name] for name in kwargs}
 
     def _look_back(self) -> None:
+        doubts, self._doubts = self._doubts, []
+        for doubt, sentence in doubts:
+            if bool(doubt):
+                raise DsHfError(sentence)
         left, self._left = self._left, None
         if left is not None and not bool(left):
             raise DsHfError(

@@ -160,7 +160,14 @@ def one_process() -> dict[str, Any]:
     labels = torch.where(torch.arange(16) < 8, -100, tokens)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     assert engine(input_ids=tokens, labels=labels).loss.isnan()
-    for name, batch in (("no label", {"input_ids": tokens}), ("no tokens", {"hidden": torch.ones(2, 16)})):
+    later = {  # than the first batch that was cut
+        "no label": {"input_ids": tokens},
+        "no tokens": {"hidden": torch.ones(2, 16)},
+        "left": {"input_ids": tokens, "attention_mask": (torch.arange(16) > 2).expand(2, 16)},
+        "packed": {"input_ids": tokens, "position_ids": torch.arange(16).expand(2, 16) % 9},
+        "flat": {"input_ids": tokens, "cu_seq_lens_q": torch.tensor([0, 9, 32])},
+    }
+    for name, batch in later.items():
         with pytest.raises(DsHfError) as caught:
             engine(**batch)
         found[name] = str(caught.value)
@@ -175,6 +182,9 @@ def test_models_that_cut_themselves_and_batches_that_cannot_be_cut() -> None:
     assert found["positional"] == found["cut"] == 6
     assert "left no label in a micro-batch" in found["no label"]
     assert "found no tokens to cut in a call of LlamaForCausalLM" in found["no tokens"]
+    assert "padding on the left" in found["left"]
+    assert "begin again inside a row" in found["packed"]
+    assert "cu_seq_lens_q: the documents" in found["flat"]
 
 
 def refused() -> list[str]:
