@@ -2,7 +2,8 @@
 
 A block that is left out passes its hidden states on, and what one that is computed adds to them is divided by its
 probability. Which are left out follows from the seed, the step, the call and the block, and from nothing of a process:
-all of them agree, and a run that resumes goes on with the same ones. Units are gathered all the same.
+all of them agree, and a run that resumes goes on with the same ones. The last block that trains is computed where nothing
+else would train. Units are gathered all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ds_hf.config.types import Config
@@ -55,6 +57,7 @@ class LayerDrop(Observer):
         self.blocks = [] if "pld_theta" in taken else find_blocks(engine.module, "/progressive_layer_drop")
         self._tell = engine.module.register_forward_pre_hook(Hook(self._with_theta), prepend=True, with_kwargs=True)
         self.calls = Calls(engine, self._begin)
+        self.forms: dict[type[nn.Module], tuple[Any, ...]] = {}  # of what each class of block gives; () is a tensor
         self._around: list[StandIn] = []
         for index, block in enumerate(self.blocks):
             around = StandIn(block, "forward", _Sometimes(self, index, block, block.forward))
@@ -100,19 +103,48 @@ class _Sometimes:
         assert isinstance(hidden, Tensor)
         share = kept_share(self.drop.schedule.get_theta(), self.index, len(self.drop.blocks))
         drawn = random.Random(f"{self.drop.seed} {self.drop.calls.step} {call} {self.index}").random()
-        if drawn >= share:
-            return hidden
+        if drawn >= share and not self._trains_alone(hidden):
+            return self._passed_by(hidden, args, kwargs)
         output = self.given(*args, **kwargs)
         if share == 1.0:
             return output
+        rows = self._rows_of(output, hidden)
+        rows = hidden + (rows - hidden) / share
+        return rows if isinstance(output, Tensor) else type(output)([rows, *output[1:]])
+
+    def _trains_alone(self, hidden: Tensor) -> bool:
+        """Whether nothing would train in this call without the block: of those that do it is the last."""
+        if hidden.requires_grad or not torch.is_grad_enabled():
+            return False
+        trains = [any(param.requires_grad for param in block.parameters()) for block in self.drop.blocks]
+        return trains[self.index] and not any(trains[self.index + 1 :])
+
+    def _passed_by(self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``hidden`` in the form of what the block gives: alone, or before what else there is of it."""
+        kind, forms = type(self.block), self.drop.forms
+        if kind not in forms:
+            devices = [hidden.device] if hidden.is_cuda else []
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                output = self.given(*args, **kwargs)
+            self._rows_of(output, hidden)
+            forms[kind] = () if isinstance(output, Tensor) else (type(output), output[1:])
+            if forms[kind] and any(each is not None for each in output[1:]):
+                raise DsHfError(
+                    f"progressive_layer_drop: {kind.__name__} gives more than hidden states (attention weights, a "
+                    "cache), which a block that is left out has not: switch those off (output_attentions, use_cache), "
+                    "or disable progressive_layer_drop"
+                )
+        form = forms[kind]
+        return form[0]([hidden, *form[1]]) if form else hidden
+
+    def _rows_of(self, output: Any, hidden: Tensor) -> Tensor:
         rows = output if isinstance(output, Tensor) else output[0]
         if not isinstance(rows, Tensor) or rows.shape != hidden.shape:
             raise DsHfError(
                 f"progressive_layer_drop: {type(self.block).__name__} does not give hidden states of the shape that it "
                 "takes, and a block that is left out passes them on: disable progressive_layer_drop"
             )
-        rows = hidden + (rows - hidden) / share
-        return rows if isinstance(output, Tensor) else type(output)([rows, *output[1:]])
+        return rows
 
 
 def attach(engine: _Engine) -> None:

@@ -137,3 +137,55 @@ def test_a_model_that_takes_theta_is_told() -> None:
     assert first == (True, 1.0)
     assert second == (True, pytest.approx(0.7 * math.exp(-0.5) + 0.3))
     assert third == (False, 0.0)
+
+
+class Pair(nn.Module):
+    """A block that gives hidden states and nothing, as older ones of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        return hidden_states + torch.tanh(self.inner(hidden_states)), None
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+def pairs() -> None:
+    """Blocks give pairs, which is not known before one was computed; and there are steps in which none would be."""
+    torch.manual_seed(0)
+    model = Pairs()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    section = {"enabled": True, "theta": 0.05, "gamma": 50.0}
+    engine, *_ = initialize(model=model, config={**settings(1), "progressive_layer_drop": section})
+    for step in range(4):
+        x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(step))
+        plain = Pairs()
+        plain.load_state_dict(weights)
+        wanted, theta = x, 0.95 * math.exp(-50.0 * step) + 0.05
+        shares = [1 - (index + 1) / DEPTH * (1 - theta) for index in range(DEPTH)]
+        drawn = [random.Random(f"1234 {step} 1 {index}").random() for index in range(DEPTH)]
+        for index, layer in enumerate(plain.layers):
+            alone = index == DEPTH - 1 and not wanted.requires_grad
+            if drawn[index] < shares[index] or alone:
+                wanted = wanted + (layer(wanted)[0] - wanted) / shares[index]
+        found = engine(x)
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), step
+        engine.backward(found.square().mean())  # there is always something that trains
+        engine.step()
+        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+
+
+def test_blocks_that_give_pairs_and_steps_without_a_block() -> None:
+    run_distributed(pairs, 1)
