@@ -2,8 +2,8 @@
 
 A block that is left out passes its hidden states on, and what one that is computed adds to them is divided by its
 probability. Which are left out follows from the seed, the step, the call and the block, and from nothing of a process:
-all of them agree, and a run that resumes goes on with the same ones. The last block that trains is computed where nothing
-else would train. Units are gathered all the same.
+all of them agree, and a run that resumes goes on with the same ones. The last block that trains is computed where
+nothing else would train. Units are gathered all the same.
 """
 
 from __future__ import annotations
