@@ -113,21 +113,21 @@ def build_engine(
         engine = engine_type(model, source if isinstance(source, dict) else settings.resolved, settings, parts, monitor)
         engine.lr_scheduler = _make_scheduler(settings, inner, lr_scheduler, others)
         if training_data is not None:
-            engine.training_dataloader = _loader_of(engine, training_data, collate_fn)
-            if settings.data_efficiency.batches_by_tokens and inner is not None:
-                from ds_hf.engine.parallel.budgets import follow_sizes
-
-                engine.lr_scheduler = follow_sizes(engine, engine.training_dataloader)
+            engine.training_dataloader = _loader_of(engine, training_data, collate_fn, trains=inner is not None)
         attach_features(engine)
         record(engine)
         return engine
 
 
-def _loader_of(engine: CoreEngine, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
+def _loader_of(engine: CoreEngine, data: Any, collate_fn: Callable[[list[Any]], Any] | None, *, trains: bool) -> Any:
+    """Of ``initialize``'s data; where batches are of a budget of tokens, learning rates follow their sizes."""
     if engine.settings.data_efficiency.batches_by_tokens:
-        from ds_hf.engine.parallel.budgets import budget_loader
+        from ds_hf.engine.parallel.budgets import budget_loader, follow_sizes
 
-        return budget_loader(engine.settings, engine.mesh, engine.batch, data, collate_fn)
+        loader = budget_loader(engine.settings, engine.mesh, engine.batch, data, collate_fn)
+        if trains:
+            engine.lr_scheduler = follow_sizes(engine, loader)
+        return loader
     if engine.settings.data_efficiency.samples_by_metrics:
         from ds_hf.engine.parallel.sampling import sampled_loader
 
