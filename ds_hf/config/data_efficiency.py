@@ -68,7 +68,7 @@ def _legacy(config: Config, draft: Draft) -> None:
     if not section.enabled:
         return
     if section.curriculum_type != "seqlen":
-        message = f"{section.curriculum_type!r:.80} is no curriculum of this section"
+        message = f"this section has no curriculum {section.curriculum_type!r:.80}"
         fix = 'give "seqlen", or name the metric in data_efficiency.data_sampling.curriculum_learning'
         draft.fault(f"{base}/curriculum_type", message, fix)
     for fault in schedule_faults(vars(section), base):
@@ -95,7 +95,7 @@ def _metrics(config: Config, draft: Draft) -> None:
             draft.fault(fault.pointer, fault.message, fault.fix)
         files = [key for key in _FILES if metric.get(key) is not None]
         if metric.get("clustering_type") == "schedule_based" and not files:
-            message = "samples are to be chosen by their values, and there is no file of them"
+            message = "samples are to be chosen by the values of this metric, and no file gives these values"
             fix = "add index_to_sample_path and index_to_metric_path, as DataAnalyzer writes them"
             draft.fault(f"{pointer}/{_FILES[0]}", message, fix)
         elif "index_to_metric_path" not in files and files and metric.get("difficulty_type") != "percentile":

@@ -52,7 +52,7 @@ def load(tree: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        (legacy(curriculum_type="vocabulary"), "'vocabulary' is no curriculum of this section"),
+        (legacy(curriculum_type="vocabulary"), "this section has no curriculum 'vocabulary'"),
         (legacy(schedule_config={"difficulty_step": 8}), "fixed_linear needs total_curriculum_step"),
         (legacy(min_difficulty="short"), "min_difficulty"),
         ({**legacy(), **curricula({"seqlen": LINEAR})}, "data_efficiency has a curriculum of lengths as well"),
@@ -60,7 +60,7 @@ def load(tree: dict[str, Any]) -> Any:
         (curricula({"seqlen": {**LINEAR, "max_difficulty": 8}}), "begins at 64, and its largest is 8"),
         (curricula({"seqlen": LINEAR, "seqlen_truncate": LINEAR}), "are the same"),
         (curricula({"rare": LINEAR}), "chooses no samples, and is no length"),
-        (curricula({"rare": {**LINEAR, "clustering_type": "schedule_based"}}), "there is no file of them"),
+        (curricula({"rare": {**LINEAR, "clustering_type": "schedule_based"}}), "no file gives these values"),
         (curricula({"rare": {**LINEAR, "index_to_sample_path": "a"}}), "index_to_metric_path has them"),
         (budget(), "max_tokens is missing"),
         (budget(max_tokens=8, min_batch_size=4, max_batch_size=2), "is below min_batch_size 4"),
