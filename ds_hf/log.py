@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ds_hf.printable import printable
 
-__all__ = ["complain", "forget_said", "log_once", "logger", "say", "set_log_level_from_string", "warn_once"]
+__all__ = ["announce", "complain", "forget_said", "log_once", "logger", "say", "set_log_level_from_string", "warn_once"]
 
 
 class _Arguments(logging.Filter):
@@ -24,8 +24,20 @@ class _Arguments(logging.Filter):
         return True
 
 
+class _WhereNoneIs(logging.Handler):
+    """Writes to standard error where the script has configured no handler: Python's own last resort drops what is below
+    a warning, also where a level was asked for."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logger.handlers == [self] and not logging.getLogger().handlers:
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or there is none
+                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.flush()
+
+
 logger = logging.getLogger("ds_hf")
 logger.addFilter(_Arguments())
+logger.addHandler(_WhereNoneIs())
 _seen: set[str] = set()
 
 
@@ -51,6 +63,20 @@ def log_once(message: str, level: int = logging.INFO, *, everywhere: bool = Fals
         _seen.add(message)
         if everywhere or _rank() == 0:
             logger.log(level, "%s", message)
+
+
+def announce(message: str) -> None:
+    """What a run says of itself: information, once a process, also where no level was chosen.
+
+    The level of a root logger that nothing has set, a warning, hides it from the loggers of others; the one of this
+    logger (``log_level``), ``logging.disable``, or any other of the root is obeyed.
+    """
+    root = logging.getLogger().level
+    chosen = logger.level or (logging.INFO if root == logging.WARNING else root)
+    if message in _seen or chosen > logging.INFO or logger.disabled or logging.root.manager.disable >= logging.INFO:
+        return
+    _seen.add(message)
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, "%s", (message,), None))
 
 
 def forget_said() -> None:

@@ -29,6 +29,7 @@ from ds_hf.engine.checkpoint.export import export_engine
 from ds_hf.engine.comm.process_group import get_local_rank
 from ds_hf.engine.engine import Gives
 from ds_hf.engine.observe.probes.learning_rate.feeding import range_test
+from ds_hf.engine.observe.progress import EngineSummary, summary_of
 from ds_hf.engine.parallel.data import build_dataloader
 from ds_hf.engine.parallel.sampling import SampledLoader, sampled_loader
 from ds_hf.engine.parts import EngineParts
@@ -81,6 +82,10 @@ class Engine(SettingsNames, StatesNames, GenerationNames, DataNames):
             raise AttributeError(f"neither the engine nor {type(module).__name__} has an attribute {name!r}") from None
 
     # -- settings -------------------------------------------------------------------------------------------------
+
+    def summary(self) -> EngineSummary:
+        """What this engine is: the line with which a run begins, as a value; ``.table()`` says where its bytes go."""
+        return summary_of(self)
 
     def train_batch_size(self) -> int:
         return self.batch.train

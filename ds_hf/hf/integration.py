@@ -4,11 +4,13 @@
 - Evaluation without training: transformers takes stage 3 alone for it, and throws the optimizer out of the
   configuration for good.
 - The batch size: transformers counts all processes, also those that read the same samples.
+- The level of ds_hf's logger, where ``log_level`` was not given: transformers sets its own default, a warning.
 - Pipelines: the Trainer would speak of an empty batch.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ from torch.optim import Optimizer
 from ds_hf.errors import ConfigError
 from ds_hf.hf import auto
 from ds_hf.hf.autoload import wrap
-from ds_hf.log import warn_once
+from ds_hf.log import logger, warn_once
 
 __all__ = ["wrap_integration"]
 
@@ -43,7 +45,10 @@ def _init(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: di
     if hasattr(hf_config, SECTION):
         hf_config.config["optimizer"] = hf_config.__dict__.pop(SECTION)
     given, given_scheduler = _given(trainer)
+    level = logger.level
     optimizer, scheduler = wrapped(*args, **kwargs)
+    if trainer.args.log_level == "passive" and logger.level == logging.WARNING:
+        logger.setLevel(level)
     if given is None:
         return optimizer, scheduler
     if not isinstance(optimizer, Optimizer):  # a placeholder: the configuration names one

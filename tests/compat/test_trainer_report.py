@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ds_hf.engine.observe.report.feed import NAMES
 from ds_hf.profile.load import read_run
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config, make_trainer
+from tests.helpers.logs import Lines
 
 
 def fit(folder: Path) -> tuple[list[dict[str, Any]], str]:
@@ -44,3 +46,21 @@ def test_logs_and_the_closing_paragraph(tmp_path: Path) -> None:
     assert run.written == json.loads((tmp_path / "own.json").read_text()), "with each auto"
     assert run.header["config"]["train_micro_batch_size_per_gpu"] == 2
     assert run.header["source"] == str(tmp_path / "own.json")
+
+
+def introduced(folder: Path, level: str) -> list[str]:
+    lines = Lines()
+    logging.getLogger("ds_hf").addHandler(lines)
+    own = folder / "own.json"
+    own.write_text(json.dumps(config(2)))
+    trainer = make_trainer(folder / "out", str(own), max_steps=1, log_level=level)
+    trainer.train()
+    assert str(trainer.deepspeed.summary()).startswith("ds_hf ")
+    return [text for text in lines.texts if text == str(trainer.deepspeed.summary())]
+
+
+@pytest.mark.parametrize(("level", "lines"), [("passive", 1), ("info", 1), ("error", 0)])
+@pytest.mark.feature("Trainer", "a run's first line, and `log_level` of TrainingArguments")
+def test_first_line(tmp_path: Path, level: str, lines: int) -> None:
+    ((found),) = run_user_code(introduced, tmp_path, level, world_size=1)
+    assert len(found) == lines

@@ -185,6 +185,7 @@ class DsHfSection:
     report: str | None = None
     report_steps: Literal["sampled", "all"] = "sampled"
     stochastic_rounding: bool = True
+    summary: Literal["line", "full"] | Literal[False] = "line"
     wire: DsHfWireSection = field(default_factory=DsHfWireSection)
 
 

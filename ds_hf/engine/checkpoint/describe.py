@@ -22,7 +22,7 @@ from ds_hf.engine.checkpoint.live import (
 )
 from ds_hf.engine.modules.quantized.layers import formats_of_blocks
 
-__all__ = ["counters", "describe", "formats_by_name", "mesh_sizes"]
+__all__ = ["counters", "describe", "formats_by_name", "mesh_sizes", "own_version"]
 
 Json = dict[str, Any]
 
@@ -34,7 +34,7 @@ def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "written_by": {"ds_hf": _version(), "torch": torch.__version__},
+        "written_by": {"ds_hf": own_version(), "torch": torch.__version__},
         "tag": tag,
         "world_size": world.world_size,
         **mesh_sizes(engine),
@@ -83,7 +83,8 @@ def _given_groups(engine: Checkpointable) -> list[list[str]] | None:
     return [[engine.param_names.get(id(param), "") for param in group] for group in engine.optimizer.given]
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Of ds_hf, as it is installed."""
     try:
         return version("ds-hf")
     except PackageNotFoundError:

@@ -1,0 +1,106 @@
+"""What a run says of itself when it begins."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import ds_hf
+from ds_hf.deepspeed_api.initialize import initialize
+from tests.helpers.distributed import run_distributed
+from tests.helpers.models import TinyLM, token_batches
+
+STATES = ("parameters", "gradients", "master weights", "moments")
+
+
+def _config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **more,
+    }
+
+
+def _summary(**more: Any) -> Any:
+    engine = initialize(model=TinyLM(), config=_config(**more))[0]
+    found = engine.summary()
+    tokens = token_batches(2, 8)
+    for _ in range(3):
+        engine.backward(engine(tokens))
+        engine.step()
+    assert replace(engine.summary(), states=()) == replace(found, states=())
+    return found, engine.optimizer.nbytes, sum(unit.numel for unit in engine.units)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_value(stage: int) -> None:
+    summary, kept, numel = run_distributed(_by_stage, 2, stage, timeout=60)[1]
+    assert (summary.stage, summary.processes, summary.mesh) == (stage, 2, "data 2")
+    assert (summary.batch, summary.micro, summary.accumulation, summary.data) == (12, 2, 3, 2)
+    assert summary.parameters == summary.trained == numel
+    rows = {row.name: row for row in summary.states}
+    assert rows["master weights"].nbytes + rows["moments"].nbytes == kept
+    assert rows["parameters"].dtype == "bf16"
+    share = 2 if stage else 1
+    assert numel / share <= rows["parameters"].numel < numel / share + 4000  # padding
+    assert str(summary).startswith(f"ds_hf {ds_hf.__version__}: ZeRO stage {stage}, 2 processes (data 2) on CPU, ")
+    assert " in bf16 with fp32 masters, FusedAdam by " in str(summary)
+    assert str(summary).endswith("batch 12 = 2 micro-batch x 3 accumulation x 2 data, loss in chunks")
+    assert summary.table().splitlines()[-1].split()[:2] == ["in", "all"]
+
+
+def _by_stage(stage: int) -> Any:
+    return _summary(
+        zero_optimization={"stage": stage}, bf16={"enabled": True}, ds_hf={"chunked_loss": True, "summary": False}
+    )
+
+
+SCRIPT = """
+import logging, sys
+{before}
+import torch, deepspeed
+config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW", "params": {{"lr": 1e-3}}}}, {more}}}
+for _ in range(3):
+    model = torch.nn.Linear(4, 4)
+    deepspeed.initialize(model=model, config=config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "lines"),
+    [
+        ("", "", 1),
+        ("logging.basicConfig(stream=sys.stderr)", "", 1),
+        ("logging.basicConfig(level='ERROR')", "", 0),
+        ("", "'log_level': 'WARNING'", 0),
+        ("", "'ds_hf': {'summary': False}", 0),
+        ("", "'ds_hf': {'summary': 'full'}, 'log_level': 'INFO'", 1),
+    ],
+)
+def test_said_once(before: str, more: str, lines: int) -> None:
+    """Three equal engines in a script: one line; a level that was chosen is obeyed."""
+    script = SCRIPT.format(before=before, more=more)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"ds_hf {ds_hf.__version__}: ZeRO stage 0, 1 process (data 1) on CPU") == lines
+    assert done.stderr.count("\nmaster weights") == 0  # fp32 parameters are the masters
+    assert done.stderr.count("\nmoments") == ("full" in more)
+    assert "ds_hf 0" not in done.stdout
+
+
+def test_handlers_of_the_script_alone(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a handler is configured the line goes there and nowhere else."""
+    config = _config(train_batch_size=2, gradient_accumulation_steps=1)
+    engine = initialize(model=torch.nn.Linear(5, 3), config=config)[0]
+    assert [record.levelno for record in caplog.records if record.getMessage() == str(engine.summary())] == [
+        logging.INFO
+    ]
+    assert "ZeRO stage" not in capsys.readouterr().err
+    engine.destroy()
