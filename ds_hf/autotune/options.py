@@ -132,7 +132,7 @@ _FIELDS = {
 
 
 def seconds_of(text: str) -> float:
-    """ "90", "90s", "10m" or "1.5h" in seconds.
+    """ "90s", "10m" or "1.5h" in seconds.
 
     Raises:
         ConfigError: it is none of these, or nothing.
@@ -140,7 +140,9 @@ def seconds_of(text: str) -> float:
     match = _DURATION.match(text.strip().lower())
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"{text!r} is not a valid duration: write 90s, 10m or 1.5h")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+    if not match[2]:
+        raise ConfigError(f"{text!r} has no unit: write {match[1]}s, {match[1]}m or {match[1]}h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def nbytes_of(text: str) -> int:

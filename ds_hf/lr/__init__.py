@@ -4,7 +4,7 @@ The engine (``ds_hf.engine.observe.probes.learning_rate``) measures and asks ``d
 command line and the report (``ds_hf.autotune.lr``) show the ``LrResult``. How it works is in docs/design/tools.md.
 """
 
-from ds_hf.lr.confirm import Decision, PlannedRun, RunResult, decide, run_lr
+from ds_hf.lr.confirm import Decision, PlannedRun, RunResult, decide, run_lr, so_far
 from ds_hf.lr.curves import Curve, Sweep, mean_curve
 from ds_hf.lr.options import LrOptions
 from ds_hf.lr.result import LrResult
@@ -26,4 +26,5 @@ __all__ = [
     "landmarks",
     "mean_curve",
     "run_lr",
+    "so_far",
 ]

@@ -18,13 +18,13 @@ A run is a training in small: a warm-up, then a decay to zero. Rates that only w
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_hf.lr.rules import Landmarks
 
-__all__ = ["Decision", "PlannedRun", "RunResult", "decide", "run_lr"]
+__all__ = ["Decision", "PlannedRun", "RunResult", "decide", "run_lr", "so_far"]
 
 RUNG = 10**0.5
 STEP = 10**0.25
@@ -114,6 +114,19 @@ def decide(marks: Landmarks, steps: int, seeds: Iterable[int], total_steps: int 
     if not any(map(math.isfinite, fine.values())):
         return _decision(coarse, steps, total_steps)
     return _decision(fine, FINE * steps, total_steps)
+
+
+def so_far(runs: Sequence[RunResult], total_steps: int | None = None) -> Decision | None:
+    """What runs say of which more were to come: the longest of them, where these have tried three rates, else the
+    shorter ones; ``None`` where nothing has held."""
+    found: dict[int, dict[float, list[float]]] = {}
+    for each in runs:
+        found.setdefault(each.run.steps, {}).setdefault(each.run.lr, []).append(each.loss)
+    for steps in sorted(found, reverse=True):
+        losses = {lr: sum(several) / len(several) for lr, several in found[steps].items()}
+        if (len(losses) > 2 or steps == min(found)) and any(map(math.isfinite, losses.values())):
+            return _decision(losses, steps, total_steps)
+    return None
 
 
 def _mean(lr: float, steps: int, seeds: list[int]) -> Generator[PlannedRun, float, float]:

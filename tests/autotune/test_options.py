@@ -13,7 +13,7 @@ from ds_hf.config.load import examine
 from ds_hf.errors import ConfigError
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1.5h", 5400), (" 2 m ", 120)])
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), (" 2 m ", 120)])
 def test_durations(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
@@ -24,6 +24,11 @@ def test_durations(text: str, seconds: float) -> None:
 )
 def test_amounts_of_memory(text: str, nbytes: int) -> None:
     assert nbytes_of(text) == nbytes
+
+
+def test_a_duration_without_a_unit_asks_for_one() -> None:
+    with pytest.raises(ConfigError, match="'2' has no unit: write 2s, 2m or 2h"):
+        seconds_of("2")
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1s", "0", "1d", "1 2"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_hf.lr import Decision, Landmarks, PlannedRun, decide, run_lr
+from ds_hf.lr import Decision, Landmarks, PlannedRun, RunResult, decide, run_lr, so_far
 from ds_hf.lr.confirm import FINE, HORIZON
 
 
@@ -100,3 +100,22 @@ def test_a_run_warms_up_and_decays() -> None:
     assert max(rates) == 1
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert 0 < rates[-1] < 0.05
+
+
+def test_the_best_of_what_there_is() -> None:
+    """The longer runs count once three rates are known; where nothing has held there is none."""
+    loss = bowl(1e-3, breaks=1e-2)
+
+    def made(steps: int, rates: list[float]) -> list[RunResult]:
+        return [RunResult(run, loss(run)) for run in (PlannedRun(lr, steps, 0) for lr in rates)]
+
+    short = made(50, [1e-1, 3e-2, 1e-2, 3e-3])
+    assert so_far([]) is None
+    assert so_far(short[:2]) is None
+    found = so_far([*short, *made(100, [1e-3, 2e-3])])
+    assert found is not None
+    assert found.lr == 3e-3
+    better = so_far([*short, *made(100, [3e-4, 1e-3, 3e-3])])
+    assert better is not None
+    assert better.lr == pytest.approx(1e-3, rel=0.1)
+    assert "of runs of 100 updates" in better.reason

@@ -4,12 +4,12 @@
 ``ds_hf.lr``, the measuring in ``ds_hf.engine.observe.probes.learning_rate``. Nothing here imports the engine or torch.
 """
 
-from ds_hf.autotune.lr.budget import fitting, updates_of
 from ds_hf.autotune.lr.figure import figure
 from ds_hf.autotune.lr.find import FindOptions, LrSearchError, find, total_steps_in
 from ds_hf.autotune.lr.report import closing_line, report, sections
 from ds_hf.autotune.lr.summary import event_line, summary
 from ds_hf.lr import LrOptions, LrResult
+from ds_hf.lr.budget import fitting, updates_of
 
 __all__ = [
     "FindOptions",

@@ -7,6 +7,7 @@ failed, 2 wrong usage, 130 after Ctrl-C.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -27,6 +28,7 @@ __all__ = ["REST", "lr_find_command"]
 REST = {"allow_interspersed_args": False, "ignore_unknown_options": False}  # what follows the script is the script's
 
 _DEFAULTS = LrOptions()
+LINES_S = 10.0  # between lines off a terminal, at most, while something happens
 
 
 def lr_find_command(
@@ -48,7 +50,9 @@ def lr_find_command(
     train_batches: Annotated[int, typer.Option(help="Number of batches to train on.")] = _DEFAULTS.train_batches,
     held_out_batches: Annotated[int, typer.Option(help="Number of batches held out.")] = _DEFAULTS.held_out_batches,
     total_steps: Annotated[int | None, typer.Option(help="Number of updates in the training to come.")] = None,
-    budget: Annotated[str, typer.Option(help="Time limit for everything: 90s, 10m, 1.5h.")] = "1h",
+    budget: Annotated[
+        str, typer.Option(help="Time for everything: 90s, 10m, 1.5h. At its end there is the best so far.")
+    ] = "1h",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find a learning rate with your own script, model, data and optimizer."""
@@ -88,10 +92,14 @@ def _find(command: list[str], options: FindOptions, console: Console) -> LrResul
 
 
 def _plain(console: Console) -> Any:
-    """Off a terminal: what ends, and no counting."""
+    """Off a terminal: what ends, and a sign of life between."""
+    said = time.monotonic()
+    console.print("starting the script", soft_wrap=True)
 
     def show(event: dict[str, Any]) -> None:
-        if event.get("step", event.get("of")) == event.get("of"):
+        nonlocal said
+        if event.get("step", event.get("of")) == event.get("of") or time.monotonic() - said > LINES_S:
+            said = time.monotonic()
             console.print(event_line(event), soft_wrap=True)
 
     return show

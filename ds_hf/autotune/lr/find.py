@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hf.autotune.lr.budget import for_batches, for_fed_batches
+from ds_hf.autotune.lr.summary import event_line
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrOptions, LrResult
+from ds_hf.lr.budget import for_batches, for_fed_batches
 from ds_hf.measure.saving import LR_ENV
 from ds_hf.printable import harmless
 from ds_hf.processes import end_program, start_program
@@ -34,6 +35,7 @@ RESULT = "lr_result.json"
 TAIL_LINES = 25
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "ds-hf")
 GRACE_S = 10.0  # between being asked to end and being killed
+LAST_S = 5.0  # of the budget, in which the script puts its answer down and ends
 STARTS = 3  # of the script, each for a shorter search
 SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled"}  # no runs there of a training that does not happen
 
@@ -52,7 +54,7 @@ class FindOptions:
         search: what is searched.
         output: folder for ``lr_result.json`` and ``log.txt``.
         processes: of one machine; ``None`` for one a GPU, or one without.
-        timeout_s: seconds for the whole script.
+        timeout_s: seconds for everything: the search is made to end before, with the best so far.
         env: further environment variables.
     """
 
@@ -79,7 +81,7 @@ def find(command: Sequence[str], options: FindOptions | None = None, on_event: O
     notes: list[str] = []
     why = ""
     for start in range(1, STARTS + 1):
-        if search is None:
+        if search is None or time.monotonic() >= deadline:
             break
         found = _launch(full, options, search, on_event, deadline - time.monotonic())
         if isinstance(found, LrResult):
@@ -104,7 +106,8 @@ def _launch(
         folder.mkdir(parents=True, exist_ok=True)
         for stale in (progress, result, log):
             stale.unlink(missing_ok=True)
-        content = {"options": search.to_dict(), "result": str(result), "progress": str(progress)}
+        content = {"options": search.to_dict(), "result": str(result), "progress": str(progress),
+                   "deadline": time.time() + timeout_s - min(LAST_S, 0.1 * timeout_s)}  # fmt: skip
         replace_file(job, json.dumps(content, indent=1) + "\n")
         output = log.open("x", encoding="utf-8")
     except OSError as error:
@@ -120,7 +123,7 @@ def _launch(
 
     with output:
         code = _run(full, env, output, timeout_s, over)
-    return _read(result, log, code, options.timeout_s)
+    return _read(result, log, code, options.timeout_s, tail.last)
 
 
 def _shorter(search: LrOptions, short: dict[str, Any], start: int) -> LrOptions | None:
@@ -187,10 +190,9 @@ class _Tail:
     def __init__(self, path: Path, on_event: OnEvent | None) -> None:
         self.path, self.on_event = path, on_event
         self.offset = 0
+        self.last: dict[str, Any] | None = None
 
     def __call__(self) -> None:
-        if self.on_event is None:
-            return
         try:
             with open_regular(self.path) as file:
                 file.seek(self.offset)
@@ -201,7 +203,9 @@ class _Tail:
         self.offset += len(whole)
         for line in whole.splitlines():
             with contextlib.suppress(ValueError, RecursionError):  # what a killed process wrote half
-                self.on_event(json.loads(line))
+                self.last = json.loads(line)
+                if self.on_event is not None:
+                    self.on_event(self.last)
 
 
 def _run(
@@ -228,7 +232,9 @@ def _run(
         end_program(process, GRACE_S)
 
 
-def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResult | dict[str, Any]:
+def _read(
+    result: Path, log: Path, code: int | None, timeout_s: float, last: dict[str, Any] | None = None
+) -> LrResult | dict[str, Any]:
     content: dict[str, Any] = {}
     if os.path.lexists(result):
         try:
@@ -247,7 +253,11 @@ def _read(result: Path, log: Path, code: int | None, timeout_s: float) -> LrResu
     if "error" in content:
         why = str(content["error"])
     elif code is None:
-        why = f"the script did not end within {timeout_s:g} s; give it more (--budget), or smaller --steps"
+        came = "it had not trained on a batch" if last is None else f"it was at: {event_line(last)}"
+        raise LrSearchError(
+            f"the {timeout_s:g} s of the budget were over before there was anything to say; {came}. Give it more "
+            f"(--budget), or smaller --steps; what the script printed is in {log}"
+        )
     elif code == 0:
         why = "the script ended well, but never trained with a ds_hf engine: does it use --deepspeed or initialize()?"
     else:

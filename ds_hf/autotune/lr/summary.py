@@ -67,6 +67,10 @@ def event_line(event: dict[str, Any]) -> str:
         return f"the script goes on feeding batches: {event['why']}"
     if phase == "short":
         return f"starting again for a shorter search: {event['why']}"
+    if phase == "plan":
+        took, about = event["step_seconds"], event["updates"] * event["step_seconds"]
+        shorter = ", a shorter search than asked for" if event["shorter"] else ""
+        return f"an update takes {took:.2g} s: about {event['updates']} of them, {about:.0f} s{shorter}"
     if phase == "sweep":
         return f"range test, order {event['seed']}: {event['step']} of {event['of']}, lr {event['lr']:.2e}"
     loss = "diverged" if event.get("loss") is None else f"held-out loss {event['loss']:.4f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 import ds_hf
 from ds_hf.engine.observe.probes.learning_rate import script as script_module
+from ds_hf.engine.observe.probes.learning_rate.feeding import drive
+from ds_hf.engine.observe.probes.learning_rate.probe import Deadline, Fed, Want, search
 from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.lr import LrOptions, LrResult
@@ -110,6 +113,49 @@ def test_two_processes_take_the_same_way(tmp_path: Path) -> None:
     assert mine == other
     assert [row[3] for row in mine] == [[]] * 4
     assert any(sweep.diverged_at is not None for row in mine for sweep in row[1])
+
+
+def _until(at: float, moment_steps: int = 2) -> tuple[Any, list[dict[str, Any]]]:
+    """A search on a clock that goes on by one, on rank 1 by two, whenever it is looked at."""
+    told: list[dict[str, Any]] = []
+    with engine_of(config(1, "fp32"), Model(dropout=0.2)) as engine:
+        clock = itertools.count(0, 1 + engine.axis.rank)
+        at_hand, before = batches(8, engine.axis.rank), states(engine)
+
+        def feed(want: Want) -> Fed:
+            loss = engine(at_hand[want.batch])
+            return Fed(loss)
+
+        options = LrOptions(**{**SMALL, "num_steps": 40, "confirm_steps": 30, "moment_steps": moment_steps})
+        try:
+            found = drive(search(engine, options, told.append, Deadline(at, lambda: float(next(clock)))), feed)
+        except DsHfError as error:
+            return str(error), told
+        assert differences(before, states(engine)) == []
+    return (found.lr, [len(sweep.lrs) for sweep in found.sweeps], found.runs, found.notes), told
+
+
+def _all_until() -> list[Any]:
+    return [_until(1e6), _until(1500.0), _until(700.0, 0), _until(150.0, 0), _until(20.0, 0)]
+
+
+def test_the_best_so_far_when_time_is_over() -> None:
+    """Processes whose clocks differ stop at the same update; what is planned ends in time."""
+    mine, other = run_distributed(_all_until, 2, timeout=110)
+    assert [result for result, _ in mine] == [result for result, _ in other]
+    (enough, told), (planned, shorter), (some, _), (sweep, _), (nothing, _) = mine
+    assert not enough[3]
+    assert [event["shorter"] for event in told if event["phase"] == "plan"] == [False]
+    assert [event["shorter"] for event in shorter if event["phase"] == "plan"] == [True]
+    assert planned[3][0].startswith("shorter, to be in time: sweeps of ")
+    assert len(some[1]) == 2
+    assert 0 < len(some[2]) < len(enough[2])
+    assert "time was over: this is the best so far" in some[3][-1]
+    assert len(sweep[1]) == 1
+    assert not sweep[2]
+    assert sweep[0] > 0
+    assert "time was over after" in nothing
+    assert "--budget gives it more" in nothing
 
 
 def test_finds_the_rate_of_a_known_problem() -> None:

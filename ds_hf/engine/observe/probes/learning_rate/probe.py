@@ -22,23 +22,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_hf.engine.comm.collectives import all_reduce_sum
+from ds_hf.engine.comm.collectives import all_reduce_max, all_reduce_sum
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.observe.probes.snapshot import Snapshot
 from ds_hf.errors import DsHfError, LossScaleError
 from ds_hf.log import logger
-from ds_hf.lr import LrOptions, LrResult, PlannedRun, RunResult, Sweep, decide, landmarks, run_lr
+from ds_hf.lr import (
+    Decision,
+    Landmarks,
+    LrOptions,
+    LrResult,
+    PlannedRun,
+    RunResult,
+    Sweep,
+    decide,
+    landmarks,
+    run_lr,
+    so_far,
+)
+from ds_hf.lr.budget import planned, updates_of
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
 
-__all__ = ["Fed", "Search", "Want", "search"]
+__all__ = ["Deadline", "Fed", "Search", "Want", "search"]
 
 Tell = Callable[[dict[str, Any]], None]
 START = 8  # updates whose mean loss is that of the start
 SMOOTH = 4  # updates whose mean loss is that of now
 LEAST_FALL = 0.2  # of the first loss: counts as fallen at least
 SETTLING = 40  # updates that fp16 may skip at first
+_MORE = "--budget gives it more"
 SKIPS = 8  # updates in a row that fp16 may skip before that counts as divergence
 
 
@@ -77,17 +91,43 @@ class Fed:
 Search = Generator[Want, Fed, LrResult]
 
 
-def search(engine: CoreEngine, options: LrOptions, tell: Tell | None = None) -> Search:
+@dataclass(frozen=True)
+class Deadline:
+    """When a search has to have its answer, on the clock ``now``; ``at`` infinity: never."""
+
+    at: float = math.inf
+    now: Callable[[], float] = time.time
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.at - self.now()
+
+    def of_all(self, engine: CoreEngine, seconds: float) -> tuple[float, float]:
+        """(the least of what is left, the most of ``seconds``) of all processes. Collective."""
+        mine = torch.tensor([-self.left, seconds], dtype=torch.float64, device=compute_device())
+        left, most = all_reduce_max(mine, engine.mesh.world, "the time that is left of a learning-rate test").tolist()
+        return -left, most
+
+
+class _TimeOver(Exception):
+    """There is no time for another update, on all processes."""
+
+
+def search(
+    engine: CoreEngine, options: LrOptions, tell: Tell | None = None, deadline: Deadline | None = None
+) -> Search:
     """Sweep, confirm, decide; the engine is bit for bit what it was when the generator ends or is closed.
 
     Args:
         tell: called with what just happened, for people who wait.
+        deadline: the search is made short enough for it by the first updates, and ends with the best so far.
 
     Raises:
         DsHfError: the loss is not finite at the start, every rate diverges, or the engine could not be restored.
     """
     started = time.monotonic()
-    work = _Work(engine, options, tell or (lambda event: None))
+    work = _Work(engine, options, tell or (lambda event: None), deadline or Deadline())
     finished = False
     try:
         with _quiet(engine):
@@ -104,26 +144,30 @@ def search(engine: CoreEngine, options: LrOptions, tell: Tell | None = None) -> 
 
 
 def _search(work: _Work, started: float) -> Search:
-    options = work.options
-    sweeps = []
-    for index in range(options.seeds):
-        sweeps.append((yield from work.sweep(options.seed + index)))
+    sweeps: list[Sweep] = []
+    while len(sweeps) < work.options.seeds and not work.over:
+        try:
+            sweep = yield from work.sweep(work.options.seed + len(sweeps))
+        except _TimeOver:
+            break
+        if not (work.over and sweeps):  # half of one says less than those before
+            sweeps.append(sweep)
+    if not sweeps:
+        raise DsHfError(f"time was over after {work.updates} updates, before the range test; {_MORE}")
     runs: list[RunResult] = []
-    decision = None
     try:
         marks = landmarks(sweeps)
-        if options.confirm_steps:
-            seeds = [options.seed + index for index in range(options.seeds)]
-            asking = decide(marks, options.confirm_steps, seeds, options.total_steps)
-            run = next(asking)
-            while decision is None:
-                runs.append(RunResult(run, (yield from work.run(run))))
-                try:
-                    run = asking.send(runs[-1].loss)
-                except StopIteration as end:
-                    decision = end.value
-    except ValueError as error:
+        if work.over and not marks.bounded and len(sweeps[0].lrs) < work.options.num_steps // 2:
+            raise ValueError("training has not been seen to break, nor most rates tried")
+        decision = None
+        if work.options.confirm_steps and not work.over:
+            decision = yield from _confirmed(work, marks, runs)
+    except ValueError:
+        if work.over:
+            error = ValueError(f"time was over after {work.updates} updates, too few for a range test; {_MORE}")
         raise DsHfError(str(error)) from error
+    if work.over:
+        work.notes.append(f"time was over: this is the best so far; {_MORE}")
     inner = work.engine.optimizer.optimizer  # type: ignore[union-attr]
     return LrResult.of(
         marks,
@@ -132,17 +176,39 @@ def _search(work: _Work, started: float) -> Search:
         runs=tuple(runs),
         optimizer=type(inner).__name__,
         cycles_momentum="betas" in inner.defaults,
-        total_steps=options.total_steps,
+        total_steps=work.options.total_steps,
         updates=work.updates,
         seconds=time.monotonic() - started,
+        notes=tuple(work.notes),
     )
+
+
+def _confirmed(work: _Work, marks: Landmarks, runs: list[RunResult]) -> Generator[Want, Fed, Decision | None]:
+    """Short trainings, into ``runs``, and what they decide; the best of them where time is over."""
+    options = work.options
+    seeds = [options.seed + index for index in range(options.seeds)]
+    asking = decide(marks, options.confirm_steps, seeds, options.total_steps)
+    run = next(asking)
+    while True:
+        try:
+            runs.append(RunResult(run, (yield from work.run(run))))
+        except _TimeOver:
+            return so_far(runs, options.total_steps)
+        try:
+            run = asking.send(runs[-1].loss)
+        except StopIteration as end:
+            decision: Decision = end.value
+            return decision
 
 
 class _Work:
     """What sweeps and runs share."""
 
-    def __init__(self, engine: CoreEngine, options: LrOptions, tell: Tell) -> None:
-        self.engine, self.options, self.tell = engine, options, tell
+    def __init__(self, engine: CoreEngine, options: LrOptions, tell: Tell, deadline: Deadline) -> None:
+        self.engine, self.options, self.tell, self.deadline = engine, options, tell, deadline
+        self.over = self.planned = False  # no time is left; it is known how much an update takes
+        self.notes: list[str] = []
+        self.seconds: list[float] = []  # of the updates
         self.snapshot = Snapshot(engine)
         assert engine.optimizer is not None
         self.optimizer = engine.optimizer
@@ -153,14 +219,19 @@ class _Work:
 
     def sweep(self, seed: int) -> Generator[Want, Fed, Sweep]:
         """From the start through all learning rates, until the end or divergence."""
-        options, order = self.options, self._begin(seed)
+        order = self._begin(seed)
         yield from self._warm_up(order)
+        self._plan()
+        options = self.options
         columns: dict[str, list[float]] = {key: [] for key in ("lrs", "train", "held_out_lrs", "held_out", "norms")}
         watch = _Divergence(options.stop_factor)
         skipped = 0
         for step in range(options.num_steps):
             lr = options.sweep_lr(step)
-            loss = yield from self._update(next(order), lr)
+            try:
+                loss = yield from self._update(next(order), lr)
+            except _TimeOver:
+                break
             columns["lrs"].append(lr)
             columns["train"].append(loss)
             columns["norms"].append(self.optimizer.grad_norm() or 0.0)
@@ -174,7 +245,7 @@ class _Work:
             )
             if watch.diverged(loss, self.optimizer.overflow):
                 break
-        if step == 0:
+        if step == 0 and not self.over:
             raise DsHfError(f"the loss is {loss} before the first update of the range test: training cannot begin")
         ended = lr if watch.over else None
         rows = {key: tuple(values) for key, values in columns.items() if key != "norms"}
@@ -192,6 +263,21 @@ class _Work:
         held_out = yield from self._held_out(self.options.held_out_batches)
         self.tell({"phase": "run", "lr": run.lr, "steps": run.steps, "seed": run.seed, "loss": held_out})
         return held_out if math.isfinite(held_out) else math.inf
+
+    def _plan(self) -> None:
+        """Once the first updates have shown what one takes: a search that ends in time."""
+        if not math.isfinite(self.deadline.at) or len(self.seconds) < 2 or self.planned:
+            return
+        self.planned = True
+        left, step = self.deadline.of_all(self.engine, statistics.median(self.seconds[1:]))
+        asked, self.options = self.options, planned(self.options, left, step)
+        if self.options != asked:
+            self.notes.append(
+                f"shorter, to be in time: sweeps of {self.options.num_steps} updates and runs of "
+                f"{self.options.confirm_steps}, orders of the batches: {self.options.seeds}"
+            )
+        self.tell({"phase": "plan", "step_seconds": step, "updates": updates_of(self.options), "left": left,
+                   "shorter": self.options != asked})  # fmt: skip
 
     def _warm_up(self, order: Iterator[int]) -> Generator[Want, Fed, None]:
         """Moments at the smallest rate, and on until fp16's scale fits, which later sweeps and runs begin with."""
@@ -213,8 +299,17 @@ class _Work:
         return _order(self.options.train_batches, seed)
 
     def _update(self, batch: int, lr: float) -> Generator[Want, Fed, float]:
-        """One optimizer step; the loss before it."""
-        engine = self.engine
+        """One optimizer step; the loss before it.
+
+        Raises:
+            _TimeOver: on all processes, where one has no time for it.
+        """
+        engine, began = self.engine, self.deadline.now()
+        if math.isfinite(self.deadline.at) and self.seconds:
+            left, step = self.deadline.of_all(engine, max(self.seconds[-3:]))
+            if left < step:
+                self.over = True
+                raise _TimeOver
         losses = []
         for micro in range(self.micro_batches):
             engine.train()
@@ -226,7 +321,9 @@ class _Work:
             with contextlib.suppress(LossScaleError):  # an overflow at the smallest scale: noticed as divergence
                 engine.step()
         self.updates += 1
-        return self._mean(losses)
+        mean = self._mean(losses)
+        self.seconds.append(self.deadline.now() - began)
+        return mean
 
     def _set_lr(self, lr: float) -> None:
         for group, ratio in zip(self.optimizer.param_groups, self.ratios, strict=True):

@@ -33,10 +33,11 @@ from ds_hf.engine.comm.collectives import all_reduce_max, barrier
 from ds_hf.engine.comm.mesh import compute_device
 from ds_hf.engine.events import Phase
 from ds_hf.engine.observe.probes.learning_rate.feeding import drive, loss_in
-from ds_hf.engine.observe.probes.learning_rate.probe import Fed, Search, Want, search
+from ds_hf.engine.observe.probes.learning_rate.probe import Deadline, Fed, Search, Want, search
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.log import logger
 from ds_hf.lr import LrOptions, LrResult
+from ds_hf.lr.budget import for_batches
 from ds_hf.measure.saving import LR_ENV, SaveGuard, leave
 from ds_hf.printable import harmless
 from ds_hf.regular_files import read_object
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["attach"]
 
+ENOUGH_CALLS = 4  # micro-batches that show what one takes
+READING = 0.2  # of the time that is left
 ALIKE = 1e-3  # how far losses of script and model may differ in ratio
 
 
@@ -60,7 +63,8 @@ def attach(engine: CoreEngine) -> None:
         return
     try:
         job = read_object(path)
-        script = _Script(engine, LrOptions(**job["options"]), Path(job["result"]), Path(job["progress"]))
+        deadline = Deadline(float(job.get("deadline", math.inf)))
+        script = _Script(engine, LrOptions(**job["options"]), Path(job["result"]), Path(job["progress"]), deadline)
     except (OSError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
             f"{LR_ENV} names a job that cannot be read ({error!s:.300}): it is for ds-hf lr-find; unset it",
@@ -101,7 +105,11 @@ class _Script:
     It records until it has enough, then either replays or lets the script feed.
     """
 
-    def __init__(self, engine: CoreEngine, options: LrOptions, result: Path, progress: Path) -> None:
+    def __init__(
+        self, engine: CoreEngine, options: LrOptions, result: Path, progress: Path, deadline: Deadline
+    ) -> None:
+        self.deadline = deadline
+        self.began = 0.0  # when the first micro-batch was read
         self.engine, self.options, self.result, self.progress = engine, options, result, progress
         self.steps = engine.accumulation.steps
         self.calls: list[_Call] = []
@@ -146,7 +154,7 @@ class _Script:
             if not self._can_replay():
                 self._tell({"phase": "feed", "why": "the loss is not what the model returns"})
                 self.recording = False
-                self.feeding = search(self.engine, self.options, self._tell)
+                self.feeding = search(self.engine, self.options, self._tell, self.deadline)
                 next(self.feeding)
             elif len(self.calls) == self.options.batches * self.steps:
                 self._replay()
@@ -166,7 +174,20 @@ class _Script:
         engine.backward(loss, **further)  # units wait for it
         assert engine.optimizer is not None
         engine.optimizer.reducer.clear()
+        if len(self.calls) == 1:
+            self.began = self.deadline.now()
+        elif len(self.calls) == ENOUGH_CALLS and math.isfinite(self.deadline.at):
+            self._read_fewer()
         self._tell({"phase": "record", "step": len(self.calls), "of": self.options.batches * self.steps})
+
+    def _read_fewer(self) -> None:
+        """Reading takes a small share of the time that is left; as much on every rank."""
+        each = (self.deadline.now() - self.began) / (len(self.calls) - 1)
+        left, each = self.deadline.of_all(self.engine, each)
+        least = -(-(len(self.calls) + 1) // self.steps) + 1
+        batches = max(least, int(READING * left / max(each * self.steps, 1e-9)))
+        if batches < self.options.batches and (fewer := for_batches(self.options, batches)) is not None:
+            self.options = fewer
 
     def _can_replay(self) -> bool:
         """Whether the model's own loss will do, on every rank. Asked at the first micro-batch and at the last."""
@@ -191,7 +212,7 @@ class _Script:
             assert loss is not None
             return Fed(loss if call.factor == 1 else loss * call.factor, call.backward, call.share, want.held_out)
 
-        self._finish(drive(search(self.engine, self.options, self._tell), feed))
+        self._finish(drive(search(self.engine, self.options, self._tell, self.deadline), feed))
 
     def _feed(self, fed: Fed) -> None:
         assert self.feeding is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds_hf.autotune.lr import LrOptions, fitting, updates_of
+from ds_hf.lr import LrOptions
+from ds_hf.lr.budget import fitting, planned, updates_of
 
 
 def test_the_estimate_is_that_of_the_six_tasks() -> None:
@@ -25,3 +26,11 @@ def test_enough_time_changes_nothing_and_too_little_gives_the_shortest() -> None
     shortest = fitting(LrOptions(total_steps=9), 0.0, 0.1)
     assert updates_of(shortest) < 0.2 * updates_of(LrOptions())
     assert shortest.total_steps == 9
+
+
+def test_a_plan_is_no_longer_than_what_was_asked_for_and_keeps_the_batches() -> None:
+    asked = LrOptions(num_steps=10, confirm_steps=200, train_batches=7)
+    assert planned(asked, 1e6, 0.1) == asked
+    found = planned(asked, 60.0, 0.1)
+    assert (found.num_steps, found.train_batches, found.moment_steps) == (10, 7, 5)
+    assert found.confirm_steps < 200

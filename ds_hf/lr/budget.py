@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ds_hf.lr import LrOptions
+from ds_hf.lr.options import LrOptions
 
-__all__ = ["fitting", "for_batches", "for_fed_batches", "updates_of"]
+__all__ = ["fitting", "for_batches", "for_fed_batches", "planned", "updates_of"]
 
 RUNGS, RATES = 6, 5  # runs of the ladder, and rates around its best, as a rule (``ds_hf.lr.confirm``)
 SHORTER = (1.0, 0.75, 0.5, 0.35, 0.25)  # of the default numbers of updates
@@ -34,6 +34,15 @@ def fitting(options: LrOptions, seconds: float, step_seconds: float) -> LrOption
             if updates_of(shorter) * step_seconds <= seconds:
                 return shorter
     return dataclasses.replace(LEAST, total_steps=options.total_steps, seed=options.seed)
+
+
+def planned(options: LrOptions, seconds: float, step_seconds: float) -> LrOptions:
+    """``options``, or the longest shorter search of them that fits; with the same batches to train on."""
+    if updates_of(options) * step_seconds <= seconds:
+        return options
+    fits = fitting(options, seconds, step_seconds)
+    names = ("num_steps", "confirm_steps", "seeds", "held_out_batches")
+    return dataclasses.replace(options, **{name: min(getattr(options, name), getattr(fits, name)) for name in names})
 
 
 def for_batches(options: LrOptions, batches: int) -> LrOptions | None:
