@@ -50,6 +50,11 @@ def _trains(engine: CoreEngine) -> bool:
     return engine.optimizer is not None and not being_measured()
 
 
+def _adapts(engine: CoreEngine) -> bool:
+    """Layers of adapters, which are known by their parts: peft need not be there."""
+    return engine.optimizer is not None and any("lora_A" in m._modules for m in engine.module.modules())
+
+
 def is_monitored(settings: Config) -> bool:
     """Whether one of the monitors is on, on some process."""
     return any(each.enabled for each in (settings.tensorboard, settings.wandb, settings.csv_monitor, settings.comet))
@@ -104,6 +109,11 @@ FEATURES = (
         "modules.tiling:attach",
     ),
     Feature("Python's collector off", lambda e: e.settings.disable_python_gc, "observe.python_gc:attach"),
+    Feature(
+        "adapters that are computed together",
+        lambda e: e.settings.ds_hf.fused_lora and _adapts(e),
+        "modules.adapters:attach",
+    ),
     Feature("generation", _generates, "modules.generation:attach"),
     Feature("what it says of itself", _prints, "observe.progress:attach"),
     Feature(

@@ -55,7 +55,7 @@ def trained(
     evaluate: bool = False,
     compile: bool = False,
 ) -> tuple[list[float], list[Tensor], int]:
-    own: dict[str, Any] = {"capture": "blocks"} if capture else {}
+    own: dict[str, Any] = {"capture": "blocks"} if capture else {"fused_lora": False}  # as PEFT rounds, to the bit
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,

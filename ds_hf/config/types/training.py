@@ -182,6 +182,7 @@ class DsHfSection:
     offload_activations: bool = False
     tiled_mlp: int | Literal["auto"] | None = None
     chunked_loss: bool = False
+    fused_lora: bool = True
     report: str | None = None
     report_steps: Literal["sampled", "all"] = "sampled"
     stochastic_rounding: bool = True

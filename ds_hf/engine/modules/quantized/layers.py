@@ -28,6 +28,7 @@ from ds_hf.log import log_once, warn_once
 
 __all__ = [
     "QuantizedWeight",
+    "computes_blocks",
     "formats_of_blocks",
     "has_stacks",
     "is_quantized",
@@ -115,6 +116,11 @@ class _Embedding(QuantizedWeight):
 def is_quantized(module: nn.Module) -> bool:
     """Whether its weight lies in blocks, or those of its experts do."""
     return isinstance(module, QuantizedWeight) or bool(_stacks_of(module))
+
+
+def computes_blocks(module: nn.Module) -> bool:
+    """Whether it is a linear layer of which its blocks, ``_ds_format`` and ``_ds_transposed`` say all."""
+    return isinstance(module, _Linear) and type(module).forward is _Linear.forward
 
 
 def has_stacks(model: nn.Module) -> bool:

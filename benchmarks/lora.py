@@ -1,0 +1,262 @@
+"""Adapters on a frozen Llama, on one GPU or several: the engine with and without fused adapters, PEFT in plain torch,
+and Liger's kernels where they are installed.
+
+    python benchmarks/lora.py --model 8b --micro-batch 2 --seq 4096 --rank 16 --checkpointing --json FILE
+    python benchmarks/lora.py --model 1b3 --micro-batch 1 --seq 512 --engines ds_hf,ds_hf-peft,peft,peft-16
+    python benchmarks/lora.py --model 8b --bits 4 --engines ds_hf,ds_hf-blocks,peft --micro-batch 2 --seq 4096
+
+All train LoRA of ``--rank`` on all linear layers of the same bf16 base, from the same seed and on the same tokens, and
+take turns as in ``training.py``, whose loop and tokens these are. *ds_hf* fuses adapters (``ds_hf.fused_lora``),
+*ds_hf-peft* leaves them to PEFT, *ds_hf-chunked* has its loss in chunks too, *ds_hf-captured* its blocks in CUDA
+graphs. *peft* is plain torch as the Trainer runs it: fp32 adapters under bf16 autocast, torch's fused AdamW; *peft-16*
+has bf16 adapters and no autocast; *liger* is *peft-16* with Liger's kernels, its fused loss among them.
+
+``--bits 4`` has the base in bitsandbytes' nf4 (``Linear4bit`` where it is installed); *ds_hf-blocks* has it in the
+engine's own blocks, and needs no library. TFLOP/s count four operations a parameter and token, as NeMo's table does:
+forward, and the gradient of the input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import training
+from torch import Tensor, nn
+
+
+def make_model(args: argparse.Namespace, dtype: torch.dtype) -> Any:
+    """The base in ``dtype`` with adapters in fp32, the same values for the same seed."""
+    import peft
+
+    lora, args.lora = args.rank, 0
+    checkpointing, args.checkpointing = args.checkpointing, False
+    try:
+        model: Any = training.make_model(args, dtype)
+    finally:
+        args.lora, args.checkpointing = 0, checkpointing
+    model.config._attn_implementation = args.attention
+    if args.bits and args.in_bits:
+        to_four_bits(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.manual_seed(training.SEED)
+    options = {"r": lora, "lora_alpha": 2 * lora, "target_modules": "all-linear", "lora_dropout": args.dropout}
+    adapted: Any = peft.get_peft_model(model, peft.LoraConfig(**options))
+    return adapted.train()
+
+
+def to_four_bits(model: nn.Module) -> None:
+    """Its linear layers but the head, in bitsandbytes' nf4."""
+    import bitsandbytes as bnb  # type: ignore[import-not-found, unused-ignore]
+
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear) and name != "lm_head":
+                found = bnb.nn.Linear4bit(
+                    layer.in_features, layer.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+                )
+                found.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+                setattr(module, name, found.to(layer.weight.device))
+                layer.weight = None  # type: ignore[assignment]
+
+
+def base_parameters(args: argparse.Namespace) -> int:
+    """How many the base has."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = training.MODELS[args.model]
+    attention = 2 * hidden * hidden + 2 * hidden * hidden * kv_heads // heads
+    return layers * (attention + 3 * hidden * intermediate) + 2 * vocabulary * hidden
+
+
+# -- engines ------------------------------------------------------------------------------------------------------
+
+
+class DsHf(training.Contender):
+    """This project's engine, adapters fused."""
+
+    own: ClassVar[dict[str, Any]] = {}
+    blocks: ClassVar[bool] = False
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        import ds_hf
+
+        args.in_bits = not self.blocks
+        model = make_model(args, torch.bfloat16)
+        config = {
+            **training.engine_config(args),
+            "optimizer": {"type": "AdamW", "params": training.adam_parameters()},
+            "ds_hf": {**self.own, **({"compile": "blocks"} if args.compile else {})},
+        }
+        if self.blocks:
+            bits = {"num_bits": args.bits or 4}
+            config["weight_quantization"] = {"post_init_quant": {"self_attn": bits, "mlp": bits}}
+        self.engine, *_ = ds_hf.initialize(
+            model=model, model_parameters=training.parameter_groups(model), config=config
+        )
+
+    def step(self, batches: list[Tensor]) -> Tensor:
+        return training.deepspeed_step(self.engine, batches)
+
+    def finish(self) -> None:
+        self.engine._finish_update()
+
+    def free(self) -> None:
+        self.engine.destroy()
+        super().free()
+
+
+class Peft(training.Contender):
+    """PEFT in plain torch, as the Trainer runs it."""
+
+    autocast: ClassVar[bool] = True
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args)
+        args.in_bits = True
+        self.model = make_model(args, torch.bfloat16)
+        if not self.autocast:
+            for param in self.model.parameters():
+                if param.requires_grad:
+                    param.data = param.data.bfloat16()
+        self.prepare()
+        if args.compile:
+            training.compile_blocks(self.model.base_model.model)
+        self.trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, fused=True, **training.adam_parameters())
+
+    def prepare(self) -> None:
+        """Change the model before it is compiled."""
+
+    def step(self, batches: list[Tensor]) -> Tensor:
+        losses = []
+        for ids in batches:
+            with torch.autocast(self.args.device.split(":")[0], torch.bfloat16, enabled=self.autocast):
+                loss = self.model(input_ids=ids, labels=ids).loss
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        if dist.get_world_size() > 1:
+            for param in self.trained:
+                dist.all_reduce(param.grad)
+                param.grad.div_(dist.get_world_size())  # type: ignore[union-attr]
+        if self.args.clip:
+            torch.nn.utils.clip_grad_norm_(self.trained, self.args.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean()
+
+
+class Peft16(Peft):
+    """The same with adapters in bf16."""
+
+    autocast = False
+
+
+class Liger(Peft16):
+    """The same with Liger's kernels, which are taken back."""
+
+    def prepare(self) -> None:
+        from liger_kernel.transformers import (  # type: ignore[import-not-found, unused-ignore]
+            apply_liger_kernel_to_llama,
+        )
+        from transformers.models.llama import modeling_llama
+
+        self.before = dict(vars(modeling_llama))
+        apply_liger_kernel_to_llama(model=self.model.base_model.model)
+
+    def free(self) -> None:
+        from transformers.models.llama import modeling_llama
+
+        vars(modeling_llama).update(self.before)
+        super().free()
+
+
+def variant(name: str, blocks: bool = False, **own: Any) -> type[DsHf]:
+    """The engine with other keys."""
+    return type(name, (DsHf,), {"own": own, "blocks": blocks})
+
+
+ENGINES: dict[str, type[training.Contender]] = {
+    "ds_hf": DsHf,
+    "ds_hf-peft": variant("DsHfPeft", fused_lora=False),
+    "ds_hf-chunked": variant("DsHfChunked", chunked_loss=True),
+    "ds_hf-captured": variant("DsHfCaptured", capture="blocks"),
+    "ds_hf-blocks": variant("DsHfBlocks", blocks=True),
+    "ds_hf-blocks-peft": variant("DsHfBlocksPeft", blocks=True, fused_lora=False),
+    "peft": Peft,
+    "peft-16": Peft16,
+    "liger": Liger,
+}
+
+
+def show(records: list[dict[str, Any]]) -> None:
+    """The table for a person."""
+    print(f"{'':<18} {'step ms':>9} {'tokens/s':>10} {'TFLOP/s':>8} {'peak GiB':>9} {'first loss':>10} {'last':>8}")
+    for row in records:
+        if "step_ms" not in row:
+            print(f"{row['name']:<18} failed: {row['error']}")
+            continue
+        print(
+            f"{row['name']:<18} {row['step_ms']:>9.1f} {row['tokens_per_s']:>10.0f} {row['tflops']:>8.1f} "
+            f"{row['peak_gib']:>9.2f} {row['losses'][0]:>10.4f} {row['losses'][-1]:>8.4f}"
+        )
+
+
+def parse() -> argparse.Namespace:
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--rank", type=int, default=16)
+    own.add_argument("--dropout", type=float, default=0.0)
+    own.add_argument("--bits", type=int, choices=(4,), help="of the base")
+    own.add_argument("--attention", default="sdpa", help="transformers' name: sdpa, flash_attention_2, ...")
+    given, rest = own.parse_known_args()
+    if {"-h", "--help"} & set(rest):
+        own.print_help()
+    training.ENGINES = ENGINES
+    asked = sys.argv
+    sys.argv = [asked[0], *rest]
+    if not any(each.startswith("--engines") for each in rest):
+        sys.argv.append("--engines=ds_hf,ds_hf-peft,peft,peft-16,liger")
+    if not any(each.startswith("--stage") for each in rest):
+        sys.argv.append("--stage=0")
+    try:
+        args = training.parse()
+    finally:
+        sys.argv = asked
+    for name, value in vars(given).items():
+        setattr(args, name, value)
+    return args
+
+
+def main() -> None:
+    args = parse()
+    training.connect(args)
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    world = dist.get_world_size()
+    about = {"machine": f"{world} x {where}", "torch": torch.__version__, "date": time.strftime("%F")}
+
+    def finished(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for row in records:
+            if "tokens_per_s" in row:
+                row["tflops"] = round(4 * base_parameters(args) * row["tokens_per_s"] / world / 1e12, 2)
+        return records
+
+    def write(records: list[dict[str, Any]]) -> None:
+        if args.json and dist.get_rank() == 0:
+            found = {**about, "arguments": sys.argv[1:], "records": finished(records)}
+            Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+
+    records = finished(training.measure(args, write))
+    if dist.get_rank() == 0:
+        print(f"{about['machine']}, torch {torch.__version__}: {' '.join(sys.argv[1:])}")
+        show(records)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
