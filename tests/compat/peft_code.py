@@ -181,7 +181,7 @@ def merge_live(model: str, folder: str, stage: int = 3) -> dict[str, Tensor]:
         return {name: value.detach().cpu().clone() for name, value in merged.state_dict().items()}
 
 
-def mixed_dtypes(model: str, stage: int | None) -> list[float]:
+def mixed_dtypes(model: str, stage: int | None, *, fused: bool = True) -> list[float]:
     """A bf16 base with the fp32 adapters that PEFT makes, in a loop of accelerate; the losses of every process."""
     start_afresh()
     torch.manual_seed(0)
@@ -190,7 +190,8 @@ def mixed_dtypes(model: str, stage: int | None) -> list[float]:
         accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=handlers)
     else:
         section = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=section))
+        own = {"ds_hf": {"fused_lora": fused}}
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**section, **own}))
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     torch.manual_seed(5)
     net = get_peft_model(base, adapter("lora"))
@@ -211,9 +212,9 @@ def mixed_dtypes(model: str, stage: int | None) -> list[float]:
     return losses
 
 
-def mixed_dtypes_everywhere(model: str) -> dict[int | None, list[float]]:
+def mixed_dtypes_everywhere(model: str, fused: bool) -> dict[int | None, list[float]]:
     """Losses without DeepSpeed, under ``None``, and at each stage."""
-    return {stage: mixed_dtypes(model, stage) for stage in (None, *STAGES)}
+    return {stage: mixed_dtypes(model, stage, fused=fused) for stage in (None, *STAGES)}
 
 
 def save_and_load_state(model: str, folder: str, stage: int) -> list[list[float]]:

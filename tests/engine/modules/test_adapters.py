@@ -98,8 +98,14 @@ def assert_same_step(model: Any, tolerance: float, run: Callable[[Any], Tensor] 
     return fused
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("family", list(FAMILIES))
+SLOW = pytest.mark.slow
+FAST = {("llama", "lora"), ("llama", "dora"), ("gemma2", "rslora"), ("gpt2", "lora"), ("bert", "lora")}
+EACH = [
+    pytest.param(family, kind, marks=() if (family, kind) in FAST else SLOW) for family in FAMILIES for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("family", "kind"), EACH)
 def test_gradients_are_those_of_plain_peft(family: str, kind: str) -> None:
     fused = assert_same_step(make(family, torch.float64, **KINDS[kind]), 1e-12)
     assert bool(fused.layers) == (kind != "dora")
@@ -267,6 +273,7 @@ def test_copies_and_closed_engines_have_the_layers_own_forward() -> None:
     assert list(fused.tell()) == ["14 layers with adapters are computed in 8 steps (ds_hf.fused_lora)"]
 
 
+@SLOW
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_blocks(backend: str) -> None:
     def run(net: Any) -> Tensor:
@@ -343,6 +350,54 @@ def assert_trains(stage: int, family: str, kind: str, steps: int, reentrant: boo
         assert max(float((whole[name] - merged[name]).abs().max()) for name in whole) <= 2e-4
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, 3])
 def test_two_processes_train_as_plain_peft_does(stage: int) -> None:
     assert_trains(stage, "llama", "lora", 3)
+
+
+@SLOW
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("family", "kind", "reentrant"),
+    [
+        ("qwen3", "lora", None),
+        ("gemma3_text", "rslora", False),
+        ("phi3", "lora", True),
+        ("gpt2", "rslora", None),
+        ("opt", "lora", False),
+        ("llama", "dora", True),
+        ("llama", "lora", False),
+        ("mistral", "lora", True),
+    ],
+)
+def test_ten_steps_of_other_models(family: str, kind: str, reentrant: bool | None, stage: int) -> None:
+    assert_trains(stage, family, kind, 10, reentrant)
+
+
+def _of_blocks(fused: bool, reentrant: bool | None) -> tuple[list[float], dict[str, Tensor], int]:
+    model = make()
+    if reentrant is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    config = settings(3, fused_lora=fused)
+    config["weight_quantization"] = {"post_init_quant": {"self_attn": {"num_bits": 4}, "mlp": {"num_bits": 8}}}
+    engine = initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(3):
+        loss = engine(input_ids=ids(step), labels=ids(step)).loss
+        engine.backward(loss)
+        assert not any(layer.kept is not None for layer in stand_ins(model))
+        engine.step()
+        losses.append(float(loss.detach()))
+    trained = {name: value.clone() for name, value in engine.named_weights() if "lora_" in name}
+    return losses, trained, len(stand_ins(model))
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(None, marks=SLOW), pytest.param(True, marks=SLOW)])
+def test_a_base_in_blocks(reentrant: bool | None) -> None:
+    (found, trained, count), (plain, expected, none) = [
+        run_distributed(_of_blocks, 2, fused, reentrant)[0] for fused in (True, False)
+    ]
+    assert (count, none) == (14, 0)
+    assert found == pytest.approx(plain, abs=1e-5)
+    assert max(float((trained[name] - value).abs().max()) for name, value in expected.items()) <= 1e-4
