@@ -8,7 +8,8 @@ turns: ``--rounds`` times each is built, warmed up, timed and destroyed. *floor*
 model on one device's share, without masters, communication or update: what no engine can beat. The loss of every step
 is kept, so that a step which is fast and wrong shows. FSDP2 at stage 2 keeps parameters gathered after forward.
 *ds_hf-nccl* gathers by NCCL also where GPUs can copy from each other (``ds_hf.peer_copies``), *ds_hf-copies*
-copies small buffers too, *ds_hf-whole* keeps fp32 masters whole (``ds_hf.split_masters``).
+copies small buffers too, *ds_hf-whole* keeps fp32 masters whole (``ds_hf.split_masters``), *ds_hf-fp8* multiplies in fp8 (*-rows*: with a scale
+for each row, *-torchao*: by torchao's layers).
 
 ``--deepspeed-path`` is put in front of everything else, so that the real DeepSpeed has the name; ds_hf itself is
 imported as ``ds_hf``. On a machine without GPUs the same runs over gloo, to try the script.
@@ -133,9 +134,13 @@ class DsHf(Contender):
         super().__init__(args)
         import ds_hf
 
-        model = make_model(args, torch.float32)
+        model = self.convert(make_model(args, torch.float32))
         groups = parameter_groups(model)
         self.engine, *_ = ds_hf.initialize(model=model, model_parameters=groups, config=self.config())
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """What others make of the model before."""
+        return model
 
     def config(self) -> dict[str, Any]:
         """Its file."""
@@ -186,6 +191,28 @@ class DsHfCaptured(DsHf):
     """The same with its blocks in CUDA graphs."""
 
     own: ClassVar[dict[str, Any]] = {"capture": "blocks"}
+
+
+class DsHfFp8(DsHf):
+    """The same with linear layers that multiply in fp8."""
+
+    own: ClassVar[dict[str, Any]] = {"fp8": {"smallest": 0}}
+
+
+class DsHfFp8Rows(DsHf):
+    """The same with a scale for each row."""
+
+    own: ClassVar[dict[str, Any]] = {"fp8": {"smallest": 0, "recipe": "rowwise"}}
+
+
+class DsHfFp8Torchao(DsHf):
+    """The same with torchao's layers, as accelerate's ``mixed_precision="fp8"`` gives them to an engine."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name("tensorwise")
+        return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
 
 
 class DeepSpeed(Contender):
@@ -272,6 +299,9 @@ ENGINES: dict[str, type[Contender]] = {
     "ds_hf-copies": DsHfCopies,
     "ds_hf-whole": DsHfWhole,
     "ds_hf-captured": DsHfCaptured,
+    "ds_hf-fp8": DsHfFp8,
+    "ds_hf-fp8-rows": DsHfFp8Rows,
+    "ds_hf-fp8-torchao": DsHfFp8Torchao,
     "deepspeed": DeepSpeed,
     "fsdp2": Fsdp2,
     "floor": Floor,

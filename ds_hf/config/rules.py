@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from typing import Any
 
 from ds_hf.config.optimizer_traits import ONE_BIT
@@ -51,6 +52,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     _sparse_attention(config, draft)
     _hybrid_engine(config, draft)
     _activation_budget(config, draft)
+    _fp8(config, draft)
     if "expert_parallel" in draft.tree:
         from ds_hf.config.experts import check_experts  # few files have the section
 
@@ -239,6 +241,27 @@ def _activation_budget(config: Config, draft: Draft) -> None:
     elif config.activation_checkpointing.cpu_checkpointing or own.offload_activations:
         message = "no effect: checkpointed blocks, whose inputs go to host memory, keep nothing else to choose from"
         draft.warn(pointer, message, "remove it, or do without gradient checkpointing and this offload")
+
+
+def _fp8(config: Config, draft: Draft) -> None:
+    section, base = config.ds_hf.fp8, "/ds_hf/fp8"
+    if section is None or not section.enabled:
+        return
+    autocast = config.torch_autocast.enabled and config.torch_autocast.dtype in ("bf16", None)
+    open_yet = draft.get(("bf16", "enabled")) == "auto"
+    if not (config.bf16.enabled or autocast or open_yet):
+        draft.fault(base, "layers that multiply in fp8 give bf16, and the model computes in another dtype",
+                    'set "bf16": {"enabled": true}, or remove fp8')  # fmt: skip
+    for index, pattern in enumerate(section.exclude):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            draft.fault(f"{base}/exclude/{index}", f"no regular expression: {error}", "see Python's module re")
+    if section.keep_weights is True and (section.recipe == "rowwise" or config.zero_optimization.stage == 3):
+        why = (
+            "rows' scales differ in backward" if section.recipe == "rowwise" else "stage 3 gives weights back after use"
+        )
+        draft.warn(f"{base}/keep_weights", f"no effect: {why}", "remove it")
 
 
 def _gradients(config: Config, draft: Draft) -> None:

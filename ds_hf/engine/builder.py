@@ -195,6 +195,7 @@ def _divide(
     """Leave of the model what this process holds of it, where its DTensors, layers or stages are divided; the
     parameters to train."""
     model_parameters = _adopt_dtensors(model, mesh, optimizer, model_parameters)
+    model_parameters = _adopt_torchaos(model, optimizer, model_parameters)
     if layers:
         divide(model, mesh, settings.tensor_parallel, optimizer)
     if settings.expert_parallel.enabled:
@@ -368,6 +369,19 @@ def _adopt_dtensors(
     adopted.put_into(optimizer)
     given: Iterable[Any] | None = adopted.now_all(model_parameters)
     return given
+
+
+def _adopt_torchaos(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None) -> Iterable[Any] | None:
+    """The same of weights that torchao casts for FSDP2's gathers (``enable_fsdp_float8_all_gather``, which accelerate
+    sets)."""
+    wrapper = getattr(sys.modules.get("torchao.float8.fsdp_utils"), "WeightWithDynamicFloat8CastTensor", None)
+    if wrapper is None or not any(isinstance(param, wrapper) for param in model.parameters()):
+        return model_parameters
+    from ds_hf.engine.modules.fp8 import adopt_wrapped
+
+    adopted = adopt_wrapped(model, wrapper)
+    adopted.put_into(optimizer)
+    return adopted.now_all(model_parameters)
 
 
 # -- optimizer and scheduler --------------------------------------------------------------------------------------

@@ -122,6 +122,11 @@ FEATURES = (
         "modules.layer_drop:attach",
     ),
     Feature(
+        "products in fp8",
+        lambda e: e.settings.ds_hf.fp8 and e.settings.ds_hf.fp8.enabled and e.optimizer is not None,
+        "modules.fp8:attach",
+    ),
+    Feature(
         "compiled and captured blocks",
         lambda e: e.settings.ds_hf.compile or e.settings.ds_hf.capture,
         "modules.compiling:attach",

@@ -162,6 +162,18 @@ class DsHfWireSection:
 
 
 @dataclass(frozen=True)
+class DsHfFp8Section:
+    """Linear layers that multiply in fp8."""
+
+    enabled: bool = True
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    exclude: tuple[str, ...] = ()
+    smallest: int = 4194304
+    keep_weights: bool | Literal["auto"] = "auto"
+    emulate: bool = False
+
+
+@dataclass(frozen=True)
 class DsHfSection:
     """Settings of ds_hf itself, unknown to DeepSpeed."""
 
@@ -169,6 +181,7 @@ class DsHfSection:
     checkpoint: DsHfCheckpointSection = field(default_factory=DsHfCheckpointSection)
     compile: Literal["blocks"] | Literal[False] = False
     capture: Literal["blocks"] | Literal[False] = False
+    fp8: DsHfFp8Section | None = None
     activation_memory_budget: float | None = None
     pipeline: DsHfPipelineSection = field(default_factory=DsHfPipelineSection)
     hang_timeout: float | None = None

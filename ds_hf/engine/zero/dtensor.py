@@ -91,13 +91,13 @@ def _refusal(name: str, param: DTensor, why: str) -> ConfigError:
 
 
 class Adopted:
-    """Which ordinary parameter each DTensor parameter has become.
+    """Which ordinary parameter each wrapped one, as a rule a DTensor, has become.
 
     Args:
         new: id of the old parameter -> (the old one, which keeps the id taken, the new one).
     """
 
-    def __init__(self, new: dict[int, tuple[DTensor, nn.Parameter]]) -> None:
+    def __init__(self, new: dict[int, tuple[Any, nn.Parameter]]) -> None:
         self._new = new
 
     def now(self, param: Any) -> Any:
@@ -124,7 +124,7 @@ class Adopted:
             return
         if any(id(param) in self._new for param in optimizer.state):
             raise ConfigError(
-                "the optimizer has made steps over DTensors: give initialize() a new one, load a checkpoint after that",
+                "the optimizer has made steps over the model's wrapped parameters (DTensors, or torchao's): give initialize() a new one, load a checkpoint after that",
                 "initialize(optimizer=...)",
             )
         for group in optimizer.param_groups:
@@ -137,7 +137,7 @@ def adopt_dtensors(model: nn.Module, mesh: Mesh) -> Adopted:
     Raises:
         ConfigError: the model-parallel group of an ``mpu`` has other processes than the mesh of the DTensors.
     """
-    new: dict[int, tuple[DTensor, nn.Parameter]] = {}
+    new: dict[int, tuple[Any, nn.Parameter]] = {}
     if mesh.is_given and mesh.shape.tensor > 1:
         axis = mesh.axis("tensor")
         ranks = [axis.global_rank(rank) for rank in range(axis.world_size)]
