@@ -8,8 +8,8 @@ turns: ``--rounds`` times each is built, warmed up, timed and destroyed. *floor*
 model on one device's share, without masters, communication or update: what no engine can beat. The loss of every step
 is kept, so that a step which is fast and wrong shows. FSDP2 at stage 2 keeps parameters gathered after forward.
 *ds_hf-nccl* gathers by NCCL also where GPUs can copy from each other (``ds_hf.peer_copies``), *ds_hf-copies*
-copies small buffers too, *ds_hf-whole* keeps fp32 masters whole (``ds_hf.split_masters``), *ds_hf-fp8* multiplies in fp8 (*-rows*: with a scale
-for each row, *-torchao*: by torchao's layers).
+copies small buffers too, *ds_hf-whole* keeps fp32 masters whole (``ds_hf.split_masters``), *ds_hf-fp8* multiplies in
+fp8 (*-rows*: with a scale for each row, *-torchao*: by torchao's layers).
 
 ``--deepspeed-path`` is put in front of everything else, so that the real DeepSpeed has the name; ds_hf itself is
 imported as ``ds_hf``. On a machine without GPUs the same runs over gloo, to try the script.

@@ -299,11 +299,12 @@ def adopt_wrapped(model: nn.Module, wrapper: type) -> Adopted:
     that it was made of, which optimizers know. torchao's layers cast ordinary ones as well."""
     new: dict[int, tuple[Any, nn.Parameter]] = {}
     for module in model.modules():
-        for name, param in module._parameters.items():
+        held: dict[str, Any] = module._parameters
+        for name, param in held.items():
             if isinstance(param, wrapper):
-                inner = param._tensor  # type: ignore[attr-defined]
+                inner = param._tensor
                 own = inner if isinstance(inner, nn.Parameter) else nn.Parameter(inner, param.requires_grad)
-                module._parameters[name] = new.setdefault(id(param), (param, own))[1]
+                held[name] = new.setdefault(id(param), (param, own))[1]
     return Adopted(new)
 
 
