@@ -3,7 +3,7 @@
 The input is kept once, by whatever number of layers and adapters; the small products are one where nothing is drawn
 between (``A`` of all layers stacked); what an adapter adds goes onto the product of the base, and each layer's part of
 the input's gradient onto that of the others, without a tensor between. Weights of few bits become values for the one
-product, in either direction.
+product, in either direction. All of this is called by the host for each layer of a model, so it makes few calls.
 
 Invariant: a backward that makes a graph differentiates the plain formula, so derivatives of any order are there.
 """
@@ -15,19 +15,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ds_hf.errors import DsHfError
 
-__all__ = ["SharedCall", "WeightSource", "adapted_products"]
-
-_PER_LAYER = 5  # weight, bias, first, second, dropped
+__all__ = ["Operands", "SharedCall", "WeightSource", "adapted_products"]
 
 
 class WeightSource(Protocol):
     """Where the values of a base's weight come from."""
 
     def values(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[inputs, outputs]``, in ``dtype``."""
+        """``[outputs, inputs]``, in ``dtype``."""
 
     def keep(self, values: Tensor) -> None:
         """Forward made them again for the backward that follows at once."""
@@ -50,15 +49,27 @@ class SharedCall(NamedTuple):
     again: bool
 
 
-def adapted_products(call: SharedCall, x: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The layers' outputs, ``[..., outputs]`` each in ``call.dtype``.
+class Operands(NamedTuple):
+    """Of each layer: its weight, as its source reads it, its bias ``[outputs]`` if it has one, ``A`` ``[rank,
+    inputs]``, ``B`` ``[outputs, rank]``, and what the adapter reads in place of the input where it drops some."""
 
-    Args:
-        x: ``[..., inputs]``, in ``call.dtype``.
-        tensors: of each layer its weight, as its source reads it, its bias ``[outputs]`` if it has one, ``A`` ``[rank,
-            inputs]``, ``B`` ``[outputs, rank]``, and what the adapter reads in place of ``x`` where it drops some.
-    """
-    found: tuple[Tensor, ...] = _Products.apply(call, x, *tensors)  # type: ignore[no-untyped-call]
+    weights: Sequence[Any]
+    biases: Sequence[Any]
+    firsts: Sequence[Any]
+    seconds: Sequence[Any]
+    dropped: Sequence[Any]
+
+    @staticmethod
+    def of(flat: Sequence[Any]) -> Operands:
+        n = len(flat) // 5
+        return Operands(flat[:n], flat[n : 2 * n], flat[2 * n : 3 * n], flat[3 * n : 4 * n], flat[4 * n :])
+
+
+def adapted_products(call: SharedCall, x: Tensor, layers: Operands) -> tuple[Tensor, ...]:
+    """The layers' outputs, ``[..., outputs]`` each in ``call.dtype``, of ``x``: ``[..., inputs]`` in ``call.dtype``."""
+    found: tuple[Tensor, ...] = _Products.apply(  # type: ignore[no-untyped-call]
+        call, x, *layers.weights, *layers.biases, *layers.firsts, *layers.seconds, *layers.dropped
+    )
     return found
 
 
@@ -66,110 +77,108 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: SharedCall, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        layers = _layers(tensors)
-        rows = _rows(x)
-        hidden = _hidden(call, rows, layers)
+        layers = Operands.of(tensors)
+        hidden = _hidden(call, _rows(x), layers)
         outs = []
-        for layer, source, scaling, inner in zip(layers, call.sources, call.scalings, hidden, strict=True):
-            weight, bias, _, second, _ = layer
-            values = source.values(weight, call.dtype)
+        for index, source in enumerate(call.sources):
+            bias = layers.biases[index]
+            values = source.values(layers.weights[index], call.dtype)
             if call.again:
                 source.keep(values)
-            out = x.new_empty(*x.shape[:-1], values.shape[1])
-            flat = _rows(out)
-            if bias is None:
-                torch.mm(rows, values, out=flat)
-            else:
-                torch.addmm(bias.to(call.dtype), rows, values, out=flat)
-            _add(flat, inner, second.to(call.small).t(), scaling)
+            out = F.linear(x, values) if bias is None else _with_bias(x, values, _cast(bias, call.dtype))
+            second = _cast(layers.seconds[index], call.small)
+            _add(_rows(out), hidden[index], second.t(), call.scalings[index])
             outs.append(out)
-        kept = x if any(each[2].requires_grad and each[4] is None for each in layers) else None
         ctx.call, ctx.shape = call, x.shape
-        ctx.save_for_backward(kept, *hidden, *tensors)
+        ctx.save_for_backward(x if _reads_input(layers) else None, *hidden, *tensors)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        x, *rest = ctx.saved_tensors
-        hidden, tensors = rest[: len(grads)], rest[len(grads) :]
         if torch.is_grad_enabled():
-            return None, *_differentiable(ctx, x, tensors, grads)
-        needed = ctx.needs_input_grad[1], _layers(ctx.needs_input_grad[2:])
-        used = [index for index, grad in enumerate(grads) if grad is not None]
-        found: list[list[Tensor | None]] = [[None] * _PER_LAYER for _ in grads]
-        total = _base(ctx, _layers(tensors), grads, used, needed, found) if used else None
-        total = _adapters(ctx, x, hidden, _layers(tensors), grads, used, needed, found, total) if used else None
-        return None, None if total is None else total.view(ctx.shape), *(each for layer in found for each in layer)
+            return None, *_differentiable(ctx, grads)
+        device = next((grad.device.type for grad in grads if grad is not None), None)
+        if device is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):  # dtypes are those of forward
+                return None, *_gradients(ctx, grads)
+        return None, *_gradients(ctx, grads)
 
 
-def _base(ctx: Any, layers: Any, grads: Any, used: list[int], needed: Any, found: Any) -> Tensor | None:
-    """The gradient of the input by way of the bases; and of biases that train."""
+def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Of the input and of all operands."""
+    call: SharedCall = ctx.call
+    x, *rest = ctx.saved_tensors
+    count = len(grads)
+    hidden, layers = rest[:count], Operands.of(rest[count:])
+    needed = Operands.of(ctx.needs_input_grad[2:])
+    found: list[Tensor | None] = [None] * (5 * count)
+    of_bias, of_first, of_second = count, 2 * count, 3 * count
     total: Tensor | None = None
+    inner: list[Tensor] = []  # gradients of what A gave
+    used = [index for index in range(count) if grads[index] is not None]
     for index in used:
-        weight, _, _, _, _ = layers[index]
         grad = _rows(grads[index])
-        if needed[1][index][1]:
-            found[index][1] = grad.sum(0)
-        if needed[0]:
-            values = ctx.call.sources[index].values(weight, ctx.call.dtype).t()
-            total = _product(grad, values) if total is None else total.addmm_(grad, values)
-    return total
-
-
-def _adapters(
-    ctx: Any,
-    x: Tensor | None,
-    hidden: Any,
-    layers: Any,
-    grads: Any,
-    used: list[int],
-    needed: Any,
-    found: Any,
-    total: Tensor | None,
-) -> Tensor | None:
-    """The gradients of ``A`` and ``B``; that of the input goes onto ``total``."""
-    call = ctx.call
-    ranks = [layers[index][2].shape[0] for index in used]
-    inner = hidden[0].new_empty(len(hidden[0]), sum(ranks))  # gradients of what A gave, side by side
-    for index, part in zip(used, torch.split(inner, ranks, 1), strict=True):
-        _, _, _, second, _ = layers[index]
-        grad, scaling = _rows(grads[index]).to(call.small), call.scalings[index]
-        part.addmm_(grad, second.to(call.small), beta=0, alpha=scaling)
-        if needed[1][index][3]:
-            found[index][3] = _product(grad.t(), hidden[index], scaling).to(second.dtype)
-    shared = [index for index in used if layers[index][4] is None]
-    if len(shared) == len(used):
-        if any(needed[1][index][2] for index in used):
-            assert x is not None
-            firsts = torch.split(_product(inner.t(), _rows(x).to(call.small)), ranks)
-            for index, first in zip(used, firsts, strict=True):
-                found[index][2] = first.to(layers[index][2].dtype) if needed[1][index][2] else None
+        if ctx.needs_input_grad[1]:
+            values = call.sources[index].values(layers.weights[index], call.dtype)
+            total = torch.mm(grad, values) if total is None else total.addmm_(grad, values)
+        if needed.biases[index]:
+            found[of_bias + index] = grad.sum(0)
+        grad, second = _cast(grad, call.small), layers.seconds[index]
+        inner.append(_scaled(grad, _cast(second, call.small), call.scalings[index]))
+        if needed.seconds[index]:
+            part = _scaled(grad.t(), hidden[index], call.scalings[index])
+            found[of_second + index] = _cast(part, second.dtype)
+    if all(layers.dropped[index] is None for index in used):
+        joined = inner[0] if len(used) == 1 else torch.cat(inner, 1)
+        if any(needed.firsts[index] for index in used):
+            whole = torch.mm(joined.t(), _cast(_rows(x), call.small))
+            parts = [whole] if len(used) == 1 else torch.split(whole, [each.shape[1] for each in inner])
+            for index, part in zip(used, parts, strict=True):
+                if needed.firsts[index]:
+                    found[of_first + index] = _cast(part, layers.firsts[index].dtype)
         if total is not None:
-            _add(total, inner, _stacked([layers[index][2] for index in used], call.small))
-        return total
-    for index, part in zip(used, torch.split(inner, ranks, 1), strict=True):
-        _, _, first, _, dropped = layers[index]
-        if dropped is None:
-            dropped = x
-        elif needed[1][index][4]:
-            found[index][4] = _product(part, first.to(call.small)).view(ctx.shape).to(dropped.dtype)
-        if needed[1][index][2]:
-            found[index][2] = _product(part.t(), _rows(dropped).to(call.small)).to(first.dtype)
-        if total is not None and layers[index][4] is None:
-            _add(total, part, first.to(call.small))
-    return total
+            _add(total, joined, _stacked([layers.firsts[index] for index in used], call.small))
+    else:
+        for index, part in zip(used, inner, strict=True):
+            _through_dropout(call, ctx.shape, x, layers, needed, found, total, index, part)
+    return [None if total is None else total.view(ctx.shape), *found]
 
 
-def _differentiable(ctx: Any, x: Tensor | None, tensors: Any, grads: Any) -> list[Tensor | None]:
+def _through_dropout(
+    call: SharedCall,
+    shape: torch.Size,
+    x: Tensor | None,
+    layers: Operands,
+    needed: Operands,
+    found: list[Tensor | None],
+    total: Tensor | None,
+    index: int,
+    part: Tensor,
+) -> None:
+    """The gradients of one layer's ``A`` and of what it read."""
+    count, first, dropped = len(layers.firsts), layers.firsts[index], layers.dropped[index]
+    if dropped is None and total is not None:
+        _add(total, part, _cast(first, call.small))
+    if needed.dropped[index]:
+        found[4 * count + index] = _cast(torch.mm(part, _cast(first, call.small)).view(shape), dropped.dtype)
+    if needed.firsts[index]:
+        rows: Any = x if dropped is None else dropped
+        found[2 * count + index] = _cast(torch.mm(part.t(), _cast(_rows(rows), call.small)), first.dtype)
+
+
+def _differentiable(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients that are functions of the inputs and of ``grads``: for penalties on gradients."""
+    x, *rest = ctx.saved_tensors
     if x is None:
         raise DsHfError(
-            "a gradient of gradients (create_graph=True) goes through adapters whose first half is frozen, which keep "
-            'no input for it: set "ds_hf": {"fused_lora": false}'
+            "a gradient of gradients (create_graph=True) goes through adapters whose first half is frozen, or drops "
+            'some of its input, which keep no input for it: set "ds_hf": {"fused_lora": false}'
         )
-    given, needed = [x, *tensors], ctx.needs_input_grad[1:]
+    given, needed = [x, *rest[len(grads) :]], ctx.needs_input_grad[1:]
     inputs = [each.view_as(each) if needs else each for each, needs in zip(given, needed, strict=True)]
-    outs = plain_products(ctx.call, inputs[0], inputs[1:])
+    outs = plain_products(ctx.call, inputs[0], Operands.of(inputs[1:]))
     asked = [index for index, needs in enumerate(needed) if needs]
     used = [index for index, grad in enumerate(grads) if grad is not None]
     found: list[Tensor | None] = [None] * len(given)
@@ -186,51 +195,62 @@ def _differentiable(ctx: Any, x: Tensor | None, tensors: Any, grads: Any) -> lis
     return found
 
 
-def plain_products(call: SharedCall, x: Tensor, tensors: Sequence[Any]) -> list[Tensor]:
+def plain_products(call: SharedCall, x: Tensor, layers: Operands) -> list[Tensor]:
     """The same by operations that autograd knows."""
     outs = []
-    for layer, source, scaling in zip(_layers(tensors), call.sources, call.scalings, strict=True):
-        weight, bias, first, second, dropped = layer
-        out = x @ source.values(weight, call.dtype)
+    for source, scaling, weight, bias, first, second, dropped in zip(call.sources, call.scalings, *layers, strict=True):
+        out = x @ source.values(weight, call.dtype).t()
         out = out if bias is None else out + bias.to(call.dtype)
         inner = (x if dropped is None else dropped).to(call.small) @ first.to(call.small).t()
         outs.append((out + inner @ second.to(call.small).t() * scaling).to(call.dtype))
     return outs
 
 
-def _layers(tensors: Sequence[Any]) -> list[Sequence[Any]]:
-    return [tensors[start : start + _PER_LAYER] for start in range(0, len(tensors), _PER_LAYER)]
+def _reads_input(layers: Operands) -> bool:
+    pairs = zip(layers.firsts, layers.dropped, strict=True)
+    return any(dropped is None and first.requires_grad for first, dropped in pairs)
 
 
-def _rows(x: Tensor) -> Tensor:
+def _hidden(call: SharedCall, rows: Tensor, layers: Operands) -> Sequence[Tensor]:
+    """What ``A`` of each layer gives, ``[rows, rank]``."""
+    if any(dropped is not None for dropped in layers.dropped):
+        return [
+            torch.mm(_cast(rows if dropped is None else _rows(dropped), call.small), _cast(first, call.small).t())
+            for first, dropped in zip(layers.firsts, layers.dropped, strict=True)
+        ]
+    inner = torch.mm(_cast(rows, call.small), _stacked(layers.firsts, call.small).t())
+    return [inner] if len(layers.firsts) == 1 else torch.split(inner, [each.shape[0] for each in layers.firsts], 1)
+
+
+def _with_bias(x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """``F.linear``, which may give a view, in which users of a function's output may not write."""
+    out = x.new_empty(*x.shape[:-1], values.shape[0])
+    torch.addmm(bias, _rows(x), values.t(), out=_rows(out))
+    return out
+
+
+def _rows(x: Any) -> Any:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _hidden(call: SharedCall, rows: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
-    """What ``A`` of each layer gives, ``[rows, rank]``."""
-    if all(each[4] is None for each in layers):
-        ranks = [each[2].shape[0] for each in layers]
-        inner = _product(rows.to(call.small), _stacked([each[2] for each in layers], call.small).t())
-        return torch.split(inner, ranks, 1)
-    return [
-        _product((rows if dropped is None else _rows(dropped)).to(call.small), first.to(call.small).t())
-        for _, _, first, _, dropped in layers
-    ]
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _stacked(firsts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return firsts[0].to(dtype) if len(firsts) == 1 else torch.cat([each.to(dtype) for each in firsts])
+    return _cast(firsts[0], dtype) if len(firsts) == 1 else torch.cat([_cast(each, dtype) for each in firsts])
 
 
-def _product(left: Tensor, right: Tensor, scaling: float = 1.0) -> Tensor:
-    """``scaling * left @ right``, whatever autocast is around: in backward it may be another one than in forward."""
-    out = left.new_empty(left.shape[0], right.shape[1])
-    return torch.mm(left, right, out=out) if scaling == 1 else out.addmm_(left, right, beta=0, alpha=scaling)
+def _scaled(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """``scaling * left @ right``."""
+    if scaling == 1:
+        return torch.mm(left, right)
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scaling)
 
 
 def _add(total: Tensor, left: Tensor, right: Tensor, scaling: float = 1.0) -> None:
     """Onto ``total``, which is rounded once."""
-    if total.dtype == left.dtype:
+    if total.dtype is left.dtype:
         total.addmm_(left, right, alpha=scaling)
     else:
-        total.add_(_product(left, right), alpha=scaling)
+        total.add_(torch.mm(left, right), alpha=scaling)

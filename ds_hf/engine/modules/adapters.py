@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ds_hf.engine.events import Observer
-from ds_hf.engine.modules.adapter_products import SharedCall, adapted_products
+from ds_hf.engine.modules.adapter_products import Operands, SharedCall, adapted_products
 from ds_hf.engine.modules.compiling import StandIn
 from ds_hf.engine.modules.quantized.layers import QuantizedWeight, computes_blocks
 from ds_hf.engine.zero.hooks import in_backward
@@ -48,7 +48,6 @@ _FAMILIES = (
     ("wi_0", "wi_1"),
 )
 _CROSS = ("cross", "encoder_attn", "encdec")  # their queries are of another input
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LAYERS = ("Linear", "Linear4bit")  # PEFT's, by name: peft need not be there
 _CAST_BY_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -107,7 +106,7 @@ class AdaptedLayer:
     # -- as a source of values --------------------------------------------------------------------------------------
 
     def values(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[inputs, outputs]``; those of few bits that a recomputation kept serve once."""
+        """``[outputs, inputs]``; those of few bits that a recomputation kept serve once."""
         kept, self.kept = self.kept, None
         return kept if kept is not None and kept.dtype is dtype else self.read(self.base, weight, dtype)
 
@@ -125,12 +124,13 @@ class AdaptedLayer:
         if torch.compiler.is_compiling():  # the compiler sees PEFT's operations, and fuses them itself
             return self.own(x, *args, **kwargs)
         ready, self.ready = self.ready, None
-        terms = None if args or kwargs or not _is_plain(x) else self.terms()
+        known = ready is not None and ready.x is x
+        terms = None if args or kwargs or not (known or _is_plain(x)) else self.terms()
         modes = None if terms is None else self.modes(x, terms)
         if terms is None or modes is None:
             return self.own(x, *args, **kwargs)
         if ready is not None:
-            if ready.x is x and ready.modes == modes and ready.terms.same(terms):
+            if known and ready.modes == modes and ready.terms.same(terms):
                 return ready.out
             self.missed = self.missed or not in_backward()
         return self._compute(x, terms, modes)
@@ -151,11 +151,10 @@ class AdaptedLayer:
         small = terms.first.dtype if modes.cast is None else modes.cast
         call = SharedCall(layers, [each.scaling for each in of_each], dtype, small, modes.grad and in_backward())
         self.kept = None
-        tensors: list[Tensor | None] = []
-        for each in of_each:
-            dropped = None if each.dropout is None else each.dropout(x.to(each.first.dtype))
-            tensors += [each.weight, each.bias, each.first, each.second, dropped]
-        outs = adapted_products(call, x.to(dtype), tensors)
+        dropped = [None if each.dropout is None else each.dropout(x.to(each.first.dtype)) for each in of_each]
+        _, weights, biases, firsts, seconds, _, _ = zip(*of_each, strict=True)
+        operands = Operands(weights, biases, firsts, seconds, dropped)
+        outs = adapted_products(call, x if x.dtype is dtype else x.to(dtype), operands)
         for layer, each, out in zip(layers[1:], of_each[1:], outs[1:], strict=True):
             layer.ready = _Ready(x, modes, each, out)
         return outs[0]
@@ -217,7 +216,13 @@ def _terms(own: Any, kind: type) -> _Terms | str:
         return "its input is not to be cast"
     for module in (base, first, second, dropout):
         found: dict[str, Any] = module.__dict__
-        if "forward" in found or any(found[hooks] for hooks in _HOOKS):
+        if (
+            found["_forward_hooks"]
+            or found["_forward_pre_hooks"]
+            or found["_backward_hooks"]
+            or found["_backward_pre_hooks"]
+            or "forward" in found
+        ):
             return "there are hooks inside of it"
     weight, bias = base._parameters["weight"], base._parameters["bias"]
     if weight.requires_grad:
@@ -256,22 +261,22 @@ def _is_plain(x: Any) -> bool:
 
 
 def _whole(base: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype).t()
+    return weight if weight.dtype is dtype else weight.to(dtype)
 
 
 def _whole_transposed(base: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype)
+    return weight.to(dtype).t()
 
 
 def _of_blocks(base: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
     values: Tensor = base._ds_format.unpack(weight, base._ds_shape, base._ds_dtype).to(dtype)
-    return values if base._ds_transposed else values.t()
+    return values.t() if base._ds_transposed else values
 
 
 def _of_bitsandbytes(base: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
     state = base._parameters["weight"].quant_state
     values: Tensor = import_module("bitsandbytes.functional").dequantize_4bit(weight, state)
-    return values.to(dtype).t()
+    return values.to(dtype)
 
 
 def _computes_in(base: Any, weight: Any) -> torch.dtype | None:

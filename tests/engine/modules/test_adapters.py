@@ -291,6 +291,7 @@ def settings(stage: int, **own: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": ADAM},
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "ds_hf": own,
     }
