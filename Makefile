@@ -43,7 +43,7 @@ $(LIBRARY): csrc/CMakeLists.txt $(wildcard csrc/cpu/* csrc/aio/*) | $(STAMP)
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(STAMP) $(LIBRARY) ## tune a configuration for two minutes, train a small Llama with it, resume; some four minutes
+demo: $(STAMP) $(LIBRARY) ## tune a configuration for three minutes, train a small Llama with it, resume; some five minutes
 	@rm -rf $(DEMO_OUT)
 	@$(BIN)/python examples/demo.py
 

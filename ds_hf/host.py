@@ -12,9 +12,22 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_memory", "known_processes", "local_rank", "local_world_size", "rank_cores", "total_memory"]
+__all__ = [
+    "available_memory",
+    "has_gpu",
+    "known_processes",
+    "local_rank",
+    "local_world_size",
+    "rank_cores",
+    "total_memory",
+]
 
 ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def has_gpu() -> bool:
+    """Whether there is one for this process, without importing torch, which takes seconds."""
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
 def known_processes() -> int | None:

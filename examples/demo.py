@@ -1,4 +1,4 @@
-"""What ``make demo`` runs: a configuration is tuned for two minutes, and a small Llama is trained with what came out.
+"""What ``make demo`` runs: a configuration is tuned for three minutes, and a small Llama is trained with what came out.
 
 The start is what many have: a ZeRO stage 3 file with "auto" in it, two samples at a time, four times a step. Of the
 file only the stage may change (``--tune``); the global batch stays, only its division is free. Then the training runs
@@ -26,7 +26,7 @@ SCRIPT = [
     "--max_steps", str(STEPS), "--save_steps", str(STEPS), "--eval_steps", str(STEPS),
     "--deepspeed", "examples/ds_config_zero3.json",
 ]  # fmt: skip
-TUNE = ["--budget", "2m", "--tune", "zero_optimization.stage", "-n", str(PROCESSES), "--output", str(SEARCH)]
+TUNE = ["--budget", "3m", "--tune", "zero_optimization.stage", "-n", str(PROCESSES), "--output", str(SEARCH)]
 TORCHRUN = ["torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     start = time.monotonic()
     title("1/4  The text: the standard library of this Python, cut into tokens")
     prepare()
-    title("2/4  Two minutes of autotuning: the script is started with several settings, for a few steps each")
+    title("2/4  Three minutes of autotuning: the script is started with several settings, for a few steps each")
     run("ds_hf.cli", "autotune", *TUNE, *SCRIPT)
     found = json.loads((SEARCH / "ds_config.tuned.reasons.json").read_text())
     if found["kept_yours"]:

@@ -59,7 +59,8 @@ button { position: absolute; top: .4rem; right: .4rem; font: inherit; font-size:
 .pair > div.head { font: 600 .87rem system-ui, sans-serif; color: var(--dim); padding: .4rem .7rem; }
 .pair .old { background: var(--old); } .pair .new { background: var(--new); }
 details > summary { cursor: pointer; color: var(--dim); margin: .6rem 0; }
-@media (max-width: 640px) { body { margin: 1rem auto; } .headline { font-size: 1.35rem; }
+@media (max-width: 640px) { .pair { grid-template-columns: 1fr; } .pair .again { display: none; }
+ body { margin: 1rem auto; } .headline { font-size: 1.35rem; }
   th, td { padding: .3rem .4rem; } }
 @media print { button { display: none; } }
 """
@@ -147,18 +148,20 @@ def _cell(text: str) -> str:
 
 
 def side_by_side(old: Mapping[str, Any], new: Mapping[str, Any], names: tuple[str, str] = ("yours", "tuned")) -> str:
-    """Two JSON objects line by line, with what differs marked."""
+    """Two JSON objects line by line, with what differs marked; below each other, once, where the page is narrow."""
     before, after = (json.dumps(each, indent=2).splitlines() for each in (old, new))
-    cells = [f'<div class="head">{escape(name)}</div>' for name in names]
+    cells = [
+        f'<div class="head{mark}">{escape(name)}</div>' for name, mark in zip(names, (" old", " new"), strict=True)
+    ]
     for tag, a, b, c, d in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         left, right = before[a:b], after[c:d]
         for index in range(max(len(left), len(right))):
             cells.append(_line(left, index, "" if tag == "equal" else "old"))
-            cells.append(_line(right, index, "" if tag == "equal" else "new"))
+            cells.append(_line(right, index, "again" if tag == "equal" else "new"))
     return f'<div class="pair">{"".join(cells)}</div>'
 
 
 def _line(lines: Sequence[str], index: int, mark: str) -> str:
     if index >= len(lines):
-        return "<div></div>"
+        return '<div class="again"></div>'
     return f'<div class="{mark}">{escape(lines[index])}</div>'

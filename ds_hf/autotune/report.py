@@ -60,7 +60,7 @@ def report_html(search: Search, result: Result, more: Sequence[str] = ()) -> str
     old = config_of(search.problem.config.resolved, {})
     body = [
         _figures(search, result),
-        *(notice(text) for text in warnings_of(search)),
+        *(notice(text) for text in warnings_of(search, result.again)),
         section("Start it with", code(shlex.join(result.words))),
         _changes(result),
         section("Both files", side_by_side(old, result.config)) if not result.kept else "",
@@ -261,9 +261,12 @@ def _trials(search: Search, result: Result, records: list[Record]) -> str:
 def _kept(search: Search) -> str:
     if not search.space.kept:
         return ""
-    rows = []
-    for name, why in search.space.kept.items():
-        way = freed_by(name, why)
-        rows.append((f"`{name}`", why, f"`{way}`" if way else ""))
+    ways = {name: freed_by(name, why) for name, why in search.space.kept.items()}
+    rows = [(f"`{name}`", why, f"`{ways[name]}`") for name, why in search.space.kept.items() if ways[name]]
+    others = [(f"`{name}`", why) for name, why in search.space.kept.items() if not ways[name]]
+    inner = table(("key", "why", "to free it"), rows) if rows else ""
+    if others:
+        count = f"{len(others)} key{'s' * (len(others) > 1)} without effect here"
+        inner += f"<details><summary>{count}</summary>{table(('key', 'why'), others)}</details>"
     text = "What the search did not touch, and the option that lets it."
-    return section("Keys that were kept", table(("key", "why", "to free it"), rows), text=text)
+    return section("Keys that were kept", inner, text=text)

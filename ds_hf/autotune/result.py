@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -202,15 +203,15 @@ def headline(search: Search, result: Result) -> str:
     return figure + (f"; {script}" if script else "")
 
 
-def warnings_of(search: Search) -> list[str]:
+def warnings_of(search: Search, launches: Sequence[Again] = ()) -> list[str]:
     """What a reader should know of the machine: others' load, and how much its speed changed."""
-    records = search.launched()
-    loads = [record.events.get("load") or {} for record in records]
+    records, again = search.launched(), [each.outcome.events for each in launches]
+    loads = [events.get("load") or {} for events in (*(record.events for record in records), *again)]
     said = [text for text in map(warning_of, loads) if text]
     found = []
     if said:
         worst = max(loads, key=lambda load: (load.get("gpu") or 0.0, load.get("cpu") or 0.0))
-        found.append(f"The machine was not idle: beside {len(said)} of {_several(len(records), 'launch', 'launches')} "
+        found.append(f"The machine was not idle: beside {len(said)} of {_several(len(loads), 'launch', 'launches')} "
                      f"{warning_of(worst) or said[0]}.")  # fmt: skip
     speeds = [point.slowdown for record in records for point in record.points]
     drift = max((float((r.events.get("machine") or {}).get("drift", 1.0)) for r in records), default=1.0)
@@ -410,7 +411,7 @@ def reasons_of(search: Search, result: Result) -> dict[str, Any]:
         "why_not_confirmed": result.why_not,
         "gain_is_certain": result.is_certain,
         "launches": dict(zip(("tuned", "yours"), result.launches, strict=True)),
-        "warnings": warnings_of(search),
+        "warnings": warnings_of(search, result.again),
         "kept_yours": result.kept,
         "changes": [change.__dict__ for change in result.changes],
         "kept": search.space.kept,
@@ -458,10 +459,10 @@ def summary_lines(search: Search, result: Result) -> list[str]:
         f"{kind} {share:.0%}" for kind, share in sorted(result.limits.items(), key=lambda i: -i[1]) if share > 0.005
     )
     lines.append(f"limited by {result.limit} ({shares})")
-    lines += warnings_of(search)
+    lines += warnings_of(search, result.again)
     launched = len(search.launched())
     ruled = len(records_of(search.study)) - launched
-    counts = f"{_several(launched, 'launch', 'launches')}, {len(result.again)} more to confirm"
+    counts = f"{_several(launched + len(result.again), 'launch', 'launches')}, {len(result.again)} of them to confirm"
     settings = _several(ruled, "setting", "settings")
     lines.append(f"{counts}, {settings} ruled out without one; stopped: {result.why_stopped}")
     return lines

@@ -25,7 +25,18 @@ from ds_hf.config.schema import load_schema
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError
 
-__all__ = ["FreeKey", "Setting", "Space", "check_names", "config_of", "freed_by", "key_of", "label_of", "points"]
+__all__ = [
+    "FreeKey",
+    "Setting",
+    "Space",
+    "check_names",
+    "config_of",
+    "freed_by",
+    "key_of",
+    "label_of",
+    "points",
+    "told_up_front",
+]
 
 Setting = dict[str, Any]  # axis name -> value
 
@@ -112,6 +123,7 @@ class Space:
         sizes: AxisSizes | None = None,
     ) -> None:
         self.tree = config.resolved
+        self.from_preset = config.source.startswith("preset ")  # whose values are a start, and no choice of the user's
         self.division, self.sizes = division or MeshDivision(), sizes or AxisSizes()
         self.command = command
         self.checkpoints, self.can_chunk = checkpoints, can_chunk
@@ -166,7 +178,7 @@ class Space:
     def _given(self, name: str) -> bool:
         """Whether the file gives a value to the key."""
         value = _get(self.tree, name)
-        return value is not None and value != "auto"
+        return value is not None and value != "auto" and not self.from_preset
 
     def _own(self, axis: FreeKey) -> Any:
         """The user's value of the axis."""
@@ -225,6 +237,18 @@ class Space:
         except ConfigError:
             return False
         return True
+
+
+def told_up_front(space: Space) -> list[str]:
+    """What may change, and what the user's own words keep and how that is freed."""
+    free = [axis.name for axis in space.axes if len(axis.values) > 1]
+    said = [f"may change: {', '.join([*free, 'the division of the global batch'])}"]
+    kept = [name for name, why in space.kept.items() if why.startswith("given ")]
+    if kept:
+        said.append(f"your file keeps: {', '.join(kept)} (--tune NAME frees one of them, --tune all each)")
+    if space.from_preset:
+        said.append("the values of a preset are where the search starts, and may change (--fix NAME keeps one)")
+    return said
 
 
 def freed_by(name: str, reason: str) -> str:

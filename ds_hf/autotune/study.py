@@ -38,10 +38,11 @@ from ds_hf.autotune.records import (
     value_of,
     worker_attributes,
 )
-from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points
+from ds_hf.autotune.space import CHECKPOINTING, Setting, Space, config_of, key_of, points, told_up_front
 from ds_hf.autotune.trial import LaunchOutcome, Point, run_launch, samplers
-from ds_hf.autotune.view import View
+from ds_hf.autotune.view import View, duration
 from ds_hf.errors import DsHfError
+from ds_hf.host import has_gpu
 from ds_hf.memory import UnpredictableError
 
 __all__ = ["JOURNAL", "Search", "TuneError"]
@@ -137,6 +138,7 @@ class Search:
             if is_orphan(trial):
                 self.study.tell(trial.number, state=TrialState.FAIL)
         own = next((record for record in records_of(self.study) if record.own), None)
+        self._tell_up_front()
         if own is None:
             own = self._measure_own()
         self.own = own
@@ -151,6 +153,20 @@ class Search:
         self.model = CostModel(self.space.tree, own.setting, survey, memory, footprint)
         for record in records_of(self.study):
             self._learn(record)
+
+    def _tell_up_front(self) -> None:
+        """Before the first launch, which alone knows what the model can: as if it could all."""
+        space = Space(
+            self.problem.config,
+            self.command,
+            self.options,
+            cuda=has_gpu(),
+            can_checkpoint=True,
+            checkpoints=True,
+            can_chunk=True,
+        )
+        for line in told_up_front(space):
+            self.view.say(line)
 
     def _trace(self, survey: Survey) -> Footprint | None:
         """The model on the meta device, if it can be had there; ``how_bytes`` says."""
@@ -209,12 +225,25 @@ class Search:
 
     def search(self) -> None:
         """Launch until there is a reason to stop, which is then in ``why_stopped``."""
+        self.view.say(self._what_the_budget_buys())
         while not self.why_stopped:
             self._rule_out()
             setting = self._choose()
             if setting is None:
                 break
             self._try(setting)
+
+    def _what_the_budget_buys(self) -> str:
+        """Once it is known what a launch takes."""
+        each, hopeful, after = self.typical(), len(self._hopeful(self._ranked())), self._after()
+        count = max(0, int(self.left / max(each, 1e-3)))
+        text = f"a launch takes some {duration(each)}: the {duration(max(0.0, self.left))} that are left are {count}"
+        text += f", {min(after, count)} of them to confirm" if after and count else ""
+        if hopeful and count < hopeful + after:
+            spent = self.options.budget - self.left
+            whole = math.ceil((spent + each * (hopeful + after)) / 60)
+            text += f"; --budget {whole}m is enough for all {hopeful} settings that may gain"
+        return text
 
     def _choose(self) -> Setting | None:
         """The next setting; ``None``, with the reason, when there is none."""

@@ -22,7 +22,7 @@ from ds_hf.autotune.space import Setting, label_of
 from ds_hf.autotune.trial import Point, samplers
 from ds_hf.printable import printable
 
-__all__ = ["View", "gib", "show_value"]
+__all__ = ["View", "duration", "gib", "show_value"]
 
 SHOWN = 14  # rows of the live table
 STYLES = {"ok": "green", "oom": "yellow", "pruned": "dim", "ruled out": "dim"}
@@ -55,6 +55,8 @@ class View:
         self.console, self.options, self.quiet = console, options, quiet
         self.records: list[Record] = []
         self.ruled = 0
+        self.count = 0  # launches begun
+        self._warned = False
         self.data = 1
         self.flops = 1.0
         self.now = ""
@@ -88,9 +90,10 @@ class View:
         self._left = (seconds, time.monotonic())
 
     def note_load(self, events: dict[str, Any]) -> None:
-        """Warn of what else ran beside a launch."""
+        """Warn of what else ran beside a launch: once, for the end says beside how many."""
         text = warning_of(events.get("load") or {})
-        if text:
+        if text and not self._warned:
+            self._warned = True
             self._say(f"  warning: {text}; times are compared with what a fixed probe took, and are less certain")
 
     def eta(self) -> str:
@@ -103,13 +106,14 @@ class View:
         return f"{duration(spent)} passed, about {duration(max(0.0, min(least, seconds - (now - then))))} left"
 
     def started(self, number: int, setting: Setting | str, predicted: dict[int, tuple[float, int]] | None) -> None:
-        """A launch begins."""
+        """A launch begins, after ``number`` that an earlier run of this search made."""
+        self.count = max(self.count, number) + 1
         self.now = setting if isinstance(setting, str) else label_of(setting)
         self.detail = ""
         if predicted:
             micro, (seconds, nbytes) = next(iter(predicted.items()))
             self.detail = f"expected {seconds * 1e3:,.0f} ms/step, {gib(nbytes)} at micro-batch {micro}"
-        self._say(f"[{self.eta()}] launch {number}: {self.now}" + (f" ({self.detail})" if self.detail else ""))
+        self._say(f"[{self.eta()}] launch {self.count}: {self.now}" + (f" ({self.detail})" if self.detail else ""))
 
     def event(self, event: dict[str, Any]) -> None:
         """The engine said something."""

@@ -6,8 +6,12 @@ Torch is imported when the command runs.
 
 from __future__ import annotations
 
+import difflib
 import json
+import shlex
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,10 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_hf.errors import ConfigError
+from ds_hf.host import total_memory
 from ds_hf.log import complain
 from ds_hf.printable import printable
+from ds_hf.regular_files import replace_file
 
 if TYPE_CHECKING:
+    from ds_hf.memory.cheapest import Way
     from ds_hf.memory.prediction import Prediction
     from ds_hf.memory.subject import Subject
     from ds_hf.memory.table import Machine, Row
@@ -44,7 +51,9 @@ Rest = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.
 ConfigFile = Annotated[
     str | None, typer.Option("--config", help="DeepSpeed's JSON file, or a preset; for a script, its own by default.")
 ]
-World = Annotated[int, typer.Option("--world-size", "-w", min=1, help="Number of processes, one for each GPU.")]
+World = Annotated[
+    int, typer.Option("--world-size", "-w", "--num-gpus", "-n", min=1, help="Number of processes, one for each GPU.")
+]
 Micro = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Samples in one micro-batch of a process.")]
 Length = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample.")]
 Recompute = Annotated[
@@ -77,7 +86,20 @@ DeviceMemory = Annotated[
         "--device-memory", help=f"Memory of one GPU; by default that of this machine, else {_DEFAULT_MEMORY}."
     ),
 ]
-HostMemory = Annotated[str | None, typer.Option("--host-memory", help="Memory of one host; not checked by default.")]
+HostMemory = Annotated[
+    str | None, typer.Option("--host-memory", help="Memory of one host; by default that of this machine.")
+]
+Lora = Annotated[
+    str | None,
+    typer.Option("--lora", help="Train PEFT's adapters: r=16, or r=16,targets=q_proj,v_proj. For models, not scripts."),
+]
+LoadIn = Annotated[
+    str | None,
+    typer.Option("--load-in", "--base-bits", help="The base of the adapters in few bits: 4bit or 8bit (QLoRA)."),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the DeepSpeed file of the cheapest way that fits.")
+]
 PerHost = Annotated[int, typer.Option("--gpus-per-host", min=1, help="Number of processes that share a host.")]
 Inference = Annotated[
     bool,
@@ -92,6 +114,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; all figures ar
 
 
 def memory_command(
+    context: typer.Context,
     target: Target,
     rest: Rest = None,
     config: ConfigFile = None,
@@ -113,12 +136,18 @@ def memory_command(
     host_memory: HostMemory = None,
     gpus_per_host: PerHost = _PER_HOST,
     load_weights: Weights = False,
+    lora: Lora = None,
+    load_in: LoadIn = None,
+    output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict what training takes of GPU, host and disk, at every ZeRO stage and offload, without a GPU.
 
     Options of this command may stand anywhere; what it does not know is the script's, and so is all that follows --.
     """
+    _refuse_unknown(context, target, rest or [])
+    from ds_hf.memory.adapters import LoraRequest
+    from ds_hf.memory.cheapest import cheapest_way
     from ds_hf.memory.prediction import UnpredictableError
     from ds_hf.memory.subject import Request, Subject
     from ds_hf.memory.table import Machine, parse_bytes, rows
@@ -126,6 +155,11 @@ def memory_command(
     if inference:
         _inference(target, config, micro_batch or 1, seq_len, tp, device_memory, attention, as_json)
         return
+    try:
+        adapters, bits = None if lora is None else LoraRequest.parse(lora), _bits(load_in)
+    except UnpredictableError as error:
+        complain(error)
+        raise typer.Exit(2) from None
     request = Request(
         config,
         micro_batch,
@@ -140,20 +174,51 @@ def memory_command(
         tiles=tiles,
         activation_budget=activation_budget,
         pipeline_stages=pp,
+        lora=adapters,
+        base_bits=bits,
     )
     try:
-        host = None if host_memory is None else parse_bytes(host_memory)
+        host = total_memory() if host_memory is None else parse_bytes(host_memory)
         machine = Machine(parse_bytes(device_memory or _this_device()), host, world_size, gpus_per_host)
         with _working(as_json):
             subject = Subject.of(target, rest or [], request)
             table = list(rows(subject.predictor, subject.config, machine, micro_batch, longest=longest))
+            way = cheapest_way(target, rest or [], subject, table, machine, micro_batch)
     except (UnpredictableError, ConfigError) as error:
         complain(error)
         raise typer.Exit(1) from None
     if as_json:
-        print(json.dumps(_as_json(subject, machine, table), indent=2))
+        print(json.dumps({**_as_json(subject, machine, table), "cheapest": _way_as_json(way)}, indent=2))
     else:
         _print(subject, machine, table)
+        _print_way(way, target, rest or [], machine, output)
+    if output is not None:
+        _write(way, output)
+
+
+def _refuse_unknown(context: typer.Context, target: str, rest: list[str]) -> None:
+    """At once, before anything is loaded: what is no option of this command, unless it can be a script's."""
+    words = [word for word in (target, *rest) if word.startswith("-") and word != "-"]
+    if not words or (target.endswith(".py") and not target.startswith("-")):
+        return
+    known = [name for parameter in context.command.params for name in parameter.opts]
+    name = words[0].partition("=")[0]
+    near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    script = " Options of a script come after it." if target.startswith("-") else " Only scripts take arguments."
+    complain(f"there is no option {name}{hint}{script}")
+    raise typer.Exit(2)
+
+
+def _bits(text: str | None) -> int | None:
+    from ds_hf.memory.prediction import UnpredictableError
+
+    if text is None:
+        return None
+    bits = text.lower().removesuffix("bit").removesuffix("-").removesuffix("s")
+    if bits not in ("4", "8"):
+        raise UnpredictableError(f"--load-in {text}: write 4bit or 8bit")
+    return int(bits)
 
 
 def _inference(
@@ -256,12 +321,14 @@ def _working(as_json: bool) -> AbstractContextManager[Any]:
 
 
 def _as_json(subject: Subject, machine: Machine, table: list[Row]) -> dict[str, Any]:
-    parameters = list(subject.predictor.model.parameters())
+    from ds_hf.memory.adapters import count_parameters
+
+    total, trained = count_parameters(subject.predictor.model)
     workload = subject.predictor.workload
     return {
         "model": type(subject.predictor.model).__name__,
-        "parameters": sum(p.numel() for p in parameters),
-        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "parameters": total,
+        "trainable": trained,
         "seq_len": workload.seq_len,
         "world_size": machine.world_size,
         "sequence_parallel_size": subject.config.get("sequence_parallel_size", 1),
@@ -272,6 +339,56 @@ def _as_json(subject: Subject, machine: Machine, table: list[Row]) -> dict[str, 
         "notes": subject.notes,
         "rows": [row.as_json() for row in table],
     }
+
+
+def _way_as_json(way: Way | None) -> dict[str, Any] | None:
+    if way is None:
+        return None
+    return {
+        "options": list(way.options),
+        "what": way.words,
+        "stage": way.row.stage,
+        "offload": way.row.offload,
+        "config": way.file,
+        "largest_micro_batch": way.row.largest,
+        "longest_sequence": way.longest or None,
+    }
+
+
+def _print_way(way: Way | None, target: str, rest: list[str], machine: Machine, output: Path | None) -> None:
+    """The last line: the cheapest way that fits, and the commands."""
+    console = Console(highlight=False)
+    console.print()
+    if way is None:
+        text = "nothing fits: more or larger GPUs (-n, --device-memory), a shorter --seq-len, or a smaller model"
+        console.print(Text(f"cheapest: {text}", "bold"), soft_wrap=True)
+        return
+    assert way.row.prediction is not None
+    need = f"{_gib(way.row.prediction.device_total)} of {_gib(machine.device_memory)} GiB"
+    most = f"; at most micro-batch {way.row.largest}" + (f", or {way.longest:,} tokens a sample" if way.longest else "")
+    console.print(Text(printable(f"cheapest that fits: {way.words}: {need}{most}"), "bold"), soft_wrap=True)
+    again = shlex.join(["ds-hf", "memory", *_given(), *way.options])
+    if way.options:
+        console.print(Text(printable(f"  {again}")), soft_wrap=True)
+    file = str(output or "ds_config.json")
+    if output is None:
+        console.print(Text(printable(f"  {again} -o {file}")), soft_wrap=True)
+    script = [target, *rest] if target.endswith(".py") else ["train.py", "--deepspeed", file, *way.arguments]
+    words = ["torchrun", "--standalone", f"--nproc-per-node={min(machine.processes_per_host, machine.world_size)}"]
+    console.print(Text(printable(f"  {shlex.join([*words, *script])}")), soft_wrap=True)
+
+
+def _given() -> list[str]:
+    """The user's own words."""
+    return sys.argv[2:] if sys.argv[1:2] == ["memory"] else ["..."]
+
+
+def _write(way: Way | None, output: Path) -> None:
+    if way is None:
+        complain(f"nothing fits, so {output} is not written")
+        raise typer.Exit(1)
+    replace_file(output, json.dumps(way.file, indent=2) + "\n")
+    print(f"wrote {output}", file=sys.stderr)
 
 
 def _print(subject: Subject, machine: Machine, table: list[Row]) -> None:
@@ -305,8 +422,9 @@ def _print(subject: Subject, machine: Machine, table: list[Row]) -> None:
 
 
 def _title(subject: Subject, machine: Machine, table: list[Row]) -> Text:
-    parameters = list(subject.predictor.model.parameters())
-    total, trained = (sum(p.numel() for p in parameters if every or p.requires_grad) for every in (True, False))
+    from ds_hf.memory.adapters import count_parameters
+
+    total, trained = count_parameters(subject.predictor.model)
     workload = subject.predictor.workload
     predicted = next((row.prediction for row in table if row.prediction is not None), None)
     batch = predicted.micro_batch if predicted is not None else workload.micro_batch
@@ -321,7 +439,8 @@ def _title(subject: Subject, machine: Machine, table: list[Row]) -> Text:
     return Text.assemble(
         (type(subject.predictor.model).__name__, "bold"),
         f": {_count(total)} parameters{trains}; micro-batch {batch} x {workload.seq_len} tokens; {processes} with "
-        f"{_gib(machine.device_memory)} GiB each",
+        f"{_gib(machine.device_memory)} GiB each"
+        + ("" if machine.host_memory is None else f"; a host has {_gib(machine.host_memory)} GiB"),
     )
 
 

@@ -39,7 +39,7 @@ from ds_hf.memory.models import build, example_inputs, positions_of, with_length
 from ds_hf.memory.prediction import Prediction, UnpredictableError, Workload
 from ds_hf.memory.pricing import DEVICE_MEMORY, Costs, price
 from ds_hf.memory.stages import Stage, division_of
-from ds_hf.memory.timeline import Sharding, Timeline, between, record
+from ds_hf.memory.timeline import SOURCE, Sharding, Timeline, between, record
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -189,7 +189,6 @@ class Predictor:
             world_size=world_size // pipe,
             moments=1 if with_momentum else traits.moments - one_bit,
             accumulation_steps=_accumulation(settings, world_size),
-            source_itemsize=max((p.element_size() for p in self._model.parameters()), default=4),
             whole_step=not traits.streamed,
             optimizer_place=_place(plan.shards_optimizer, zero.offload_optimizer.device),
             parameter_place=_place(plan.shards_parameters, zero.offload_param.device),
@@ -416,6 +415,7 @@ def _cast(model: nn.Module, settings: Config, plan: StatePlan) -> nn.Module:
         target = getattr(torch, plan.parameters.dtype)
         for param in model.parameters():
             if param.is_floating_point():
+                setattr(param, SOURCE, param.element_size())
                 param.data = param.data.to(target)
         set_buffer_dtypes(model, settings.data_types, target)
     return model

@@ -40,7 +40,6 @@ class Costs:
         world_size: processes; of a pipeline those of one stage.
         moments: full-size tensors of state that the optimizer keeps.
         accumulation_steps: micro-batches to a step.
-        source_itemsize: bytes an element of the model as it was loaded.
         whole_step: the optimizer makes its own ``step()`` over gradients in the masters' dtype.
         optimizer_place, parameter_place: ``"device"``, ``"cpu"`` or ``"nvme"``.
         pinned: host states are page-locked.
@@ -59,7 +58,6 @@ class Costs:
     world_size: int
     moments: int
     accumulation_steps: int
-    source_itemsize: int
     whole_step: bool
     optimizer_place: str
     parameter_place: str
@@ -271,8 +269,8 @@ def _feedback(timeline: Timeline, plan: StatePlan, costs: Costs) -> int:
 def _initialize(timeline: Timeline, sizes: list[_Sizes], costs: Costs, peak: _Peak) -> None:
     """Unit after unit: its values in the widest dtype, cast, and its master; moments come with the first step."""
     done = 0
-    for spec, size in zip(timeline.buffers, sizes, strict=True):
-        wide = max(costs.source_itemsize, spec.itemsize)
+    for (spec, source), size in zip(timeline.loaded, sizes, strict=True):
+        wide = max(source, spec.itemsize)
         staged = size.whole * wide // spec.itemsize
         cast = size.whole if wide != spec.itemsize else 0
         again = size.gathered  # a storage of its own for gathers, before it is released
@@ -384,7 +382,7 @@ def _elsewhere(
     timeline: Timeline, sizes: list[_Sizes], plan: StatePlan, costs: Costs
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Parts in host memory and on disk. What is on disk passes through the host one unit at a time."""
-    host = {"loading": sum(_loaded(spec) for spec in timeline.buffers) * costs.source_itemsize}
+    host = {"loading": sum(spec.numel * source for spec, source in timeline.loaded)}
     host["activations"] = timeline.activations_on_host
     disk: dict[str, int] = {}
     for name, place, nbytes, largest in _rows(timeline, sizes, plan, costs):
@@ -394,10 +392,6 @@ def _elsewhere(
             disk[name] = nbytes
             host[f"{name} on their way"] = 2 * largest
     return {key: value for key, value in host.items() if value}, disk
-
-
-def _loaded(spec: BufferSpec) -> int:
-    return spec.numel
 
 
 def _rows(

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ds_hf.deepspeed_api.initialize import rehearsing
 from ds_hf.log import logger
 from ds_hf.measure.saving import SaveGuard
+from ds_hf.memory.adapters import bits_of_options, load_in
 from ds_hf.memory.models import META
 from ds_hf.memory.prediction import UnpredictableError
 
@@ -208,8 +209,6 @@ def _without_weights(wanted: bool) -> Iterator[None]:
             modeling.is_deepspeed_zero3_enabled = sharded
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
-        if options.get("quantization_config") is not None:
-            raise UnpredictableError(f"{name} is loaded quantized, which needs the weights")
         config = options.get("config")
         if config is None or isinstance(config, str):
             where = {key: options[key] for key in _WHERE if key in options}
@@ -220,7 +219,9 @@ def _without_weights(wanted: bool) -> Iterator[None]:
         kept = {key: options[key] for key in ("attn_implementation",) if options.get(key) is not None}
         if dtype is not None:
             kept["dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        return from_config(cls, config, **kept).eval()
+        bits = _bits(name, options, config)
+        model = from_config(cls, config, **kept).eval()
+        return model if bits is None else load_in(model, bits, kept.get("dtype") or torch.bfloat16)
 
     model.from_pretrained = classmethod(from_pretrained)
     model._from_config = classmethod(from_config)
@@ -229,6 +230,20 @@ def _without_weights(wanted: bool) -> Iterator[None]:
             yield
     finally:
         model.from_pretrained, model._from_config = load, build
+
+
+def _bits(name: Any, options: dict[str, Any], config: Any) -> int | None:
+    """In how few bits ``from_pretrained`` loads; ``None`` for the weights as they are."""
+    asked = options.get("quantization_config") or getattr(config, "quantization_config", None)
+    asked = asked or {key: True for key in ("load_in_4bit", "load_in_8bit") if options.get(key)}
+    if not asked:
+        return None
+    bits = bits_of_options(asked)
+    if bits is None:
+        raise UnpredictableError(f"{name} is loaded quantized in a way ({type(asked).__name__}) that needs the weights")
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # building looks for its package
+    return bits
 
 
 _WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only", "trust_remote_code")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.config import load_config
-from ds_hf.memory.models import with_length
+from ds_hf.memory.adapters import LoraRequest, add_lora, load_in
+from ds_hf.memory.models import build, with_length
 from ds_hf.memory.prediction import UnpredictableError, Workload
 from ds_hf.memory.predictor import Predictor
 from ds_hf.memory.script import Learned, rehearse
@@ -31,6 +32,7 @@ class Request:
         activation_budget: put into the
             configuration, whatever it says.
         load_weights: for scripts, see ``rehearse``.
+        lora, base_bits: adapters, and a base in 4 or 8 bits, of a model that is named.
     """
 
     config: str | None = None
@@ -46,6 +48,8 @@ class Request:
     tiles: bool = False
     activation_budget: float | None = None
     pipeline_stages: int | None = None
+    lora: LoraRequest | None = None
+    base_bits: int | None = None
 
     @property
     def recomputes(self) -> bool | None:
@@ -79,7 +83,7 @@ class Subject:
     """Attributes:
     predictor: of the model.
     config: DeepSpeed's configuration as a dict.
-    given: whether the user or the script gave it.
+    given: whether the user or the script gave it. request: what was asked for.
     notes: what was taken for granted.
     """
 
@@ -87,6 +91,7 @@ class Subject:
     config: dict[str, Any]
     given: bool
     notes: list[str] = field(default_factory=list)
+    request: Request = field(default_factory=Request)
 
     @classmethod
     def of(cls, target: str, arguments: Sequence[str], request: Request) -> Subject:
@@ -110,16 +115,18 @@ class Subject:
             gradient_checkpointing=request.recomputes,
             attention=request.attention,
         )
-        predictor = Predictor(target, workload)
+        predictor = Predictor(_model_of(target, request, workload), workload)
         limit = getattr(getattr(predictor.model, "config", None), "max_position_embeddings", None)
         if request.seq_len is None and isinstance(limit, int) and 0 < limit < DEFAULT_LENGTH:
             predictor.workload = replace(workload, seq_len=limit)
-        return cls(predictor, config, request.config is not None, notes)
+        return cls(predictor, config, request.config is not None, notes, request)
 
 
 def _of_script(script: Path, arguments: Sequence[str], request: Request) -> Subject:
     if not script.is_file():
         raise UnpredictableError(f"{script} does not exist")
+    if request.lora is not None or request.base_bits is not None:
+        raise UnpredictableError("--lora and --load-in are for models; a script says itself what it trains and loads")
     if request.attention is not None:
         raise UnpredictableError("--attention is for models; a script says itself how it attends")
     learned = rehearse(script, arguments, load_weights=request.load_weights)
@@ -127,7 +134,21 @@ def _of_script(script: Path, arguments: Sequence[str], request: Request) -> Subj
     request.put_into(config)
     notes += _of_stages(config)
     predictor = Predictor(learned.model, _workload(script, learned, request, notes))
-    return Subject(predictor, config, True, notes)
+    return Subject(predictor, config, True, notes, request)
+
+
+def _model_of(target: str, request: Request, workload: Workload) -> Any:
+    """The name itself, or the model with what it is to have."""
+    if request.lora is None and request.base_bits is None:
+        return target
+    if request.lora is None:
+        raise UnpredictableError(
+            f"weights of {request.base_bits} bits do not train: add --lora r=16, or give --inference without --load-in"
+        )
+    model = build(target, workload)
+    if request.base_bits is not None:
+        model = load_in(model, request.base_bits)
+    return add_lora(model, request.lora)
 
 
 def _workload(script: Path, learned: Learned, request: Request, notes: list[str]) -> Workload:

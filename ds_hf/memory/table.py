@@ -12,7 +12,7 @@ from ds_hf.errors import ConfigError
 from ds_hf.memory.prediction import Prediction, UnpredictableError
 from ds_hf.memory.predictor import Predictor
 
-__all__ = ["Machine", "Row", "parse_bytes", "rows"]
+__all__ = ["Machine", "Row", "offload_rank", "parse_bytes", "rows"]
 
 _UNITS = {"": 1 << 30, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -151,6 +151,11 @@ def _variant(config: dict[str, Any], stage: int, keys: dict[str, str]) -> dict[s
         zero.pop("mics_shard_size", None)
     variant["zero_optimization"] = zero | {"stage": stage}
     return variant
+
+
+def offload_rank(name: str) -> int:
+    """How much ``name`` offloads, for comparisons."""
+    return list(_OFFLOADS).index(name)
 
 
 def parse_bytes(text: str) -> int:

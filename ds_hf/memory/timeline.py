@@ -32,7 +32,7 @@ from ds_hf.memory.kernels import AsOnCuda
 from ds_hf.memory.offloaded import offload_of
 from ds_hf.memory.tracker import Kind, LiveTensors
 
-__all__ = ["Event", "Sharding", "Step", "Timeline", "between", "record"]
+__all__ = ["SOURCE", "Event", "Sharding", "Step", "Timeline", "between", "record"]
 
 _META = torch.device("meta")
 _ALONE = Axis(None, 0, 1)
@@ -57,6 +57,9 @@ class Event(Enum):
     COLLECT = "collect"  # gradients into the flat buffer
     REDUCE = "reduce"
     BACKWARD = "backward"  # begins; of no buffer
+
+
+SOURCE = "_ds_source_itemsize"  # of a parameter that was cast since
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Step:
 @dataclass
 class Timeline:
     """Attributes:
-    buffers: flat buffers, in the engine's order.
+    buffers: flat buffers, in the engine's order. sources: bytes an element of each, as the model was loaded.
     constants: bytes of the model's buffers (``nn.Module.register_buffer``).
     steps: in time.
     activations_on_host: bytes of host memory for inputs of checkpointed blocks.
@@ -121,6 +124,12 @@ class Timeline:
     constants: int
     steps: list[Step] = field(default_factory=list)
     activations_on_host: int = 0
+    sources: list[int] = field(default_factory=list)
+
+    @property
+    def loaded(self) -> list[tuple[BufferSpec, int]]:
+        """Each buffer with the bytes of an element as it was loaded."""
+        return list(zip(self.buffers, self.sources or [spec.itemsize for spec in self.buffers], strict=True))
 
     @property
     def kept(self) -> int:
@@ -155,7 +164,7 @@ def between(first: Timeline, last: Timeline, share: float) -> Timeline:
         for one, other in zip(first.steps, last.steps, strict=True)
     ]
     on_host = mix(first.activations_on_host, last.activations_on_host)
-    return Timeline(first.buffers, first.constants, steps, on_host)
+    return Timeline(first.buffers, first.constants, steps, on_host, first.sources)
 
 
 class _Buffer(FlatBuffer):
@@ -338,6 +347,7 @@ def _stand_in(
             buffer.device = torch.device("cpu")  # where the reducer makes the little it needs
             buffer.note = noter(len(timeline.buffers))
             unit.buffers.append(buffer)
+            timeline.sources.append(max(getattr(p, SOURCE, p.element_size()) for p in spec.params))
             timeline.buffers.append(
                 replace(spec, params=(), replicas=None if spec.replicas == _WHOLE else spec.replicas)
             )

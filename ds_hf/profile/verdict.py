@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ds_hf.autotune.cost import HOST_UPDATE, CostModel, Survey
@@ -49,8 +49,6 @@ NAMES = {
     "compute": "forward and backward",
 }
 
-NOTHING_LEFT = "nothing in the file shortens that"
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -78,9 +76,10 @@ class Finding:
 
     @property
     def brief(self) -> str:
-        """Without figures between brackets, and with what to change."""
+        """Without figures between brackets, and with what to change and what that brings."""
         words = " and ".join(f"{key} {value}" for key, value in self.changes.items())
-        return self.text.partition(" (")[0] + (f": try {words}" if words else "")
+        gain = f", {self.gain:.2f} x by prediction" if words and self.gain > 1 else ""
+        return self.text.partition(" (")[0] + (f": try {words}{gain}" if words else "")
 
     def __str__(self) -> str:
         return self.text + (f": {self.advice}" if self.advice else "")
@@ -127,8 +126,6 @@ def judge(analysis: Analysis) -> Verdict:
         return Verdict(analysis, "no step was recorded by every rank", (), None)
     judge_ = _Judge(analysis)
     found = sorted(judge_.findings(), key=lambda finding: (finding.kind == "compute", -finding.seconds))
-    if len(found) == 1 and found[0].kind == "compute" and not found[0].advice:
-        found = [replace(found[0], advice=NOTHING_LEFT)]
     changes = judge_.together(found)
     config = changed_file(analysis.run.written, judge_.tree, changes) if changes else None
     return Verdict(analysis, _summary(analysis), tuple(found), config, changes)
@@ -467,7 +464,20 @@ class _Judge:
             cheaper = 1 / (1 - a.share(kind) * 0.25)
             advice = f"without gradient checkpointing, if memory allows, {cheaper:.2f} x by prediction"
             return Finding(kind, a.share(kind), a.kinds[kind], text, advice)
-        return self._finding(kind, text, changes, gain, "blocks are compiled", "" if changes else NOTHING_LEFT)
+        return self._finding(kind, text, changes, gain, "blocks are compiled", "" if changes else self._faster())
+
+    def _faster(self) -> str:
+        """What shortens computing where the cost model proposes nothing."""
+        batch, bits = self.a.run.header["batch"], ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
+        ways = ["more samples in a micro-batch, if memory allows"]
+        if int(batch["accumulation"]) > 1:
+            ways = [f"a larger micro-batch instead of {batch['accumulation']} a step, if memory allows"]
+        if not any(_get(self.tree, name) is True for name in bits):
+            ways.append("bf16 in the place of fp32")
+        if not self.own[COMPILE]:
+            ways.append(f"{COMPILE} blocks, if the model's blocks compile")
+        ways.append("an attention kernel (attn_implementation sdpa or flash_attention_2)")
+        return f"what may still help: {'; '.join(ways)}"
 
     def _other(self, kind: str) -> Finding:
         text, _ = self._exposed(kind)

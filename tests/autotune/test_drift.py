@@ -10,10 +10,13 @@ from typing import Any
 
 import optuna
 import pytest
+from rich.console import Console
 
 from ds_hf.autotune.load import LoadMeter, warning_of
+from ds_hf.autotune.options import Options
 from ds_hf.autotune.records import record_of
 from ds_hf.autotune.result import Result
+from ds_hf.autotune.view import View
 from ds_hf.measure.machine import compared, levels_of
 from ds_hf.measure.statistics import summarise
 from ds_hf.measure.turns import StopRules, settle, take_turns
@@ -118,6 +121,13 @@ def test_a_result_that_was_not_confirmed_says_so(search: Callable[..., Result], 
     assert "Not confirmed" in top
     assert f"{result.gain:.2f}" not in top
     assert "not confirmed" in (tmp_path / "results" / "summary.txt").read_text()
+
+
+def test_load_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    view = View(Console(), Options())
+    for _ in range(3):
+        view.note_load({"load": {"cpu": 3.0, "cores": 4.0}})
+    assert capsys.readouterr().out.count("warning: other processes used 3.0 of 4 cores") == 1
 
 
 def test_load_is_measured_and_warned_of() -> None:

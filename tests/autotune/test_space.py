@@ -10,7 +10,17 @@ import pytest
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.cost import LEAST_SPREAD, PRIOR_SPREAD, TRAVELS, CostModel, Survey
 from ds_hf.autotune.options import Options
-from ds_hf.autotune.space import ACTIVATIONS, CAPTURE, CHECKPOINTING, CHUNKED_LOSS, COMPILE, STAGE, Space, label_of
+from ds_hf.autotune.space import (
+    ACTIVATIONS,
+    CAPTURE,
+    CHECKPOINTING,
+    CHUNKED_LOSS,
+    COMPILE,
+    STAGE,
+    Space,
+    label_of,
+    told_up_front,
+)
 from ds_hf.config.load import examine
 
 
@@ -47,6 +57,21 @@ def test_keys_that_are_kept(
     tmp_path: Path, file: dict[str, Any], facts: dict[str, bool], key: str, reason: str
 ) -> None:
     assert reason in space(tmp_path, file, **facts).kept[key]
+
+
+def test_a_preset_is_a_start_and_a_file_is_a_choice(tmp_path: Path) -> None:
+    """What may change is said before anything is launched, with what frees the rest."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    command = Command.parse([str(script), "--deepspeed", "zero2"])
+    facts = {"cuda": False, "can_checkpoint": True}
+    preset = Space(examine("zero2", world=None, allow_auto=True), command, Options(), **facts)
+    assert preset.own[STAGE] == 2
+    assert told_up_front(preset)[0] == f"may change: {STAGE}, {CHECKPOINTING}, the division of the global batch"
+    assert told_up_front(preset)[-1].startswith("the values of a preset are where the search starts")
+    file = space(tmp_path, {"zero_optimization": {"stage": 2}}, cuda=False)
+    assert STAGE in file.kept
+    assert told_up_front(file)[1] == f"your file keeps: {STAGE} (--tune NAME frees one of them, --tune all each)"
 
 
 def test_sequences_are_divided_as_the_script_does_it(tmp_path: Path) -> None:

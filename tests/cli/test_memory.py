@@ -71,7 +71,6 @@ def test_its_own_configuration_is_the_row_that_is_listed(tmp_path: Path) -> None
         (["nowhere.py"], "nowhere.py does not exist"),
         ([TINY, "--device-memory", "lots"], "'lots' is not a valid amount of memory"),
         ([TINY, "--host-memory", "0GiB"], "'0GiB' is not a valid amount of memory"),
-        ([TINY, "--stge", "3"], "only scripts take arguments"),
         ([TINY, "--config", '{"zero_optimization": {"stage": 9}}'], "stage"),
     ],
 )
@@ -81,6 +80,49 @@ def test_what_is_wrong_is_named(arguments: list[str], text: str) -> None:
     assert text in err
     assert "Traceback" not in err
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([TINY, "--seqlen", "3"], "there is no option --seqlen; did you mean --seq-len?"),
+        (["--devicememory", "3", TINY], "there is no option --devicememory; did you mean --device-memory?"),
+        (["--devicememory", "3", "train.py"], "Options of a script come after it"),
+        ([TINY, "--lora", "rank=3"], "write --lora r=16"),
+        ([TINY, "--load-in", "3bit"], "write 4bit or 8bit"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(arguments: list[str], text: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert text in err
+
+
+def test_bases_of_few_bits_want_adapters() -> None:
+    code, _, err = run(TINY, "--load-in", "4bit")
+    assert code == 1
+    assert "add --lora r=16" in err
+
+
+def test_the_cheapest_way_that_fits(tmp_path: Path) -> None:
+    """Of a model whose states fit, then of one whose do not: adapters, with the commands and the file."""
+    big = "llama:hidden=512,layers=4,heads=8,intermediate=1024,vocab=1024"
+    code, out, _ = run(big, "--seq-len", "64", "--host-memory", "4GiB", "--device-memory", "1.42GiB", "-n", "2")
+    assert code == 0
+    assert "cheapest that fits: stage 1: 1.4 of 1.4 GiB; at most micro-batch 4" in out
+    file = tmp_path / "ds.json"
+    code, out, err = run(
+        big, "--seq-len", "64", "--host-memory", "0.06GiB", "--device-memory", "0.74GiB", "-o", str(file)
+    )
+    assert code == 0, err
+    assert "cheapest that fits: LoRA of rank 16" in out
+    assert "--checkpointing --lora r=16" in out
+    assert f"train.py --deepspeed {file} --gradient_checkpointing" in out
+    assert json.loads(file.read_text())["zero_optimization"]["stage"] == 0
+    code, out, err = run(big, "--seq-len", "64", "--device-memory", "0.1GiB", "-o", str(tmp_path / "none.json"))
+    assert code == 1
+    assert "nothing fits" in out
+    assert not (tmp_path / "none.json").exists()
 
 
 def test_arguments_of_the_script(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ ALONE = Costs(
     world_size=1,
     moments=2,
     accumulation_steps=1,
-    source_itemsize=2,
     whole_step=False,
     optimizer_place="device",
     parameter_place="device",

@@ -22,6 +22,7 @@ from typing import Any
 
 from ds_hf.autotune.lr.summary import event_line
 from ds_hf.errors import DsHfError
+from ds_hf.host import has_gpu
 from ds_hf.lr import LrOptions, LrResult
 from ds_hf.lr.budget import for_batches, for_fed_batches
 from ds_hf.measure.saving import LR_ENV
@@ -156,7 +157,7 @@ def launch_command(command: Sequence[str], processes: int | None = None) -> list
         return _with_this_python(command)
     if not Path(command[0]).is_file():
         raise LrSearchError(f"there is no script {command[0]}")
-    count = str(processes) if processes is not None else "gpu" if _has_gpu() else "1"
+    count = str(processes) if processes is not None else "gpu" if has_gpu() else "1"
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *command]
 
 
@@ -177,11 +178,6 @@ def total_steps_in(command: Sequence[str]) -> int | None:
             text = value or (command[index + 1] if index + 1 < len(command) else "")
             return int(text) if text.isdecimal() and int(text) > 0 else None
     return None
-
-
-def _has_gpu() -> bool:
-    """Without importing torch, which takes seconds."""
-    return any(Path("/proc/driver/nvidia/gpus").glob("*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
 class _Tail:

@@ -111,28 +111,28 @@ def _range_test(result: LrResult) -> str:
 
 
 def _confirming(result: LrResult) -> str:
-    worst = max((run.loss for run in result.runs if math.isfinite(run.loss)), default=1.0)
     series = []
     fit = fitted(result)
     if fit is not None:
         series.append(Series(*fit, "parabola through the best and its neighbours", GREEN, width=2, dash=True))
     for steps, colour in zip(sorted({run.run.steps for run in result.runs}), (ORANGE, BLUE, GREY), strict=False):
-        chosen = sorted((run for run in result.runs if run.run.steps == steps), key=lambda run: run.run.lr)
-        kept = [math.isfinite(run.loss) for run in chosen]
+        held = (run for run in result.runs if run.run.steps == steps and math.isfinite(run.loss))
+        chosen = sorted(held, key=lambda run: run.run.lr)
         series.append(
             Series(
                 [run.run.lr for run in chosen],
-                [run.loss if fine else worst for run, fine in zip(chosen, kept, strict=True)],
+                [run.loss for run in chosen],
                 f"{steps} updates",
                 colour,
                 line=False,
                 marks=True,
                 size=4.5,
-                shapes=["o" if fine else "x" for fine in kept],
                 notes=[_note(run.run.lr, run.run.seed, run.loss) for run in chosen],
             )
         )
     marks = [Mark(result.lr, f"suggested {result.lr:.3g}", GREEN)]
+    left = {run.run.lr for run in result.runs if not math.isfinite(run.loss)}
+    marks += [Mark(lr, f"{lr:.2g} diverged", GREY, dash=True) for lr in sorted(left)[:1]]
     if fit is not None:
         lowest = fit[0][int(np.argmin(fit[1]))]
         if abs(math.log(lowest / result.lr)) > 0.02:
