@@ -205,6 +205,7 @@ def _notes(engine: CoreEngine) -> Iterator[str]:
         ("loss in chunks", own.chunked_loss),
         ("MLPs in tiles", own.tiled_mlp is not None),
         ("experts divided", settings.expert_parallel.enabled),
+        ("products in fp8", own.fp8 is not None and own.fp8.enabled),
     ):
         if on:
             yield name
