@@ -6,12 +6,14 @@
 - The batch size: transformers counts all processes, also those that read the same samples.
 - The level of ds_hf's logger, where ``log_level`` was not given: transformers sets its own default, a warning.
 - Pipelines: the Trainer would speak of an empty batch.
+- What TRL forces on adapters at stage 3 for DeepSpeed's sake, and an engine of ds_hf does not need.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 from ds_hf.errors import ConfigError
 from ds_hf.hf import auto
 from ds_hf.hf.autoload import wrap
-from ds_hf.log import logger, warn_once
+from ds_hf.log import log_once, logger, warn_once
 
 __all__ = ["wrap_integration"]
 
@@ -98,7 +100,40 @@ def _finalize(wrapped: Callable[..., Any], config: Any, args: tuple[Any, ...], k
             config.fill_only(f"zero_optimization.{key}", size)
         elif config.is_auto(f"zero_optimization.{key}"):
             del config.config["zero_optimization"][key]
-    return wrapped(*args, **kwargs)
+    found = wrapped(*args, **kwargs)
+    given = dict(zip(("args", "model"), args, strict=False)) | kwargs
+    if config.is_zero3() and type(given["args"]).__module__.startswith("trl."):
+        _undo_trl(config, given["args"], given["model"])
+    return found
+
+
+def _undo_trl(config: Any, arguments: Any, model: Any) -> None:
+    """Checkpointing that does not go through autograd twice, and adapters in fp32 where no master copies are fp32: TRL
+    changes both for PEFT at DeepSpeed's stage 3 (its issue 6089; DeepSpeed's 8072 and 8130)."""
+    if not hasattr(model, "peft_config") or (config.config.get("ds_hf") or {}).get("trl_workarounds"):
+        return
+    done = []
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        options = getattr(arguments, name, None)
+        if isinstance(options, dict) and options.get("use_reentrant"):
+            options["use_reentrant"] = False  # where the Trainer reads them later
+    for module in model.modules():
+        function = module.__dict__.get("_gradient_checkpointing_func")
+        if isinstance(function, partial) and function.keywords.get("use_reentrant"):
+            options = {**function.keywords, "use_reentrant": False}
+            module._gradient_checkpointing_func = partial(function.func, *function.args, **options)
+            done = ["checkpointing is not reentrant"]
+    if not any(config.is_true(f"{name}.enabled") for name in ("bf16", "fp16", "amp")):
+        narrow = [p for n, p in model.named_parameters() if "lora_" in n and p.requires_grad and p.dtype.itemsize == 2]
+        for param in narrow:
+            if param.numel():  # not where a process holds a part
+                param.data = param.data.float()
+        done += ["adapters are fp32"] if narrow else []
+    if done:
+        log_once(
+            f"{' and '.join(done)}: TRL had changed that for DeepSpeed's stage 3, which is not needed here "
+            '("ds_hf": {"trl_workarounds": true} leaves it)'
+        )
 
 
 def _width_at_top(config: Any) -> bool:

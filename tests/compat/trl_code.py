@@ -119,6 +119,34 @@ def fit(
     return [row for row in rows if "loss" in row]
 
 
+def forced(model: str, folder: str, keep: bool) -> tuple[set[bool], set[torch.dtype], list[float]]:
+    """Of checkpointed LoRA on a bf16 base at stage 3: whether checkpointing is reentrant, the dtypes of the adapters
+    that train, and the losses."""
+    start_afresh()
+    section = {"zero_optimization": {"stage": 3}, "ds_hf": {"trl_workarounds": keep}}
+    args = trl.SFTConfig(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        max_steps=2,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        bf16=False,
+        gradient_checkpointing=True,
+        model_init_kwargs={"dtype": torch.bfloat16},
+        deepspeed={"train_micro_batch_size_per_gpu": "auto", **section},
+    )
+    data = load_dataset("json", data_files=str(Path(model) / "sft" / "train.jsonl"), split="train")
+    trainer: Any = trl.SFTTrainer(
+        model=model, args=args, train_dataset=data, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    )
+    trainer.train()
+    functions = [module.__dict__.get("_gradient_checkpointing_func") for module in trainer.model.modules()]
+    reentrant = {bool(function.keywords["use_reentrant"]) for function in functions if function is not None}
+    dtypes = {param.dtype for param in trainer.model.parameters() if param.requires_grad}
+    return reentrant, dtypes, [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
 def fit_everywhere(
     kind: str, model: str, folder: str, stages: Sequence[int], lora: bool, more: Mapping[str, Any] | None = None
 ) -> dict[int | None, list[dict[str, float]]]:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, EncoderDecoderConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from ds_hf.hf import integration
 
 AUTO = {
     "stage": 3,
@@ -39,3 +45,24 @@ def test_sizes_follow_the_widest_part(config: Any) -> None:
 
 def test_defaults_hold_where_no_width_is_known() -> None:
     assert _finalized(SimpleNamespace(layers=1)) == {"stage": 3}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_trl_forces_at_stage_three_is_undone(keep: bool, stage: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.bfloat16))
+    model.lora_A = nn.Linear(2, 1, dtype=torch.bfloat16)
+    block: Any = model[0]
+    block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=True, preserve_rng_state=False)
+    model.peft_config = model.config = {}  # type: ignore[assignment]
+    config = HfTrainerDeepSpeedConfig(
+        {"zero_optimization": {"stage": stage}, "ds_hf": {"trl_workarounds": keep}, "bf16": {"enabled": False}}
+    )
+    arguments = type("SFTConfig", (), {"__module__": "trl.trainer.sft_config"})()
+    arguments.gradient_checkpointing_kwargs = {"use_reentrant": True}
+    integration._finalize(lambda *args: None, config, (arguments, model, 3), {})
+    left = keep or stage < 3
+    assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": left}
+    assert block._gradient_checkpointing_func.keywords == {"use_reentrant": left, "preserve_rng_state": False}
+    assert model.lora_A.weight.dtype is (torch.bfloat16 if left else torch.float32)
+    assert block.weight.dtype is torch.bfloat16

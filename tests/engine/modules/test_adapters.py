@@ -345,7 +345,7 @@ def assert_trains(stage: int, family: str, kind: str, steps: int, reentrant: boo
     merged = model.merge_and_unload().state_dict()
     for rank, (ours, trained, whole, count, _) in enumerate(found):
         assert (count > 0) == (kind != "dora")
-        assert ours == pytest.approx(losses[rank], abs=2e-5)
+        assert ours == pytest.approx(losses[rank], abs=2e-5 if steps < 10 else 2e-4)
         assert trained.keys() == plain.keys()
         assert max(float((trained[name] - value).abs().max()) for name, value in plain.items()) <= 2e-4
         assert max(float((whole[name] - merged[name]).abs().max()) for name in whole) <= 2e-4
