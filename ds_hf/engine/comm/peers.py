@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +30,7 @@ from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.events import Waits, told
 from ds_hf.log import logger
 
-__all__ = ["LEAST_COPIED_NBYTES", "Peers", "Region", "open_peers"]
+__all__ = ["LEAST_COPIED_NBYTES", "Peers", "Region", "Signals", "open_peers"]
 
 # Of a buffer that copies bring. Below, the host is what the GPUs wait for, and it launches NCCL's one kernel for many
 # buffers faster than copies and meetings for each of them.
@@ -37,6 +38,8 @@ LEAST_COPIED_NBYTES = 48 << 20
 
 Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
 _GATHERS, _SUMS = range(2)  # meetings on two streams at once are two kinds
+_CHANNELS = 2
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32; flags 0: >=, after a fence
 
 
 class Peers:
@@ -164,7 +167,8 @@ class _Gpus:
         assert group is not None
         self._group = group.group_name
         self._pool = torch.cuda.MemPool(self._memory.get_mempool_allocator(device))
-        self._shared: Any = None  # its signals serve for meetings
+        self._shared: Any = None
+        self._signals: Signals | None = None
 
     def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         with torch.cuda.use_mem_pool(self._pool, self._device):
@@ -177,8 +181,79 @@ class _Gpus:
         return tensors
 
     def meet(self, channel: int) -> None:
-        """A kernel of one block on each GPU: six microseconds."""
-        self._shared.barrier(channel=channel)
+        """Through numbers in the ranks' memory; while a graph is captured, which would repeat the same ones, by a
+        kernel."""
+        if torch.cuda.is_current_stream_capturing():
+            self._shared.barrier(channel=channel)
+            return
+        if self._signals is None:
+            places = self(_CHANNELS * self._axis.world_size, torch.int32)
+            places[self._axis.rank].zero_()
+            self._shared.barrier(channel=channel)
+            self._signals = Signals([place.data_ptr() for place in places], self._axis.rank, _driver())
+            self._kept = places
+        self._signals.meet(channel, torch._C._cuda_getCurrentRawStream(self._device.index))
+
+
+class _MemoryOperation(ctypes.Structure):
+    """``CUstreamBatchMemOpParams`` of the CUDA driver, as far as it is a write or a wait of 32 bits."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64 * 2),
+    )
+
+
+class Signals:
+    """Meetings that take no kernel: a GPU writes its count to all others, and waits until it has all of theirs.
+
+    Its front end does both. A kernel would wait for a multiprocessor, and a product of matrices keeps all of them to its
+    end: beside the computation a meeting took 1.8 ms where the copies after it took 0.5.
+
+    Args:
+        places: addresses of ``[channels, ranks]`` in int32 on each rank, zeros at first; a rank writes to its column.
+        driver: the CUDA driver's library.
+    """
+
+    def __init__(self, places: Sequence[int], rank: int, driver: Any) -> None:
+        self._driver, ranks = driver, len(places)
+        others = [other for other in range(ranks) if other != rank]
+        self._counts = [0] * _CHANNELS
+        self._asked: list[Any] = []
+        for channel in range(_CHANNELS):
+            asked = (_MemoryOperation * (2 * len(others)))()
+            for number, other in enumerate(others):
+                write, wait = asked[number], asked[len(others) + number]
+                write.operation, write.address = _WRITE, places[other] + 4 * (channel * ranks + rank)
+                wait.operation, wait.address = _WAIT, places[rank] + 4 * (channel * ranks + other)
+            self._asked.append(asked)
+
+    def meet(self, channel: int, stream: int) -> None:
+        """On ``stream``, a CUDA stream's address.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        asked = self._asked[channel]
+        self._counts[channel] = count = (self._counts[channel] + 1) & 0xFFFFFFFF  # the wait compares cyclically
+        for each in asked:
+            each.value = count
+        error = self._driver.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream), len(asked), asked, 0)
+        if error:
+            raise RuntimeError(f"the CUDA driver cannot write and wait on a stream: error {error}")
+
+
+def _driver() -> Any:
+    """The CUDA driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuStreamBatchMemOp_v2  # noqa: B018
+    except OSError as error:
+        raise RuntimeError(str(error)) from error
+    return driver
 
 
 def _reaches_all(axis: Axis, device: torch.device) -> bool:

@@ -300,11 +300,11 @@ def adopt_wrapped(model: nn.Module, wrapper: type) -> Adopted:
     new: dict[int, tuple[Any, nn.Parameter]] = {}
     for module in model.modules():
         held: dict[str, Any] = module._parameters
-        for name, param in held.items():
-            if isinstance(param, wrapper):
-                inner = param._tensor
-                own = inner if isinstance(inner, nn.Parameter) else nn.Parameter(inner, param.requires_grad)
-                held[name] = new.setdefault(id(param), (param, own))[1]
+        wrapped: dict[str, Any] = {name: param for name, param in held.items() if isinstance(param, wrapper)}
+        for name, param in wrapped.items():
+            inner = param._tensor
+            own = inner if isinstance(inner, nn.Parameter) else nn.Parameter(inner, param.requires_grad)
+            held[name] = new.setdefault(id(param), (param, own))[1]
     return Adopted(new)
 
 
