@@ -34,6 +34,7 @@ from ds_hf.autotune.study import Search
 from ds_hf.autotune.trial import LaunchOutcome, Point, launch_words
 from ds_hf.autotune.view import show_value
 from ds_hf.config.load import examine
+from ds_hf.config.schema import schema_moved
 from ds_hf.config.triple import WorldSize
 from ds_hf.errors import DsHfError
 from ds_hf.lr import LrResult
@@ -133,6 +134,7 @@ def make_result(contest: Contest) -> Result:
     chosen = own if kept and own is not None else top
     best, size = (chosen.record, chosen.point), (chosen.point.micro, chosen.point.accumulation)
     config = search.launches.final_config(best[0].setting, size, chosen.point.data)
+    config = schema_moved(config, search.command.config)
     measured = None if own is None else _shown(search, own)
     result = Result(best, measured, kept, 1.0 if kept else gain, config, why_stopped=search.why_stopped)
     result.best = (best[0], _shown(search, chosen))

@@ -20,11 +20,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ds_hf.checkpoint.aside import in_shards, pointed_at, publish_weights, weights_aside
+from ds_hf.checkpoint.aside import CONFIG, in_shards, pointed_at, publish_weights, weights_aside
 from ds_hf.checkpoint.files import safetensors_header
 from ds_hf.checkpoint.format import SavedFragment, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
-from ds_hf.checkpoint.model_files import Switched, copy_model_files, find_model_folder, require_config
+from ds_hf.checkpoint.model_files import Switched, copy_model_files, find_model_folder, require_config, set_dtype
 from ds_hf.checkpoint.source import CheckpointKind, MappedFiles, Report, Source, TensorPiece
 from ds_hf.checkpoint.trust.pickled import reading
 from ds_hf.dtypes import name_of
@@ -200,7 +200,8 @@ def export_source(
     Args:
         dtype: of floating-point weights; default what each had in the model.
         model_folder: where ``config.json``, the generation configuration, the tokenizer and a model's own code are
-            copied from; default a folder beside the checkpoint that has them, see ``find_model_folder``.
+            copied from; default a folder beside the checkpoint that has them, see ``find_model_folder``, else the
+            configuration that the checkpoint has itself.
 
     Returns:
         what was copied.
@@ -216,10 +217,15 @@ def export_source(
     specs = [Spec(w.name, w.shape, floating(dtype, w.dtype)) for w in weights]
     found = find_model_folder(source.folder) if model_folder is None else Path(model_folder)
     copied: list[str] = []
+    config = source.manifest.extra.get("model_config")
 
     def fill(place: Path) -> None:
         if found is not None:
             copied.extend(copy_model_files(found, place, main_dtype(specs), links=model_folder is not None))
+        elif isinstance(config, dict) and config.get("model_type") and not config.get("auto_map"):
+            (place / CONFIG).write_text(json.dumps(config), "utf-8")
+            set_dtype(place / CONFIG, main_dtype(specs))
+            copied.append(CONFIG)
 
     with ShardedWriter(Path(folder), specs, max_shard_size, report=report, fill=fill) as writer:
         for weight in weights:

@@ -20,10 +20,10 @@ from rich.text import Text
 
 from ds_hf.config.data_efficiency import data_notes
 from ds_hf.config.docs import configuration_page
-from ds_hf.config.explain import EffectiveValue, auto_keys, rows, summary, wire_notes
+from ds_hf.config.explain import EffectiveValue, auto_keys, missing_packages, rows, summary, wire_notes
 from ds_hf.config.load import examine, grouped
 from ds_hf.config.presets import PRESETS, preset
-from ds_hf.config.schema import schema_text
+from ds_hf.config.schema import schema_address, schema_text
 from ds_hf.config.triple import WorldSize
 from ds_hf.config.types import Config, OriginKind
 from ds_hf.config.wire_seconds import wire_seconds
@@ -76,6 +76,8 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
     _item(console, "ok", "bold green", Text.assemble((printable(config.source), "bold"), f": {summary(config)}"))
     if autos := auto_keys(config):
         _item(console, "auto", "cyan", Text(f"the Trainer or accelerate fills {len(autos)}: {', '.join(autos)}"))
+    for place, text in missing_packages(config):
+        _item(console, "note", "yellow", Text.assemble((place, "bold"), f": {text}"))
     for message, faults in grouped(config.warnings):
         names = ", ".join(_key(fault.place) + (f" (line {fault.line})" if fault.line else "") for fault in faults)
         fix = f" -> {faults[0].fix}" if faults[0].fix and len(faults) == 1 else ""
@@ -86,7 +88,7 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
 def explain_command(
     file: File,
     world_size: World = None,
-    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also show defaults that change nothing.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also show what is at its default.")] = False,
     model: Annotated[
         str | None,
         typer.Option(
@@ -116,7 +118,7 @@ def explain_command(
         print(printable(text))
     hidden = len(found) - len(shown)
     if hidden:
-        print(f"{hidden} more keys are at their defaults and change nothing; --all shows them.")
+        print(f"{hidden} more keys are at their defaults; --all shows them.")
     for note in data_notes(config):
         print(note)
     notes = wire_notes(config)
@@ -171,7 +173,10 @@ def new_command(
         print("\nds-hf config new --preset zero2 -o ds_config.json               # for the Trainer and accelerate")
         print("ds-hf config new --preset zero2 --for loop -o ds_config.json    # for a loop of your own")
         return
-    _write(json.dumps(preset(str(name.value), loop=use is PresetUse.loop), indent=2) + "\n", output, force)
+    tree = preset(str(name.value), loop=use is PresetUse.loop)
+    if output is not None:  # what an editor reads
+        tree = {"$schema": schema_address(), **tree}
+    _write(json.dumps(tree, indent=2) + "\n", output, force)
 
 
 @config_app.command("schema")

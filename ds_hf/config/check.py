@@ -51,6 +51,10 @@ _KINDS = {
 }
 
 
+# What the Trainer reports to, and no section of DeepSpeed's files.
+_TRACKERS = ("aim", "clearml", "codecarbon", "dagshub", "dvclive", "flyte", "mlflow", "neptune", "swanlab", "trackio")
+
+
 def show(value: Any, limit: int = 60) -> str:
     """A value as it stands in JSON, shortened."""
     text = json.dumps(value, ensure_ascii=False, default=str)
@@ -156,7 +160,9 @@ def _unknown_keys(error: ValidationError, path: Path, draft: Draft) -> None:
         if not any(fault.pointer == here for fault in draft.faults):
             place = f"in {dotted(path)}" if path else "at the top level"
             shown = key if len(key) <= 60 else key[:57] + "..."
-            draft.fault(here, f'unknown key "{shown}" {place}', nearest(key[:200], path, siblings))
+            tracked = not path and key.lower() in _TRACKERS
+            fix = f"remove it; the Trainer writes there: --report_to {key.lower()}" if tracked else ""
+            draft.fault(here, f'unknown key "{shown}" {place}', fix or nearest(key[:200], path, siblings))
 
 
 def _wrong_value(error: ValidationError) -> tuple[str, str]:

@@ -1,12 +1,13 @@
 """What ``ds-hf config explain`` shows: each effective value, where it came from, and what is worth knowing about it.
 
-Rows are data; the command line renders them. A row is quiet when it is a default that has no effect or belongs to a
-block that is switched off, so that the short view can leave it out.
+Rows are data; the command line renders them. A row is quiet when it is a default, unless that of DeepSpeed has changed,
+so that the short view can leave it out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from ds_hf.config.optimizer_traits import ONE_BIT
@@ -15,7 +16,7 @@ from ds_hf.config.schema import Node, Path, dotted, load_schema, pointer_of, wal
 from ds_hf.config.types.root import Config, Origin, OriginKind
 from ds_hf.config.wire_seconds import ONE_BIT_NBYTES, full_nbytes
 
-__all__ = ["EffectiveValue", "auto_keys", "rows", "summary", "wire_notes"]
+__all__ = ["EffectiveValue", "auto_keys", "missing_packages", "rows", "summary", "wire_notes"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def rows(config: Config) -> list[EffectiveValue]:
         path, node = nodes[pointer]
         value = _value(config.resolved, path, node)
         status = _status(path)
-        quiet = origin.kind is OriginKind.DEFAULT and (status != "implemented" or _switched_off(config, path))
+        default = origin.kind is OriginKind.DEFAULT
+        quiet = default and (status != "implemented" or _switched_off(config, path) or "x-changed" not in node)
         note = _note(node, value, origin, status) or warned.get(pointer, "")
         found.append(EffectiveValue(dotted(path), value, origin, note, quiet))
     return found
@@ -58,6 +60,27 @@ def _without_effect(config: Config) -> dict[str, str]:
 def auto_keys(config: Config) -> list[str]:
     """Keys that are still "auto", for the Trainer to fill."""
     return [pointer[1:].replace("/", ".") for pointer, o in config.provenance.items() if o.kind is OriginKind.AUTO]
+
+
+# section -> (module that it needs, package that has it), as ``engine.observe.monitor`` asks for them
+MONITORS = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet_ml>=3.41.0"),
+}
+
+
+def missing_packages(config: Config) -> list[tuple[str, str]]:
+    """(place, what is wrong and the fix), of monitors that are on and whose package is not installed here."""
+    return [
+        (
+            f"{section}.enabled",
+            f"it needs the package {package.split('>')[0]}, which is not installed here "
+            f"-> pip install '{package}', or set {section}.enabled to false",
+        )
+        for section, (module, package) in MONITORS.items()
+        if getattr(config, section).enabled and find_spec(module) is None
+    ]
 
 
 def summary(config: Config) -> str:

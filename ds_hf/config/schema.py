@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import pathlib
 from collections.abc import Iterator
 from importlib import resources
 from typing import Any, cast
@@ -27,19 +28,37 @@ __all__ = [
     "load_schema",
     "nearest",
     "pointer_of",
+    "schema_address",
+    "schema_moved",
     "schema_text",
     "types_of",
     "walk",
     "walk_for",
 ]
 
+_SCHEMA = resources.files("ds_hf") / "schemas" / "ds_config.schema.json"
+
 Node = dict[str, Any]
 Path = tuple[str, ...]
 
 
+def schema_address() -> str:
+    """The installed schema, for ``"$schema"``: absolute, so that a file may be moved."""
+    return pathlib.Path(str(_SCHEMA)).resolve().as_uri()
+
+
+def schema_moved(tree: Node, before: str) -> Node:
+    """``tree``, of the file ``before``, for another folder: what a relative ``"$schema"`` leads to is absolute then."""
+    given = tree.get("$schema")
+    if not isinstance(given, str) or "://" in given or given.startswith(("/", "urn:")):
+        return tree
+    found = (pathlib.Path(before).parent / given).resolve()
+    return {**tree, "$schema": found.as_uri() if found.is_file() else schema_address()}
+
+
 def schema_text() -> str:
     """The text of the JSON Schema."""
-    return (resources.files("ds_hf") / "schemas" / "ds_config.schema.json").read_text("utf-8")
+    return _SCHEMA.read_text("utf-8")
 
 
 @functools.cache

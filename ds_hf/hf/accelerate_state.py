@@ -42,14 +42,22 @@ def wrap_state(module: ModuleType) -> None:
 
 
 def wrap_config(module: ModuleType) -> None:
-    """Hook of ``accelerate.utils.deepspeed``: presets, comments and checking wherever a config is taken."""
+    """Hook of ``accelerate.utils.deepspeed``: presets, comments and checking wherever a config is taken; and what
+    schedulers of torch look at is true of a loop that calls ``optimizer.step()``, wherever the engine makes the step."""
 
     def read_first(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return wrapped(plain_config(args[0]), *args[1:], **kwargs)
         return wrapped(**{**kwargs, "config_file_or_dict": plain_config(kwargs["config_file_or_dict"])})
 
+    def called(wrapped: Callable[..., Any], wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = getattr(getattr(wrapper, "optimizer", None), "optimizer", None)
+        if isinstance(inner, torch.optim.Optimizer):
+            inner._opt_called = True  # type: ignore[attr-defined]
+        return wrapped(*args, **kwargs)
+
     wrap(module, "HfDeepSpeedConfig.__init__", read_first)
+    wrap(module, "DeepSpeedOptimizerWrapper.step", called)
 
 
 def wrap_accelerator(module: ModuleType) -> None:

@@ -66,7 +66,11 @@ def describe(failures: Sequence[Failure]) -> str:
     else:
         body = first.text.rstrip() + (f"\n{printed}" if first.log else "")
     others = sorted((f for f in failures if f.rank != first.rank), key=lambda failure: failure.rank)
-    listed = ", ".join(f"rank {f.rank} ({f.host}, {_end(f.code)}{_last_line(f.text)})" for f in others[:8])
+    said = _last_line(first.text)
+    listed = ", ".join(
+        f"rank {f.rank} ({f.host}, {_end(f.code)}{_last_line(f.text) if _last_line(f.text) != said else ''})"
+        for f in others[:8]
+    )
     more = f" and {len(others) - 8} more" if len(others) > 8 else ""
     after = f"\nafter it: {listed}{more}" if others else ""
     return f"{head}\n{body}{after}"

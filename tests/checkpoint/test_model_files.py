@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import ds_hf
+from ds_hf.checkpoint.manifest import sealed
 from ds_hf.checkpoint.model_files import copy_model_files, find_model_folder
 from ds_hf.cli.root import app
 from ds_hf.errors import CheckpointError
@@ -121,6 +122,14 @@ def test_without_a_configuration_the_way_to_one_is_told(trained: tuple[Path, tor
     shutil.copytree(folder / "global_step2", bare / "global_step2")
     shutil.copy(folder / "latest", bare)
     (bare / "config.json").write_text('{"learning_rate": 1}')  # not a model's
+    code, text = run("convert", bare, tmp_path / "own", "--to", "hf")
+    assert code == 0
+    assert "with config.json" in text
+    assert torch.equal(logits_of(tmp_path / "own"), logits)
+    manifest = bare / "global_step2" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["checksum"], content["model_config"]  # an older checkpoint, or a model with code of its own
+    manifest.write_text(sealed(content))
     code, text = run("convert", bare, tmp_path / "hf", "--to", "hf")
     assert code == 0
     assert "hf has no config.json" in text

@@ -44,6 +44,24 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "stage3-fp16-world2"
 
 
+def test_a_loops_checkpoint_is_read_by_from_pretrained(tmp_path: Path) -> None:
+    """What the README does: nothing but the checkpoint knows the model."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, rope_theta=1234.0, **sizes))
+    with engine_of(config(3, "bf16"), model) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        whole = {name: value.clone() for name, value in engine.named_weights()}
+    code, output = _run("convert", tmp_path / "saved", tmp_path / "model", "--to", "hf")
+    assert code == 0, output
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(found) is LlamaForCausalLM
+    assert found.config.rope_parameters["rope_theta"] == 1234.0
+    assert found.dtype is torch.bfloat16
+    assert all(torch.equal(value, whole[name]) for name, value in found.state_dict().items())
+
+
 def _run(*arguments: Any) -> tuple[int, str]:
     result = run(app, ["checkpoint", *map(str, arguments)])
     return result.exit_code, result.output

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from ds_hf.cli.root import app
 from ds_hf.config import load_config
 from ds_hf.config.docs import configuration_page
 from ds_hf.config.presets import PRESETS, preset
-from ds_hf.config.schema import load_schema
+from ds_hf.config.schema import load_schema, schema_address, schema_moved
 from ds_hf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +142,43 @@ def test_explain_shows_values_and_origins(good: str) -> None:
     everything = run(app, ["config", "explain", good, "--all"]).output
     assert "vocabulary_size" in everything
     assert len(everything.splitlines()) > 300
+
+
+def test_explain_shows_what_was_set_and_is_auto(good: str) -> None:
+    lines = run(app, ["config", "explain", good]).output.splitlines()
+    keys = [line.split()[0] for line in lines[1:-1]]
+    assert {"train_batch_size", "bf16.enabled"} <= set(keys)
+    assert not [key for key in keys if key.startswith(("zero_optimization.offload", "aio", "wandb"))]
+    assert lines[-1].endswith("more keys are at their defaults; --all shows them.")
+
+
+def test_packages_that_monitors_lack_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ds_hf.config.explain.find_spec", lambda name: None if name == "wandb" else object())
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": 1, "wandb": {"enabled": true}, "comet": {"enabled": true}}')
+    out = run(app, ["config", "check", str(file)]).output
+    assert "wandb.enabled: it needs the package wandb, which is not installed here -> pip install 'wandb'" in out
+    assert "comet_ml" not in out
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio", "swanlab"])
+def test_what_the_trainer_reports_to_is_no_section(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_batch_size": 1, name: {"enabled": True}}))
+    assert f"the Trainer writes there: --report_to {name}" in run(app, ["config", "check", str(file)]).output
+
+
+def test_a_new_file_names_its_schema_wherever_it_goes(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    assert run(app, ["config", "new", "--preset", "zero2", "-o", str(file)]).exit_code == 0
+    address = json.loads(file.read_text())["$schema"]
+    assert address == schema_address()
+    assert json.loads(Path(unquote(urlsplit(address).path)).read_text())["title"]
+    moved = schema_moved({"$schema": "../ds_hf/schemas/ds_config.schema.json"}, str(ROOT / "examples" / "x.json"))
+    assert moved == {"$schema": address}
+    assert schema_moved({"$schema": "gone.json"}, str(file)) == {"$schema": address}
+    for kept in ({"$schema": "https://example.org/s.json"}, {"$schema": "/a/b.json"}, {}):
+        assert schema_moved(kept, str(file)) == kept
 
 
 def test_explain_as_json(good: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -39,6 +41,30 @@ def test_every_process_knows_the_others() -> None:
 def test_the_backend_is_only_named_for_deepspeed_under_a_launcher() -> None:
     assert run_distributed(state, 1, False, True, backend=None) == [(None, 1, 0)]
     assert run_distributed(state, 1, True, False, backend=None) == [(None, 1, 0)]
+
+
+def loop() -> list[str]:
+    """A scheduler that was not prepared is stepped after the optimizer, in a loop that accumulates."""
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    loader = torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for batch in loader:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in told]
+
+
+def test_torch_does_not_say_that_the_optimizer_was_not_stepped() -> None:
+    (told,) = run_distributed(loop, 1, backend=None, timeout=60)
+    assert not [text for text in told if "lr_scheduler.step()" in text]
 
 
 @pytest.mark.parametrize("config_class", [HfDeepSpeedConfig, TransformersConfig])

@@ -5,6 +5,7 @@ It is taken at the moment that is saved; ``reports.complete`` adds what the rank
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -43,8 +44,25 @@ def describe(engine: Checkpointable, tag: str, common_file: str) -> Json:
         "optimizer": _optimizer(engine),
         "groups": _given_groups(engine),
         "parameters": [*order, *loose_parameters(engine)],
+        **({"model_config": config} if (config := _config_of(engine.module)) else {}),
         **({"blocks": blocks} if (blocks := formats_by_name(engine)) else {}),
     }
+
+
+def _config_of(module: torch.nn.Module) -> Json | None:
+    """``config.json`` of a model of transformers, as its ``save_pretrained`` has it; adapters have files of theirs."""
+    config: Any = getattr(module, "config", None)
+    if (
+        not hasattr(config, "to_json_string")
+        or not hasattr(module, "save_pretrained")
+        or hasattr(module, "peft_config")
+    ):
+        return None
+    try:
+        content: Json = json.loads(config.to_json_string())
+    except (TypeError, ValueError):  # something of the user's in it
+        return None
+    return {**content, "architectures": [type(module).__name__]}
 
 
 def mesh_sizes(engine: Checkpointable) -> Json:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,17 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
     assert message["message"] == "ValueError: b\u00f6se"
     assert message["extraInfo"]["py_callstack"].endswith("ValueError: b\u00f6se\n")
     assert stderr.count("Traceback") == 1  # and it is still printed, once
+
+
+def test_a_wrong_configuration_is_told_once_without_our_own_lines(tmp_path: Path, monkeypatch: Any) -> None:
+    wrong = "import ds_hf\nds_hf.load_config({'stgae': 3})"
+    for rank, times in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        stderr = end(wrong, tmp_path / rank)
+        text = json.loads((tmp_path / rank).read_text("utf-8"))["message"]["extraInfo"]["py_callstack"]
+        assert "ds_hf/config" not in text
+        assert "did you mean zero_optimization.stage?" in text
+        assert stderr.count("did you mean") == times
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(3)", "raise KeyboardInterrupt", "pass"])
