@@ -332,3 +332,28 @@ def test_uninstalling_the_name_never_deletes_sources(environment: Environment, i
     assert "outside environment" in output
     assert sorted(compat.rglob("*.py")) == before
     assert environment.probe()["version"] == VERSION
+
+
+def test_the_dockerfile_copies_what_there_is_and_what_the_build_needs() -> None:
+    """What a builder would find out after minutes: files, and what .dockerignore leaves of them."""
+    lines = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert steps[0][0] == "ARG"
+    assert steps[1] == ["FROM", "${BASE}"]
+    known = {"ARG", "CMD", "COPY", "FROM", "RUN", "USER", "WORKDIR"}
+    assert {step for step, _ in steps} <= known
+    copied = [name for step, words in steps if step == "COPY" for name in words.split()[:-1]]
+    assert sorted(copied) == sorted(SOURCES)
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == set(SOURCES)
+    assert json.loads(steps[-1][1]) == ["ds-hf", "doctor"]
+    assert [words for step, words in steps if step == "USER"] != ["root"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("docker") is None and shutil.which("podman") is None, reason="no builder of images")
+def test_the_image_is_built_and_runs() -> None:
+    builder = shutil.which("docker") or shutil.which("podman")
+    assert builder is not None
+    _run(builder, "build", "--build-arg", "BASE=python:3.12-slim", "-t", "ds-hf-test", str(ROOT))
+    assert "ds_hf" in _run(builder, "run", "--rm", "ds-hf-test")

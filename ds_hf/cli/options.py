@@ -29,12 +29,22 @@ FORMER = {
 }
 
 
+# Packages that come with an extra of ds-hf -> the extra.
+EXTRAS = {"datasets": "examples", "optuna": "autotune", "peft": "adapters", "plotly": "autotune"}
+
+
 class Commands(TyperGroup):
-    """Commands in which a path that the system refuses is a sentence: no permission, a name too long, a full disk."""
+    """Commands in which a path that the system refuses is a sentence: no permission, a name too long, a full disk; and
+    so is a package that came with an extra, and is not there."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            complain(f"this needs the package {error.name}: pip install 'ds-hf[{EXTRAS[error.name]}]'")
+            raise typer.Exit(1) from None
         except OSError as error:
             if error.filename is None or error.errno == errno.EPIPE:  # who reads the output is gone
                 raise

@@ -31,7 +31,7 @@ Examples:
   ds-hf run --num_gpus 2 train.py --deepspeed ds_config.json
   ds-hf checkpoint inspect output/checkpoint-100
   ds-hf doctor --json
-Exit codes: docs/command-line.md
+Exit codes: docs/environment.md
 """,
 )
 

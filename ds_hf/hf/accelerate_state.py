@@ -42,8 +42,8 @@ def wrap_state(module: ModuleType) -> None:
 
 
 def wrap_config(module: ModuleType) -> None:
-    """Hook of ``accelerate.utils.deepspeed``: presets, comments and checking wherever a config is taken; and what
-    schedulers of torch look at is true of a loop that calls ``optimizer.step()``, wherever the engine makes the step."""
+    """Hook of ``accelerate.utils.deepspeed``: presets, comments and checking wherever a config is taken; and a loop
+    that calls ``optimizer.step()`` has called it for torch's schedulers, wherever the engine makes the step."""
 
     def read_first(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:

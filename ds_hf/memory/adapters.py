@@ -66,7 +66,7 @@ def add_lora(model: nn.Module, asked: LoraRequest) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise UnpredictableError(f"--lora needs the package peft: pip install peft ({error})") from error
+        raise UnpredictableError(f"--lora needs the package peft: pip install 'ds-hf[adapters]' ({error})") from error
     targets = list(asked.targets) or "all-linear"
     try:
         config = LoraConfig(r=asked.rank, target_modules=targets, use_dora=asked.dora, task_type="CAUSAL_LM")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import click
 import pytest
@@ -81,3 +85,31 @@ def test_faults_are_named_alike(words: list[str], tmp_path: object, monkeypatch:
     assert result.exit_code in (1, 2)
     assert any(line.startswith("ds_hf: ") for line in result.stderr.splitlines()), result.output
     assert "Traceback" not in result.output
+
+
+def test_a_package_of_an_extra_is_named_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where ds-hf was installed without extras."""
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    for name in [name for name in sys.modules if name.startswith("ds_hf.autotune.")]:
+        monkeypatch.delitem(sys.modules, name)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    result = CliRunner().invoke(app, ["autotune", str(script), "--deepspeed", "zero2"])
+    assert result.exit_code == 1
+    assert "this needs the package optuna: pip install 'ds-hf[autotune]'" in result.stderr
+
+
+def test_python_runs_the_package() -> None:
+    done = subprocess.run([sys.executable, "-m", "ds_hf", "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(f"ds_hf {ds_hf.__version__} "), done.stderr
+
+
+def test_variables_of_the_environment_are_documented() -> None:
+    root = Path(ds_hf.__file__).parents[1]
+    named = {
+        name
+        for path in (root / "ds_hf").rglob("*.py")
+        for name in re.findall(r"DS_HF_[A-Z]+(?:_[A-Z]+)*", path.read_text("utf-8"))
+    }
+    page = (root / "docs" / "environment.md").read_text("utf-8")
+    assert not [name for name in named - {"DS_HF_LAUNCH"} if f"`{name}`" not in page]
