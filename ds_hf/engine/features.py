@@ -55,6 +55,12 @@ def _adapts(engine: CoreEngine) -> bool:
     return engine.optimizer is not None and any("lora_A" in m._modules for m in engine.module.modules())
 
 
+def _tiles(engine: CoreEngine) -> bool:
+    own = engine.settings.ds_hf
+    chunks = own.chunked_loss is True or (own.chunked_loss == "auto" and _adapts(engine))
+    return own.tiled_mlp is not None or chunks or engine.mesh.shape.tensor > 1
+
+
 def is_monitored(settings: Config) -> bool:
     """Whether one of the monitors is on, on some process."""
     return any(each.enabled for each in (settings.tensorboard, settings.wandb, settings.csv_monitor, settings.comet))
@@ -105,7 +111,7 @@ FEATURES = (
     ),
     Feature(
         "tiled MLPs, chunked losses, losses of cut heads",
-        lambda e: e.settings.ds_hf.tiled_mlp is not None or e.settings.ds_hf.chunked_loss or e.mesh.shape.tensor > 1,
+        _tiles,
         "modules.tiling:attach",
     ),
     Feature("Python's collector off", lambda e: e.settings.disable_python_gc, "observe.python_gc:attach"),

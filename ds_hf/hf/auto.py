@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -27,12 +27,21 @@ from ds_hf.hf.source import AUTO
 from ds_hf.host import available_memory, local_world_size
 from ds_hf.log import logger
 
-__all__ = ["Memory", "PresetChoice", "choose", "choose_at_parse_time", "model_on_command_line", "wrap_integration"]
+__all__ = [
+    "Memory",
+    "PresetChoice",
+    "adapts",
+    "choose",
+    "choose_at_parse_time",
+    "model_on_command_line",
+    "wrap_integration",
+]
 
 # Smallest first; a stage without offload comes before any offload, which costs time at every step.
 CANDIDATES = ("zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload")
 INFERENCE = "zero3"  # the only one that transformers evaluates with when there was no training
 STATES_SHARE = 0.7  # of the free memory; the rest is for activations, logits and buffers
+ADAPTERS = 50  # they are taken for this part of a model: rank 64 of all linear layers of 7 B
 MODEL_FLAGS = ("model_name_or_path", "config_name", "model")
 
 
@@ -66,6 +75,8 @@ def wrap_integration(module: ModuleType) -> None:
 def choose_at_parse_time(arguments: Any) -> None:
     """Choose now, if the command line tells which model it will be."""
     size = _measure_named(model_on_command_line(sys.argv[1:]))
+    if size is not None and adapts(sys.argv[1:]):
+        size = replace(size, trainable=size.total // ADAPTERS)
     if size is not None:
         _settle(arguments, arguments.hf_deepspeed_config, size)
 
@@ -103,6 +114,14 @@ def model_on_command_line(argv: Sequence[str]) -> str | None:
         if value and not value.startswith("-"):
             found[flag[2:].replace("-", "_")] = value
     return next((found[flag] for flag in MODEL_FLAGS if flag in found), None)
+
+
+def adapts(argv: Sequence[str]) -> bool:
+    """Whether TRL's flag asks for adapters, which are made when the choice has fallen."""
+    flag = next((position for position, word in enumerate(argv) if word.replace("-", "_") == "__use_peft"), None)
+    if flag is None:
+        return any(word.lower().replace("-", "_") == "__use_peft=true" for word in argv)
+    return argv[flag + 1 : flag + 2] not in (["False"], ["false"], ["0"])
 
 
 def _choose_with_model(hf_config: Any, arguments: Any, model: Any, num_training_steps: int) -> None:

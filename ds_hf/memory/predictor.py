@@ -27,6 +27,7 @@ from ds_hf.config.types import Config
 from ds_hf.deepspeed_api.moe.layer import expert_claims
 from ds_hf.engine.casting import set_buffer_dtypes
 from ds_hf.engine.modules.quantized.settings import quantize_by_settings
+from ds_hf.engine.modules.tiling.models import chunks_loss
 from ds_hf.engine.parallel.experts.divide import divide_experts_without_values
 from ds_hf.engine.parallel.experts.separate import separate_experts
 from ds_hf.engine.parallel.pipeline.division import LayerDivision
@@ -231,7 +232,7 @@ class Predictor:
             sharding,
             offloads=settings.activation_checkpointing.cpu_checkpointing or own.offload_activations,
             tiled_mlp=own.tiled_mlp,
-            chunked_loss=own.chunked_loss,
+            chunked_loss=chunks_loss(own.chunked_loss, self._model),
             gathers_logits=settings.tensor_parallel.vocab_parallel_lm_head is False,
         )
         if own.compile and own.tiled_mlp is None and settings.sequence_parallel_size == 1:  # else graphs break inside

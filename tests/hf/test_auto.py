@@ -134,3 +134,16 @@ def test_free_memory_is_shared_by_the_processes_of_a_machine(monkeypatch: pytest
     monkeypatch.setattr(auto, "available_memory", lambda: 8 * GIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert auto.free_device_memory().host == 2 * GIB
+
+
+def test_adapters_that_the_command_line_asks_for_train_alone(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [["--use_peft"], ["--use-peft", "--lora_r=4"], ["--use_peft", "True"], ["--use_peft=true"]]
+    assert all(auto.adapts(argv) for argv in asked)
+    assert not any(auto.adapts(argv) for argv in ([], ["--use_peft=false"], ["--use_peft", "False"], ["--peft"]))
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--model_name_or_path={model_folder}", "--use_peft"])
+    monkeypatch.setattr(auto, "free_device_memory", lambda: free(1000))
+    TrainingArguments(output_dir=str(tmp_path), report_to="none", deepspeed="auto")
+    size = LlamaForCausalLM(LlamaConfig.from_pretrained(model_folder)).num_parameters()
+    assert f"({size // auto.ADAPTERS / 1e6:,.1f} M trainable)" in capsys.readouterr().err

@@ -194,7 +194,7 @@ class DsHfSection:
     split_masters: bool | Literal["auto"] = "auto"
     offload_activations: bool = False
     tiled_mlp: int | Literal["auto"] | None = None
-    chunked_loss: bool = False
+    chunked_loss: bool | Literal["auto"] = "auto"
     fused_lora: bool = True
     report: str | None = None
     report_steps: Literal["sampled", "all"] = "sampled"

@@ -22,9 +22,9 @@ from ds_hf.engine.modules.tiling.logits import DeferredHead, PartialHead, Partia
 from ds_hf.engine.modules.tiling.loss import causal_lm_loss
 from ds_hf.engine.parallel.tensor.styles import ColwiseGathered
 from ds_hf.engine.zero.hooks import in_backward
-from ds_hf.log import warn_once
+from ds_hf.log import log_once, warn_once
 
-__all__ = ["ChunkedLoss", "PartialLoss", "TiledMlps", "attach", "tiles_of"]
+__all__ = ["ChunkedLoss", "PartialLoss", "TiledMlps", "attach", "chunks_loss", "tiles_of"]
 
 _CLASS = re.compile(r"(MLP|Mlp|FeedForward|FFN|LayerFF|DenseActDense)$")
 _MIXES = (
@@ -34,6 +34,7 @@ _MIXES = (
     nn.MultiheadAttention,
     nn.RNNBase,
 )  # positions, or takes something else
+_LARGE_VOCABULARY = 65_536  # from Llama 3 on; fp32 logits of 8,192 positions take 2 GiB and more
 _LEAST_POSITIONS = 8192  # with fewer in a tile, adding up weight gradients takes more than 3 % of its products' time
 
 
@@ -43,10 +44,29 @@ def attach(engine: Any) -> None:
     own = engine.settings.ds_hf
     if own.tiled_mlp is not None:
         engine.hooks.handles.append(TiledMlps(engine.module, own.tiled_mlp))
-    if own.chunked_loss:
+    if chunks_loss(own.chunked_loss, engine.module):
+        if own.chunked_loss == "auto":
+            log_once(
+                "the loss is computed in chunks of the sequence: the head is frozen, and has "
+                f"{_LARGE_VOCABULARY:,} words or more (ds_hf.chunked_loss)"
+            )
         engine.hooks.handles.append(ChunkedLoss(engine.module))
     elif engine.settings.tensor_parallel.vocab_parallel_lm_head is not False:
         engine.hooks.handles.append(PartialLoss(engine.module))
+
+
+def chunks_loss(asked: bool | Literal["auto"], model: nn.Module) -> bool:
+    """Whether the loss of ``model`` is computed in chunks: "auto" where it trains adapters under a frozen head with a
+    large vocabulary, so that no gradient of the head has to wait for backward."""
+    if asked != "auto":
+        return asked
+    if not any("lora_A" in module._modules for module in model.modules()):
+        return False
+    heads = [_head(module) for module in model.modules() if _is_causal_lm(module)]
+    return any(
+        type(head) is nn.Linear and head.out_features >= _LARGE_VOCABULARY and not head.weight.requires_grad
+        for head in heads
+    )
 
 
 # -- MLPs -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_hf import initialize
 from ds_hf.engine.modules.tiling import models as room
 from ds_hf.engine.modules.tiling.logits import DeferredLogits
-from ds_hf.engine.modules.tiling.models import ChunkedLoss, TiledMlps, tiles_of
+from ds_hf.engine.modules.tiling.models import ChunkedLoss, TiledMlps, chunks_loss, tiles_of
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config as trainer_config
 from tests.compat.trainer_code import fit
@@ -235,3 +235,46 @@ def test_trainer(tmp_path: Any) -> None:
             for ours, plain in zip(found[stage], found["plain"], strict=True):
                 assert ours == pytest.approx(plain, rel=1e-5)
     assert room.tiles_of(torch.empty(1, 4, 4), "auto") == 1
+
+
+def _with_adapters(vocabulary: int, **options: Any) -> Any:
+    import peft
+
+    torch.manual_seed(0)
+    model = build("Llama", vocab_size=vocabulary)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+
+
+def test_losses_are_chunked_by_themselves_under_a_frozen_head_that_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_LARGE_VOCABULARY", 256)
+    cases = [
+        (build("Llama", vocab_size=256), False),
+        (_with_adapters(255), False),
+        (_with_adapters(256), True),
+        (_with_adapters(256, modules_to_save=["lm_head"]), False),
+    ]
+    assert [chunks_loss("auto", model) for model, _ in cases] == [chunked for _, chunked in cases]
+    assert chunks_loss(True, cases[0][0])
+    assert not chunks_loss(False, cases[2][0])
+
+
+def _adapted_losses(chunked: Any) -> tuple[list[float], bool]:
+    room._LARGE_VOCABULARY = 256
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "ds_hf": {"chunked_loss": chunked}}
+    model = _with_adapters(256)
+    engine = initialize(model=model, config=config)[0]
+    losses = []
+    for step in range(3):
+        ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(step))
+        output = engine(input_ids=ids, labels=ids)
+        engine.backward(output.loss)
+        engine.step()
+        losses.append(output.loss.item())
+    return losses, isinstance(output.logits, DeferredLogits)
+
+
+def test_an_engine_chunks_the_loss_of_adapters() -> None:
+    found, deferred = run_distributed(_adapted_losses, 1, "auto")[0]
+    plain, none = run_distributed(_adapted_losses, 1, False)[0]
+    assert (deferred, none) == (True, False)
+    assert found == pytest.approx(plain, abs=1e-5)
