@@ -1,5 +1,8 @@
 """Layers with adapters that read one input, in one step of autograd: ``x W.T + b + scaling (x A.T) B.T`` for each.
 
+DoRA multiplies the sum, without ``b``, by ``m / norm``: that of the rows of ``W + scaling B A``, through which no
+gradient goes.
+
 The input is kept once, by whatever number of layers and adapters; the small products are one where nothing is drawn
 between (``A`` of all layers stacked); what an adapter adds goes onto the product of the base, and each layer's part of
 the input's gradient onto that of the others, without a tensor between. Weights of few bits become values for the one
@@ -11,6 +14,7 @@ Invariant: a backward that makes a graph differentiates the plain formula, so de
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,25 +55,25 @@ class SharedCall(NamedTuple):
 
 class Operands(NamedTuple):
     """Of each layer: its weight, as its source reads it, its bias ``[outputs]`` if it has one, ``A`` ``[rank,
-    inputs]``, ``B`` ``[outputs, rank]``, and what the adapter reads in place of the input where it drops some."""
+    inputs]``, ``B`` ``[outputs, rank]``, what the adapter reads in place of the input where it drops some, and ``m``
+    ``[outputs]`` of DoRA."""
 
     weights: Sequence[Any]
     biases: Sequence[Any]
     firsts: Sequence[Any]
     seconds: Sequence[Any]
     dropped: Sequence[Any]
+    magnitudes: Sequence[Any]
 
     @staticmethod
     def of(flat: Sequence[Any]) -> Operands:
-        n = len(flat) // 5
-        return Operands(flat[:n], flat[n : 2 * n], flat[2 * n : 3 * n], flat[3 * n : 4 * n], flat[4 * n :])
+        n = len(flat) // len(Operands._fields)
+        return Operands(*(flat[start : start + n] for start in range(0, len(flat), n)))
 
 
 def adapted_products(call: SharedCall, x: Tensor, layers: Operands) -> tuple[Tensor, ...]:
     """The layers' outputs, ``[..., outputs]`` each in ``call.dtype``, of ``x``: ``[..., inputs]`` in ``call.dtype``."""
-    found: tuple[Tensor, ...] = _Products.apply(  # type: ignore[no-untyped-call]
-        call, x, *layers.weights, *layers.biases, *layers.firsts, *layers.seconds, *layers.dropped
-    )
+    found: tuple[Tensor, ...] = _Products.apply(call, x, *chain.from_iterable(layers))  # type: ignore[no-untyped-call]
     return found
 
 
@@ -79,18 +83,25 @@ class _Products(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         layers = Operands.of(tensors)
         hidden = _hidden(call, _rows(x), layers)
-        outs = []
+        outs: list[Tensor] = []
+        scaled: list[Tensor] = []  # of DoRA: what is multiplied, and the norms
         for index, source in enumerate(call.sources):
-            bias = layers.biases[index]
+            bias, magnitude = layers.biases[index], layers.magnitudes[index]
             values = source.values(layers.weights[index], call.dtype)
             if call.again:
                 source.keep(values)
-            out = F.linear(x, values) if bias is None else _with_bias(x, values, _cast(bias, call.dtype))
+            plain = bias is None or magnitude is not None
+            out = F.linear(x, values) if plain else _with_bias(x, values, _cast(bias, call.dtype))
             second = _cast(layers.seconds[index], call.small)
             _add(_rows(out), hidden[index], second.t(), call.scalings[index])
+            if magnitude is not None:
+                norm = _norm(values, layers.firsts[index], second, call.scalings[index])
+                scaled += [_rows(out), norm]
+                out = out * (magnitude / norm)
+                out = out if bias is None else out.add_(bias)
             outs.append(out)
         ctx.call, ctx.shape = call, x.shape
-        ctx.save_for_backward(x if _reads_input(layers) else None, *hidden, *tensors)
+        ctx.save_for_backward(x if _reads_input(layers) else None, *hidden, *scaled, *tensors)
         return tuple(outs)
 
     @staticmethod
@@ -109,22 +120,25 @@ class _Products(torch.autograd.Function):
 def _gradients(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Of the input and of all operands."""
     call: SharedCall = ctx.call
-    x, *rest = ctx.saved_tensors
-    count = len(grads)
-    hidden, layers = rest[:count], Operands.of(rest[count:])
-    needed = Operands.of(ctx.needs_input_grad[2:])
-    found: list[Tensor | None] = [None] * (5 * count)
+    x, hidden, scaled, layers = _saved(ctx, len(grads))
+    count, needed = len(grads), Operands.of(ctx.needs_input_grad[2:])
+    found: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 2)
     of_bias, of_first, of_second = count, 2 * count, 3 * count
     total: Tensor | None = None
     inner: list[Tensor] = []  # gradients of what A gave
     used = [index for index in range(count) if grads[index] is not None]
     for index in used:
         grad = _rows(grads[index])
+        if needed.biases[index]:
+            found[of_bias + index] = grad.sum(0)
+        if (magnitude := layers.magnitudes[index]) is not None:
+            whole, norm = scaled[index]
+            if needed.magnitudes[index]:
+                found[5 * count + index] = (grad * whole).sum(0).div_(norm)
+            grad = grad * (magnitude / norm)
         if ctx.needs_input_grad[1]:
             values = call.sources[index].values(layers.weights[index], call.dtype)
             total = torch.mm(grad, values) if total is None else total.addmm_(grad, values)
-        if needed.biases[index]:
-            found[of_bias + index] = grad.sum(0)
         grad, second = _cast(grad, call.small), layers.seconds[index]
         inner.append(_scaled(grad, _cast(second, call.small), call.scalings[index]))
         if needed.seconds[index]:
@@ -170,13 +184,13 @@ def _through_dropout(
 
 def _differentiable(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients that are functions of the inputs and of ``grads``: for penalties on gradients."""
-    x, *rest = ctx.saved_tensors
+    x, _, _, layers = _saved(ctx, len(grads))
     if x is None:
         raise DsHfError(
             "a gradient of gradients (create_graph=True) goes through adapters whose first half is frozen, or drops "
             'some of its input, which keep no input for it: set "ds_hf": {"fused_lora": false}'
         )
-    given, needed = [x, *rest[len(grads) :]], ctx.needs_input_grad[1:]
+    given, needed = [x, *chain.from_iterable(layers)], ctx.needs_input_grad[1:]
     inputs = [each.view_as(each) if needs else each for each, needs in zip(given, needed, strict=True)]
     outs = plain_products(ctx.call, inputs[0], Operands.of(inputs[1:]))
     asked = [index for index, needs in enumerate(needed) if needs]
@@ -198,12 +212,32 @@ def _differentiable(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | N
 def plain_products(call: SharedCall, x: Tensor, layers: Operands) -> list[Tensor]:
     """The same by operations that autograd knows."""
     outs = []
-    for source, scaling, weight, bias, first, second, dropped in zip(call.sources, call.scalings, *layers, strict=True):
-        out = x @ source.values(weight, call.dtype).t()
-        out = out if bias is None else out + bias.to(call.dtype)
+    for source, scaling, weight, bias, first, second, dropped, magnitude in zip(
+        call.sources, call.scalings, *layers, strict=True
+    ):
+        values = source.values(weight, call.dtype)
         inner = (x if dropped is None else dropped).to(call.small) @ first.to(call.small).t()
-        outs.append((out + inner @ second.to(call.small).t() * scaling).to(call.dtype))
+        out = (x @ values.t() + inner @ second.to(call.small).t() * scaling).to(call.dtype)
+        if magnitude is not None:
+            out = out * (magnitude / _norm(values, first.detach(), second.detach(), scaling))
+        outs.append(out if bias is None else out + bias.to(call.dtype))
     return outs
+
+
+def _norm(values: Tensor, first: Tensor, second: Tensor, scaling: float) -> Tensor:
+    """Of the rows of ``W + scaling B A``: ``[outputs]``."""
+    norm: Tensor = torch.linalg.vector_norm(torch.addmm(values, second, first, alpha=scaling), dim=1)
+    return norm
+
+
+def _saved(ctx: Any, count: int) -> tuple[Tensor | None, list[Tensor], dict[int, tuple[Tensor, Tensor]], Operands]:
+    """The input, what A gave, of the layers with DoRA what was multiplied and the norms, and the operands."""
+    x, *rest = ctx.saved_tensors
+    operands = len(ctx.needs_input_grad) - 2
+    layers = Operands.of(rest[len(rest) - operands :])
+    pairs = iter(rest[count : len(rest) - operands])
+    scaled = {i: (next(pairs), next(pairs)) for i, each in enumerate(layers.magnitudes) if each is not None}
+    return x, rest[:count], scaled, layers
 
 
 def _reads_input(layers: Operands) -> bool:

@@ -62,6 +62,7 @@ class _Terms(NamedTuple):
     second: Tensor
     scaling: float
     dropout: nn.Module | None
+    magnitude: Tensor | None
 
     def same(self, other: _Terms) -> bool:
         return self.scaling == other.scaling and all(
@@ -92,9 +93,13 @@ class AdaptedLayer:
     Attributes:
         after: those of its family that are called after it.
         missed: what it computed for those was of no use to one of them.
+        said: reasons that were told, of all layers.
     """
 
-    def __init__(self, name: str, module: nn.Module, base: nn.Module, read: Callable[..., Tensor]) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, base: nn.Module, read: Callable[..., Tensor], said: set[str]
+    ) -> None:
+        self.said = said
         self.name, self.module, self.base, self.kind = name, module, base, type(base)
         self.own = type(module).forward.__get__(module)
         self.read, self.is_quantized = read, read is not _whole and read is not _whole_transposed
@@ -152,8 +157,8 @@ class AdaptedLayer:
         call = SharedCall(layers, [each.scaling for each in of_each], dtype, small, modes.grad and in_backward())
         self.kept = None
         dropped = [None if each.dropout is None else each.dropout(x.to(each.first.dtype)) for each in of_each]
-        _, weights, biases, firsts, seconds, _, _ = zip(*of_each, strict=True)
-        operands = Operands(weights, biases, firsts, seconds, dropped)
+        _, weights, biases, firsts, seconds, _, _, magnitudes = zip(*of_each, strict=True)
+        operands = Operands(weights, biases, firsts, seconds, dropped, magnitudes)
         outs = adapted_products(call, x if x.dtype is dtype else x.to(dtype), operands)
         for layer, each, out in zip(layers[1:], of_each[1:], outs[1:], strict=True):
             layer.ready = _Ready(x, modes, each, out)
@@ -173,6 +178,9 @@ class AdaptedLayer:
                 return None
         elif (own := _computes_in(terms.base, terms.weight)) is None or own is not (cast or x.dtype):
             return None
+        if terms.magnitude is not None and (cast is not None or terms.first.dtype is not x.dtype):
+            self._leave("DoRA's norm is taken in another dtype")
+            return None
         if terms.first.dtype is not terms.second.dtype or (self.is_bitsandbytes and cast not in (None, x.dtype)):
             return None
         return _Modes(x._version, torch.is_grad_enabled(), cast)
@@ -185,10 +193,15 @@ class AdaptedLayer:
         """What the layer computes with now, ``None`` where that is not plain LoRA, or others have to see it."""
         found = _terms(self.module.__dict__, self.kind)
         if isinstance(found, str):
-            if found:
-                log_once(f"{self.name} is computed by PEFT: {found}")
+            self._leave(found)
             return None
         return found
+
+    def _leave(self, why: str) -> None:
+        """Say it once for all layers."""
+        if why and why not in self.said:
+            self.said.add(why)
+            log_once(f"{self.name}, and layers like it, are computed by PEFT: {why}")
 
 
 def _terms(own: Any, kind: type) -> _Terms | str:
@@ -207,14 +220,15 @@ def _terms(own: Any, kind: type) -> _Terms | str:
     base: Any
     base, first, second = modules["base_layer"], firsts[name], modules["lora_B"]._modules[name]
     dropout: Any = modules["lora_dropout"]._modules[name]
+    dora: Any = modules["lora_magnitude_vector"]._modules.get(name)
     if _is_variant(own, name):
-        return "its adapter is DoRA, or another variant of LoRA"
+        return "its adapter is a variant of LoRA"
     classes: tuple[Any, ...] = type(base), type(first), type(second)
     if classes != (kind, nn.Linear, nn.Linear):
         return "other layers took the places of its own"
     if not own.get("cast_input_dtype_enabled", True):
         return "its input is not to be cast"
-    for module in (base, first, second, dropout):
+    for module in (base, first, second, dropout) if dora is None else (base, first, second, dropout, dora):
         found: dict[str, Any] = module.__dict__
         if (
             found["_forward_hooks"]
@@ -230,12 +244,16 @@ def _terms(own: Any, kind: type) -> _Terms | str:
     if second._parameters["bias"] is not None:
         return "its adapter has a bias"
     drops = dropout.training and type(dropout) is not nn.Identity and getattr(dropout, "p", 1.0) > 0
+    magnitude = None if dora is None else dora._parameters["weight"]
+    if magnitude is not None and drops:
+        return "DoRA multiplies what dropout leaves of the input"
     small = first._parameters["weight"], second._parameters["weight"]
-    return _Terms(base, weight, bias, small[0], small[1], own["scaling"][name], dropout if drops else None)
+    return _Terms(base, weight, bias, small[0], small[1], own["scaling"][name], dropout if drops else None, magnitude)
 
 
 def _is_variant(own: dict[str, Any], adapter: str) -> bool:
-    return adapter in own.get("lora_variant", ()) or bool(own.get("use_dora", {}).get(adapter))
+    variant = own.get("lora_variant", {}).get(adapter)
+    return variant is not None and type(variant).__name__ != "DoraLinearVariant"
 
 
 def _is_own(module: nn.Module, forward: Any) -> bool:
@@ -319,6 +337,7 @@ class FusedAdapters(Observer):
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[AdaptedLayer] = []
         self.left: Counter[str] = Counter()
+        self._said: set[str] = set()
         for name, module in model.named_modules():
             by_child = {
                 key: found for key, child in module.named_children() if (found := self._layer(f"{name}.{key}", child))
@@ -341,14 +360,14 @@ class FusedAdapters(Observer):
         elif not _is_own(module, own.get("forward")):
             why = "its forward was replaced"
         elif all(_is_variant(own, adapter) for adapter in own["r"]):
-            why = "its adapter is DoRA, or another variant of LoRA"
+            why = "its adapter is a variant of LoRA"
         else:
             why = _reader(base)
         if isinstance(why, str):
             self.left[why] += 1
             return None
         assert base is not None
-        return AdaptedLayer(name.removeprefix("."), module, base, why)
+        return AdaptedLayer(name.removeprefix("."), module, base, why, self._said)
 
     def tell(self) -> Iterator[str]:
         """What is computed how."""

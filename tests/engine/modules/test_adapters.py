@@ -108,7 +108,8 @@ EACH = [
 @pytest.mark.parametrize(("family", "kind"), EACH)
 def test_gradients_are_those_of_plain_peft(family: str, kind: str) -> None:
     fused = assert_same_step(make(family, torch.float64, **KINDS[kind]), 1e-12)
-    assert bool(fused.layers) == (kind != "dora")
+    assert fused.layers
+    assert not fused.left
     assert_same_step(make(family, **KINDS[kind]), 1e-4)  # of small ones, behind a softmax
 
 
@@ -130,7 +131,14 @@ def of_gradients(net: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{"lora_dropout": 0.3}, {"bias": "lora_only"}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}]
+    "options",
+    [
+        {"lora_dropout": 0.3},
+        {"bias": "lora_only"},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"use_dora": True, "lora_dropout": 0.3},
+    ],
 )
 def test_options_of_adapters(options: dict[str, Any]) -> None:
     assert_same_step(make("opt" if "bias" in str(options) else "llama", torch.float64, **options), 1e-12)
@@ -145,14 +153,16 @@ def test_checkpointed_blocks(reentrant: bool, dropout: float) -> None:
     assert_same_step(model, 1e-12)
 
 
-def test_gradients_of_gradients() -> None:
-    assert_same_step(make(dtype=torch.float64), 1e-12, of_gradients)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_gradients_of_gradients(kind: str) -> None:
+    assert_same_step(make(dtype=torch.float64, **KINDS[kind]), 1e-12, of_gradients)
 
 
-@pytest.mark.parametrize("small", ["bf16", "fp32 adapters", "autocast"])
+@pytest.mark.parametrize("small", ["bf16", "bf16, DoRA", "fp32 adapters", "autocast"])
 def test_sixteen_bits_are_as_near_to_the_truth_as_peft_is(small: str) -> None:
-    exact = make(dtype=torch.float64)
-    model = make()
+    options = {"use_dora": "DoRA" in small}
+    exact = make(dtype=torch.float64, **options)
+    model = make(**options)
     if small != "autocast":
         model.to(torch.bfloat16)
     if small == "fp32 adapters":
@@ -344,7 +354,7 @@ def assert_trains(stage: int, family: str, kind: str, steps: int, reentrant: boo
     plain = {name: value for name, value in model.state_dict().items() if "lora_" in name}
     merged = model.merge_and_unload().state_dict()
     for rank, (ours, trained, whole, count, _) in enumerate(found):
-        assert (count > 0) == (kind != "dora")
+        assert count
         assert ours == pytest.approx(losses[rank], abs=2e-5 if steps < 10 else 2e-4)
         assert trained.keys() == plain.keys()
         assert max(float((trained[name] - value).abs().max()) for name, value in plain.items()) <= 2e-4
