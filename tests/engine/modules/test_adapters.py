@@ -355,10 +355,12 @@ def assert_trains(stage: int, family: str, kind: str, steps: int, reentrant: boo
     merged = model.merge_and_unload().state_dict()
     for rank, (ours, trained, whole, count, _) in enumerate(found):
         assert count
-        assert ours == pytest.approx(losses[rank], abs=2e-5 if steps < 10 else 2e-4)
+        few = steps < 10  # rounding grows from step to step
+        assert ours == pytest.approx(losses[rank], abs=2e-5 if few else 2e-4)
         assert trained.keys() == plain.keys()
-        assert max(float((trained[name] - value).abs().max()) for name, value in plain.items()) <= 2e-4
-        assert max(float((whole[name] - merged[name]).abs().max()) for name in whole) <= 2e-4
+        bound = 2e-4 if few else 2e-3
+        assert max(float((trained[name] - value).abs().max()) for name, value in plain.items()) <= bound
+        assert max(float((whole[name] - merged[name]).abs().max()) for name in whole) <= bound
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), pytest.param(1, marks=SLOW), 2, 3])
