@@ -200,6 +200,7 @@ class DsHfSection:
     report_steps: Literal["sampled", "all"] = "sampled"
     stochastic_rounding: bool = True
     summary: Literal["line", "full"] | Literal[False] = "line"
+    trl_workarounds: bool = False
     wire: DsHfWireSection = field(default_factory=DsHfWireSection)
 
 
