@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_hf.engine.comm import peers
+from ds_hf.engine.comm.mesh import data_parallel_axis
+from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.zero.gather import GatheredParameters
 from tests.gpu.test_overlap import data, engine_of, step
 from tests.helpers.distributed import run_distributed
@@ -65,3 +67,41 @@ def many(rounds: int) -> list[int]:
 def test_memory_of_regions_is_given_back() -> None:
     for used in run_distributed(many, 2, 4, timeout=120, backend="nccl"):
         assert used[-1] <= used[1] + (4 << 20), used
+
+
+def meetings(rounds: int) -> tuple[int, int, bool]:
+    """Of as many gathers and sums beside products that keep every multiprocessor, elements that were wrong."""
+    axis, device = data_parallel_axis(), torch.device("cuda", torch.cuda.current_device())
+    stream, other = CommStream(device), CommStream(device)
+    found = peers.open_peers(axis, device, stream)
+    assert found is not None, "no access between the GPUs"
+    sums, rank, numel = found.sums(), axis.rank, 3 << 20
+    regions = [found.region(numel, torch.float32) for _ in range(2)]
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    wrong = torch.zeros(2, dtype=torch.int64, device=device)
+    targets = torch.empty(2 * numel, device=device)
+    for number in range(rounds):
+        region = regions[number % 2]
+        region.writing()
+        if (number + rank) % 3 == 0:
+            a @ a  # one is later than the other
+        region.mine.fill_(2 * number + rank)
+        with stream:
+            region.gather(targets.chunk(2), region.theirs, "a test's values")
+        gradient = torch.full((2 * numel,), float(3 * number + rank), device=device)
+        for _ in range(2):
+            a @ a
+        with other:
+            total = sums.reduce_scatter([gradient], ((0, 2 * numel),), 2 * numel, factor=1.0, what="a test")
+        stream.join()
+        other.join()
+        wrong[0] += (targets.view(2, -1) != torch.tensor([[2.0 * number], [2.0 * number + 1]], device=device)).sum()
+        wrong[1] += (total != 6 * number + 1).sum()
+    gathers, reductions = wrong.tolist()
+    return gathers, reductions, peers._flushes(device)
+
+
+def test_meetings_hold_what_comes_after_them() -> None:
+    for gathers, reductions, flushes in run_distributed(meetings, 2, 400, timeout=120, backend="nccl"):
+        print("flushes:", flushes)
+        assert (gathers, reductions) == (0, 0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ LEAST_COPIED_NBYTES = 48 << 20
 Mapping = Callable[[int, torch.dtype], "list[Tensor]"]
 _GATHERS, _SUMS = range(2)  # meetings on two streams at once are two kinds
 _CHANNELS = 2
-_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32; flags 0: >=, after a fence
+# Of the CUDA driver: CU_STREAM_MEM_OP_WAIT_VALUE_32 (for >=), CU_STREAM_MEM_OP_WRITE_VALUE_32 (after a fence),
+# CU_STREAM_WAIT_VALUE_FLUSH, CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES.
+_WAIT, _WRITE, _FLUSH, _CAN_FLUSH = 1, 2, 1 << 30, 98
 
 
 class Peers:
@@ -133,20 +136,21 @@ def open_peers(axis: Axis, device: torch.device, comm_stream: CommStream) -> Pee
     """
     if axis.world_size == 1 or device.type != "cuda" or dist.get_backend(axis.group) != "nccl":
         return None
-    able = torch.tensor([_reaches_all(axis, device)], dtype=torch.int32, device=device)
+    able = torch.tensor([_reaches_all(axis, device), _flushes(device)], dtype=torch.int32, device=device)
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=axis.group)
-    if not able.item():
+    reaches, flushes = able.tolist()
+    if not reaches:
         return None
-    peers = _made(axis, device, comm_stream)
+    peers = _made(axis, device, comm_stream, flushes=bool(flushes))
     works = torch.tensor([peers is not None], dtype=torch.int32, device=device)
     dist.all_reduce(works, op=dist.ReduceOp.MIN, group=axis.group)
     return peers if works.item() else None
 
 
-def _made(axis: Axis, device: torch.device, comm_stream: CommStream) -> Peers | None:
+def _made(axis: Axis, device: torch.device, comm_stream: CommStream, *, flushes: bool) -> Peers | None:
     """``None`` if a gather does not bring what was written."""
     try:
-        gpus = _Gpus(axis, device)
+        gpus = _Gpus(axis, device, flushes=flushes)
         peers = Peers(axis, comm_stream, gpus, gpus.meet)
         if _brings_what_was_written(peers):
             return peers
@@ -158,9 +162,13 @@ def _made(axis: Axis, device: torch.device, comm_stream: CommStream) -> Peers | 
 
 
 class _Gpus:
-    """Memory of GPUs. torch's allocator counts it, and gives it back with the last region."""
+    """Memory of GPUs. torch's allocator counts it, and gives it back with the last region.
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
+    Args:
+        flushes: all of them can wait for a number and then see what was pushed before it.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, *, flushes: bool) -> None:
         self._memory: Any = _symmetric_memory()
         self._axis, self._device = axis, device
         group = dist.group.WORLD if axis.group is None else axis.group
@@ -169,6 +177,7 @@ class _Gpus:
         self._pool = torch.cuda.MemPool(self._memory.get_mempool_allocator(device))
         self._shared: Any = None
         self._signals: Signals | None = None
+        self._flushes = flushes
 
     def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
         with torch.cuda.use_mem_pool(self._pool, self._device):
@@ -181,17 +190,16 @@ class _Gpus:
         return tensors
 
     def meet(self, channel: int) -> None:
-        """Through numbers in the ranks' memory; while a graph is captured, which would repeat the same ones, by a
-        kernel."""
-        if torch.cuda.is_current_stream_capturing():
+        """Through numbers in the ranks' memory. By a kernel while a graph is captured, which would repeat the same
+        numbers, and for what others pushed here where the GPU cannot be told to see it after their number."""
+        if torch.cuda.is_current_stream_capturing() or (channel == _SUMS and not self._flushes):
             self._shared.barrier(channel=channel)
             return
         if self._signals is None:
             places = self(_CHANNELS * self._axis.world_size, torch.int32)
             places[self._axis.rank].zero_()
             self._shared.barrier(channel=channel)
-            self._signals = Signals([place.data_ptr() for place in places], self._axis.rank, _driver())
-            self._kept = places
+            self._signals = Signals(places, self._axis.rank, _driver(), flushes=self._flushes)
         self._signals.meet(channel, torch._C._cuda_getCurrentRawStream(self._device.index))
 
 
@@ -214,12 +222,14 @@ class Signals:
     end: beside the computation a meeting took 1.8 ms where the copies after it took 0.5.
 
     Args:
-        places: addresses of ``[channels, ranks]`` in int32 on each rank, zeros at first; a rank writes to its column.
+        places: ``[channels * ranks]`` in int32 of each rank, zeros at first; a rank writes to its column of each row.
         driver: the CUDA driver's library.
+        flushes: what others pushed before their number is seen after it.
     """
 
-    def __init__(self, places: Sequence[int], rank: int, driver: Any) -> None:
-        self._driver, ranks = driver, len(places)
+    def __init__(self, places: Sequence[Tensor], rank: int, driver: Any, *, flushes: bool) -> None:
+        self._driver, self._places, ranks = driver, places, len(places)
+        at = [place.data_ptr() for place in places]
         others = [other for other in range(ranks) if other != rank]
         self._counts = [0] * _CHANNELS
         self._asked: list[Any] = []
@@ -227,8 +237,9 @@ class Signals:
             asked = (_MemoryOperation * (2 * len(others)))()
             for number, other in enumerate(others):
                 write, wait = asked[number], asked[len(others) + number]
-                write.operation, write.address = _WRITE, places[other] + 4 * (channel * ranks + rank)
-                wait.operation, wait.address = _WAIT, places[rank] + 4 * (channel * ranks + other)
+                write.operation, write.address = _WRITE, at[other] + 4 * (channel * ranks + rank)
+                wait.operation, wait.address = _WAIT, at[rank] + 4 * (channel * ranks + other)
+                wait.flags = _FLUSH if flushes else 0
             self._asked.append(asked)
 
     def meet(self, channel: int, stream: int) -> None:
@@ -246,14 +257,22 @@ class Signals:
             raise RuntimeError(f"the CUDA driver cannot write and wait on a stream: error {error}")
 
 
+@cache
 def _driver() -> Any:
-    """The CUDA driver."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuStreamBatchMemOp_v2  # noqa: B018
+        return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise RuntimeError(str(error)) from error
-    return driver
+
+
+def _flushes(device: torch.device) -> bool:
+    """Whether the GPU, after it waited for a number, sees what was written to its memory from outside before that."""
+    answer = ctypes.c_int(0)
+    try:
+        error = _driver().cuDeviceGetAttribute(ctypes.byref(answer), _CAN_FLUSH, device.index)
+    except RuntimeError:
+        return False
+    return not error and bool(answer.value)
 
 
 def _reaches_all(axis: Axis, device: torch.device) -> bool:

@@ -240,7 +240,7 @@ def _tensors(engine: CoreEngine) -> Iterator[tuple[str, torch.dtype, str, int]]:
         moments = most_moments(type(optimizer.optimizer).__name__)
         for buffer, master in optimizer.masters.items():
             beside = optimizer.low_bits.get(buffer, master)
-            if beside.data_ptr() != buffer.owned(whole=optimizer.policy.whole).data_ptr():
+            if beside.data_ptr() != buffer.owned(whole=optimizer.policy.whole, write=False).data_ptr():
                 yield "master weights", beside.dtype, away or here, beside.numel()
             if moments:
                 yield "moments", optimizer.moment_dtype(buffer), away or here, moments * master.numel()

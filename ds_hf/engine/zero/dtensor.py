@@ -124,8 +124,8 @@ class Adopted:
             return
         if any(id(param) in self._new for param in optimizer.state):
             raise ConfigError(
-                "the optimizer has made steps over wrapped parameters (DTensors, or torchao's): give initialize() a new "
-                "one, load a checkpoint after that",
+                "the optimizer has made steps over wrapped parameters (DTensors, or torchao's): give initialize() a "
+                "new one, load a checkpoint after that",
                 "initialize(optimizer=...)",
             )
         for group in optimizer.param_groups:

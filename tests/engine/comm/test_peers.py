@@ -5,6 +5,7 @@ GPUs' memory is played by files that all ranks map; tests/gpu/test_peers.py has 
 
 from __future__ import annotations
 
+import ctypes
 import random
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from ds_hf import initialize
 from ds_hf.engine import parts
 from ds_hf.engine.comm import collectives, peers
 from ds_hf.engine.comm.mesh import Axis, data_parallel_axis
-from ds_hf.engine.comm.peers import Peers, open_peers
+from ds_hf.engine.comm.peers import Peers, Signals, open_peers
 from ds_hf.engine.comm.streams import CommStream
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.gather import GatheredParameters
@@ -44,6 +45,69 @@ def peers_in_files(axis: Axis, folder: str) -> Peers:
         return tensors
 
     return Peers(axis, CommStream(), mapping, lambda channel: dist.barrier())
+
+
+class Driver:
+    """``cuStreamBatchMemOp_v2`` of streams that stop at a wait: each rank's is a list of what it was given."""
+
+    def __init__(self) -> None:
+        self.queues: dict[int, list[tuple[int, int, int, int]]] = {}
+        self.passed: list[int] = []  # streams, in the order in which a meeting of theirs ended
+
+    def cuStreamBatchMemOp_v2(self, stream: Any, count: int, asked: Any, flags: int) -> int:  # noqa: N802
+        assert (ctypes.sizeof(asked[0]), flags, count) == (48, 0, len(asked))
+        new = [(each.operation, each.address, each.value, each.flags) for each in asked]
+        self.queues.setdefault(stream.value, []).extend([*new, (0, 0, 0, 0)])
+        while any(self.run(each) for each in self.queues):
+            pass
+        return 0
+
+    def run(self, stream: int) -> bool:
+        """Go on as far as ``stream`` gets; whether that is any further."""
+        queue, before = self.queues[stream], len(self.queues[stream])
+        while queue:
+            operation, address, value, flags = queue[0]
+            if operation == 2:
+                ctypes.c_uint32.from_address(address).value = value
+            elif operation == 1:
+                assert flags == 1 << 30
+                if ctypes.c_int32(ctypes.c_uint32.from_address(address).value - value).value < 0:
+                    break
+            else:
+                self.passed.append(stream)
+            queue.pop(0)
+        return len(queue) < before
+
+
+@pytest.mark.parametrize("begun", [0, 2**32 - 2])
+def test_signals_hold_each_rank_until_all_have_come(begun: int) -> None:
+    driver: Any = Driver()
+    places = [torch.full((6,), begun - (begun >> 31 << 32), dtype=torch.int32) for _ in range(3)]
+    ranks = [Signals(places, rank, driver, flushes=True) for rank in range(3)]
+    for each in ranks:
+        each._counts = [begun, begun]
+    for _ in range(4):
+        driver.passed.clear()
+        ranks[0].meet(0, 10)
+        ranks[0].meet(0, 10)
+        ranks[1].meet(1, 21)  # of the other kind
+        ranks[1].meet(0, 11)
+        assert driver.passed == []
+        ranks[2].meet(0, 12)
+        assert sorted(driver.passed) == [10, 11, 12], "the first meeting, and no second"
+        ranks[2].meet(0, 12)
+        ranks[1].meet(0, 11)
+        assert sorted(driver.passed) == [10, 10, 11, 11, 12, 12]
+        ranks[0].meet(1, 20)
+        ranks[2].meet(1, 22)
+        assert sorted(driver.passed[6:]) == [20, 21, 22]
+
+
+def test_a_driver_that_refuses_is_told() -> None:
+    places = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
+    refuses: Any = type("Refuses", (), {"cuStreamBatchMemOp_v2": lambda *_: 801})()
+    with pytest.raises(RuntimeError, match="error 801"):
+        Signals(places, 0, refuses, flushes=False).meet(0, 1)
 
 
 def meet_when_needed(folder: str) -> list[int]:
