@@ -65,8 +65,14 @@ class _Terms(NamedTuple):
     magnitude: Tensor | None
 
     def same(self, other: _Terms) -> bool:
-        return self.scaling == other.scaling and all(
-            mine is its for mine, its in zip(self, other, strict=True) if not isinstance(mine, float)
+        return (
+            self.weight is other.weight
+            and self.first is other.first
+            and self.second is other.second
+            and self.scaling == other.scaling
+            and self.bias is other.bias
+            and self.dropout is other.dropout
+            and self.magnitude is other.magnitude
         )
 
 
