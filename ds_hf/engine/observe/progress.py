@@ -199,10 +199,12 @@ def _notes(engine: CoreEngine) -> Iterator[str]:
         yield "activations in host memory"
     if any(True for _ in _elsewhere(engine)):
         yield "some weights in few bits"
+    parts = {type(part).__name__ for part in (*engine.hooks.handles, *engine.events.observers)}
     for name, on in (
         ("blocks compiled", own.compile),
         ("blocks captured", own.capture),
-        ("loss in chunks", own.chunked_loss),
+        ("adapters computed together", "FusedAdapters" in parts),
+        ("loss in chunks", own.chunked_loss is True or "ChunkedLoss" in parts),
         ("MLPs in tiles", own.tiled_mlp is not None),
         ("experts divided", settings.expert_parallel.enabled),
         ("products in fp8", own.fp8 is not None and own.fp8.enabled),

@@ -258,7 +258,7 @@ def test_losses_are_chunked_by_themselves_under_a_frozen_head_that_is_large(monk
     assert not chunks_loss(False, cases[2][0])
 
 
-def _adapted_losses(chunked: Any) -> tuple[list[float], bool]:
+def _adapted_losses(chunked: Any) -> tuple[list[float], bool, str]:
     room._LARGE_VOCABULARY = 256
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "ds_hf": {"chunked_loss": chunked}}
     model = _with_adapters(256)
@@ -270,11 +270,13 @@ def _adapted_losses(chunked: Any) -> tuple[list[float], bool]:
         engine.backward(output.loss)
         engine.step()
         losses.append(output.loss.item())
-    return losses, isinstance(output.logits, DeferredLogits)
+    return losses, isinstance(output.logits, DeferredLogits), str(engine.summary())
 
 
 def test_an_engine_chunks_the_loss_of_adapters() -> None:
-    found, deferred = run_distributed(_adapted_losses, 1, "auto")[0]
-    plain, none = run_distributed(_adapted_losses, 1, False)[0]
+    found, deferred, said = run_distributed(_adapted_losses, 1, "auto")[0]
+    plain, none, other = run_distributed(_adapted_losses, 1, False)[0]
     assert (deferred, none) == (True, False)
+    assert said.endswith(", adapters computed together, loss in chunks")
+    assert other.endswith(", adapters computed together")
     assert found == pytest.approx(plain, abs=1e-5)
