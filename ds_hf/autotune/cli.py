@@ -133,7 +133,8 @@ def autotune_command(
     """Find the fastest configuration for a training script: ds-hf autotune --budget 10m train.py --deepspeed ds.json
 
     Your script is started unchanged, several times, for a few steps each. The global batch stays what it is. Keys that
-    your file leaves out or has as "auto" may change; those that it sets stay, unless --tune names them.
+    your file leaves out or has as "auto" may change; those that it sets stay, unless --tune names them; a preset's may
+    change.
     """
     from ds_hf.autotune.options import Metric, Options, nbytes_of, seconds_of
 

@@ -20,7 +20,7 @@ from ds_hf.measure.statistics import summarise
 if TYPE_CHECKING:
     from ds_hf.autotune.study import Search
 
-__all__ = ["LEAST_GAIN", "Again", "Contest", "Contestant", "confirm"]
+__all__ = ["LEAST_GAIN", "Again", "Contest", "Contestant", "affordable", "confirm"]
 
 LEAST_GAIN = 1.01
 ALIKE = 1.03  # what could be at most this much faster is not worth another turn
@@ -167,6 +167,13 @@ class Contest:
         return pool(found) if found else None
 
 
+def affordable(rivals: list[Contestant], launches: int) -> list[Contestant]:
+    """All of them, or where there is time for two the first, which is the best, and the last, which is the user's."""
+    if len(rivals) <= launches:
+        return rivals
+    return [rivals[0], rivals[-1]] if launches > 1 else []
+
+
 def confirm(contest: Contest) -> None:
     """Turns until all is settled, or the budget ends. Ctrl-C ends them too; what is known by then stays."""
     search = contest.search
@@ -175,9 +182,9 @@ def confirm(contest: Contest) -> None:
         if contest.turns == TURNS:
             contest.why_ended = f"after {TURNS} turns their intervals still overlap"
             return
-        cost = usual * len(rivals)
-        if cost > search.left:
+        rivals = affordable(rivals, int(search.left / usual))
+        if not rivals:
             contest.why_ended = f"the budget of {search.options.budget:g} s ended before the next turn"
             return
-        search.view.expect(cost)
+        search.view.expect(usual * len(rivals))
         contest.turn(rivals)

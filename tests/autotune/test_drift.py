@@ -12,6 +12,7 @@ import optuna
 import pytest
 from rich.console import Console
 
+from ds_hf.autotune.confirm import affordable
 from ds_hf.autotune.load import LoadMeter, warning_of
 from ds_hf.autotune.options import Options
 from ds_hf.autotune.records import record_of
@@ -121,6 +122,13 @@ def test_a_result_that_was_not_confirmed_says_so(search: Callable[..., Result], 
     assert "Not confirmed" in top
     assert f"{result.gain:.2f}" not in top
     assert "not confirmed" in (tmp_path / "results" / "summary.txt").read_text()
+
+
+@pytest.mark.parametrize(("launches", "left"), [(0, ""), (1, ""), (2, "bu"), (3, "bsu"), (9, "bsu")])
+def test_a_short_budget_confirms_the_best_beside_the_users_file(launches: int, left: str) -> None:
+    """b: the best, s: the second, u: the user's."""
+    contestants: Any = list("bsu")
+    assert "".join(affordable(contestants, launches)) == left  # type: ignore[arg-type]
 
 
 def test_load_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
