@@ -218,8 +218,8 @@ class _MemoryOperation(ctypes.Structure):
 class Signals:
     """Meetings that take no kernel: a GPU writes its count to all others, and waits until it has all of theirs.
 
-    Its front end does both. A kernel would wait for a multiprocessor, and a product of matrices keeps all of them to its
-    end: beside the computation a meeting took 1.8 ms where the copies after it took 0.5.
+    Its front end does both. A kernel would wait for a multiprocessor, and a product of matrices keeps all of them to
+    its end: beside the computation a meeting took 1.8 ms where the copies after it took 0.5.
 
     Args:
         places: ``[channels * ranks]`` in int32 of each rank, zeros at first; a rank writes to its column of each row.

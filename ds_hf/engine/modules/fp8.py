@@ -77,7 +77,8 @@ def multiply(a: Side, b: Side, dtype: torch.dtype, *, fast: bool = False, emulat
         emulated: by a product of 32 bits, on a device without one of 8.
     """
     if emulated:
-        return ((a.values.float() @ b.values.float().t()) * a.scale * b.scale.t()).to(dtype)
+        with torch.autocast(a.values.device.type, enabled=False):
+            return ((a.values.float() @ b.values.float().t()) * a.scale * b.scale.t()).to(dtype)
     b_scale = b.scale.t() if b.scale.dim() else b.scale
     return torch._scaled_mm(
         a.values, b.values.t(), scale_a=a.scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
@@ -175,8 +176,12 @@ class Fp8Linear(nn.Linear):
         return found.reshape(*x.shape[:-1], found.shape[-1])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        found: Any = super().__reduce_ex__(protocol)
-        return found[0], (nn.Linear,), {key: value for key, value in found[2].items() if key not in _OWN}, *found[3:]
+        state = {name: value for name, value in vars(self).items() if name not in _OWN}
+        return _ordinary, (), state
+
+
+def _ordinary() -> nn.Linear:
+    return nn.Linear.__new__(nn.Linear)
 
 
 _OWN = ("_ds_by_rows", "_ds_emulated", "_ds_kept")
