@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -249,14 +250,10 @@ def _copies(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return side.values, side.values.t().contiguous(), side.scale
 
 
-_made: list[Any] = []
-
-
+@cache
 def _compiled_copies() -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
     """One pass over a weight for its maximum and one for both copies."""
-    if not _made:
-        _made.append(torch.compile(_copies, dynamic=True))
-    return _made[0]  # type: ignore[no-any-return]
+    return torch.compile(_copies, dynamic=True)
 
 
 def _linear_layers(model: nn.Module, section: DsHfFp8Section) -> Iterator[tuple[nn.Linear, str]]:
