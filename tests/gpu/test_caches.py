@@ -37,14 +37,11 @@ def _copies_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", WAYS, ids=["plain", "static", "host"])
 @pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
 def test_a_cache_in_host_memory(cache: str, options: dict[str, Any]) -> None:
-    """Keys and values come back as they were: the tokens are those of a cache that stays.
-
-    Not compiled: what transformers compiles for such a static cache ends torch 2.11 with a segmentation fault.
-    """
+    """Keys and values come back as they were: the tokens are those of a cache that stays."""
     plain = small_model("llama").cuda()
     expected = plain.generate(**prompts(), **GREEDY)
     engine = init_inference(small_model("llama"), dtype="fp32", **options)
-    settings = {**GREEDY, "cache_implementation": cache, "disable_compile": True}
+    settings = {**GREEDY, "cache_implementation": cache}
     assert torch.equal(engine.generate(**prompts(), **settings), expected)
     engine.destroy()
 

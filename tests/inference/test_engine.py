@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from ds_hf import init_inference
+from ds_hf.engine.modules.generation.footprint import check_cache_place
 from ds_hf.engine.modules.quantized.layers import values_of_blocks
 from ds_hf.errors import ConfigError, DsHfError
 from ds_hf.inference.engine import InferenceEngine
@@ -134,6 +136,23 @@ def test_transformers_own_caches() -> None:
     for cache in ("offloaded", "offloaded_static", "offloaded_hybrid"):
         with pytest.raises(DsHfError, match=f"cache_implementation is '{cache}'.*the model is on the CPU: remove it"):
             engine.generate(**inputs, **GREEDY, cache_implementation=cache)
+
+
+def test_a_static_cache_in_host_memory_is_not_compiled_where_torch_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gpu = small_model("llama"), torch.device("cuda")
+    for version, given, expected in (
+        ("2.11.0+cu130", {}, True),
+        ("2.11.0", {"disable_compile": True}, True),
+        ("2.13.0", {}, None),
+    ):
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        for cache in ("offloaded_static", "offloaded_hybrid"):
+            kwargs = {"cache_implementation": cache, **given}
+            check_cache_place(model, kwargs, gpu)
+            assert kwargs.get("disable_compile") is expected
+        kwargs = {"cache_implementation": "offloaded"}
+        check_cache_place(model, kwargs, gpu)
+        assert "disable_compile" not in kwargs
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_hf.errors import DsHfError
+from ds_hf.log import log_once
 
 __all__ = ["cache_nbytes", "call_nbytes", "check_cache_place", "positions_of", "prompt_shape"]
 
+_STATIC_IN_HOST = ("offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked")
 _PROMPTS = ("inputs", "input_ids", "inputs_embeds", "input_features", "pixel_values")
 _TOKENS = 20  # what ``generate`` adds where nothing says how much
 
@@ -39,8 +41,11 @@ def positions_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def check_cache_place(model: nn.Module, kwargs: dict[str, Any], device: torch.device) -> None:
-    """Raises:
-    DsHfError: the cache of a call would leave a GPU, and the model computes on the CPU.
+    """See to a cache that leaves the GPU: in torch 2.11 the step that transformers compiles for a static one ends in
+    a segmentation fault, so there ``kwargs`` have it compile nothing.
+
+    Raises:
+        DsHfError: the model computes on the CPU.
     """
     cache = _setting(model, kwargs, "cache_implementation")
     if device.type == "cpu" and isinstance(cache, str) and cache.startswith("offloaded"):
@@ -48,6 +53,10 @@ def check_cache_place(model: nn.Module, kwargs: dict[str, Any], device: torch.de
             f"cache_implementation is {cache!r}, which moves a GPU's cache to host memory, and the model is on the "
             "CPU: remove it"
         )
+    crashes = cache in _STATIC_IN_HOST and torch.__version__ < "2.12"
+    if crashes and not _setting(model, kwargs, "disable_compile"):
+        log_once(f"generation with the cache {cache!r} is not compiled: torch before 2.12 ends in a segmentation fault")
+        kwargs["disable_compile"] = True
 
 
 def call_nbytes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> int:
