@@ -23,6 +23,7 @@ from ds_hf.autotune.space import (
     CHUNKED_LOSS,
     COMMUNICATION,
     COMPILE,
+    FP8,
     OFFLOAD_OPTIMIZER,
     OFFLOAD_PARAM,
     STAGE,
@@ -311,6 +312,7 @@ def _reason(search: Search, best: tuple[Record, Point], name: str) -> str:
         if value == "cpu"
         else "parameters fit on the device",
         COMPILE: "compiled blocks compute faster" if value else "eager blocks are faster here",
+        FP8: "products in fp8 are faster, and what is computed is rounded to it" if value else "bf16 is as fast here",
         CAPTURE: "blocks in graphs no longer wait for the host" if value else "eager blocks are as fast here",
         CHECKPOINTING: "recomputing activations makes room for a larger micro-batch"
         if value

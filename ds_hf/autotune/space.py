@@ -46,6 +46,7 @@ OFFLOAD_PARAM = "zero_optimization.offload_param.device"
 RATIO = "zero_optimization.offload_optimizer.ratio"
 COMPILE = "ds_hf.compile"
 CAPTURE = "ds_hf.capture"
+FP8 = "ds_hf.fp8"
 CHECKPOINTING = "gradient_checkpointing"
 ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 CHUNKED_LOSS = "ds_hf.chunked_loss"
@@ -79,6 +80,7 @@ AXES = (
     FreeKey("zero_optimization.stage3_max_live_parameters", (1_000_000_000, 100_000_000), named_only=True),
     FreeKey(COMPILE, (False, "blocks"), device_only=True),
     FreeKey(CAPTURE, (False, "blocks"), named_only=True, device_only=True),
+    FreeKey(FP8, (False, True), named_only=True, device_only=True),  # changes what is computed
     FreeKey(CHECKPOINTING, (False, True)),
     FreeKey(ACTIVATIONS, (False, True), device_only=True),
     FreeKey(CHUNKED_LOSS, (False, True), device_only=True),
@@ -359,9 +361,11 @@ def label_of(setting: Setting) -> str:
         words.append("compiled")
     if setting.get(CAPTURE):
         words.append("captured")
+    if setting.get(FP8):
+        words.append("in fp8")
     if setting.get(COMMUNICATION):
         words.append(f"communicates {setting[COMMUNICATION]}")
-    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, CAPTURE,
+    named = {STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, CHECKPOINTING, ACTIVATIONS, CHUNKED_LOSS, COMPILE, CAPTURE, FP8,
              COMMUNICATION, TENSOR, SEQUENCE, EXPERTS}  # fmt: skip
     defaults = {axis.name: axis.values[0] for axis in AXES}
     words += [

@@ -16,6 +16,7 @@ from ds_hf.autotune.space import (
     CHECKPOINTING,
     CHUNKED_LOSS,
     COMPILE,
+    FP8,
     STAGE,
     Space,
     label_of,
@@ -101,3 +102,11 @@ def test_captured_blocks_are_tried_when_named(tmp_path: Path) -> None:
     found = list(space(tmp_path, {}, Options(fix=fix, tune=(CAPTURE,))).settings())
     assert {setting[CAPTURE] for setting in found} == {False, "blocks"}
     assert label_of({STAGE: 2, CAPTURE: "blocks"}) == "stage 2, captured"
+
+
+def test_fp8_is_tried_when_named(tmp_path: Path) -> None:
+    file, fix = {"bf16": {"enabled": True}}, (CHECKPOINTING, COMPILE)
+    assert not any(FP8 in setting for setting in space(tmp_path, file, Options(fix=fix)).settings())
+    found = list(space(tmp_path, file, Options(fix=fix, tune=(FP8,))).settings())
+    assert {setting[FP8] for setting in found} == {False, True}
+    assert label_of({STAGE: 3, COMPILE: "blocks", FP8: True}) == "stage 3, compiled, in fp8"
