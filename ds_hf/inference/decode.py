@@ -208,10 +208,13 @@ class Decoder:
         if not compiled:
             return model  # type: ignore[no-any-return]
         if self._compiled_call is None:
+            from ds_hf.engine.modules.compiling import tell_of_the_wait
+
             # Products with one row become reductions then, which read weights as fast as memory gives them.
             # Those of one input (queries, keys, values; gate and up) share a kernel: 0.88 of the time.
             settings = {"coordinate_descent_tuning": True, "combo_kernels": True}
             tuned: dict[str, Any] | None = settings if model.device.type == "cuda" else None
+            tell_of_the_wait("call of generate")
             self._compiled_call = torch.compile(model.__call__, dynamic=False, options=tuned)
         return self._compiled_call
 

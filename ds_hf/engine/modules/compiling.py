@@ -13,13 +13,22 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_hf.engine.modules.capturing import EAGER, Captures, records
 from ds_hf.engine.zero.unit import Unit
-from ds_hf.log import logger
+from ds_hf.log import announce, logger
 
-__all__ = ["CompileReport", "ModuleCompiler", "StandIn", "attach", "blocks_of", "tell_of_compilation"]
+__all__ = [
+    "CompileReport",
+    "ModuleCompiler",
+    "StandIn",
+    "attach",
+    "blocks_of",
+    "tell_of_compilation",
+    "tell_of_the_wait",
+]
 
 _ENOUGH_CALLS = 2  # optimizer steps after which everything that recurs has been compiled
 
@@ -75,6 +84,8 @@ class ModuleCompiler:
         """
         if self._before is None:
             self._before = _counters()
+            if options.get("backend", "inductor") == "inductor":
+                tell_of_the_wait("step")
         inside = set(module.modules()).intersection(self.hooked) - {module}
         if inside:
             for inner in (m for m in self.hooked if m in inside):
@@ -169,6 +180,17 @@ def _why_not_captured(engine: Any) -> str | None:
     if settings.ds_hf.offload_activations or settings.activation_checkpointing.cpu_checkpointing:
         return "activations go to host memory while blocks compute, which a graph's memory would not wait for"
     return None
+
+
+def tell_of_the_wait(what: str) -> None:
+    """Say why the first ``what`` takes so long, and where torch keeps its code for the next run; once, on rank 0."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        announce(
+            f"torch.compile: the first {what} takes a minute or more where this model is new, and seconds where "
+            f"{cache_dir()} has its code (TORCHINDUCTOR_CACHE_DIR names another folder, one that stays)"
+        )
 
 
 def tell_of_compilation(engine: Any) -> None:

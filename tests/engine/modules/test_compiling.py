@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_hf import Engine, initialize
 from ds_hf.engine.modules.compiling import CompileReport
+from ds_hf.log import forget_said
 from tests.helpers.distributed import run_distributed
 from tests.helpers.parity import base_config, full_weights
 
@@ -222,3 +223,17 @@ def without_blocks() -> list[tuple[bool, int, dict[str, int], bool]]:
 def test_models_without_repeated_blocks_are_compiled_too() -> None:
     for found in run_distributed(without_blocks, 2, timeout=100):
         assert found == [(True, True, {}, True)] * 8
+
+
+def test_a_run_says_what_its_first_step_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    forget_said()
+    engine = make(0)
+    with caplog.at_level(logging.INFO, "ds_hf"):
+        engine.compile(backend=EAGER)
+        assert "torch.compile: the first" not in caplog.text
+        again = make(1)
+        again.compile()
+        make(2).compile()
+    told = [record.getMessage() for record in caplog.records if "torch.compile: the first step" in record.getMessage()]
+    assert len(told) == 1
+    assert "torchinductor" in told[0]
