@@ -6,8 +6,9 @@ the kernel before. Parameters, their gradients and everything of the optimizer s
 
 Invariants
 - A weight's fp8 copy is of the values that this process sees in forward, and so is the one that backward reads.
-- Copies that are kept are made anew when the model is called for the first time after a step, after ``eval()``, and
-  after its weights were written.
+- Copies that are kept are of the present weights: a step, a checkpoint that is loaded and what is written into a weight
+  end them. They are made when the model is called in training mode, with gradients or without; parts of it that are
+  called by themselves after a step cast their weights at each use.
 - In evaluation mode layers compute with their weights as they are, in 16 bits.
 
 Sources: "FP8 Formats for Deep Learning" (arXiv:2209.05433): E4M3 forwards, E5M2 for gradients; scales from the present
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,9 +29,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_hf.config.types.training import DsHfFp8Section
-from ds_hf.engine.modules.decoder_blocks import Calls
+from ds_hf.engine.events import Observer
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 from ds_hf.engine.zero.dtensor import Adopted
+from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError
 from ds_hf.log import log_once, logger, warn_once
 
@@ -164,14 +167,19 @@ class Fp8Linear(nn.Linear):
     _ds_by_rows: bool
     _ds_emulated: bool
     _ds_kept: Kept | None
+    _ds_seen: tuple[int, int]  # what its copies are of
+    _ds_owner: Fp8Layers
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
         x = input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
         if not self.training or x.numel() == 0 or x.dtype is not torch.bfloat16:
             return super().forward(input)
+        kept = self._ds_kept
+        if kept is not None and not torch.compiler.is_compiling() and self._ds_seen != _writes(self.weight):
+            kept = None  # the whole model was not called since
         flat = x.reshape(-1, x.shape[-1])
-        found: Tensor = _Product.apply(flat, self.weight, self._ds_kept, self._ds_by_rows, self._ds_emulated)  # type: ignore[no-untyped-call]
+        found: Tensor = _Product.apply(flat, self.weight, kept, self._ds_by_rows, self._ds_emulated)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             found = found + self.bias.to(found.dtype)
         return found.reshape(*x.shape[:-1], found.shape[-1])
@@ -185,10 +193,16 @@ def _ordinary() -> nn.Linear:
     return nn.Linear.__new__(nn.Linear)
 
 
-_OWN = ("_ds_by_rows", "_ds_emulated", "_ds_kept")
+_OWN = ("_ds_by_rows", "_ds_emulated", "_ds_kept", "_ds_seen", "_ds_owner")
 
 
-class Fp8Layers:
+def _writes(weight: Tensor) -> tuple[int, int]:
+    """Changes where something else than the engine's step wrote into ``weight``."""
+    home = home_of(weight)
+    return weight._version, 0 if home is None else home.buffer.kept_writes
+
+
+class Fp8Layers(Observer):
     """The fp8 layers of one engine's model, until ``remove``.
 
     Args:
@@ -209,30 +223,57 @@ class Fp8Layers:
             module.__class__ = Fp8Linear
             assert isinstance(module, Fp8Linear)
             module._ds_by_rows, module._ds_emulated = section.recipe == "rowwise", section.emulate
-            module._ds_kept = None
+            module._ds_kept, module._ds_owner = None, self
             self.layers.append(module)
         self._reducer = engine.reducer
-        self._calls = Calls(engine, self._begin) if keeps else None
-        self._seen: tuple[int, ...] = ()
+        self._memory: dict[Fp8Linear, Kept] | None = {} if engine.settings.ds_hf.capture else None  # graphs look there
+        self._handle = engine.module.register_forward_pre_hook(Hook(self._begin), prepend=True) if keeps else None
+        if keeps:
+            engine.step_hooks.append(self._forget)
+            engine.events.add(self)
 
-    def _begin(self, new: bool) -> None:
-        """The model is called and trains; for the first time after a step if that is ``new``."""
-        homes = [home.buffer.kept_writes for layer in self.layers if (home := home_of(layer.weight)) is not None]
-        seen = (*(layer.weight._version for layer in self.layers), *homes)
-        if new or not self._reducer.accumulates or seen != self._seen:
-            for layer in self.layers:
-                layer._ds_kept = _copies_into(layer._ds_kept, layer.weight.detach())
-            self._seen = seen
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """The model is called."""
+        if not module.training:
+            return
+        # before a step's first backward also what is written through ``.data`` is seen
+        anew = self._memory is None and not self._reducer.accumulates
+        for layer in self._own():
+            seen = _writes(layer.weight)
+            if anew or layer._ds_kept is None or layer._ds_seen != seen:
+                layer._ds_kept = _copies_into((self._memory or {}).get(layer), layer.weight.detach())
+                layer._ds_seen = seen
+                if self._memory is not None:
+                    self._memory[layer] = layer._ds_kept
+
+    def _forget(self, engine: Any = None) -> None:
+        """Copies are of weights that are no more."""
+        for layer in self._own():
+            layer._ds_kept = None
+
+    def on_phase(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[Any] | None:
+        if name != "load_checkpoint":
+            return None
+        after = ExitStack()
+        after.callback(self._forget)
+        return after
+
+    def _own(self) -> Iterator[Fp8Linear]:
+        """Layers that no later engine has taken."""
+        return (layer for layer in self.layers if layer.__dict__.get("_ds_owner") is self)
 
     def remove(self) -> None:
         """Make the layers ordinary ones again."""
-        if self._calls is not None:
-            self._calls.handle.remove()
-        for layer in self.layers:
+        if self._handle is not None:
+            self._handle.remove()
+        for layer in list(self._own()):
             layer.__class__ = nn.Linear  # type: ignore[assignment]
             for name in _OWN:
                 layer.__dict__.pop(name, None)
         self.layers.clear()
+        self._memory = None
 
 
 @torch.no_grad()
@@ -278,7 +319,7 @@ def _why_not(name: str, module: nn.Linear, is_head: bool, section: DsHfFp8Sectio
     shape = logical_shape(module.weight)
     if any(re.search(pattern, name) for pattern in section.exclude):
         return "excluded"
-    if type(module) is not nn.Linear:
+    if type(module) not in (nn.Linear, Fp8Linear):  # an earlier engine's, which are taken over
         return f"of class {type(module).__name__}"
     if is_head:
         return "the head"

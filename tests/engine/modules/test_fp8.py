@@ -9,7 +9,7 @@ import copy
 import logging
 import pickle
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -256,6 +256,58 @@ def test_copies_that_are_kept_are_those_of_each_micro_batch(tmp_path: Any) -> No
         engine.destroy()
         assert not any(name.startswith("_ds_") and name != "_ds_home" for layer in layers for name in vars(layer))
     assert found[0] == found[1]
+
+
+def _without_gradients(engine: Engine) -> list[float]:
+    with torch.no_grad():
+        return [engine(batch(20)).item()]
+
+
+def _by_parts(engine: Engine) -> list[float]:
+    losses = []
+    for number in (20, 21):
+        x = batch(number)
+        with torch.autocast("cpu", torch.bfloat16):
+            for block in engine.module.blocks:  # type: ignore[union-attr]
+                x = block(x)
+            loss = engine.module.head(x).float().square().mean()  # type: ignore[operator]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _two_forwards(engine: Engine) -> list[float]:
+    loss = engine(batch(20)) + engine(batch(21))
+    engine.backward(loss)
+    engine.step()
+    return [loss.item()]
+
+
+@pytest.mark.parametrize("call", [_without_gradients, _by_parts, _two_forwards])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_copies_that_are_kept_serve_every_kind_of_call(stage: int, call: Callable[[Engine], list[float]]) -> None:
+    found = []
+    for keeps in (True, False):
+        engine = make(stage, fp8={"keep_weights": keeps}, gradient_accumulation_steps=2)
+        losses = []
+        for number in range(3):  # before, between and after steps
+            losses += train(engine, [2 * number, 2 * number + 1])
+            losses += call(engine)
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+def test_a_second_engine_takes_the_layers_over() -> None:
+    first = make(1, gradient_accumulation_steps=2)
+    train(first, [0, 1])
+    plain = copy.deepcopy(first.module)
+    second = make(1, first.module, gradient_accumulation_steps=2)
+    first.destroy()
+    assert train(second, [0, 1, 2]) == train(make(1, plain, gradient_accumulation_steps=2), [0, 1, 2])
+    assert any(isinstance(module, Fp8Linear) for module in second.module.modules())
+    second.destroy()
+    assert not any(isinstance(module, Fp8Linear) for module in second.module.modules())
 
 
 def test_auto_keeps_where_micro_batches_share_a_step() -> None:
