@@ -185,11 +185,14 @@ def _through_dropout(
 def _differentiable(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Gradients that are functions of the inputs and of ``grads``: for penalties on gradients."""
     x, _, _, layers = _saved(ctx, len(grads))
-    if x is None:
+    if x is None and any(dropped is None for dropped in layers.dropped):
         raise DsHfError(
-            "a gradient of gradients (create_graph=True) goes through adapters whose first half is frozen, or drops "
-            'some of its input, which keep no input for it: set "ds_hf": {"fused_lora": false}'
+            "a gradient of gradients (create_graph=True) goes through adapters whose first half is frozen, which keep "
+            'no input for it: set "ds_hf": {"fused_lora": false}'
         )
+    if x is None:  # adapters read what dropout left, and the base's product has a gradient that x is not in
+        zeros = layers.dropped[0].new_zeros(ctx.shape, dtype=ctx.call.dtype)
+        x = zeros.requires_grad_(ctx.needs_input_grad[1])
     given, needed = [x, *chain.from_iterable(layers)], ctx.needs_input_grad[1:]
     inputs = [each.view_as(each) if needs else each for each, needs in zip(given, needed, strict=True)]
     outs = plain_products(ctx.call, inputs[0], Operands.of(inputs[1:]))

@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ds_hf.engine.events import Observer
 from ds_hf.engine.modules.adapter_products import Operands, SharedCall, adapted_products
@@ -49,6 +52,7 @@ _FAMILIES = (
 )
 _CROSS = ("cross", "encoder_attn", "encdec")  # their queries are of another input
 _LAYERS = ("Linear", "Linear4bit")  # PEFT's, by name: peft need not be there
+_REPLACED = "its forward was replaced"
 _CAST_BY_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,6 +67,11 @@ class _Terms(NamedTuple):
     scaling: float
     dropout: nn.Module | None
     magnitude: Tensor | None
+
+    def states(self) -> list[tuple[int, bool]]:
+        """What changes where they are written in place, or begin or cease to train."""
+        tensors = self.weight, self.bias, self.first, self.second, self.magnitude
+        return [(each._version, each.requires_grad) for each in tensors if each is not None]
 
     def same(self, other: _Terms) -> bool:
         return (
@@ -80,7 +89,9 @@ class _Modes(NamedTuple):
     """What besides its layers decides what a call gives."""
 
     version: int
+    needs_grad: bool
     grad: bool
+    inference: bool
     cast: torch.dtype | None
 
 
@@ -90,6 +101,7 @@ class _Ready(NamedTuple):
     x: Tensor
     modes: _Modes
     terms: _Terms
+    states: list[tuple[int, bool]]
     out: Tensor
 
 
@@ -107,7 +119,7 @@ class AdaptedLayer:
     ) -> None:
         self.said = said
         self.name, self.module, self.base, self.kind = name, module, base, type(base)
-        self.own = type(module).forward.__get__(module)
+        self.method = type(module).forward
         self.read, self.is_quantized = read, read is not _whole and read is not _whole_transposed
         self.after: list[AdaptedLayer] = []
         self.missed = False
@@ -141,7 +153,7 @@ class AdaptedLayer:
         if terms is None or modes is None:
             return self.own(x, *args, **kwargs)
         if ready is not None:
-            if known and ready.modes == modes and ready.terms.same(terms):
+            if known and ready.modes == modes and ready.terms.same(terms) and ready.states == terms.states():
                 return ready.out
             self.missed = self.missed or not in_backward()
         return self._compute(x, terms, modes)
@@ -167,7 +179,7 @@ class AdaptedLayer:
         operands = Operands(weights, biases, firsts, seconds, dropped, magnitudes)
         outs = adapted_products(call, x if x.dtype is dtype else x.to(dtype), operands)
         for layer, each, out in zip(layers[1:], of_each[1:], outs[1:], strict=True):
-            layer.ready = _Ready(x, modes, each, out)
+            layer.ready = _Ready(x, modes, each, each.states(), out)
         return outs[0]
 
     def modes(self, x: Tensor, terms: _Terms) -> _Modes | None:
@@ -189,15 +201,19 @@ class AdaptedLayer:
             return None
         if terms.first.dtype is not terms.second.dtype or (self.is_bitsandbytes and cast not in (None, x.dtype)):
             return None
-        return _Modes(x._version, torch.is_grad_enabled(), cast)
+        return _Modes(x._version, x.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast)
 
     @property
     def is_bitsandbytes(self) -> bool:
         return self.read is _of_bitsandbytes
 
+    def own(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, x, *args, **kwargs)
+
     def terms(self) -> _Terms | None:
         """What the layer computes with now, ``None`` where that is not plain LoRA, or others have to see it."""
-        found = _terms(self.module.__dict__, self.kind)
+        replaced = type(self.module).forward is not self.method
+        found = _REPLACED if replaced else _terms(self.module.__dict__, self.kind)
         if isinstance(found, str):
             self._leave(found)
             return None
@@ -268,6 +284,11 @@ def _is_own(module: nn.Module, forward: Any) -> bool:
     return forward is None or of_class or isinstance(getattr(forward, "call", None), AdaptedLayer)
 
 
+def _is_of(method: Any, package: str) -> bool:
+    """Whether a method is the package's own: a subclass, or a patch of the class, may compute something else."""
+    return method.__module__.startswith(package) and not hasattr(method, "__wrapped__")
+
+
 def _is_plain(x: Any) -> bool:
     """Whether a function of ours may compute with it: nothing looks at, or stands for, the operations."""
     return (
@@ -277,8 +298,15 @@ def _is_plain(x: Any) -> bool:
         and not x.is_inference()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not (torch._C._len_torch_function_stack() and _functions_are_watched())
         and not _has_any_global_hook()  # type: ignore[no-untyped-call]
     )
+
+
+def _functions_are_watched() -> bool:
+    """By more than what gives new tensors their device."""
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 # -- bases ---------------------------------------------------------------------------------------------------------
@@ -323,7 +351,7 @@ def _reader(base: Any) -> Callable[..., Tensor] | str:
         return _of_bitsandbytes
     if weight is None or is_packed(weight):
         return f"the weight of its base is a {type(weight).__name__}"
-    if kind.forward is nn.Linear.forward:
+    if kind.forward is nn.Linear.forward and _is_of(kind.forward, "torch."):
         return _whole
     if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers."):
         return _whole_transposed
@@ -352,7 +380,8 @@ class FusedAdapters(Observer):
             for family in _families(name):
                 together = [by_child[key] for key in family if key in by_child]
                 for place, layer in enumerate(together):
-                    layer.after = together[place + 1 :]
+                    width = layer.module.in_features  # keys of another width are of another input
+                    layer.after = [each for each in together[place + 1 :] if each.module.in_features == width]
         for layer in self.layers:
             layer.module.__dict__["forward"] = StandIn(layer.module, "forward", layer)
 
@@ -363,8 +392,8 @@ class FusedAdapters(Observer):
         own: dict[str, Any] = module.__dict__
         if type(module).__name__ not in _LAYERS or "_disable_adapters" not in own or base is None:
             why: Callable[..., Tensor] | str = f"PEFT's {type(module).__name__} is another kind of layer"
-        elif not _is_own(module, own.get("forward")):
-            why = "its forward was replaced"
+        elif not (_is_own(module, own.get("forward")) and _is_of(type(module).forward, "peft.")):
+            why = _REPLACED
         elif all(_is_variant(own, adapter) for adapter in own["r"]):
             why = "its adapter is a variant of LoRA"
         else:

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -153,9 +154,9 @@ def test_checkpointed_blocks(reentrant: bool, dropout: float) -> None:
     assert_same_step(model, 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_gradients_of_gradients(kind: str) -> None:
-    assert_same_step(make(dtype=torch.float64, **KINDS[kind]), 1e-12, of_gradients)
+@pytest.mark.parametrize("options", [*KINDS.values(), {"lora_dropout": 0.2}])
+def test_gradients_of_gradients(options: dict[str, Any]) -> None:
+    assert_same_step(make(dtype=torch.float64, **options), 1e-12, of_gradients)
 
 
 @pytest.mark.parametrize("small", ["bf16", "bf16, DoRA", "fp32 adapters", "autocast"])
@@ -242,9 +243,9 @@ def test_what_changes_later_is_noticed(change: str) -> None:
 class Cross(nn.Module):
     """Queries, keys and values of an input each."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(n, 6, dtype=torch.float64) for n in (6, width, width))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.q_proj(x) + self.k_proj(y)) * self.v_proj(2 * y)
@@ -252,9 +253,7 @@ class Cross(nn.Module):
 
 def test_layers_that_read_different_inputs_are_computed_one_by_one() -> None:
     torch.manual_seed(2)
-    model = peft.get_peft_model(
-        Cross(), peft.LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
-    )
+    model = adapted(Cross())
 
     def run(net: Any) -> Tensor:
         torch.manual_seed(1)
@@ -266,6 +265,98 @@ def test_layers_that_read_different_inputs_are_computed_one_by_one() -> None:
     fused.after_step(None)
     assert [len(layer.after) for layer in fused.layers] == [0, 0, 0]
     assert not any(layer.ready for layer in fused.layers)
+
+
+def adapted(model: nn.Module, **options: Any) -> Any:
+    torch.manual_seed(2)
+    targets = ["q_proj", "k_proj", "v_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, init_lora_weights=False, **options))
+
+
+def test_keys_and_values_of_another_width_are_no_family_of_the_queries() -> None:
+    def run(net: Any) -> Tensor:
+        torch.manual_seed(1)
+        return net(*(torch.randn(4, n, dtype=torch.float64) for n in (6, 10))).square().sum()  # type: ignore[no-any-return]
+
+    fused = assert_same_step(adapted(Cross(10)), 1e-12, run)
+    assert [len(layer.after) for layer in fused.layers] == [0, 1, 0]
+
+
+def _written(layer: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.lora_B["default"].weight.mul_(3)
+        layer.base_layer.bias.add_(1)
+
+
+BETWEEN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "weights": _written,
+    "the input": lambda layer, x: x.add_(1),
+    "the input needs a gradient": lambda layer, x: x.requires_grad_(),
+    "A is frozen": lambda layer, x: layer.lora_A.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("what", list(BETWEEN))
+def test_what_changes_between_queries_and_keys_is_noticed(what: str) -> None:
+    grads: list[Any] = []
+
+    def run(net: Any) -> Tensor:
+        layers = net.base_model.model
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        with torch.inference_mode():
+            layers.q_proj(x)
+        layers.q_proj(x)
+        BETWEEN[what](layers.k_proj, x)
+        loss = (layers.k_proj(x) * layers.v_proj(x)).square().sum()
+        grads.append(torch.autograd.grad(loss, x, retain_graph=True)[0] if x.requires_grad else None)
+        return loss  # type: ignore[no-any-return]
+
+    assert_same_step(adapted(Cross()), 1e-12, run)
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+class Linear(peft.tuners.lora.Linear):
+    """With the name of PEFT's."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(x, *args, **kwargs) * 2  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("when", ["a subclass", "before", "later"])
+def test_a_class_that_computes_something_else_is_left_to_it(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, own = peft.tuners.lora.Linear, peft.tuners.lora.Linear.forward
+    model = adapted(Cross())
+
+    def patch() -> None:
+        monkeypatch.setattr(theirs, "forward", lambda self, x, *args, **kwargs: own(self, x, *args, **kwargs) * 2)
+
+    def run(net: Any) -> Tensor:
+        if when == "later":
+            patch()
+        return net(*[torch.ones(4, 6, dtype=torch.float64)] * 2).square().sum()  # type: ignore[no-any-return]
+
+    if when == "before":
+        patch()
+    for name in ("q_proj", "v_proj") if when == "a subclass" else ():
+        getattr(model.base_model.model, name).__class__ = Linear
+    assert_same_step(model, 1e-12, run)
+
+
+def test_modes_that_watch_operations_see_those_of_peft() -> None:
+    class Doubled(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is nn.functional.linear else out
+
+    def run(net: Any) -> Tensor:
+        x = torch.ones(4, 6, dtype=torch.float64)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x + 1)
+            tangent = forward_ad.unpack_dual(net(dual, dual)).tangent.sum()
+        with Doubled():
+            return tangent + net(x, x).square().sum()  # type: ignore[no-any-return]
+
+    assert_same_step(adapted(Cross()), 1e-12, run)
 
 
 def test_copies_and_closed_engines_have_the_layers_own_forward() -> None:
