@@ -306,7 +306,7 @@ def _is_plain(x: Any) -> bool:
 
 def _functions_are_watched() -> bool:
     """By more than what gives new tensors their device."""
-    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
 # -- bases ---------------------------------------------------------------------------------------------------------
