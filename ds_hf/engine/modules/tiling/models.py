@@ -235,7 +235,14 @@ class _CausalLM:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         labels = kwargs.get("labels", args[self.place] if len(args) > self.place else None)
-        if labels is not None and module.training and torch.is_grad_enabled() and not in_backward():
+        if labels is None or not module.training or not torch.is_grad_enabled() or in_backward():
+            return
+        if _is_watched(self.head):
+            warn_once(
+                f"the loss is computed of all logits: {self.name} has hooks, or another forward, which would not see "
+                "the logits of a part. Take them off the head, or put them on the model"
+            )
+        else:
             module.__dict__[self.name] = self.deferred(self.head)  # found before the module of that name
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -272,6 +279,19 @@ class _PartialLoss(_Loss):
         partial = isinstance(logits, PartialLogits) and logits.dtype is not torch.float64
         loss: Tensor = (causal_lm_loss if partial else self.given)(*args, **kwargs)
         return loss
+
+
+def _is_watched(head: nn.Module) -> bool:
+    """Whether something of others sees, or changes, what a head gives."""
+    own: dict[str, Any] = head.__dict__
+    before = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+    after = own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return "forward" in own or bool(after) or not all(map(_is_ours, before))
+
+
+def _is_ours(hook: Any) -> bool:
+    """An engine's hooks look at calls, and not at what they give."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("ds_hf.")
 
 
 def _itself(given: Any) -> Any:

@@ -17,6 +17,7 @@ from ds_hf import initialize
 from ds_hf.engine.modules.tiling import models as room
 from ds_hf.engine.modules.tiling.logits import DeferredLogits
 from ds_hf.engine.modules.tiling.models import ChunkedLoss, TiledMlps, chunks_loss, tiles_of
+from ds_hf.log import forget_said
 from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config as trainer_config
 from tests.compat.trainer_code import fit
@@ -119,6 +120,27 @@ def test_logits_are_there_for_who_looks() -> None:
         assert type(model(input_ids=ids, labels=ids).logits) is Tensor
     assert type(model(input_ids=ids).logits) is Tensor
     assert type(model.eval()(input_ids=ids, labels=ids).logits) is Tensor
+
+
+def _hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, args, out: out * 2)
+
+
+def _patched(model: Any) -> None:
+    usual = model.lm_head.forward
+    model.lm_head.forward = lambda x: usual(x) * 2
+
+
+@pytest.mark.parametrize("change", [_hooked, _patched])
+def test_what_is_done_to_the_head_is_seen(change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    forget_said()
+    model = build("Llama")
+    change(model)
+    wanted = numbers(model)
+    ChunkedLoss(model)
+    with caplog.at_level(logging.WARNING):
+        close(numbers(model), wanted)
+    assert "lm_head has hooks, or another forward" in caplog.text
 
 
 def test_a_call_that_fails_leaves_the_head() -> None:
