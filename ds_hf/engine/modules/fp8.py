@@ -172,7 +172,8 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
-        x = input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
+        lowers = kind != "meta" and torch.is_autocast_enabled(kind)
+        x = input.to(torch.get_autocast_dtype(kind)) if lowers else input
         if not self.training or x.numel() == 0 or x.dtype is not torch.bfloat16:
             return super().forward(input)
         kept = self._ds_kept

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hf import Engine, GatheredParameters, initialize
 from ds_hf.config.load import load_config
+from ds_hf.engine.modules import fp8 as fp8_room
 from ds_hf.engine.modules.fp8 import E4M3, E5M2, Fp8Linear, cast, multiply
 from ds_hf.errors import ConfigError
 from ds_hf.log import forget_said
@@ -308,6 +309,32 @@ def test_a_second_engine_takes_the_layers_over() -> None:
     assert any(isinstance(module, Fp8Linear) for module in second.module.modules())
     second.destroy()
     assert not any(isinstance(module, Fp8Linear) for module in second.module.modules())
+
+
+def test_calls_after_a_step_never_see_the_copies_of_before() -> None:
+    """Of the whole model without gradients, as for the old policy of GRPO, and of a part of it."""
+    found = []
+    for keeps in (True, False):
+        engine = make(1, fp8={"keep_weights": keeps}, gradient_accumulation_steps=2)
+        train(engine, [0, 1])
+        part = engine.module.blocks[1]  # type: ignore[union-attr,index]
+        with torch.autocast("cpu", torch.bfloat16):
+            values = [part(batch(2)).float().sum().item()]
+        with torch.no_grad():
+            values.append(engine(batch(3)).item())
+            engine.module.blocks[0].inner.weight.data.mul_(0.5)  # type: ignore[union-attr,index]
+            values.append(engine(batch(3)).item())
+        values += train(engine, [4, 5, 6])
+        found.append(values)
+    assert found[0] == found[1]
+
+
+def test_a_step_makes_one_copy_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[None] = []
+    copies = fp8_room._copies_into
+    monkeypatch.setattr(fp8_room, "_copies_into", lambda *args: made.append(None) or copies(*args))
+    train(make(2, fp8={}, gradient_accumulation_steps=3), list(range(6)))
+    assert len(made) == 2 * 4
 
 
 def test_auto_keeps_where_micro_batches_share_a_step() -> None:
