@@ -104,7 +104,7 @@ def report_html(verdict: Verdict) -> str:
         section("All kinds", _kinds(a)),
         section("In words", code("\n".join(closing_words(verdict)))),
     ]
-    tone = "good" if not verdict.findings or verdict.findings[0].kind == "compute" else "warn"
+    tone = "good" if all(finding.kind == "compute" for finding in verdict.findings) else "warn"
     return page(title, verdict.headline, body, about=about, tone=tone)
 
 

@@ -25,6 +25,7 @@ __all__ = ["Finding", "Verdict", "changed_file", "judge", "milliseconds"]
 LEAST = 0.03  # of a step: what takes less is not told
 LEAST_GAIN = 1.03
 MOST_LATE = 3  # ranks that are named
+_MOST_BRIEF = 3  # findings in the headline
 HPZ = "zero_optimization.zero_hpz_partition_size"
 CHUNKS = "ds_hf.pipeline.chunks"
 WIRE_GRADIENTS = "ds_hf.wire.gradients"
@@ -87,7 +88,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All findings, what takes most first, and computing last.
+    """All findings, what takes most first.
 
     Attributes:
         summary: the run in a line.
@@ -102,12 +103,11 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """What limits the run most."""
+        """What limits the run most, by size."""
         if not self.analysis.steps:
             return "no step was recorded by every rank"
-        return (
-            self.findings[0].brief if self.findings else "nothing stands out: the device computes nearly all the time"
-        )
+        most = "; ".join(finding.brief for finding in self.findings[:_MOST_BRIEF])
+        return most or "nothing stands out: the device computes nearly all the time"
 
     def lines(self) -> list[str]:
         """As a paragraph for the terminal, one sentence a line."""
@@ -125,7 +125,7 @@ def judge(analysis: Analysis) -> Verdict:
     if not analysis.steps:
         return Verdict(analysis, "no step was recorded by every rank", (), None)
     judge_ = _Judge(analysis)
-    found = sorted(judge_.findings(), key=lambda finding: (finding.kind == "compute", -finding.seconds))
+    found = sorted(judge_.findings(), key=lambda finding: -finding.seconds)
     changes = judge_.together(found)
     config = changed_file(analysis.run.written, judge_.tree, changes) if changes else None
     return Verdict(analysis, _summary(analysis), tuple(found), config, changes)

@@ -31,7 +31,11 @@ NAP = 0.12  # seconds
 
 def judged(folder: Path) -> tuple[Analysis, Verdict]:
     analysis = analyse(read_run(folder))
-    return analysis, judge(analysis)
+    verdict = judge(analysis)
+    sizes = [finding.seconds for finding in verdict.findings]
+    assert sizes == sorted(sizes, reverse=True)  # computing is one of them
+    assert verdict.headline == "; ".join(finding.brief for finding in verdict.findings[:3])
+    return analysis, verdict
 
 
 def first(verdict: Verdict, kind: str) -> Finding:
@@ -164,8 +168,7 @@ def slow_link(folder: Path) -> None:
 def test_slow_gathers_are_exposed_and_a_lower_stage_is_predicted_to_help(tmp_path: Path) -> None:
     run_distributed(slow_link, 2, tmp_path)
     analysis, verdict = judged(tmp_path)
-    found = verdict.findings[0]
-    assert found.kind == "gather"
+    found = first(verdict, "gather")
     assert found.share > 0.4
     assert analysis.traffic["gather"].moving > 0.7 * found.seconds
     assert found.changes["zero_optimization.stage"] < 3
