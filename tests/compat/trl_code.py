@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import trl
@@ -28,6 +30,8 @@ from transformers import (
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.scripts import sft
 
+from ds_hf.engine.modules.tiling import models as room
+from ds_hf.engine.modules.tiling.logits import DeferredHead, DeferredLogits
 from tests.compat.trainer_code import PLAIN_ARGUMENTS, config, start_afresh
 
 WORDS = 100
@@ -117,6 +121,27 @@ def fit(
     trainer.save_model()
     rows = [{key: row[key] for key in NUMBERS if key in row} for row in trainer.state.log_history]
     return [row for row in rows if "loss" in row]
+
+
+def chunked(model: str, folder: str, stage: int) -> tuple[list[dict[str, float]], list[dict[str, float]], int, int]:
+    """LoRA under a head that counts as large: what is logged, the same without DeepSpeed, how many losses were chunked
+    and how many logits were computed besides."""
+    room._LARGE_VOCABULARY = 1
+    counts, call, make = Counter[str](), DeferredHead.__call__, DeferredLogits._make
+
+    def counted(name: str, method: Any) -> Any:
+        def run(*args: Any) -> Any:
+            counts[name] += 1
+            return method(*args)
+
+        return run
+
+    with (
+        patch.object(DeferredHead, "__call__", counted("chunked", call)),
+        patch.object(DeferredLogits, "_make", counted("made", make)),
+    ):
+        ours = fit("sft", model, f"{folder}/ours", config(stage), True, {})
+    return ours, fit("sft", model, f"{folder}/plain", None, True, {}), counts["chunked"], counts["made"]
 
 
 def forced(model: str, folder: str, keep: bool) -> tuple[set[bool], set[torch.dtype], list[float]]:

@@ -10,6 +10,7 @@ vocabulary is cut over the tensor axis; looking at them gathers the others, so a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,18 +40,19 @@ def product_dtype(device: torch.device, given: torch.dtype) -> torch.dtype:
 
 class _Lazy(Tensor):
     """Attributes:
-    made: the logits, once they were asked for.
+    made: the logits, once they were asked for. traced: with what autograd needs.
     """
 
-    made: Tensor | None
+    made: Tensor | None = None
+    traced = False
 
     def _make(self) -> Tensor:
         raise NotImplementedError
 
     def compute(self) -> Tensor:
         """The logits."""
-        if self.made is None:
-            self.made = self._make()
+        if self.made is None or (torch.is_grad_enabled() and not self.traced):  # a metric looked first, without
+            self.made, self.traced = self._make(), torch.is_grad_enabled()
         return self.made
 
     @classmethod
@@ -75,20 +77,27 @@ class DeferredLogits(_Lazy):
 
     Attributes:
         hidden: ``[..., hidden]``. head: the linear layer.
+        looked: called when they are computed although the loss did without. spent: it did.
     """
 
     hidden: Tensor
     head: nn.Linear
+    looked: Callable[[], None]
+    spent = False
 
     @staticmethod
-    def __new__(cls: type[DeferredLogits], hidden: Tensor, head: nn.Linear) -> DeferredLogits:
+    def __new__(
+        cls: type[DeferredLogits], hidden: Tensor, head: nn.Linear, looked: Callable[[], None]
+    ) -> DeferredLogits:
         dtype = product_dtype(hidden.device, hidden.dtype)
         shape = (*hidden.shape[:-1], head.out_features)
         deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
-        deferred.hidden, deferred.head, deferred.made = hidden, head, None
+        deferred.hidden, deferred.head, deferred.looked = hidden, head, looked
         return deferred
 
     def _make(self) -> Tensor:
+        if self.spent:
+            self.looked()
         return self.head(self.hidden)  # type: ignore[no-any-return]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -109,7 +118,7 @@ class PartialLogits(_Lazy):
     def __new__(cls: type[PartialLogits], part: Tensor, head: ColwiseGathered) -> PartialLogits:
         shape = (*part.shape[:-1], part.shape[-1] * head._ds_place.axis.world_size)
         partial = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
-        partial.part, partial.head, partial.made = part, head, None
+        partial.part, partial.head = part, head
         return partial
 
     def _make(self) -> Tensor:
@@ -122,11 +131,11 @@ class PartialLogits(_Lazy):
 class DeferredHead:
     """Stands for a head while its logits are deferred."""
 
-    def __init__(self, head: Any) -> None:
-        self._head = head
+    def __init__(self, head: Any, looked: Callable[[], None] = lambda: None) -> None:
+        self._head, self._looked = head, looked
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return DeferredLogits(hidden, self._head)
+        return DeferredLogits(hidden, self._head, self._looked)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)

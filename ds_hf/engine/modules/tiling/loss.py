@@ -357,8 +357,8 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    if isinstance(logits, DeferredLogits) and logits.shape[-1] == vocab_size:
-        head, hidden = logits.head, logits.hidden
+    if isinstance(logits, DeferredLogits) and logits.made is None and logits.shape[-1] == vocab_size:
+        head, hidden, logits.spent = logits.head, logits.hidden, True
         total = linear_cross_entropy(
             hidden.reshape(-1, hidden.shape[-1]),
             head.weight,

@@ -50,7 +50,10 @@ def attach(engine: Any) -> None:
                 "the loss is computed in chunks of the sequence: the head is frozen, and has "
                 f"{_LARGE_VOCABULARY:,} words or more (ds_hf.chunked_loss)"
             )
-        engine.hooks.handles.append(ChunkedLoss(engine.module))
+        chunked = ChunkedLoss(engine.module)
+        engine.hooks.handles.append(chunked)
+        if own.chunked_loss == "auto":
+            engine.events.step_hooks.append(chunked.after_step)
     elif engine.settings.tensor_parallel.vocab_parallel_lm_head is not False:
         engine.hooks.handles.append(PartialLoss(engine.module))
 
@@ -96,6 +99,11 @@ class TiledMlps:
                 f"tiled_mlp has no effect: {type(model).__name__} has no MLPs of one input in its blocks; "
                 "TiledMLP of deepspeed.runtime.sequence_parallel.ulysses_sp tiles others by hand"
             )
+
+    @property
+    def note(self) -> str:
+        """For the line with which a run begins."""
+        return "MLPs in tiles" if self.modules else ""
 
     def remove(self) -> None:
         """Give the modules their own forward back."""
@@ -162,14 +170,47 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 class ChunkedLoss:
-    """Computes the training loss of the causal language models in ``model`` without all logits, until ``remove``."""
+    """Computes the training loss of the causal language models in ``model`` without all logits, until ``remove``.
+
+    Attributes:
+        looked: logits of a training step were looked at that its loss had done without.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.models = [_CausalLM(module, _chunked, _Loss) for module in model.modules() if _is_causal_lm(module)]
+        self.looked = False
+        self.models = [_CausalLM(module, self._defer, _Loss) for module in model.modules() if _is_causal_lm(module)]
         if not self.models:
             warn_once(
                 f"chunked_loss has no effect: {type(model).__name__} is not a causal language model of transformers "
                 "with transformers' own loss"
+            )
+
+    @property
+    def note(self) -> str:
+        """For the line with which a run begins."""
+        return "loss in chunks" if self.models else ""
+
+    def _defer(self, head: nn.Module) -> DeferredHead | None:
+        """What takes the place of ``head`` while its loss is chunked; ``None``: nothing."""
+        plain = type(head) is nn.Linear or (isinstance(head, ColwiseGathered) and isinstance(head, nn.Linear))
+        return DeferredHead(head, self._look) if plain else None
+
+    def _look(self) -> None:
+        self.looked = True
+
+    def after_step(self, engine: Any) -> None:
+        """Of a loss that was not asked to be chunked: a script that looks at logits has the model's own from now on,
+        for it pays their product twice and their memory all the same.
+
+        Processes decide by themselves. Where the head is divided they gather it in another order then, but there a look
+        gathers it as well, so all of them have to look.
+        """
+        if self.looked and self.models:
+            self.remove()
+            log_once(
+                "the loss is the model's own from the next step on: outputs.logits of a training step was looked at, "
+                'for which a loss in chunks computes the head a second time ("ds_hf": {"chunked_loss": true} keeps the '
+                "chunks, false never begins)"
             )
 
     def remove(self) -> None:
@@ -198,12 +239,6 @@ class PartialLoss:
         for model in self.models:
             model.remove()
         self.models.clear()
-
-
-def _chunked(head: nn.Module) -> DeferredHead | None:
-    """What takes the place of ``head`` while its loss is chunked; ``None``: nothing."""
-    plain = type(head) is nn.Linear or (isinstance(head, ColwiseGathered) and isinstance(head, nn.Linear))
-    return DeferredHead(head) if plain else None
 
 
 def _head(module: nn.Module) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hf import initialize
 from ds_hf.engine.modules.tiling import models as room
@@ -259,12 +261,12 @@ def test_trainer(tmp_path: Any) -> None:
     assert room.tiles_of(torch.empty(1, 4, 4), "auto") == 1
 
 
-def _with_adapters(vocabulary: int, **options: Any) -> Any:
+def _with_adapters(vocabulary: int, target: str = "q_proj", **options: Any) -> Any:
     import peft
 
     torch.manual_seed(0)
     model = build("Llama", vocab_size=vocabulary)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=target.split("|"), **options))
 
 
 def test_losses_are_chunked_by_themselves_under_a_frozen_head_that_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,25 +282,84 @@ def test_losses_are_chunked_by_themselves_under_a_frozen_head_that_is_large(monk
     assert not chunks_loss(False, cases[2][0])
 
 
-def _adapted_losses(chunked: Any) -> tuple[list[float], bool, str]:
+class _Products(TorchDispatchMode):
+    """How many products gave logits of ``words``."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words, self.count = words, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        packet = getattr(func, "overloadpacket", None)
+        self.count += packet in (torch.ops.aten.mm, torch.ops.aten.addmm) and found.shape[-1] == self.words
+        return found
+
+
+def _adapted_losses(
+    chunked: Any, looks: str = "", stage: int = 0, target: str = "q_proj"
+) -> tuple[list[float], list[int], list[bool], str]:
+    """Losses, products with the head and whether logits were deferred, of each of five steps; the line."""
     room._LARGE_VOCABULARY = 256
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "ds_hf": {"chunked_loss": chunked}}
-    model = _with_adapters(256)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+        "ds_hf": {"chunked_loss": chunked},
+    }
+    model = _with_adapters(256, target)
     engine = initialize(model=model, config=config)[0]
-    losses = []
-    for step in range(3):
+    losses, products, deferred = [], [], []
+    for step in range(5):
         ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(step))
-        output = engine(input_ids=ids, labels=ids)
-        engine.backward(output.loss)
+        with _Products(256) as counted:
+            output = engine(input_ids=ids, labels=ids)
+            deferred.append(isinstance(output.logits, DeferredLogits))
+            if step >= 1 and (looks == "all" or (looks == "first" and dist.get_rank() == 0)):
+                with torch.no_grad():
+                    assert (output.logits.argmax(-1) == ids).shape == (2, 16)
+            engine.backward(output.loss)
+        products.append(counted.count)
         engine.step()
         losses.append(output.loss.item())
-    return losses, isinstance(output.logits, DeferredLogits), str(engine.summary())
+        if looks == "evaluation":
+            engine.eval()
+            with torch.no_grad():
+                assert engine(input_ids=ids, labels=ids).logits.sum().isfinite()
+            engine.train()
+    return losses, products, deferred, str(engine.summary())
 
 
 def test_an_engine_chunks_the_loss_of_adapters() -> None:
-    found, deferred, said = run_distributed(_adapted_losses, 1, "auto")[0]
-    plain, none, other = run_distributed(_adapted_losses, 1, False)[0]
-    assert (deferred, none) == (True, False)
-    assert said.endswith(", adapters computed together, loss in chunks")
-    assert other.endswith(", adapters computed together")
+    plain, products, deferred, said = run_distributed(_adapted_losses, 1, False, "", 0, "q_proj|k_proj")[0]
+    assert (products, deferred) == ([1] * 5, [False] * 5)
+    assert said.endswith(" data, adapters computed together")
+    for looks in ("", "evaluation"):
+        found, products, deferred, said = run_distributed(_adapted_losses, 1, "auto", looks)[0]
+        assert (products, deferred) == ([1] * 5, [True] * 5)
+        assert said.endswith(" data, loss in chunks")  # one adapter of a block has none to be computed with
+    plain = run_distributed(_adapted_losses, 1, False)[0][0]
     assert found == pytest.approx(plain, abs=1e-5)
+
+
+def test_who_looks_at_logits_gets_the_models_own_loss_back() -> None:
+    """From the step after; a loss that was asked to be chunked stays so."""
+    plain = run_distributed(_adapted_losses, 1, False, "all")[0][0]
+    found, products, deferred, said = run_distributed(_adapted_losses, 1, "auto", "all")[0]
+    assert products == [1, 2, 1, 1, 1]
+    assert deferred == [True, True, False, False, False]
+    assert found == pytest.approx(plain, abs=1e-5)
+    assert said.endswith(" data")
+    found, products, deferred, _ = run_distributed(_adapted_losses, 1, True, "all")[0]
+    assert (products, deferred) == ([1, 2, 2, 2, 2], [True] * 5)
+    assert found == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "looks"), [(2, "first"), (3, "all")])
+def test_each_process_decides_by_itself(stage: int, looks: str) -> None:
+    plain = run_distributed(_adapted_losses, 2, False, "", stage, timeout=60)[0][0]
+    for rank, (found, _, deferred, _) in enumerate(
+        run_distributed(_adapted_losses, 2, "auto", looks, stage, timeout=60)
+    ):
+        assert found == pytest.approx(plain, abs=1e-5)
+        assert deferred == [True, True, *[looks == "first" and rank == 1] * 3]
