@@ -6,11 +6,22 @@ import contextlib
 import logging
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_hf.printable import printable
 
-__all__ = ["announce", "complain", "forget_said", "log_once", "logger", "say", "set_log_level_from_string", "warn_once"]
+__all__ = [
+    "announce",
+    "complain",
+    "forget_said",
+    "log_once",
+    "logger",
+    "own_version",
+    "say",
+    "set_log_level_from_string",
+    "warn_once",
+]
 
 
 class _Arguments(logging.Filter):
@@ -65,6 +76,14 @@ def log_once(message: str, level: int = logging.INFO, *, everywhere: bool = Fals
             logger.log(level, "%s", message)
 
 
+def own_version() -> str:
+    """Of ds_hf, as it is installed."""
+    try:
+        return version("ds-hf")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 def announce(message: str) -> None:
     """What a run says of itself: information, once a process, also where no level was chosen.
 
@@ -76,7 +95,7 @@ def announce(message: str) -> None:
     if message in _seen or chosen > logging.INFO or logger.disabled or logging.root.manager.disable >= logging.INFO:
         return
     _seen.add(message)
-    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, "%s", (message,), None))
+    logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None))
 
 
 def forget_said() -> None:

@@ -23,7 +23,7 @@ from ds_hf.deepspeed_api.engine import Engine
 from ds_hf.deepspeed_api.optimizer import EngineOptimizer
 from ds_hf.deepspeed_api.pipeline import PipelineEngine
 from ds_hf.deepspeed_api.sequence.division import release
-from ds_hf.deepspeed_api.tensor_parallel import asked_of, set_autotp_mode
+from ds_hf.deepspeed_api.tensor_parallel import ASKED, asked_of, set_autotp_mode
 from ds_hf.engine.builder import build_engine, training_ranks
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.engine.comm.together import building
@@ -92,7 +92,7 @@ def initialize(
             )
         source = _config_source(args, config, config_params)
         return stand_in(model=model, optimizer=optimizer, config=source, data=training_data)
-    asked = asked_of(model, mpu)
+    asked = asked_of(model, mpu) if any(ASKED in vars(module) for module in model.modules()) else None
     claims = [] if asked is None else asked.claims
     moe = _moe_of(model)
     claims += moe.expert_claims(model) if moe else []

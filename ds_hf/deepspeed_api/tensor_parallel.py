@@ -17,6 +17,7 @@ from ds_hf.dtypes import SHORT, torch_dtype
 from ds_hf.errors import ConfigError
 
 __all__ = [
+    "ASKED",
     "AUTOTP_MODE",
     "Asked",
     "asked_of",
@@ -35,7 +36,7 @@ class AUTOTP_MODE(Enum):  # noqa: N801
 
 
 _mode = AUTOTP_MODE.INFERENCE
-_ATTRIBUTE = "_ds_tp_model_init"
+ASKED = "_ds_tp_model_init"
 _SOURCE = "tp_model_init(tp_size=...)"
 
 
@@ -104,10 +105,10 @@ def tp_model_init(
         raise TypeError(f"tp_model_init() takes no {', '.join(sorted(kwargs))}")
     if type(tp_size) is not int or tp_size < 1:
         raise ConfigError(f"tp_size is {tp_size!r:.40}, which is no number of processes", "tp_model_init()")
-    asked, before = Asked(tp_size, dtype, group), vars(model).get(_ATTRIBUTE)
+    asked, before = Asked(tp_size, dtype, group), vars(model).get(ASKED)
     if before is not None and (before.size, before.dtype) != (tp_size, dtype):
         raise ConfigError("Conflicting tp_model_init arguments detected across multiple calls.", "tp_model_init()")
-    model.__dict__[_ATTRIBUTE] = asked
+    model.__dict__[ASKED] = asked
     set_autotp_mode(training=True)
     return model
 
@@ -118,7 +119,7 @@ def asked_of(model: nn.Module, mpu: Any) -> Asked | None:
     Raises:
         ConfigError: the group that was given does not fit.
     """
-    found: Sequence[Asked] = [m.__dict__[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in m.__dict__]
+    found: Sequence[Asked] = [m.__dict__[ASKED] for m in model.modules() if ASKED in m.__dict__]
     if not found:
         return None
     asked = found[0]

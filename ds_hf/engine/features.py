@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ds_hf.config.types import Config
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.measure.protocol import TRIAL_ENV
-from ds_hf.measure.saving import LR_ENV, being_measured
+from ds_hf.measure.saving import LR_ENV, MEASURING, being_measured
 
 __all__ = ["FEATURES", "Feature", "attach_features", "is_monitored"]
 
@@ -34,6 +34,11 @@ class Feature(NamedTuple):
 
 def _prints(engine: CoreEngine) -> bool:
     return engine.mesh.world.rank == 0
+
+
+def _speaks(engine: CoreEngine) -> bool:
+    """Of what is only measured the tools speak."""
+    return _prints(engine) and not any(map(os.environ.get, MEASURING))
 
 
 def _generates(engine: CoreEngine) -> bool:
@@ -121,7 +126,6 @@ FEATURES = (
         "modules.adapters:attach",
     ),
     Feature("generation", _generates, "modules.generation:attach"),
-    Feature("what it says of itself", _prints, "observe.progress:attach"),
     Feature(
         "blocks that are left out",
         lambda e: e.settings.progressive_layer_drop.enabled and _trains(e),
@@ -137,6 +141,8 @@ FEATURES = (
         lambda e: e.settings.ds_hf.compile or e.settings.ds_hf.capture,
         "modules.compiling:attach",
     ),
+    Feature("the line with which it begins", _speaks, "observe.progress:introduce"),
+    Feature("what it prints of steps", _prints, "observe.progress:attach"),
     Feature(
         "the LR finder's run",
         lambda e: os.environ.get(LR_ENV),

@@ -115,7 +115,8 @@ def make_parts(
     group_of, waiting = _prepare(settings, plan, mesh, model, inner, device)
     policy = _unit_policy(settings, plan)
     managed, names = _managed(model, plan), _parameter_names(model)
-    sharing = plan_sharing(managed, group_of, names)
+    shared = any(home_of(param) is not None for param in managed)  # with another engine
+    sharing = plan_sharing(managed, group_of, names) if shared else Sharing()
     homes = partial(replicas_of, mesh=mesh)
     planned = plan_units(model, managed, policy, group_of, homes, sharing.elsewhere)
     split = _splits_masters(settings, plan, device, inner)
@@ -160,8 +161,9 @@ def _place_rest(
             param.data = param.data.to(device)
     if mesh.is_given and mesh.shape.tensor > 1:
         warn_of_differences(model, mesh)
-    set_buffer_dtypes(model, settings.data_types, dtype)
-    place_buffers(model, mesh.replicas, device)
+    if any(True for _ in model.buffers()):
+        set_buffer_dtypes(model, settings.data_types, dtype)
+        place_buffers(model, mesh.replicas, device)
 
 
 def _hooks_of(

@@ -21,10 +21,11 @@ import wrapt
 
 from ds_hf.measure.protocol import TRIAL_ENV
 
-__all__ = ["LR_ENV", "PROFILE_ENV", "SaveGuard", "being_measured", "leave"]
+__all__ = ["LR_ENV", "MEASURING", "PROFILE_ENV", "SaveGuard", "being_measured", "leave"]
 
 LR_ENV = "DS_HF_LR_PROBE"
 PROFILE_ENV = "DS_HF_PROFILE"
+MEASURING = (LR_ENV, TRIAL_ENV, PROFILE_ENV)
 
 WRITERS: Mapping[str, tuple[str, ...]] = {
     "torch": ("save",),
@@ -56,7 +57,7 @@ CHANGES: Mapping[str, tuple[tuple[int, int | None], ...]] = {
 
 def being_measured() -> bool:
     """Whether this process runs for ``ds-hf lr-find``, ``ds-hf autotune`` or ``ds-hf profile``."""
-    return any(os.environ.get(name) for name in (LR_ENV, TRIAL_ENV, PROFILE_ENV))
+    return any(map(os.environ.get, MEASURING))
 
 
 def leave(code: int) -> NoReturn:

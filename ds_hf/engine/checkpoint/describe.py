@@ -6,7 +6,6 @@ It is taken at the moment that is saved; ``reports.complete`` adds what the rank
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from ds_hf.engine.checkpoint.live import (
     world_of,
 )
 from ds_hf.engine.modules.quantized.layers import formats_of_blocks
+from ds_hf.log import own_version
 
-__all__ = ["counters", "describe", "formats_by_name", "mesh_sizes", "own_version"]
+__all__ = ["counters", "describe", "formats_by_name", "mesh_sizes"]
 
 Json = dict[str, Any]
 
@@ -99,11 +99,3 @@ def _given_groups(engine: Checkpointable) -> list[list[str]] | None:
     if engine.optimizer is None:
         return None
     return [[engine.param_names.get(id(param), "") for param in group] for group in engine.optimizer.given]
-
-
-def own_version() -> str:
-    """Of ds_hf, as it is installed."""
-    try:
-        return version("ds-hf")
-    except PackageNotFoundError:
-        return "unknown"

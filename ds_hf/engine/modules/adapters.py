@@ -413,6 +413,11 @@ class FusedAdapters(Observer):
         for why, count in self.left.items():
             yield f"{count} layers with adapters are computed by PEFT: {why}"
 
+    @property
+    def note(self) -> str:
+        """For the line with which a run begins."""
+        return "adapters computed together" if any(layer.after for layer in self.layers) else ""
+
     def after_step(self, engine: Any) -> None:
         """Families that turned out to read different inputs are none."""
         for layer in self.layers:

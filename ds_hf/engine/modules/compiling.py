@@ -131,6 +131,14 @@ class ModuleCompiler:
         new = {reason: count - before.get(reason, 0) for reason, count in breaks.items()}
         return CompileReport(len(self.compiled), graphs - before_graphs, {r: n for r, n in new.items() if n > 0})
 
+    @property
+    def note(self) -> str:
+        """For the line with which a run begins."""
+        ways = ["compiled"] * any(module not in self._eager for module in self.compiled)
+        checkpointed = all(getattr(module, "gradient_checkpointing", False) for module in self.compiled)
+        ways += ["captured"] * (self.captures.used and not checkpointed)  # a checkpointed block computes eagerly
+        return f"blocks {' and '.join(ways)}" if ways else ""
+
     def on_step(self) -> CompileReport | None:
         """Note an optimizer step; the report when it is worth telling."""
         if not self.compiled:

@@ -233,6 +233,13 @@ class Fp8Layers(Observer):
             engine.step_hooks.append(self._forget)
             engine.events.add(self)
 
+    @property
+    def note(self) -> str:
+        """For the line with which a run begins."""
+        of = next(self._own(), None)
+        how = "" if of is None else f"{'rowwise' if of._ds_by_rows else 'tensorwise'}{', emulated' * of._ds_emulated}"
+        return how and f"products in fp8, {how}"
+
     def _begin(self, module: nn.Module, args: Any) -> None:
         """The model is called."""
         if not module.training:

@@ -7,6 +7,7 @@ communicates.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -15,37 +16,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_hf.config.optimizer_traits import most_moments
-from ds_hf.engine.checkpoint.describe import own_version
+from ds_hf.engine.observe.states import SHORT, States, states_of
 from ds_hf.engine.ops.library import choose
 from ds_hf.engine.optim.base import TensorwiseOptimizer
 from ds_hf.engine.optim.streaming import streamed_update
 from ds_hf.engine.zero.buffer import home_of
-from ds_hf.log import announce, logger, say
-from ds_hf.measure.saving import being_measured
+from ds_hf.log import announce, logger, own_version, say
 
 if TYPE_CHECKING:
     from ds_hf.engine.engine import CoreEngine
     from ds_hf.engine.observe.model_flops import Tokens
 
-__all__ = ["EngineSummary", "States", "attach", "precisions", "summary_of"]
-
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-
-
-@dataclass(frozen=True)
-class States:
-    """Some of what a process keeps all the time.
-
-    Attributes:
-        device: where; numel: elements of this process; nbytes: of them.
-    """
-
-    name: str
-    dtype: str
-    device: str
-    numel: int
-    nbytes: int
+__all__ = ["EngineSummary", "attach", "introduce", "precisions", "summary_of"]
 
 
 @dataclass(frozen=True)
@@ -111,10 +93,7 @@ class EngineSummary:
 
 
 def attach(engine: CoreEngine) -> None:
-    """Announce ``engine`` and arrange what its settings ask to be printed (``dump_state``, ``steps_per_print``)."""
-    if engine.mesh.world.rank != 0:
-        return
-    _announce(engine)
+    """Arrange what the settings of rank 0 ask to be printed (``dump_state``, ``steps_per_print``)."""
     if engine.settings.dump_state:
         say(f"configuration of the engine:\n{json.dumps(engine.settings.resolved, indent=2)}")
     every = engine.settings.steps_per_print
@@ -128,12 +107,13 @@ def attach(engine: CoreEngine) -> None:
         engine.step_hooks.append(_Progress(max(int(every), 1), throughput, tokens))
 
 
-def _announce(engine: CoreEngine) -> None:
-    """transformers' own tests look for the words "DeepSpeed info". The line is not for what is only measured."""
-    asked = engine.settings.ds_hf.summary
-    if asked and not being_measured():
-        summary = summary_of(engine)
-        announce(f"{summary}\n{summary.table()}" if asked == "full" else str(summary))
+def introduce(engine: CoreEngine) -> None:
+    """The line with which a run begins, on rank 0. transformers' own tests look for the words "DeepSpeed info"."""
+    if asked := engine.settings.ds_hf.summary:
+        summary = summary_of(engine, states=asked == "full")
+        announce(f"{summary}\n{summary.table()}" if summary.states else str(summary))
+    if not logger.isEnabledFor(logging.INFO):
+        return
     rows = (("parameters", engine.plan.parameters), ("gradients", engine.plan.gradients))
     placed = ", ".join(
         f"{name} {row.placement.value}" for name, row in (*rows, ("optimizer states", engine.plan.optimizer))
@@ -142,8 +122,8 @@ def _announce(engine: CoreEngine) -> None:
     logger.info("precision: %s", ", ".join(f"{row} {dtypes}" for row, dtypes in precisions(engine).items()))
 
 
-def summary_of(engine: CoreEngine) -> EngineSummary:
-    """What ``engine`` is now."""
+def summary_of(engine: CoreEngine, *, states: bool = True) -> EngineSummary:
+    """What ``engine`` is now; with a table of its ``states`` or without."""
     cuda = engine.device.type == "cuda"
     shape, buffers = engine.mesh.shape, [buffer for unit in engine.units for buffer in unit.buffers]
     return EngineSummary(
@@ -162,7 +142,7 @@ def summary_of(engine: CoreEngine) -> EngineSummary:
         data=shape.data,
         batch=engine.batch.train,
         notes=tuple(_notes(engine)),
-        states=tuple(_states(engine)),
+        states=tuple(states_of(engine)) if states else (),
     )
 
 
@@ -185,69 +165,28 @@ def _kernels(engine: CoreEngine) -> str:
 
 
 def _notes(engine: CoreEngine) -> Iterator[str]:
-    plan, settings = engine.plan, engine.settings
-    own = settings.ds_hf
+    """What is so of each, asked of the part that does it: that it was asked for is not enough."""
+    plan = engine.plan
     for name, row in (("optimizer states", plan.optimizer), ("parameters", plan.parameters)):
         if row.device != "device" and (engine.optimizer is not None or row is plan.parameters):
             yield f"{name} on {row.device}"
-    for name, row in (("gradients", plan.gradients), ("parameters", plan.parameters)):
-        if row.bits:
+    buffers = (buffer for unit in engine.units for buffer in unit.buffers if buffer.sharded)
+    inside = [buffer.replicas.over(plan.parameters.over) for buffer in buffers]
+    sent = {
+        "gradients": (plan.gradients, [gradient.buffer.axis for gradient in engine.reducer.buffers]),
+        "parameters": (plan.parameters, inside),
+    }
+    for name, (row, axes) in sent.items():
+        if row.bits and any(axis.world_size > 1 for axis in axes):
             yield f"{name} sent in {row.bits} bits"
     if plan.autocast:
         yield f"autocast to {plan.autocast}"
-    if own.offload_activations or settings.activation_checkpointing.cpu_checkpointing:
-        yield "activations in host memory"
     if any(True for _ in _elsewhere(engine)):
         yield "some weights in few bits"
-    parts = {type(part).__name__ for part in (*engine.hooks.handles, *engine.events.observers)}
-    for name, on in (
-        ("blocks compiled", own.compile),
-        ("blocks captured", own.capture),
-        ("adapters computed together", "FusedAdapters" in parts),
-        ("loss in chunks", own.chunked_loss is True or "ChunkedLoss" in parts),
-        ("MLPs in tiles", own.tiled_mlp is not None),
-        ("experts divided", settings.expert_parallel.enabled),
-        ("products in fp8", own.fp8 is not None and own.fp8.enabled),
-    ):
-        if on:
-            yield name
-
-
-def _states(engine: CoreEngine) -> Iterator[States]:
-    """Rows of the table, each of one dtype on one device."""
-    found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for name, dtype, device, numel in _tensors(engine):
-        key = name, _SHORT.get(dtype, str(dtype).removeprefix("torch.")), device
-        before = found.get(key, (0, 0))
-        found[key] = before[0] + numel, before[1] + numel * dtype.itemsize
-    for key, (numel, nbytes) in found.items():
-        yield States(*key, numel, nbytes)
-
-
-def _tensors(engine: CoreEngine) -> Iterator[tuple[str, torch.dtype, str, int]]:
-    """(what it is, dtype, device, elements on this process) of all that is kept between steps."""
-    plan, optimizer, here = engine.plan, engine.optimizer, engine.device.type
-    for buffer in (buffer for unit in engine.units for buffer in unit.buffers):
-        numel = buffer.layout.shard_numel if buffer.sharded else buffer.layout.numel
-        device = here if plan.parameters.device == "device" or not buffer.sharded else plan.parameters.device
-        yield "frozen parameters" if buffer.frozen else "parameters", buffer.dtype, device, numel
-    for param in _elsewhere(engine):
-        yield "weights in few bits", param.dtype, param.device.type, param.numel()
-    if optimizer is not None:
-        away = None if plan.optimizer.device == "device" else plan.optimizer.device
-        for gradient in engine.reducer.buffers:
-            layout = gradient.buffer.layout
-            numel = layout.shard_numel if plan.reduces_every_micro_batch else layout.numel
-            yield "gradients", gradient.dtype, away or here, numel
-        moments = most_moments(type(optimizer.optimizer).__name__)
-        for buffer, master in optimizer.masters.items():
-            beside = optimizer.low_bits.get(buffer, master)
-            if beside.data_ptr() != buffer.owned(whole=optimizer.policy.whole, write=False).data_ptr():
-                yield "master weights", beside.dtype, away or here, beside.numel()
-            if moments:
-                yield "moments", optimizer.moment_dtype(buffer), away or here, moments * master.numel()
-    for values in engine.module.buffers():
-        yield "buffers", values.dtype, values.device.type, values.numel()
+    if engine.mesh.shape.expert > 1:
+        yield "experts divided"
+    parts = (*engine.hooks.handles, *engine.events.observers, vars(engine).get("compiler"))  # one may be both
+    yield from filter(None, dict.fromkeys(getattr(part, "note", "") for part in parts))
 
 
 def precisions(engine: CoreEngine) -> dict[str, str]:
@@ -267,7 +206,7 @@ def precisions(engine: CoreEngine) -> dict[str, str]:
         "moments": () if optimizer is None else optimizer.moment_dtypes,
         "buffers": (buffer.dtype for buffer in engine.module.buffers() if buffer.is_floating_point()),
     }
-    named = {row: sorted({_SHORT.get(dtype, str(dtype)) for dtype in dtypes}) for row, dtypes in table.items()}
+    named = {row: sorted({SHORT.get(dtype, str(dtype)) for dtype in dtypes}) for row, dtypes in table.items()}
     return {row: " and ".join(dtypes) for row, dtypes in named.items() if dtypes}
 
 

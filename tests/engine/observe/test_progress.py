@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hf
 from ds_hf.deepspeed_api.initialize import initialize
@@ -52,14 +53,44 @@ def test_value(stage: int) -> None:
     assert numel / share <= rows["parameters"].numel < numel / share + 4000  # padding
     assert str(summary).startswith(f"ds_hf {ds_hf.__version__}: ZeRO stage {stage}, 2 processes (data 2) on CPU, ")
     assert " in bf16 with fp32 masters, FusedAdam by " in str(summary)
-    assert str(summary).endswith("batch 12 = 2 micro-batch x 3 accumulation x 2 data, loss in chunks")
+    sent = ", gradients sent in 4 bits" * (stage == 3)  # and TinyLM has no loss that could be in chunks
+    assert str(summary).endswith("batch 12 = 2 micro-batch x 3 accumulation x 2 data" + sent)
     assert summary.table().splitlines()[-1].split()[:2] == ["in", "all"]
 
 
 def _by_stage(stage: int) -> Any:
     return _summary(
-        zero_optimization={"stage": stage}, bf16={"enabled": True}, ds_hf={"chunked_loss": True, "summary": False}
+        zero_optimization={"stage": stage, "zero_quantized_gradients": stage == 3},
+        bf16={"enabled": True},
+        ds_hf={"chunked_loss": True, "summary": False},
     )
+
+
+def _said(asked: dict[str, Any], kind: str = "Llama") -> tuple[str, ...]:
+    """Notes of the line for a model with layers that multiply in fp8, blocks, MLPs and a causal loss, or without."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=64, use_cache=False)
+    model = LlamaForCausalLM(llama) if kind == "Llama" else torch.nn.Sequential(torch.nn.Linear(3, 3))
+    config = {"optimizer": {"type": "AdamW"}, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **asked}
+    engine = initialize(model=model, config=config)[0]
+    notes: tuple[str, ...] = engine.summary().notes
+    engine.destroy()
+    return notes
+
+
+EVERYTHING: dict[str, Any] = {
+    "zero_optimization": {"zero_quantized_gradients": True, "stage": 2},
+    "activation_checkpointing": {"cpu_checkpointing": True},
+    "ds_hf": {"chunked_loss": True, "tiled_mlp": 2, "capture": "blocks", "fp8": {"enabled": True, "smallest": 1}},
+}
+
+
+def test_only_what_is_so() -> None:
+    """What was asked for and has no effect is not stated: on one CPU nothing is sent, captured or multiplied in fp8."""
+    assert _said(EVERYTHING, "Linear") == ()
+    assert _said(EVERYTHING) == ("MLPs in tiles", "loss in chunks")
+    emulated = {"fp8": {"enabled": True, "smallest": 1, "emulate": True}, "compile": "blocks"}
+    assert _said({"ds_hf": emulated}) == ("products in fp8, tensorwise, emulated", "blocks compiled")
 
 
 SCRIPT = """

@@ -44,6 +44,12 @@ class BlockOffload:
             model.register_forward_hook(lambda module, args, output: self._after()),
         ]
 
+    @property
+    def note(self) -> str:
+        """For the line with which a run begins."""
+        checkpoints = any(block.gradient_checkpointing for block in self._blocks)
+        return "activations in host memory" if checkpoints else ""
+
     def _before(self, model: nn.Module) -> None:
         if not (model.training and torch.is_grad_enabled()) or in_backward():
             return
