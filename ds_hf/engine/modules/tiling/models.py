@@ -188,7 +188,7 @@ class ChunkedLoss:
     @property
     def note(self) -> str:
         """For the line with which a run begins."""
-        return "loss in chunks" if self.models else ""
+        return "loss in chunks" if any(m.handles and not _is_watched(m.head) for m in self.models) else ""
 
     def _defer(self, head: nn.Module) -> DeferredHead | None:
         """What takes the place of ``head`` while its loss is chunked; ``None``: nothing."""
