@@ -68,10 +68,18 @@ class _Terms(NamedTuple):
     dropout: nn.Module | None
     magnitude: Tensor | None
 
-    def states(self) -> list[tuple[int, bool]]:
+    def states(self) -> tuple[int | bool | None, ...]:
         """What changes where they are written in place, or begin or cease to train."""
-        tensors = self.weight, self.bias, self.first, self.second, self.magnitude
-        return [(each._version, each.requires_grad) for each in tensors if each is not None]
+        bias, first, second, magnitude = self.bias, self.first, self.second, self.magnitude
+        return (
+            self.weight._version,
+            first._version,
+            second._version,
+            first.requires_grad,
+            second.requires_grad,
+            None if bias is None else bias._version,
+            None if magnitude is None else magnitude._version,
+        )
 
     def same(self, other: _Terms) -> bool:
         return (
@@ -101,7 +109,7 @@ class _Ready(NamedTuple):
     x: Tensor
     modes: _Modes
     terms: _Terms
-    states: list[tuple[int, bool]]
+    states: tuple[int | bool | None, ...]
     out: Tensor
 
 
