@@ -31,6 +31,7 @@ from torch.nn import functional
 from ds_hf.config.types.training import DsHfFp8Section
 from ds_hf.engine.events import Observer
 from ds_hf.engine.zero.buffer import home_of, logical_shape
+from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.dtensor import Adopted
 from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError
@@ -327,6 +328,8 @@ def _why_not(name: str, module: nn.Linear, is_head: bool, section: DsHfFp8Sectio
     shape = logical_shape(module.weight)
     if any(re.search(pattern, name) for pattern in section.exclude):
         return "excluded"
+    if cut_of(module.weight) is not None:
+        return "divided over processes (autotp_size)"
     if type(module) not in (nn.Linear, Fp8Linear):  # an earlier engine's, which are taken over
         return f"of class {type(module).__name__}"
     if is_head:

@@ -9,6 +9,7 @@ import copy
 import logging
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -20,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_hf import Engine, GatheredParameters, initialize
 from ds_hf.config.load import load_config
+from ds_hf.config.types.training import DsHfFp8Section
 from ds_hf.engine.modules import fp8 as fp8_room
 from ds_hf.engine.modules.fp8 import E4M3, E5M2, Fp8Linear, cast, multiply
+from ds_hf.engine.zero.cut import even_cut, set_cut
 from ds_hf.errors import ConfigError
 from ds_hf.log import forget_said
 from tests.helpers.distributed import run_distributed
@@ -365,6 +368,16 @@ def test_layers_that_stay_are_told_with_the_reason(caplog: pytest.LogCaptureFixt
 def test_none_left_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"no linear layer of Model can multiply in it \(.*smaller than 4_194_304"):
         make(0, fp8={"smallest": 4194304})
+
+
+def test_divided_layers_are_told_as_such() -> None:
+    model = Model()
+    for block in model.blocks:
+        for layer in (block.inner, block.outer):  # type: ignore[union-attr]
+            set_cut(layer.weight, even_cut(layer.weight.shape, 0, 0, 2))  # type: ignore[union-attr]
+    section = DsHfFp8Section(smallest=0)
+    reasons = Counter(why for _, why in fp8_room._linear_layers(model, section))
+    assert reasons["divided over processes (autotp_size)"] == 4
 
 
 def test_a_device_without_products_computes_as_before(caplog: pytest.LogCaptureFixture) -> None:
