@@ -243,7 +243,7 @@ def test_layouts_that_do_not_fit_are_refused_by_name() -> None:
         assert "0.weight lies on another mesh" in found["both"]
         assert "dimension 0 is not divided equally" in found["uneven"]
         assert "only Shard and Replicate can be trained" in found["part"]
-        assert "has made steps over DTensors" in found["stepped"]
+        assert "has made steps over wrapped parameters (DTensors" in found["stepped"]
         assert "fully_shard() has divided the model already" in found["fsdp"]
         assert "data-parallel 4 (mesh_param[0])" in found["file"]
         assert "there are 4 processes" in found["file"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -345,7 +346,7 @@ def clipped_late() -> None:
     which one parameter is looked at."""
     for stage, some in ((1, False), (3, True)):
         forget_said()
-        logger.addHandler(lines := Lines())
+        logger.addHandler(lines := Lines(logging.WARNING))
         model = two_layers()
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         engine = initialize(model=model, config=base_config(stage, optimizer=SGD, zero_optimization=zero))[0]

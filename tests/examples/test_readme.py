@@ -27,6 +27,7 @@ TESTED_ELSEWHERE = {
     "make demo": "tests/examples/test_demo.py",
     "make test": "what runs this",
     "pip install .": "tests/test_packaging.py",
+    'pip install ".[all]"': "tests/test_packaging.py",
     "pip uninstall deepspeed && pip install deepspeed": "tests/test_packaging.py",
     "pip uninstall deepspeed": "tests/test_packaging.py",
     "pip install --force-reinstall --no-deps .": "tests/test_packaging.py",

@@ -8,10 +8,10 @@ __all__ = ["Lines"]
 
 
 class Lines(logging.Handler):
-    """``logging.getLogger("ds_hf").addHandler(Lines())``."""
+    """``logging.getLogger("ds_hf").addHandler(Lines())``; of ``level`` and above."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

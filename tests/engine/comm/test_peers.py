@@ -263,17 +263,17 @@ def another_torch() -> list[bool]:
     found = []
     for memory in (None, object()):
         peers._symmetric_memory = lambda memory=memory: memory
-        found.append(peers._made(axis, CPU, CommStream()) is None)
+        found.append(peers._made(axis, CPU, CommStream(), flushes=False) is None)
 
     class Wrong:
-        def __init__(self, axis: Axis, device: torch.device) -> None:
+        def __init__(self, axis: Axis, device: torch.device, *, flushes: bool) -> None:
             self.meet = lambda channel: dist.barrier()
 
         def __call__(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
             return [torch.zeros(numel, dtype=dtype) for _ in range(2)]
 
     peers._Gpus = Wrong
-    found.append(peers._made(axis, CPU, CommStream()) is None)
+    found.append(peers._made(axis, CPU, CommStream(), flushes=False) is None)
     return found
 
 

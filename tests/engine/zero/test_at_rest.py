@@ -175,7 +175,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def writes() -> list[str]:
-    engine, lines, silent = built(3), Lines(), []
+    engine, lines, silent = built(3), Lines(logging.WARNING), []
     logging.getLogger("ds_hf").addHandler(lines)
     weight = engine.module.blocks[1].up.weight
     before = full_weights(engine.module)
@@ -253,7 +253,7 @@ LOST: dict[str, Callable[[nn.Parameter], Any]] = {
 
 def lost_writes_of_stage_3() -> list[str]:
     """Which are not told, outside of ``GatheredParameters`` and inside of one that keeps nothing."""
-    lines, silent = Lines(), []
+    lines, silent = Lines(logging.WARNING), []
     logging.getLogger("ds_hf").addHandler(lines)
     for (kind, write), gathered in itertools.product(LOST.items(), (False, True)):
         forget_said()
@@ -282,7 +282,7 @@ def test_lost_writes_of_stage_3_are_told() -> None:
 
 
 def writes_beside_masters() -> list[str]:
-    lines, wrong, rank = Lines(), [], dist.get_rank()
+    lines, wrong, rank = Lines(logging.WARNING), [], dist.get_rank()
     logging.getLogger("ds_hf").addHandler(lines)
     for stage, half, counted in itertools.product((0, 1, 2), (True, False), (True, False)):
         forget_said()
