@@ -197,7 +197,7 @@ def memory_command(
 
 
 def _refuse_unknown(context: typer.Context, target: str, rest: list[str]) -> None:
-    """At once, before anything is loaded: what is no option of this command, unless it can be a script's."""
+    """Refuse unknown options before anything is loaded, unless they may be a script's."""
     words = [word for word in (target, *rest) if word.startswith("-") and word != "-"]
     if not words or (target.endswith(".py") and not target.startswith("-")):
         return

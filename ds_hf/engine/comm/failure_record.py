@@ -4,8 +4,8 @@ torchrun names a file in TORCHELASTIC_ERROR_FILE and shows what is in it when th
 functions decorated with ``@record``, which scripts rarely have. The format is torch's. Where ds_hf's launcher shows
 what is recorded (it names the file once more in ``TOLD_BY_LAUNCHER``) the process does not print it as well.
 
-A configuration that is wrong is no fault of the code: of its traceback the lines of the script are left, and of the
-processes of a host the first alone prints it.
+A wrong configuration is not a fault of the code: its traceback shows only the script's own lines, and only the first
+process of each host prints it.
 """
 
 from __future__ import annotations
