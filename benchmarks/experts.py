@@ -56,21 +56,33 @@ def make_model(args: argparse.Namespace, dtype: torch.dtype) -> nn.Module:
     shape = dict(SHAPES[args.model])
     more = {"num_hidden_layers": args.layers, "max_position_embeddings": max(args.seq, 128), "use_cache": False}
     config = CONFIG_MAPPING[shape.pop("kind")](**shape, **more)
+    attention = "eager" if args.model == "gpt_oss" else "sdpa"
     torch.manual_seed(training.SEED)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(args.device):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager" if args.model == "gpt_oss" else "sdpa"
-            )
-    finally:
-        torch.set_default_dtype(before)
+    if args.divided and dtype == torch.float32:
+        model: nn.Module = divided(args, config, attention)
+    else:
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(args.device):
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        finally:
+            torch.set_default_dtype(before)
     if args.lora:
         model = adapted(model, args.lora)
     if args.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     return model.train()
+
+
+def divided(args: argparse.Namespace, config: Any, attention: str) -> nn.Module:
+    """The model, each layer divided as soon as it is made: in 16 bits, with values of its own on each process."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    args.held = HfDeepSpeedConfig(training.engine_config(args))  # transformers asks for it while it lives
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+    return model
 
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
@@ -193,6 +205,10 @@ ENGINES: dict[str, type[training.Contender]] = {
     "ds_hf": training.DsHf,
     "ds_hf+local": with_config(training.DsHf, **LOCAL),
     "ds_hf+ep": with_config(training.DsHf, expert_parallel=experts_section, weight_quantization=few_bits),
+    **{
+        f"ds_hf+ep{size}": with_config(training.DsHf, expert_parallel={"enabled": True, "autoep_size": size})
+        for size in (2, 4, 8)
+    },
     "ds_hf2": with_config(training.DsHf, zero_optimization={"stage": 2}),
     "ds_hf2+local": with_config(training.DsHf, **LOCAL, zero_optimization={"stage": 2}),
     "ds_hf2+ep": with_config(training.DsHf, expert_parallel=experts_section, zero_optimization={"stage": 2}),
@@ -290,6 +306,9 @@ def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--layers", type=int, default=2)
     own.add_argument("--ep", type=int, default=0, help="processes that divide experts, 0 for all")
+    own.add_argument(
+        "--divided", action="store_true", help="divide layers as they are made (zero.Init; ds_hf, stage 3)"
+    )
     own.add_argument("--lora", type=int, default=0, help="rank of adapters, of attention and experts; 0 for none")
     own.add_argument("--base-bits", type=int, choices=(4, 8), help="with --lora: of the experts under the adapters")
     own.add_argument("--part", choices=("steps", "products"), default="steps")
