@@ -345,7 +345,7 @@ def run_way(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
             for stage in stages:
                 stage.kill()
         if not out.exists():
-            raise SystemExit(f"{way} failed:\n" + "\n".join(error[-2000:] for error in errors))
+            raise RuntimeError(f"{way} failed:\n" + "\n".join(error[-2000:] for error in errors))
         found: list[dict[str, Any]] = json.loads(out.read_text())
         return found
 
@@ -403,17 +403,22 @@ def main() -> None:
         return
     ways = args.ways.split(",") + (["deepspeed"] if args.deepspeed else [])
     rounds: dict[str, list[Any]] = {way: [] for way in ways}
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    if args.device == "cuda":
+        machine = f"{args.stages} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     for _ in range(args.rounds):
         for way in ways:
-            rounds[way].append(run_way(args, way))
-    table = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        **summarise(args, rounds),
-    }
-    text = json.dumps(table, indent=2)
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
+            begun = time.perf_counter()
+            try:
+                rounds[way].append(run_way(args, way))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:  # the others' figures are worth keeping
+                print(f"{way}: {error}", file=sys.stderr)
+            done = {name: found for name, found in rounds.items() if found}
+            table = {"machine": machine, **(summarise(args, done) if done else {})}
+            print(f"{way} took {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+            if args.json:
+                Path(args.json).write_text(json.dumps(table, indent=2) + "\n")
+    print(json.dumps(table, indent=2))
 
 
 if __name__ == "__main__":

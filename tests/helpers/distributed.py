@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -31,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_hf import host
 from tests.helpers.patience import LONGEST_S, PATIENCE, patient
 
 __all__ = ["DistributedFailure", "RankSpec", "free_port", "run_distributed", "run_torchrun"]
@@ -117,9 +119,17 @@ def run_distributed(
     raise AssertionError("unreachable")
 
 
+def _begins_cuda() -> bool:
+    """Whether what the server imports begins CUDA in it, after which no rank that is forked from it could."""
+    # transformers imports torchao (0.18) where it is installed, whose libraries do.
+    return importlib.util.find_spec("torchao") is not None and host.has_gpu()
+
+
 def _run_once(
     payload: bytes, world_size: int, timeout: float, backend: str | None, env: dict[str, str], start_method: str
 ) -> list[Any]:
+    if _begins_cuda():
+        start_method = "spawn"
     context: Any = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when the server imports it

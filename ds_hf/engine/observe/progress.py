@@ -38,7 +38,8 @@ class EngineSummary:
         version: of ds_hf. stage: of ZeRO. mesh: sizes of its axes, in words.
         processes, device: how many, and what each computes on.
         precision: dtypes of each row of the model states, see ``precisions``.
-        parameters, trained: elements of the model, or of this process's part of a divided one, and how many train.
+        parameters, trained: elements of the model, and how many train; of this process's part where layers, experts or
+            a pipeline's stages are ``divided``.
         optimizer: its class, ``None`` for an engine that only infers; kernels: what updates.
         micro, accumulation, data, batch: samples, micro-batches, processes, and their product.
         notes: what is offloaded, compiled, captured, divided or sent in few bits.
@@ -53,6 +54,7 @@ class EngineSummary:
     precision: dict[str, str]
     parameters: int
     trained: int
+    divided: bool
     optimizer: str | None
     kernels: str
     micro: int
@@ -69,7 +71,7 @@ class EngineSummary:
         several = f"{self.processes} process{'es' * (self.processes > 1)}"
         parts = [
             f"ds_hf {self.version}: ZeRO stage {self.stage}, {several} ({self.mesh}) on {self.device}",
-            f"{self.parameters:,} parameters{trained} in {dtypes}"
+            f"{self.parameters:,} parameters{' of this process' * self.divided}{trained} in {dtypes}"
             + (f" with {masters} masters" if masters not in (None, dtypes) else ""),
             f"{self.optimizer} by {self.kernels}" if self.optimizer else "no optimizer",
             f"batch {self.batch} = {self.micro} micro-batch x {self.accumulation} accumulation x {self.data} data",
@@ -135,6 +137,7 @@ def summary_of(engine: CoreEngine, *, states: bool = True) -> EngineSummary:
         precision=precisions(engine),
         parameters=sum(unit.numel for unit in engine.units) + sum(p.numel() for p in _elsewhere(engine)),
         trained=sum(slot.numel for buffer in buffers if not buffer.frozen for slot in buffer.layout.slots),
+        divided=max(shape.tensor, shape.pipe, shape.expert) > 1,
         optimizer=None if engine.optimizer is None else type(engine.optimizer.optimizer).__name__,
         kernels=_kernels(engine),
         micro=engine.batch.micro,
@@ -184,7 +187,11 @@ def _notes(engine: CoreEngine) -> Iterator[str]:
     if any(True for _ in _elsewhere(engine)):
         yield "some weights in few bits"
     if engine.mesh.shape.expert > 1:
-        yield "experts divided"
+        yield f"experts divided by {engine.mesh.shape.expert}"
+    if plan.inner is not None:
+        once_more = plan.parameters.over != plan.optimizer.over  # hpZ: states are divided over all
+        what = "parameters divided once more" if once_more else "states divided"
+        yield f"{what} within groups of {plan.inner}"
     parts = (*engine.hooks.handles, *engine.events.observers, vars(engine).get("compiler"))  # one may be both
     yield from filter(None, dict.fromkeys(getattr(part, "note", "") for part in parts))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import ds_hf
 from ds_hf.deepspeed_api.initialize import initialize
@@ -56,6 +57,31 @@ def test_value(stage: int) -> None:
     sent = ", gradients sent in 4 bits" * (stage == 3)  # and TinyLM has no loss that could be in chunks
     assert str(summary).endswith("batch 12 = 2 micro-batch x 3 accumulation x 2 data" + sent)
     assert summary.table().splitlines()[-1].split()[:2] == ["in", "all"]
+
+
+def _divided() -> list[str]:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_hidden_layers=1, num_local_experts=4, **sizes))
+    whole = f"{sum(param.numel() for param in model.parameters()):,} parameters in"
+    zero, found = {"stage": 3}, []
+    for more in (
+        {"expert_parallel": {"enabled": True, "autoep_size": 2}, "zero_optimization": {"stage": 1}},
+        {"zero_optimization": {**zero, "zero_hpz_partition_size": 2}},
+        {"zero_optimization": {**zero, "mics_shard_size": 2}},
+    ):
+        engine = initialize(model=copy.deepcopy(model), config=_config(**more))[0]
+        found.append(str(engine.summary()))
+        engine.destroy()
+    assert [whole in line for line in found] == [False, True, True]
+    return found
+
+
+def test_what_is_divided() -> None:
+    experts, second, groups = run_distributed(_divided, 4, timeout=60)[0]
+    assert " parameters of this process in fp32" in experts
+    assert "experts divided by 2" in experts
+    assert "parameters divided once more within groups of 2" in second
+    assert ", states divided within groups of 2" in groups
 
 
 def _by_stage(stage: int) -> Any:
