@@ -21,7 +21,7 @@
 #   profile 2, 1    where the time of a step goes
 #   masters 2, 2    6.7 B with split masters and whole ones, in turns, and where the time of both goes
 #   autotune 2, 8   a search and its result, against the user's file and real DeepSpeed
-#   many 4 or 8, 10 tests of four GPUs; 8 B, the scaling curve, layers, sequences and pipelines on all GPUs there are.
+#   many 4 or 8, 20 8 B, in fp8, LoRA; experts; two hosts; the scaling curve; layers, sequences, pipelines on all GPUs.
 #                   Rows whose file lies in $OUT or DONE are passed over; ONLY=8b for those whose name begins so
 #
 # Each part says how it ended; a part that fails does not keep the others from running. Figures: $OUT/*.json.
@@ -163,16 +163,30 @@ host() { OMP_NUM_THREADS=1 python3 benchmarks/host_cost.py --json "$OUT/host.jso
 
 many() {
   local gpus name; gpus=$(nvidia-smi -L | wc -l)
-  row() { # name, seconds, script and arguments
+  timed() { # name, seconds and a command that is given --json
     name=${gpus}xh100-$1
     [[ $1 == ${ONLY-}* && ! -e $OUT/$name.json && ! -e ${DONE:-/nowhere}/$name.json ]] || return 0
-    OMP_NUM_THREADS=1 timeout "$2" torchrun --standalone --nproc-per-node "$gpus" "${@:3}" --json "$OUT/$name.json" \
-      2> "$OUT/$name.err"
+    OMP_NUM_THREADS=1 timeout -k 5 "$2" "${@:3}" --json "$OUT/$name.json" 2> "$OUT/$name.err"
     echo "-- $name ended with $? after $SECONDS s"
   }
+  row() { timed "$1" "$2" torchrun --standalone --nproc-per-node "$gpus" "${@:3}"; }
   local train=(benchmarks/training.py --rounds 1 "${WITH[@]}") eight=(--model 8b --micro-batch 1 --seq 8192 --stage 3)
   local small=(--model 1b3 --micro-batch 4 --seq 2048) all=ds_hf,fsdp2,floor,deepspeed
   local shared=(benchmarks/long_context.py --parts sp --stage 3)
+  local lora=(benchmarks/lora.py --model 8b --micro-batch 2 --seq 4096 --checkpointing --rounds 1 --steps 8)
+  local moe=(benchmarks/experts.py --model qwen3 --stage 3 --checkpointing --rounds 1 "${WITH[@]}")
+  local pipes=(python3 benchmarks/pipeline.py --device cuda --width 4096 --batch 1 --length 2048 --repeats 3 --rounds 1
+    --timeout 60 --deepspeed "$BESIDE")
+  row fp8-8b 110 "${train[@]}" "${eight[@]}" --checkpointing --compile --steps 8 --engines ds_hf,ds_hf-fp8,ds_hf-fp8-rows
+  row lora-8b 70 "${lora[@]}" --stage 1 --engines ds_hf,peft-16
+  row lora-8b-stage3 50 "${lora[@]}" --stage 3 --engines ds_hf
+  row experts-whole 150 "${moe[@]}" --layers 48 --micro-batch 1 --seq 4096 --divided --steps 6 --warmup 4 \
+    --engines ds_hf+ep8,ds_hf+ep4,ds_hf+ep2,ds_hf+local
+  row experts-16 120 "${moe[@]}" --layers 16 --micro-batch 1 --seq 4096 --steps 8 --engines ds_hf+local,ds_hf+ep,fsdp2,deepspeed-leaf
+  timed hosts 120 python3 benchmarks/hosts.py -- --model 0b37 --micro-batch 4 --seq 2048 --stage 3 --steps 5 --warmup 4 \
+    --rounds 1 --engines ds_hf,ds_hf+hpz,ds_hf+qwz,ds_hf+qgz,ds_hf+zero++,ds_hf+mics,ds_hf2,ds_hf+1bit,fsdp2
+  timed hosts-experts 60 python3 benchmarks/hosts.py --experts -- --model qwen3 --layers 4 --stage 2 --micro-batch 2 \
+    --seq 2048 --steps 5 --warmup 4 --rounds 1 --engines ds_hf+local,ds_hf+inside,ds_hf+ep
   row 8b-compile 130 "${train[@]}" "${eight[@]}" --checkpointing --compile --engines ds_hf,fsdp2,floor
   row 8b 170 "${train[@]}" "${eight[@]}" --checkpointing --engines $all
   row 1b3-stage2 90 "${train[@]}" "${small[@]}" --stage 2 --engines $all
@@ -181,10 +195,9 @@ many() {
     --engines ds_hf,transformers,half,deepspeed "${WITH[@]}"
   row sequence-1b3 100 "${shared[@]}" --row 1b3 "$gpus" 8192 ds_hf+whole,ds_hf+sp
   row sequence-8b 150 "${shared[@]}" --steps 3 --row 8b 1 32768 ds_hf+sp+loss+tiles,ds_hf+sp+offload+loss+tiles
-  name=${gpus}xh100-pipeline
-  [[ pipeline == ${ONLY-}* && ! -e $OUT/$name.json && ! -e ${DONE:-/nowhere}/$name.json ]] || return 0
-  timeout 200 python3 benchmarks/pipeline.py --device cuda --stages "$gpus" --layers $((2 * gpus)) --width 4096 --batch 1 \
-    --length 2048 --micro-batches 4,8,16 --repeats 3 --rounds 1 --deepspeed "$BESIDE" --json "$OUT/$name.json"
+  timed pipeline-mesh 130 "${pipes[@]}" --stages 2 --tensor 2 --data $((gpus / 4)) --layers 16 --batch 2 --micro-batches 8 \
+    --ways ds_hf
+  timed pipeline 200 "${pipes[@]}" --stages "$gpus" --layers $((2 * gpus)) --micro-batches 4,8,16
 }
 
 autotune() {

@@ -11,6 +11,9 @@ With ``--device cuda`` all is in bf16 over NCCL; torch then has bf16 parameters,
 *idle* is there what is left of a batch's time without forward and backward of the stage's layers by themselves, so the
 optimizer's step counts as idle, and the other measurements below are left out.
 
+``--data D --tensor T`` has D pipelines side by side whose layers T processes share, S x D x T processes in all; others
+than ds_hf have D x T pipelines, with the same samples for all together.
+
 - *idle*: which part of a batch the stage spent in neither forward nor backward, against the bubble of 1F1B,
   ``(S - 1) / (M + S - 1)``.
 - *idle, asleep*: the same, of layers that sleep for 20 ms in forward and 40 in backward. They need no core, so what
@@ -91,13 +94,23 @@ class Scale(nn.Module):
         return hidden * self.weight
 
 
+PARTITION = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*up\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*down\.weight$"], "partition_type": "row"},
+    ],
+}
+
+
 def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs - labels).square().mean()
 
 
 def items_of(args: argparse.Namespace, micro_batches: int, length: int, width: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator(args.device).manual_seed(SEED)
-    size = (args.batch, length, width)
+    batch = args.batch if args.way != "deepspeed" else args.batch // args.tensor
+    size = (batch, length, width)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     values = torch.randn((micro_batches, 2, *size), generator=generator, device=args.device, dtype=dtype)
     return [(inputs, labels) for inputs, labels in values]
@@ -116,10 +129,16 @@ def engine_way(
     if args.way == "deepspeed":
         deepspeed.init_distributed(dist.get_backend())  # it asks for that; the group of torch stays
     layers = [LayerSpec(kind, width) for _ in range(count_of(args, kind, chunks))]
-    module = PipelineModule(layers, num_stages=args.stages, loss_fn=loss_of, partition_method="uniform")
+    where: dict[str, Any] = {"num_stages": args.stages}
+    if args.tensor > 1 and args.way != "deepspeed":
+        from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+        where = {"topology": PipeModelDataParallelTopology(num_pp=args.stages, num_mp=args.tensor, num_dp=args.data)}
+    module = PipelineModule(layers, **where, loss_fn=loss_of, partition_method="uniform")
+    replicas = args.data * (1 if args.way != "deepspeed" else args.tensor)
     config: dict[str, Any] = {
-        "train_batch_size": args.batch * micro_batches,
-        "train_micro_batch_size_per_gpu": args.batch,
+        "train_batch_size": args.batch * micro_batches * args.data,
+        "train_micro_batch_size_per_gpu": args.batch * args.data // replicas,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": args.device == "cpu"}},
         "bf16": {"enabled": args.device == "cuda"},
@@ -127,6 +146,8 @@ def engine_way(
     }
     if args.way != "deepspeed":
         config["ds_hf"] = {"pipeline": {"chunks": chunks, "check_batches": False}}
+        if args.tensor > 1:
+            config["tensor_parallel"] = {"autotp_size": args.tensor, "partition_config": PARTITION}
     engine, *_ = deepspeed.initialize(model=module, config=config)
 
     def run(items: list[Any]) -> None:
@@ -237,12 +258,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
         end(engine)
         del run, engine
+        if args.world > args.stages:
+            continue
         if args.device == "cpu":
             found[f"M={micro_batches}"]["asleep"] = asleep(args, micro_batches)
         else:
             seconds = statistics.median(times)
             found[f"M={micro_batches}"]["idle"] = max(0.0, 1 - alone(args, items) / seconds)
-    if args.device == "cuda":
+    if args.device == "cuda" or args.world > args.stages:
         return found
     if args.way != "torch":  # whose lengths cannot change
         found["changing"] = changing(args)
@@ -324,7 +347,7 @@ def run_way(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
         port = sock.getsockname()[1]
     root = Path(__file__).resolve().parents[1]
     path = [str(root), args.deepspeed if way == "deepspeed" else str(root / "ds_hf" / "compat")]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.stages)}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.world)}
     environment |= {"PYTHONPATH": os.pathsep.join(path[::-1]), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": args.device}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
@@ -337,7 +360,7 @@ def run_way(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(args.stages)
+            for rank in range(args.world)
         ]
         try:
             errors = [stage.communicate(timeout=args.timeout)[1] for stage in stages]
@@ -345,7 +368,7 @@ def run_way(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
             for stage in stages:
                 stage.kill()
         if not out.exists():
-            raise RuntimeError(f"{way} failed:\n" + "\n".join(error[-2000:] for error in errors))
+            raise RuntimeError(f"{way} failed:\n" + "\n".join(error[-1500:] for error in errors[:1]))
         found: list[dict[str, Any]] = json.loads(out.read_text())
         return found
 
@@ -359,7 +382,7 @@ def summarise(args: argparse.Namespace, rounds: dict[str, list[list[dict[str, An
             key, bubble = f"M={count}", (args.stages - 1) / (works + args.stages - 1)
             row[key] = {"ms": round(statistics.median(each[0][key]["seconds"] for each in found) * 1e3, 1)}
             row[key]["bubble"] = round(bubble, 3)
-            if args.device == "cpu":
+            if "asleep" in found[0][0][key]:
                 row[key]["idle, asleep"] = round(statistics.median(each[0][key]["asleep"] for each in found), 3)
             if way != "ds_hf" and "ds_hf" in rounds:
                 pairs = zip(rounds["ds_hf"], found, strict=True)
@@ -383,6 +406,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--data", type=int, default=1)
+    parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--micro-batches", default="4,8,16")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=128)
@@ -397,6 +422,7 @@ def main() -> None:
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.world = args.stages * args.data * args.tensor
     args.counts = [int(count) for count in args.micro_batches.split(",")]
     if args.way:
         worker(args)
@@ -405,7 +431,7 @@ def main() -> None:
     rounds: dict[str, list[Any]] = {way: [] for way in ways}
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
     if args.device == "cuda":
-        machine = f"{args.stages} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        machine = f"{args.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     for _ in range(args.rounds):
         for way in ways:
             begun = time.perf_counter()
