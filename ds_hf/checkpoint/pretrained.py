@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from safetensors import safe_open
@@ -24,8 +24,8 @@ from ds_hf.checkpoint.aside import CONFIG, in_shards, pointed_at, publish_weight
 from ds_hf.checkpoint.files import safetensors_header
 from ds_hf.checkpoint.format import SavedFragment, SavedParameter
 from ds_hf.checkpoint.manifest import Manifest
-from ds_hf.checkpoint.model_files import Switched, copy_model_files, find_model_folder, require_config, set_dtype
-from ds_hf.checkpoint.source import CheckpointKind, MappedFiles, Report, Source, TensorPiece
+from ds_hf.checkpoint.model_files import Switched, copy_model_files, edit_config, find_model_folder, require_config
+from ds_hf.checkpoint.source import CheckpointKind, MappedFiles, Report, Source, TensorPiece, Weight
 from ds_hf.checkpoint.trust.pickled import reading
 from ds_hf.dtypes import name_of
 from ds_hf.errors import CheckpointError
@@ -33,6 +33,8 @@ from ds_hf.log import logger
 from ds_hf.regular_files import check_regular, read_regular
 
 __all__ = [
+    "AsTheyAre",
+    "Form",
     "ShardedWriter",
     "Spec",
     "export_source",
@@ -186,6 +188,29 @@ def floating(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
     return dtype if dtype is not None and own.is_floating_point else own
 
 
+class Form(Protocol):
+    """How weights are written; ``section`` is what ``config.json`` says of it."""
+
+    def specs(self, weight: Weight, dtype: torch.dtype | None) -> list[Spec]: ...
+
+    def tensors(self, weight: Weight, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]: ...
+
+    @property
+    def section(self) -> dict[str, Any]: ...
+
+
+class AsTheyAre:
+    """Each weight under its name; ``dtype`` for those of floating-point dtypes."""
+
+    section: dict[str, Any] = {}  # noqa: RUF012  # which nothing writes to
+
+    def specs(self, weight: Weight, dtype: torch.dtype | None) -> list[Spec]:
+        return [Spec(weight.name, weight.shape, floating(dtype, weight.dtype))]
+
+    def tensors(self, weight: Weight, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        yield weight.name, weight.read()
+
+
 def export_source(
     source: Source,
     folder: str | Path,
@@ -194,6 +219,7 @@ def export_source(
     max_shard_size: str | int | None = "5GB",
     model_folder: str | Path | None = None,
     report: Report | None = None,
+    form: Form | None = None,
 ) -> list[str]:
     """Write the weights of a checkpoint as ``model*.safetensors``; one tensor is in memory at a time.
 
@@ -202,6 +228,7 @@ def export_source(
         model_folder: where ``config.json``, the generation configuration, the tokenizer and a model's own code are
             copied from; default a folder beside the checkpoint that has them, see ``find_model_folder``, else the
             configuration that the checkpoint has itself.
+        form: of the weights, by default as they are.
 
     Returns:
         what was copied.
@@ -213,23 +240,28 @@ def export_source(
         require_config(Path(model_folder))
     source.check()
     source.manifest.refuse_blocks(source.manifest.parameters)
+    form = form or AsTheyAre()
     weights = list(source.weights())
-    specs = [Spec(w.name, w.shape, floating(dtype, w.dtype)) for w in weights]
+    plain = [Spec(w.name, w.shape, floating(dtype, w.dtype)) for w in weights]
+    specs = [spec for weight in weights for spec in form.specs(weight, dtype)]
     found = find_model_folder(source.folder) if model_folder is None else Path(model_folder)
     copied: list[str] = []
     config = source.manifest.extra.get("model_config")
 
     def fill(place: Path) -> None:
         if found is not None:
-            copied.extend(copy_model_files(found, place, main_dtype(specs), links=model_folder is not None))
+            copied.extend(copy_model_files(found, place, main_dtype(plain), links=model_folder is not None))
+            if form.section:
+                edit_config(place / CONFIG, form.section)
         elif isinstance(config, dict) and config.get("model_type") and not config.get("auto_map"):
             (place / CONFIG).write_text(json.dumps(config), "utf-8")
-            set_dtype(place / CONFIG, main_dtype(specs))
+            edit_config(place / CONFIG, {"dtype": main_dtype(plain), **form.section})
             copied.append(CONFIG)
 
     with ShardedWriter(Path(folder), specs, max_shard_size, report=report, fill=fill) as writer:
         for weight in weights:
-            writer.put(weight.name, weight.read())
+            for name, value in form.tensors(weight, dtype):
+                writer.put(name, value)
     return copied
 
 

@@ -6,10 +6,13 @@ faults, 2 wrong usage. Torch is imported when a command runs, so that ``--help``
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -26,6 +29,7 @@ from ds_hf.printable import printable, printable_json
 if TYPE_CHECKING:
     import torch
 
+    from ds_hf.checkpoint.few_bits import FewBits
     from ds_hf.checkpoint.inspect import Content
     from ds_hf.checkpoint.source import Source
 
@@ -39,6 +43,7 @@ Examples:
   ds-hf checkpoint inspect output/checkpoint-100
   ds-hf checkpoint verify output/checkpoint-100 --json
   ds-hf checkpoint convert output/checkpoint-100 model --to hf
+  ds-hf checkpoint convert output/checkpoint-100 small --to hf --bits 4 --time
 """,
 )
 
@@ -144,15 +149,31 @@ def convert_command(
     ] = 1,
     sub_group_size: Annotated[int, typer.Option("--sub-group-size", min=1, help="For deepspeed at stage 3.")] = 10**9,
     autoep: Annotated[bool, typer.Option("--autoep", help="Experts in AutoEP's names (universal).")] = False,
+    bits: Annotated[int | None, typer.Option("--bits", help="Linear layers in 8 or 4 bits (hf).")] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", min=0, help="Columns with one scale (--bits); 0: a scale a row.")
+    ] = None,
+    sparse: Annotated[
+        str | None, typer.Option("--sparse", help="2:4: two of every four values of linear layers are left (hf).")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", help="Regular expression of layers that stay as they are.")
+    ] = None,
+    timed: Annotated[bool, typer.Option("--time", help="Time a token before and after, on this machine.")] = False,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="File whose loss to compare before and after.", parser=_path)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format.
 
     ds_hf: our own, which any number of processes loads. deepspeed: DeepSpeed's files, for a stage and world size.
     universal: DeepSpeed's universal checkpoint, which it loads at any. dcp: torch.distributed.checkpoint. hf: weights
-    for from_pretrained. fp32: weights in fp32, one file or a folder.
+    for from_pretrained; with --bits in compressed-tensors' format, which vLLM reads too. fp32: weights in fp32, one
+    file or a folder.
     """
     _require(path)
+    few = _few_bits(to, output, bits, group_size, sparse, exclude, timed, text)
     if source is Format.fp32:
         _usage("--from fp32: a file of weights is read as --from hf, if it is safetensors")
     if to is Format.fp32 and dtype is not None:
@@ -175,11 +196,15 @@ def convert_command(
             from ds_hf.checkpoint.deepspeed.autoep import as_autoep
 
             opened = as_autoep(opened)
+        if few is not None:
+            few.plan(opened, model)
         with _progress(printable(f"writing {output}")) as report:
             where, copied = _convert(
-                opened, output, to, out_tag, kind, max_shard_size, model, (stage, world_size, sub_group_size), report
-            )
-    _tell(where, as_json, copied)
+                opened, output, to, out_tag, kind, max_shard_size, model, (stage, world_size, sub_group_size), report,
+                None if few is None else few.form,
+            )  # fmt: skip
+        found = None if few is None else few.compare(opened, where, kind)
+    _tell(where, as_json, copied, found)
 
 
 def _convert(
@@ -192,6 +217,7 @@ def _convert(
     model: Path | None,
     target: tuple[int, int, int],
     report: Report,
+    form: FewBits | None,
 ) -> tuple[Path, list[str] | None]:
     """Write; where, and what was copied beside weights (``None`` where there is nothing to copy)."""
     if to is Format.ds_hf:
@@ -216,7 +242,7 @@ def _convert(
     import torch
 
     assert to in (Format.hf, Format.fp32), to
-    return _weights(source, output, torch.float32 if to is Format.fp32 else dtype, max_shard_size, model, report)
+    return _weights(source, output, torch.float32 if to is Format.fp32 else dtype, max_shard_size, model, report, form)
 
 
 @checkpoint_app.command("consolidate")
@@ -247,7 +273,13 @@ def consolidate_command(
 
 
 def _weights(
-    source: Source, output: Path, dtype: torch.dtype | None, max_shard_size: str, model: Path | None, report: Report
+    source: Source,
+    output: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: str,
+    model: Path | None,
+    report: Report,
+    form: FewBits | None = None,
 ) -> tuple[Path, list[str] | None]:
     """Weights into a folder, or into one file if ``output`` has the name of one; see ``_convert``."""
     from ds_hf.checkpoint.pretrained import export_source, write_single
@@ -259,13 +291,106 @@ def _weights(
         return output, None
     try:
         copied = export_source(
-            source, output, dtype=dtype, max_shard_size=max_shard_size, model_folder=model, report=report
+            source, output, dtype=dtype, max_shard_size=max_shard_size, model_folder=model, report=report, form=form
         )  # fmt: skip
     except CheckpointError:
         raise
     except ValueError as error:  # of the size
         _usage(f"--max-shard-size: {error}")
     return output, copied
+
+
+@dataclass
+class _FewBits:
+    """What ``convert`` is asked for beside a format: few bits, a pattern, figures of both."""
+
+    bits: int | None
+    group_size: int | None
+    sparse: bool
+    exclude: list[str]
+    timed: bool
+    text: Path | None
+    form: FewBits | None = None
+    config: Any = None
+
+    def plan(self, source: Source, model: Path | None) -> None:
+        """Look at the model before anything is written."""
+        from ds_hf.checkpoint.few_bits import plan
+        from ds_hf.hf.few_bits import linear_layers, model_config
+
+        self.config = model_config(source, model)
+        self.form = plan(
+            source, linear_layers(self.config), self.bits,
+            group_size=self.group_size, sparse=self.sparse, exclude=self.exclude,
+        )  # fmt: skip
+
+    def compare(self, source: Source, folder: Path, dtype: torch.dtype | None) -> dict[str, Any]:
+        """Sizes, and what was asked for, before and after."""
+        from ds_hf.checkpoint.pretrained import AsTheyAre
+        from ds_hf.hf.few_bits import cost_of, load_plain, load_written, token_ids
+
+        assert self.form is not None
+        weights = list(source.weights())
+        sizes = [
+            sum(spec.nbytes for weight in weights for spec in form.specs(weight, dtype))
+            for form in (AsTheyAre(), self.form)
+        ]
+        missing = self.bits is not None and importlib.util.find_spec("compressed_tensors") is None
+        found: dict[str, Any] = {"layers": self.form.text, "nbytes": sizes, "needs": _READER if missing else None}
+        if self.timed or self.text is not None:
+            text = None if self.text is None else token_ids(folder, self.text)
+            costs = [
+                cost_of(load_plain(source, self.config, dtype), text),
+                cost_of(load_written(folder, self.config), text),
+            ]
+            found |= {"milliseconds": [cost.milliseconds for cost in costs]} if self.timed else {}
+            found |= {"loss": [cost.loss for cost in costs]} if text is not None else {}
+        return found
+
+
+def _few_bits(
+    to: Format,
+    output: Path,
+    bits: int | None,
+    group_size: int | None,
+    sparse: str | None,
+    exclude: list[str] | None,
+    timed: bool,
+    text: Path | None,
+) -> _FewBits | None:
+    """What the options ask for, ``None`` if nothing; what does not fit together ends the command."""
+    asked = {
+        "--bits": bits,
+        "--sparse": sparse,
+        "--group-size": group_size,
+        "--exclude": exclude,
+        "--time": timed or None,
+        "--text": text,
+    }
+    given = [name for name, value in asked.items() if value is not None]
+    if not given:
+        return None
+    if to is not Format.hf or output.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        _usage(f"{given[0]} goes with a folder for from_pretrained: --to hf")
+    if bits not in (None, 8, 4):
+        _usage(f"--bits {bits}: use 8 or 4, for which transformers and vLLM have layers")
+    if sparse not in (None, "2:4"):
+        _usage(f"--sparse {sparse}: use 2:4, two of every four values")
+    if bits is None and (sparse is None or group_size is not None):
+        _usage(f"{given[0]} goes with --bits" + (" or --sparse" if group_size is None else ""))
+    for pattern in exclude or ():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            _usage(f"--exclude {pattern}: it is no regular expression: {error}")
+    if text is not None and not text.is_file():
+        _usage(f"--text {text}: there is no such file")
+    if bits is not None and (timed or text is not None) and importlib.util.find_spec("compressed_tensors") is None:
+        _usage(f"to load what is written, transformers needs compressed-tensors: {_READER}")
+    return _FewBits(bits, group_size, sparse is not None, list(exclude or ()), timed, text)
+
+
+_READER = "pip install 'ds-hf[few-bits]'"
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------
@@ -334,13 +459,16 @@ def _progress(doing: str) -> Iterator[Report]:
             bar.stop()
 
 
-def _tell(where: Path, as_json: bool, copied: list[str] | None = None) -> None:
+def _tell(where: Path, as_json: bool, copied: list[str] | None = None, found: dict[str, Any] | None = None) -> None:
     if as_json:
-        _print_json({"ok": True, "written": str(where), **({} if copied is None else {"copied": copied})})
+        beside = {} if copied is None else {"copied": copied}
+        _print_json({"ok": True, "written": str(where), **beside, **(found or {})})
     else:
         _say(f"wrote {where}")
         if copied:
             _say(f"with {', '.join(copied)}")
+        if found is not None:
+            _say_found(found)
     if copied is not None and not (where / "config.json").is_file():
         print(
             printable(
@@ -349,6 +477,23 @@ def _tell(where: Path, as_json: bool, copied: list[str] | None = None) -> None:
             ),
             file=sys.stderr,
         )
+
+
+def _say_found(found: dict[str, Any]) -> None:
+    before, after = found["nbytes"]
+    _say(found["layers"])
+    if found["needs"]:
+        _say(f"from_pretrained needs compressed-tensors, which is not installed here: {found['needs']}")
+    _say(f"weights: {_size(before)} before, {_size(after)} after, {after / before:.2f} of it")
+    if "milliseconds" in found:
+        before, after = found["milliseconds"]
+        _say(
+            f"a token in transformers: {before:.2f} ms before, {after:.2f} ms after (it opens packed weights at the "
+            "first call and computes without; vLLM computes with them)"
+        )
+    if "loss" in found:
+        before, after = found["loss"]
+        _say(f"loss of the text: {before:.4f} before, {after:.4f} after, {(after / before - 1) * 100:+.2f} %")
 
 
 def _say(text: str) -> None:

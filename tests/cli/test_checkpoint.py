@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from ds_hf.checkpoint.few_bits import two_of_four
 from ds_hf.checkpoint.format import SavedParameter
 from ds_hf.checkpoint.formats import open_source
 from ds_hf.checkpoint.source import Source
@@ -23,6 +25,7 @@ from ds_hf.cli import checkpoint
 from ds_hf.cli.root import app
 from tests.engine.checkpoint.workload import Model, config, engine_of, train
 from tests.helpers.archives import unpack
+from tests.helpers.few_bits import opened, unpacked
 
 run = CliRunner().invoke
 ARCHIVE = Path(__file__).parents[1] / "checkpoint/deepspeed/data/deepspeed.tar.xz"
@@ -263,3 +266,142 @@ def test_progress_is_shown_on_a_terminal_after_some_time(own: Path, tmp_path: Pa
     assert checkpoint._QUIET_S == 2.0
     assert ("%" in written) == shown
     assert (written != "") == shown
+
+
+# -- few bits ----------------------------------------------------------------------------------------------------------
+
+READER = """
+import json, sys
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+prompt = torch.tensor([json.loads(sys.argv[2])])
+with torch.no_grad():
+    logits = model(prompt).logits[0].float()
+    tokens = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
+torch.save({"logits": logits, "weights": {n: p.detach() for n, p in model.named_parameters()}}, sys.argv[3])
+print(json.dumps({"tokens": tokens, "strangers": [name for name in sys.modules if name.startswith("ds_hf")]}))
+"""
+
+
+def _llama(folder: Path) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, num_key_value_heads=1, **sizes))
+    model = model.to(torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "sparse"), [(4, False), (8, False), (4, True)])
+def test_transformers_alone_reads_few_bits(tmp_path: Path, bits: int, sparse: bool) -> None:
+    """Its tokens and logits are those of the model with the rounded weights in memory."""
+    pytest.importorskip("compressed_tensors")
+    model = _llama(tmp_path / "plain")
+    code, output = _run(
+        "convert", tmp_path / "plain", tmp_path / "small", "--to", "hf", "--bits", bits, *(("--sparse", "2:4") * sparse)
+    )
+    assert code == 0, output
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = two_of_four(module.weight.data) if sparse else module.weight.data
+            group = module.in_features if bits == 8 else 64
+            module.weight.data = opened(weight, bits, group)
+            assert not torch.equal(module.weight, weight), name
+    prompt = [5, 17, 3]
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(tmp_path / "small"), json.dumps(prompt), str(tmp_path / "read")],
+        capture_output=True, text=True, timeout=180, check=False,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["strangers"] == []
+    read = torch.load(tmp_path / "read")
+    for name, value in model.named_parameters():
+        assert torch.equal(read["weights"][name], value), name
+    with torch.no_grad():
+        inputs = torch.tensor([prompt])
+        torch.testing.assert_close(read["logits"], model(inputs).logits[0].float(), rtol=0.02, atol=0.05)
+        tokens = model.generate(inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
+    assert found["tokens"] == tokens
+
+
+def test_few_bits_of_a_checkpoint(tmp_path: Path) -> None:
+    """Sizes are those of the files; the model is found in the checkpoint."""
+    model = _llama(tmp_path / "plain")
+    with engine_of(config(3, "bf16"), model) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        whole = {name: value.clone() for name, value in engine.named_weights()}
+    code, output = _run("convert", tmp_path / "saved", tmp_path / "small", "--to", "hf", "--bits", 8, "--json")
+    assert code == 0, output
+    found = json.loads(output)
+    assert found["layers"] == "14 linear layers in 8 bits, one scale a row; as they were: 1 the head"
+    tensors = load_file(tmp_path / "small/model.safetensors")
+    before, after = found["nbytes"]
+    assert before == sum(value.nbytes for value in whole.values())
+    assert after == sum(value.nbytes for value in tensors.values())
+    name = "model.layers.0.self_attn.q_proj"
+    codes, scales = unpacked(tensors[f"{name}.weight_packed"], 8), tensors[f"{name}.weight_scale"]
+    assert torch.equal(codes.to(torch.bfloat16) * scales, opened(whole[f"{name}.weight"], 8, 64))
+    written = json.loads((tmp_path / "small/config.json").read_text())
+    assert written["dtype"] == "bfloat16"
+    assert written["quantization_config"]["ignore"] == ["lm_head"]
+
+
+def test_a_pattern_alone(tmp_path: Path) -> None:
+    model = _llama(tmp_path / "plain")
+    arguments = ("convert", tmp_path / "plain", tmp_path / "out", "--to", "hf", "--sparse", "2:4", "--exclude", "mlp")
+    code, output = _run(*arguments, "--time")
+    assert code == 0, output
+    assert "8 linear layers two of four values left; as they were: 6 excluded, 1 the head" in output
+    assert "ms before" in output
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    weights = dict(model.named_parameters())
+    name = "model.layers.1.self_attn.v_proj.weight"
+    assert torch.equal(tensors[name], two_of_four(weights[name]))
+    assert torch.equal(tensors["model.layers.1.mlp.up_proj.weight"], weights["model.layers.1.mlp.up_proj.weight"])
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--bits", 3), "--bits 3: use 8 or 4"),
+        (("--sparse", "1:2"), "--sparse 1:2: use 2:4"),
+        (("--group-size", 32), "--group-size goes with --bits"),
+        (("--time",), "--time goes with --bits or --sparse"),
+        (("--bits", 4, "--exclude", "("), "it is no regular expression"),
+        (("--bits", 4, "--text", "nowhere.txt"), "there is no such file"),
+        (("--bits", 4, "--to", "dcp"), "--bits goes with a folder for from_pretrained: --to hf"),
+    ],
+)
+def test_few_bits_that_do_not_fit_together(own: Path, tmp_path: Path, arguments: tuple[Any, ...], said: str) -> None:
+    code, output = _run("convert", own, tmp_path / "out", "--to", "hf", *arguments)
+    assert code == 2
+    assert said in " ".join(output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_few_bits_without_a_model_or_a_divisor(own: Path, tmp_path: Path) -> None:
+    code, output = _run("convert", own, tmp_path / "out", "--to", "hf", "--bits", 4)
+    assert code == 1
+    assert "Convert with --model FOLDER" in " ".join(output.split())
+    _llama(tmp_path / "plain")
+    code, output = _run("convert", tmp_path / "plain", tmp_path / "out", "--to", "hf", "--bits", 4, "--group-size", 48)
+    assert code == 1
+    assert "--group-size 48 does not divide the 64 columns" in " ".join(output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_who_cannot_read_few_bits_is_told_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *p: None if n == "compressed_tensors" else find(n, *p))
+    _llama(tmp_path / "plain")
+    code, output = _run("convert", tmp_path / "plain", tmp_path / "out", "--to", "hf", "--bits", 4, "--time")
+    assert (code, "pip install 'ds-hf[few-bits]'" in output) == (2, True)
+    code, output = _run("convert", tmp_path / "plain", tmp_path / "out", "--to", "hf", "--bits", 4)
+    assert (code, "pip install 'ds-hf[few-bits]'" in output) == (0, True)

@@ -1,0 +1,249 @@
+"""Whole weights with linear layers in 8 or 4 bits, or with two of four values left, for transformers and vLLM to read.
+
+The layout is ``pack-quantized`` of compressed-tensors: codes of a row packed into int32 beside one scale for each group
+of its columns, symmetric around zero. The grid is the one on which torchao's ``IntxFakeQuantizeConfig`` rounds while a
+model trains (``[-2^(b-1), 2^(b-1) - 1]``, the scale ``max |w| / (2^b - 1) * 2``, in the weights' dtype), so what was
+trained on it is written as it was trained. Writing takes no other library, reading takes compressed-tensors.
+
+Invariant: one weight at a time is in memory, and a stretch of its rows in 32 bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ds_hf.checkpoint.pretrained import Spec, floating
+from ds_hf.checkpoint.source import Source, Weight
+from ds_hf.errors import CheckpointError
+
+__all__ = ["FewBits", "group_size_for", "pack", "plan", "round_to_bits", "two_of_four"]
+
+GROUP_SIZES = (128, 64, 32)  # that vLLM's kernels have, the smallest file first
+_AT_ONCE = 2**24  # elements that are rounded at a time
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def round_to_bits(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the nearest values on the grid.
+
+    Args:
+        weight: ``[rows, columns]`` of a floating-point dtype.
+        group_size: columns that share a scale; it divides their number.
+
+    Returns:
+        codes: int8, as ``weight``.
+        scales: ``[rows, columns / group_size]`` in the dtype of ``weight``; ``codes * scales`` is the value.
+    """
+    groups = weight.reshape(weight.shape[0], -1, group_size)
+    least = torch.finfo(weight.dtype).smallest_normal
+    scales = (groups.abs().amax(dim=2) / ((2**bits - 1) / 2)).clamp(min=least)
+    codes = torch.round(groups.float() * scales.float().reciprocal().unsqueeze(2))
+    codes = codes.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return codes.to(torch.int8).flatten(1), scales
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes of a row one after another in int32, the first in the lowest bits, each plus ``2^(bits - 1)``.
+
+    Args:
+        codes: int8 ``[rows, columns]``.
+        bits: 8 or 4.
+
+    Returns:
+        int32 ``[rows, ceil(columns * bits / 32)]``.
+    """
+    codes = functional.pad(codes, (0, -codes.shape[1] % (32 // bits)), value=-(2 ** (bits - 1)))
+    unsigned = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.int32).reshape(len(codes), -1, 32 // bits)
+    words = torch.zeros(unsigned.shape[:2], dtype=torch.int32)
+    for place in range(32 // bits):
+        words |= unsigned[:, :, place] << (place * bits)
+    return words
+
+
+def two_of_four(weight: Tensor) -> Tensor:
+    """``weight`` with zeros for the two smallest of every four values in a row, which is the pattern 2:4.
+
+    Args:
+        weight: ``[rows, columns]``, of which 4 divides the columns.
+    """
+    fours = weight.reshape(weight.shape[0], -1, 4)
+    kept = fours.abs().topk(2, dim=2).indices
+    return torch.zeros_like(fours).scatter_(2, kept, fours.gather(2, kept)).flatten(1)
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FewBits:
+    """How the weights of a checkpoint are written; see ``plan``.
+
+    Attributes:
+        bits: of linear layers: 8, 4, or ``None``, as they are.
+        group_size: columns with one scale; ``None``: one scale a row.
+        sparse: two of four values of the same layers are left.
+        layers: names of these layers.
+        ignored: names of the linear layers that stay as they are.
+    """
+
+    bits: int | None
+    group_size: int | None
+    sparse: bool
+    layers: frozenset[str]
+    ignored: tuple[str, ...]
+    others: Mapping[str, int] = field(default_factory=dict)
+
+    def _layer(self, weight: Weight) -> str | None:
+        name = weight.name.removesuffix(".weight")
+        return name if name != weight.name and name in self.layers else None
+
+    def specs(self, weight: Weight, dtype: torch.dtype | None) -> list[Spec]:
+        """What ``tensors`` is going to yield; values that are not integers are in ``dtype``."""
+        own, name = floating(dtype, weight.dtype), self._layer(weight)
+        if name is None or self.bits is None:
+            return [Spec(weight.name, weight.shape, own)]
+        rows, columns = weight.shape
+        return [
+            Spec(f"{name}.weight_packed", (rows, -(-columns * self.bits // 32)), torch.int32),
+            Spec(f"{name}.weight_scale", (rows, columns // (self.group_size or columns)), own),
+            Spec(f"{name}.weight_shape", (2,), torch.int64),
+        ]
+
+    def tensors(self, weight: Weight, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that ``specs`` announces."""
+        name, value = self._layer(weight), weight.read()
+        if name is None:
+            yield weight.name, value
+            return
+        # rounded as the model has it, whose dtype may have fewer digits than what the checkpoint keeps
+        value = value.detach().to("cpu", floating(dtype, weight.dtype))
+        if self.sparse:
+            value = two_of_four(value)
+        if self.bits is None:
+            yield weight.name, value
+            return
+        columns = value.shape[1]
+        packed, scales = [], []
+        step = max(1, _AT_ONCE // columns)
+        for start in range(0, value.shape[0], step):
+            codes, scale = round_to_bits(value[start : start + step], self.bits, self.group_size or columns)
+            packed.append(pack(codes, self.bits))
+            scales.append(scale)
+        yield f"{name}.weight_packed", torch.cat(packed)
+        yield f"{name}.weight_scale", torch.cat(scales)
+        yield f"{name}.weight_shape", torch.tensor(value.shape)
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """For ``config.json``."""
+        if self.bits is None:
+            return {}
+        by_group = {"strategy": "group", "group_size": self.group_size}
+        weights = {
+            "num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False,
+            **(by_group if self.group_size else {"strategy": "channel", "group_size": None}),
+        }  # fmt: skip
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        section = {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": list(self.ignored), "kv_cache_scheme": None,
+        }  # fmt: skip
+        return {"quantization_config": section}
+
+    @property
+    def text(self) -> str:
+        """What is in few bits and what is not."""
+        scale = f"one scale for {self.group_size} columns" if self.group_size else "one scale a row"
+        how = [f"in {self.bits} bits, {scale}"] if self.bits else []
+        how += ["two of four values left"] if self.sparse else []
+        others = ", ".join(f"{count} {why}" for why, count in self.others.items())
+        return f"{len(self.layers)} linear layers {' and '.join(how)}" + (f"; as they were: {others}" if others else "")
+
+
+def group_size_for(layers: Mapping[str, tuple[int, int]], bits: int, asked: int | None) -> int | None:
+    """Columns that share a scale.
+
+    Args:
+        layers: ``[rows, columns]`` of each.
+        asked: by the user; 0 is a scale a row, ``None`` the largest that fits 4 bits, and a scale a row for 8.
+
+    Returns:
+        ``None`` for a scale a row.
+
+    Raises:
+        CheckpointError: it does not divide the columns of a layer.
+    """
+    if asked == 0 or (asked is None and bits == 8):
+        return None
+    fitting = [size for size in GROUP_SIZES if not any(columns % size for _, columns in layers.values())]
+    if asked is None:
+        if fitting:
+            return fitting[0]
+        name, (_, columns) = next((n, s) for n, s in layers.items() if s[1] % GROUP_SIZES[-1])
+        raise CheckpointError(
+            f"groups of {GROUP_SIZES[-1]} do not divide the {columns} columns of {name}: give --group-size a divisor, "
+            "or 0 for one scale a row, or leave such layers out (--exclude)"
+        )
+    for name, (_, columns) in layers.items():
+        if columns % asked:
+            instead = f"{', '.join(map(str, fitting))} fit all layers" if fitting else "0 is one scale a row"
+            raise CheckpointError(f"--group-size {asked} does not divide the {columns} columns of {name}: {instead}")
+    return asked
+
+
+def plan(
+    source: Source,
+    linear: Mapping[str, str],
+    bits: int | None,
+    *,
+    group_size: int | None = None,
+    sparse: bool = False,
+    exclude: Collection[str] = (),
+) -> FewBits:
+    """Which layers of ``source`` are written how.
+
+    Args:
+        linear: names of the model's linear layers, each with why it stays as it is, ``""`` if it need not.
+        group_size: see ``group_size_for``.
+        exclude: regular expressions; layers whose names have one stay as they are.
+
+    Raises:
+        CheckpointError: a layer's weights are not there, or do not divide; none is left.
+    """
+    shapes = {weight.name: weight.shape for weight in source.weights()}
+    why = {
+        name: "excluded" if any(re.search(each, name) for each in exclude) else kept for name, kept in linear.items()
+    }
+    layers: dict[str, tuple[int, int]] = {}
+    for name in (name for name, kept in why.items() if not kept):
+        shape = shapes.get(f"{name}.weight")
+        if shape is None or len(shape) != 2:
+            raise CheckpointError(
+                f"{source.folder} has no matrix {name}.weight, which the model of config.json has: its weights have "
+                "other names. Merge adapters first (merge_and_unload); where files on the Hub have other names than "
+                "the model, convert a checkpoint of it and not such a folder"
+            )
+        layers[name] = (shape[0], shape[1])
+    if not layers:
+        reasons = ", ".join(sorted({kept for kept in why.values() if kept}))
+        raise CheckpointError(
+            f"{source.folder}: no linear layer is left that could be written so ({reasons or 'the model has none'})"
+        )
+    for name, (_, columns) in layers.items():
+        if sparse and columns % 4:
+            raise CheckpointError(f"--sparse 2:4: 4 does not divide the {columns} columns of {name}: --exclude it")
+    size = None if bits is None else group_size_for(layers, bits, group_size)
+    kept = [name for name, reason in why.items() if reason]
+    counts: dict[str, int] = {}
+    for name in kept:
+        counts[why[name]] = counts.get(why[name], 0) + 1
+    return FewBits(bits, size, sparse, frozenset(layers), tuple(kept), counts)
