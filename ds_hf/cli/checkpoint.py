@@ -6,22 +6,21 @@ faults, 2 wrong usage. Torch is imported when a command runs, so that ``--help``
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ds_hf.cli.few_bits import asked_for, lines
+from ds_hf.cli.options import wrong_usage
 from ds_hf.errors import CheckpointError
 from ds_hf.log import complain
 from ds_hf.printable import printable, printable_json
@@ -173,20 +172,20 @@ def convert_command(
     file or a folder.
     """
     _require(path)
-    few = _few_bits(to, output, bits, group_size, sparse, exclude, timed, text)
+    few = asked_for(to.value, output, bits, group_size, sparse, exclude, timed, text)
     if source is Format.fp32:
-        _usage("--from fp32: a file of weights is read as --from hf, if it is safetensors")
+        wrong_usage("--from fp32: a file of weights is read as --from hf, if it is safetensors")
     if to is Format.fp32 and dtype is not None:
-        _usage("--to fp32 writes fp32; use --to hf or consolidate with --dtype")
+        wrong_usage("--to fp32 writes fp32; use --to hf or consolidate with --dtype")
     kind = _dtype(dtype)
     if to in (Format.ds_hf, Format.deepspeed, Format.universal) and kind is not None:
-        _usage(f"--dtype: {to.value} keeps states as they are")
+        wrong_usage(f"--dtype: {to.value} keeps states as they are")
     if to not in (Format.ds_hf, Format.deepspeed) and out_tag is not None:
-        _usage(f"--out-tag: {to.value} has no tags; it is written to {output} itself")
+        wrong_usage(f"--out-tag: {to.value} has no tags; it is written to {output} itself")
     if to is not Format.universal and autoep:
-        _usage(f"--autoep goes with --to universal, not with {to.value}")
+        wrong_usage(f"--autoep goes with --to universal, not with {to.value}")
     if to not in (Format.hf, Format.fp32) and model is not None:
-        _usage(f"--model goes with weights (--to hf or fp32), not with {to.value}")
+        wrong_usage(f"--model goes with weights (--to hf or fp32), not with {to.value}")
     from ds_hf.checkpoint.formats import open_source
     from ds_hf.checkpoint.source import CheckpointKind
 
@@ -286,7 +285,7 @@ def _weights(
 
     if output.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         if model is not None:
-            _usage("--model goes with a folder, not with one file")
+            wrong_usage("--model goes with a folder, not with one file")
         write_single(source, output, dtype=dtype, report=report)
         return output, None
     try:
@@ -296,101 +295,8 @@ def _weights(
     except CheckpointError:
         raise
     except ValueError as error:  # of the size
-        _usage(f"--max-shard-size: {error}")
+        wrong_usage(f"--max-shard-size: {error}")
     return output, copied
-
-
-@dataclass
-class _FewBits:
-    """What ``convert`` is asked for beside a format: few bits, a pattern, figures of both."""
-
-    bits: int | None
-    group_size: int | None
-    sparse: bool
-    exclude: list[str]
-    timed: bool
-    text: Path | None
-    form: FewBits | None = None
-    config: Any = None
-
-    def plan(self, source: Source, model: Path | None) -> None:
-        """Look at the model before anything is written."""
-        from ds_hf.checkpoint.few_bits import plan
-        from ds_hf.hf.few_bits import linear_layers, model_config
-
-        self.config = model_config(source, model)
-        self.form = plan(
-            source, linear_layers(self.config), self.bits,
-            group_size=self.group_size, sparse=self.sparse, exclude=self.exclude,
-        )  # fmt: skip
-
-    def compare(self, source: Source, folder: Path, dtype: torch.dtype | None) -> dict[str, Any]:
-        """Sizes, and what was asked for, before and after."""
-        from ds_hf.checkpoint.pretrained import AsTheyAre
-        from ds_hf.hf.few_bits import cost_of, load_plain, load_written, token_ids
-
-        assert self.form is not None
-        weights = list(source.weights())
-        sizes = [
-            sum(spec.nbytes for weight in weights for spec in form.specs(weight, dtype))
-            for form in (AsTheyAre(), self.form)
-        ]
-        missing = self.bits is not None and importlib.util.find_spec("compressed_tensors") is None
-        found: dict[str, Any] = {"layers": self.form.text, "nbytes": sizes, "needs": _READER if missing else None}
-        if self.timed or self.text is not None:
-            text = None if self.text is None else token_ids(folder, self.text)
-            costs = [
-                cost_of(load_plain(source, self.config, dtype), text),
-                cost_of(load_written(folder, self.config), text),
-            ]
-            found |= {"milliseconds": [cost.milliseconds for cost in costs]} if self.timed else {}
-            found |= {"loss": [cost.loss for cost in costs]} if text is not None else {}
-        return found
-
-
-def _few_bits(
-    to: Format,
-    output: Path,
-    bits: int | None,
-    group_size: int | None,
-    sparse: str | None,
-    exclude: list[str] | None,
-    timed: bool,
-    text: Path | None,
-) -> _FewBits | None:
-    """What the options ask for, ``None`` if nothing; what does not fit together ends the command."""
-    asked = {
-        "--bits": bits,
-        "--sparse": sparse,
-        "--group-size": group_size,
-        "--exclude": exclude,
-        "--time": timed or None,
-        "--text": text,
-    }
-    given = [name for name, value in asked.items() if value is not None]
-    if not given:
-        return None
-    if to is not Format.hf or output.suffix in (".safetensors", ".bin", ".pt", ".pth"):
-        _usage(f"{given[0]} goes with a folder for from_pretrained: --to hf")
-    if bits not in (None, 8, 4):
-        _usage(f"--bits {bits}: use 8 or 4, for which transformers and vLLM have layers")
-    if sparse not in (None, "2:4"):
-        _usage(f"--sparse {sparse}: use 2:4, two of every four values")
-    if bits is None and (sparse is None or group_size is not None):
-        _usage(f"{given[0]} goes with --bits" + (" or --sparse" if group_size is None else ""))
-    for pattern in exclude or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            _usage(f"--exclude {pattern}: it is no regular expression: {error}")
-    if text is not None and not text.is_file():
-        _usage(f"--text {text}: there is no such file")
-    if bits is not None and (timed or text is not None) and importlib.util.find_spec("compressed_tensors") is None:
-        _usage(f"to load what is written, transformers needs compressed-tensors: {_READER}")
-    return _FewBits(bits, group_size, sparse is not None, list(exclude or ()), timed, text)
-
-
-_READER = "pip install 'ds-hf[few-bits]'"
 
 
 # -- arguments ------------------------------------------------------------------------------------------------------
@@ -398,7 +304,7 @@ _READER = "pip install 'ds-hf[few-bits]'"
 
 def _require(path: Path) -> None:
     if not path.exists():
-        _usage(f"{path} does not exist")
+        wrong_usage(f"{path} does not exist")
 
 
 def _dtype(text: str | None) -> torch.dtype | None:
@@ -408,13 +314,8 @@ def _dtype(text: str | None) -> torch.dtype | None:
 
     found: torch.dtype | None = torch_dtype(text)
     if found is None or not found.is_floating_point:
-        _usage(f"--dtype {text}: use fp32, bf16, fp16 or auto")
+        wrong_usage(f"--dtype {text}: use fp32, bf16, fp16 or auto")
     return found
-
-
-def _usage(message: str) -> NoReturn:
-    complain(message)
-    raise typer.Exit(2)
 
 
 # -- output ---------------------------------------------------------------------------------------------------------
@@ -468,7 +369,8 @@ def _tell(where: Path, as_json: bool, copied: list[str] | None = None, found: di
         if copied:
             _say(f"with {', '.join(copied)}")
         if found is not None:
-            _say_found(found)
+            for line in lines(found, _size):
+                _say(line)
     if copied is not None and not (where / "config.json").is_file():
         print(
             printable(
@@ -477,23 +379,6 @@ def _tell(where: Path, as_json: bool, copied: list[str] | None = None, found: di
             ),
             file=sys.stderr,
         )
-
-
-def _say_found(found: dict[str, Any]) -> None:
-    before, after = found["nbytes"]
-    _say(found["layers"])
-    if found["needs"]:
-        _say(f"from_pretrained needs compressed-tensors, which is not installed here: {found['needs']}")
-    _say(f"weights: {_size(before)} before, {_size(after)} after, {after / before:.2f} of it")
-    if "milliseconds" in found:
-        before, after = found["milliseconds"]
-        _say(
-            f"a token in transformers: {before:.2f} ms before, {after:.2f} ms after (it opens packed weights at the "
-            "first call and computes without; vLLM computes with them)"
-        )
-    if "loss" in found:
-        before, after = found["loss"]
-        _say(f"loss of the text: {before:.4f} before, {after:.4f} after, {(after / before - 1) * 100:+.2f} %")
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 import ds_hf
 from ds_hf.log import complain
 
-__all__ = ["FORMER", "Commands", "one_name", "version_option"]
+__all__ = ["FORMER", "Commands", "one_name", "version_option", "wrong_usage"]
 
 FORMER = {
     "nproc": "num-gpus",
@@ -74,3 +74,9 @@ def _print_version(wanted: bool) -> None:
             found.append(f"no {name}")
     typer.echo(f"ds_hf {ds_hf.__version__} ({', '.join(found)})")
     raise typer.Exit
+
+
+def wrong_usage(message: str) -> NoReturn:
+    """End a command whose arguments do not fit together."""
+    complain(message)
+    raise typer.Exit(2)
