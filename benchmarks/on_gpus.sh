@@ -174,7 +174,7 @@ many() {
   local small=(--model 1b3 --micro-batch 4 --seq 2048) all=ds_hf,fsdp2,floor,deepspeed
   local shared=(benchmarks/long_context.py --parts sp --stage 3)
   local lora=(benchmarks/lora.py --model 8b --micro-batch 2 --seq 4096 --checkpointing --rounds 1 --steps 8)
-  local moe=(benchmarks/experts.py --model qwen3 --stage 3 --checkpointing --rounds 1 "${WITH[@]}")
+  local moe=(benchmarks/experts.py --model qwen3 --stage 3 --checkpointing --rounds 1)
   local pipes=(python3 benchmarks/pipeline.py --device cuda --width 4096 --batch 1 --length 2048 --repeats 3 --rounds 1
     --timeout 60 --deepspeed "$BESIDE")
   row fp8-8b 110 "${train[@]}" "${eight[@]}" --checkpointing --compile --steps 8 --engines ds_hf,ds_hf-fp8
@@ -183,7 +183,7 @@ many() {
   row experts-deep 140 "${moe[@]}" --layers $((6 * gpus)) --micro-batch 1 --seq 4096 --divided --steps 6 --warmup 4 \
     --engines "ds_hf+ep,ds_hf+ep$((gpus / 2)),ds_hf+local"
   row experts-peers 120 "${moe[@]}" --layers $((8 + gpus)) --micro-batch 1 --seq 4096 --steps 8 \
-    --engines ds_hf+local,ds_hf+ep,fsdp2,deepspeed-leaf
+    --engines ds_hf+local,ds_hf+ep,fsdp2,deepspeed-leaf "${WITH[@]}"
   timed hosts 120 python3 benchmarks/hosts.py -- --model 0b37 --micro-batch 4 --seq 2048 --stage 3 --steps 5 --warmup 4 \
     --rounds 1 --engines ds_hf,ds_hf+hpz,ds_hf+qwz,ds_hf+qgz,ds_hf+zero++,ds_hf+mics,ds_hf2,ds_hf+1bit,fsdp2
   timed hosts-experts 60 python3 benchmarks/hosts.py --experts -- --model qwen3 --layers 4 --stage 2 --micro-batch 2 \
