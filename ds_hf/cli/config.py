@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ds_hf.config.compression import compression_notes
 from ds_hf.config.data_efficiency import data_notes
 from ds_hf.config.docs import configuration_page
 from ds_hf.config.explain import EffectiveValue, auto_keys, missing_packages, rows, summary, wire_notes
@@ -119,7 +120,7 @@ def explain_command(
     hidden = len(found) - len(shown)
     if hidden:
         print(f"{hidden} more keys are at their defaults; --all shows them.")
-    for note in data_notes(config):
+    for note in (*data_notes(config), *compression_notes(config)):
         print(note)
     notes = wire_notes(config)
     for note in notes:

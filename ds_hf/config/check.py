@@ -444,9 +444,17 @@ def _fp32_if_true(value: Any, draft: Draft) -> Any:
     return "fp32" if value is True else _SKIP
 
 
+def _moq(value: Any, draft: Draft) -> Any:
+    from ds_hf.config.compression import from_moq  # few files have the section
+
+    section = from_moq(value, draft)
+    return _SKIP if section is None else section
+
+
 _CONVERTERS: dict[str, Callable[[Any, Draft], Any]] = {
     "same": _same,
     "cpu-device": _cpu_device,
     "fp32-if-true": _fp32_if_true,
     "pin-memory": _same,
+    "moq": _moq,
 }

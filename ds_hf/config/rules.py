@@ -61,6 +61,10 @@ def check_rules(config: Config, draft: Draft) -> None:
         from ds_hf.config.data_efficiency import check_data
 
         check_data(config, draft)
+    if "compression_training" in draft.tree:
+        from ds_hf.config.compression import check_compression
+
+        check_compression(config, draft)
 
 
 def _precision(config: Config, draft: Draft) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ds_hf.config import load_config
+from ds_hf.config.types import Config
 from ds_hf.deepspeed_api import groups
 from ds_hf.deepspeed_api.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from ds_hf.deepspeed_api.checkpoint.tensor_info import collect_autotp_universal_checkpoint_info
@@ -114,7 +115,9 @@ def initialize(
             claims=claims,
             engine_type=PipelineEngine if isinstance(model, StageModule) else Engine,
             optimizer_type=EngineOptimizer,
+            prepare=_prepare_compression,
         )
+        _follow_compression(model, engine)
         engine.mpu = model.mpu() if isinstance(model, StageModule) else mpu
         engine.tp_size_asked = 0 if asked is None else asked.size
         if engine.autotp_size() > 0:
@@ -123,6 +126,28 @@ def initialize(
         groups.remember(engine.mesh, moe.expert_sizes(model) if moe else ())
         _divide_sequences(model, engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+_COMPRESSION = "ds_hf.compression.compress"  # imported where a file, or a script, asks for it
+
+
+def _prepare_compression(settings: Config, model: nn.Module, optimizer: Any, given: Any) -> Any:
+    """Layers that compress, where the file has the section; the parameters to train."""
+    if not settings.compression_training.acts and _COMPRESSION not in sys.modules:
+        return given
+    from ds_hf.compression.compress import prepare_model
+
+    return prepare_model(settings, model, optimizer, given)
+
+
+def _follow_compression(model: nn.Module, engine: Engine) -> None:
+    """Let the schedule of a model that is compressed follow the engine."""
+    if _COMPRESSION not in sys.modules:
+        return
+    from ds_hf.compression import schedule
+
+    if (found := schedule.schedule_of(model)) is not None:
+        schedule.attach(engine, found)
 
 
 def _moe_of(model: nn.Module) -> Any:

@@ -55,6 +55,7 @@ from ds_hf.measure.saving import LR_ENV
 __all__ = ["WORTH_SAYING", "build_engine", "training_ranks", "whole_model_advice"]
 
 E = TypeVar("E", bound=CoreEngine)
+Prepare = Callable[[Config, nn.Module, Any, Iterable[Any] | None], Iterable[Any] | None]
 
 
 def build_engine(
@@ -72,6 +73,7 @@ def build_engine(
     claims: Sequence[Claim] = (),
     engine_type: type[E],
     optimizer_type: type[ShardedOptimizer],
+    prepare: Prepare | None = None,
 ) -> E:
     """An engine that trains ``model`` as ``source`` says; the process group exists. Collective.
 
@@ -80,6 +82,7 @@ def build_engine(
         compiled: compile the model's blocks, whatever ``source`` says.
         claims: what else is known of the mesh.
         engine_type, optimizer_type: what to make, ``CoreEngine`` and ``ShardedOptimizer`` or classes derived from them.
+        prepare: changes the model before it is built in, as the configuration says, and gives the parameters to train.
         others: as ``initialize`` takes them.
 
     Raises:
@@ -102,6 +105,8 @@ def build_engine(
             prepare_attention(settings, model, **_shares_of_heads(mesh))
         monitor = _monitors(settings, mesh, silent=_is_measured(model))
         model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
+        if prepare is not None:
+            model_parameters = prepare(settings, model, optimizer, model_parameters)
         inner = _make_optimizer(settings, model, optimizer, model_parameters)
         _quantize(settings, plan, model, inner)
         others.meet()  # collectives begin here

@@ -92,6 +92,13 @@ deepspeed.runtime.fp16.onebit: OnebitAdam OnebitLamb ZeroOneAdam
 deepspeed.runtime.fp16.onebit.adam: OnebitAdam
 deepspeed.runtime.fp16.onebit.lamb: OnebitLamb
 deepspeed.runtime.fp16.onebit.zoadam: ZeroOneAdam
+deepspeed.compression: init_compression redundancy_clean compression_scheduler
+deepspeed.compression.compress: init_compression redundancy_clean student_initialization
+deepspeed.compression.scheduler: compression_scheduler
+deepspeed.compression.basic_layer: LinearLayer_Compress Embedding_Compress Conv2dLayer_Compress BNLayer_Compress
+deepspeed.compression.basic_layer: ColumnParallelLinear_Compress RowParallelLinear_Compress QuantAct
+deepspeed.compression.utils: TopKBinarizer SymQuantizer AsymQuantizer TernaryQuantizer BinaryQuantizer
+deepspeed.compression.helper: convert_conv1d_to_linear recursive_getattr recursive_setattr
 deepspeed.runtime.comm.compressed: CompressedBackend
 deepspeed.runtime.comm.nccl: NcclBackend
 deepspeed.runtime.comm.mpi: MpiBackend

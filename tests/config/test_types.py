@@ -14,7 +14,7 @@ from ds_hf.config.load import _section_class
 from ds_hf.config.schema import Node, dotted, load_schema, types_of, walk
 
 UNREAD = {
-    *("compression_training", "datastates_ckpt", "eigenvalue", "nebula", "quantize_training"),
+    *("datastates_ckpt", "eigenvalue", "nebula"),
 }
 OWN_FIELDS = {"source", "mesh", "resolved", "provenance", "warnings"}
 DICTS = {("optimizer", "params"), ("scheduler", "params")}

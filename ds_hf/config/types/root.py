@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
+from ds_hf.config.types.compression import CompressionTrainingSection
 from ds_hf.config.types.data import CurriculumSection, DataEfficiencySection, ProgressiveLayerDropSection
 from ds_hf.config.types.monitor import (
     AutotuningSection,
@@ -175,6 +176,7 @@ class Config:
     data_efficiency: DataEfficiencySection = field(default_factory=DataEfficiencySection)
     curriculum_learning: CurriculumSection = field(default_factory=CurriculumSection)
     progressive_layer_drop: ProgressiveLayerDropSection = field(default_factory=ProgressiveLayerDropSection)
+    compression_training: CompressionTrainingSection = field(default_factory=CompressionTrainingSection)
     weight_quantization: WeightQuantizationSection = field(default_factory=WeightQuantizationSection)
     sparse_attention: SparseAttentionSection = field(default_factory=SparseAttentionSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

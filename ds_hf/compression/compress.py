@@ -1,0 +1,140 @@
+"""``init_compression``, and what ``initialize`` does with a file that has ``compression_training``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ds_hf.compression.layers import Compressed
+from ds_hf.compression.schedule import Schedule, keep, read_section, schedule_of
+from ds_hf.compression.scopes import find_groups, prepare_layers
+from ds_hf.compression.students import student_initialization
+from ds_hf.config.types import Config
+from ds_hf.config.types.compression import CompressionTrainingSection
+from ds_hf.engine.parallel.pipeline.module import StageModule
+from ds_hf.errors import ConfigError, Fault
+
+__all__ = ["init_compression", "prepare_model"]
+
+_BASE = "/compression_training"
+_SOURCE = "compression_training"
+
+
+def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any = None, mpu: Any = None) -> nn.Module:
+    """Prepare ``model`` for compression during training (DeepSpeed's name), before ``initialize``.
+
+    Layers that the file means get classes that compress; they stay the same objects, with their parameters. Parameters
+    may be sharded already (``zero.Init``, ``from_pretrained`` at stage 3).
+
+    Args:
+        model: changed in place.
+        deepspeed_config: path, dict or JSON text with ``compression_training``, or that section.
+        teacher_model: what ``layer_reduction`` copies layers from.
+        mpu: must be ``None``: layers that processes divide are not compressed.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ConfigError: what the file says does not fit the model; all of it at once.
+    """
+    if mpu is not None:
+        raise ConfigError("init_compression(mpu=...): layers that processes divide are not compressed; leave mpu out")
+    section = read_section(deepspeed_config)
+    if schedule_of(model) is not None:
+        raise ConfigError("this model was given to init_compression() before; redundancy_clean() ends that")
+    if section.layer_reduction.enabled:
+        if teacher_model is None:
+            fix = "call init_compression(model, config, teacher_model=...) before initialize()"
+            raise ConfigError([Fault(f"{_BASE}/layer_reduction", "it needs the teacher", fix)], _SOURCE)
+        student_initialization(model, teacher_model, section)
+    _prepare(model, section)
+    return model
+
+
+def _prepare(model: nn.Module, section: CompressionTrainingSection) -> Schedule:
+    groups = find_groups(model, section)
+    prepare_layers(model, groups)
+    schedule = Schedule(model, section, groups)
+    keep(model, schedule)
+    return schedule
+
+
+def prepare_model(
+    settings: Config, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> Iterable[Any] | None:
+    """Before an engine is built: a model that ``init_compression`` was not given is prepared here.
+
+    Scores that pruning learns are put among the parameters that were given: to the first group without weight decay,
+    or else the first. Schedules of learning rates that were made for them go on.
+
+    Returns:
+        The parameters to train.
+
+    Raises:
+        ConfigError: the file does not fit the model, or says something else than ``init_compression`` was told.
+    """
+    section, schedule = settings.compression_training, schedule_of(model)
+    if schedule is not None and section.acts and schedule.section != section:
+        message = "init_compression() was given another section than this file has"
+        raise ConfigError([Fault(_BASE, message, "give both the same file")], settings.source)
+    if schedule is None and not section.acts:
+        return model_parameters
+    _refuse_division(settings, model)
+    if schedule is not None:
+        return model_parameters
+    if section.layer_reduction.enabled:
+        message = "layers of a teacher are to be copied, and initialize() has no teacher"
+        fix = "call init_compression(model, config, teacher_model=...) before initialize()"
+        raise ConfigError([Fault(f"{_BASE}/layer_reduction", message, fix)], settings.source)
+    _prepare(model, section)
+    if section.trains_scores:
+        return _add_scores(model, optimizer, model_parameters)
+    return model_parameters
+
+
+def _refuse_division(settings: Config, model: nn.Module) -> None:
+    mesh = settings.mesh
+    what = (
+        "stages of a pipeline have parts of the model's names"
+        if isinstance(model, StageModule) or (mesh is not None and mesh.pipe > 1)
+        else "layers are divided among processes, and masks and scales are of whole weights"
+        if mesh is not None and mesh.tensor > 1
+        else "experts are divided among processes"
+        if mesh is not None and mesh.expert > 1
+        else None
+    )
+    if what is not None:
+        fix = "train with ZeRO's stages 0 to 3 alone, or remove the block"
+        raise ConfigError([Fault(_BASE, what, fix)], settings.source)
+
+
+def _add_scores(model: nn.Module, optimizer: Any, given: Iterable[Any] | None) -> Iterable[Any] | None:
+    scores = [
+        param
+        for module in model.modules()
+        if isinstance(module, Compressed)
+        for name, param in module.named_parameters(recurse=False)
+        if name.endswith("_mask_scores")
+    ]
+    if isinstance(optimizer, Optimizer):
+        _put(optimizer.param_groups, scores)
+    if given is None:
+        return None
+    listed = list(given)
+    if listed and isinstance(listed[0], dict):
+        _put(listed, scores)
+        return listed
+    known = {id(each[1] if isinstance(each, tuple) else each) for each in listed}
+    named = bool(listed) and isinstance(listed[0], tuple)
+    new = [score for score in scores if id(score) not in known]
+    return [*listed, *((f"scores.{index}", score) if named else score for index, score in enumerate(new))]
+
+
+def _put(groups: list[dict[str, Any]], scores: list[nn.Parameter]) -> None:
+    known = {id(param) for group in groups for param in group["params"]}
+    target = next((group for group in groups if group.get("weight_decay") == 0), groups[0])
+    target["params"] = [*target["params"], *(score for score in scores if id(score) not in known)]

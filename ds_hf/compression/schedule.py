@@ -1,0 +1,285 @@
+"""When methods act: a function of the step alone, but for the masks and ranges that layers keep.
+
+An engine is listened to: after each of its steps, and before the first call of its model and the first one after a
+checkpoint was loaded, layers are brought to its step. So a mask is chosen by the weights that training, or a
+checkpoint, has given them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hf.compression.layers import Compressed
+from ds_hf.compression.scopes import PRUNINGS, Group, find_groups
+from ds_hf.config.types.compression import (
+    CompressionTrainingSection,
+    QuantizedWeightsSection,
+    SparsePruningSection,
+)
+from ds_hf.engine.comm import collectives
+from ds_hf.engine.engine import CoreEngine
+from ds_hf.engine.events import Observer
+from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.hooks import Hook
+from ds_hf.log import log_once, logger
+
+__all__ = ["Schedule", "attach", "bits_at", "ratio_at", "schedule_of"]
+
+_KEPT = "_ds_hf_compression"  # of the model that was given to ``init_compression``
+
+
+def bits_at(step: int, start: int, target: int, period: int) -> tuple[int, int]:
+    """(bits, first step with them), ``step`` counted from the first quantized one: a bit less after ``period`` steps,
+    after twice as many, four times as many, as in DeepSpeed's mixture of quantization."""
+    bits, since, change = start, 0, period
+    if period <= 0:
+        return target, 0
+    while bits > target and step >= change:
+        bits, since, change = bits - 1, change, change * 2
+    return bits, since
+
+
+def ratio_at(step: int, section: SparsePruningSection, ratio: float) -> float:
+    """The share of weights kept in ``step``, which is not before the schedule begins: ``ratio``, or on its way from
+    ``schedule_offset`` to ``schedule_offset_end`` by the third power (arXiv:1710.01878), each
+    ``schedule_offset_stride`` steps."""
+    shared = section.shared_parameters
+    begin, end, stride = shared.schedule_offset, shared.schedule_offset_end, shared.schedule_offset_stride
+    if end is None or end <= begin or step >= end:
+        return ratio
+    at = begin + (step - begin) // stride * stride
+    return 1 - (1 - ratio) * (1 - (1 - (at - begin) / (end - begin)) ** 3)
+
+
+class Schedule:
+    """Which methods act in which step, of one model.
+
+    Attributes:
+        model: the module that was given to ``init_compression``.
+        section: the file's.
+        groups: of all methods, with their layers.
+        training_steps: the step that the layers are in.
+        chosen: of each mask, "layer what", the share that it keeps.
+    """
+
+    def __init__(self, model: nn.Module, section: CompressionTrainingSection, groups: list[Group]) -> None:
+        self.model, self.section, self.groups = model, section, groups
+        self.training_steps = 0
+        self.chosen: dict[str, float] = {}
+
+    def layers(self, group: Group) -> Iterator[tuple[str, Compressed]]:
+        """Name and layer of each in ``group``."""
+        for name in group.layers:
+            layer = self.model.get_submodule(name)
+            assert isinstance(layer, Compressed)
+            yield name, layer
+
+    def step(self, step_zero_check: bool = False) -> None:
+        """One step more (DeepSpeed's name, for loops without an engine).
+
+        Args:
+            step_zero_check: bring layers to the present step, and count none.
+        """
+        if not step_zero_check:
+            self.training_steps += 1
+            self.update_ranges([static.seen for static in self.ranged()])
+        self.go_to(self.training_steps)
+
+    def go_to(self, step: int) -> None:
+        """Bring all layers to ``step``. Collective where parameters are sharded and masks are to be chosen."""
+        self.training_steps = step
+        for group in self.groups:
+            begins = group.section.shared_parameters.schedule_offset
+            if step >= begins:
+                self._act(group, step, step - begins)
+            else:
+                for _, layer in self.layers(group):
+                    setattr(layer, f"{group.method}_enabled", False)
+
+    def _act(self, group: Group, step: int, since: int) -> None:
+        section, what = group.section, PRUNINGS.get(group.method)
+        if isinstance(section, QuantizedWeightsSection):
+            self._set_bits(section, group, step, since)
+        elif what is not None:
+            ratio = group.ratio
+            if isinstance(section, SparsePruningSection):
+                ratio = ratio_at(step, section, ratio)
+            self._choose(group, what, ratio)
+        for _, layer in self.layers(group):
+            setattr(layer, f"{group.method}_enabled", True)
+
+    def _set_bits(self, section: QuantizedWeightsSection, group: Group, step: int, since: int) -> None:
+        shared, params = section.shared_parameters, group.params
+        target = params["target_bits"]
+        bits, first = bits_at(since, params.get("start_bits") or target, target, params.get("quantization_period", 1))
+        mixing = shared.fp16_mixed_quantize
+        left = max(0.0, 1 - mixing.quantize_change_ratio * (since - first)) if mixing.enabled else 0.0
+        for name, layer in self.layers(group):
+            if shared.quantize_verbose and layer.weight_quantization_enabled and layer.weight_bits != bits:
+                logger.info("%s has weights of %d bits from step %d on", name, bits, step + 1)
+            layer.weight_bits, layer.step = bits, step if layer.rounds_by_chance else 0
+            if not mixing.enabled or (left == 0 and layer.mixed is None):
+                layer.mixed = None
+            elif layer.mixed is None:
+                layer.mixed = torch.tensor(left, device=layer.weight.device)
+            else:
+                layer.mixed.fill_(left)
+
+    def _choose(self, group: Group, what: str, ratio: float) -> None:
+        for name, layer in self.layers(group):
+            key = f"{name} {what}"
+            if layer.has_scores(what) or self.chosen.get(key) == ratio:
+                continue
+            if key not in self.chosen and layer.is_masked(what):  # loaded with the weights
+                self.chosen[key] = ratio
+                continue
+            if ratio < 1:
+                with torch.no_grad(), GatheredParameters([layer.weight]):
+                    layer.choose_mask(what, ratio)
+            self.chosen[key] = ratio
+
+    # -- ranges ---------------------------------------------------------------------------------------------------
+
+    def ranged(self) -> list[Any]:
+        """What keeps the ranges of inputs that are quantized now by a static one."""
+        return [
+            layer.activation_quantizer
+            for group in self.groups
+            if group.method == "activation_quantization"
+            for _, layer in self.layers(group)
+            if layer.activation_quantization_enabled and layer.has_static_range
+        ]
+
+    def update_ranges(self, seen: list[Tensor]) -> None:
+        """Move the ranges of ``ranged()`` towards what was ``seen`` since the last time, ``[2]`` each."""
+        with torch.no_grad():
+            for static, new in zip(self.ranged(), seen, strict=True):
+                static.update(new)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """As after the last step: all methods act, with their last bits and ratios."""
+        late = [group.method for group in self.groups if not self._is_reached(group)]
+        if late:
+            logger.warning(
+                "%s had not begun, or not reached its end, after %d steps: applied now, without training",
+                ", ".join(dict.fromkeys(late)),
+                self.training_steps,
+            )
+        self.go_to(max(self.training_steps, 1 << 60))
+
+    def _is_reached(self, group: Group) -> bool:
+        shared = group.section.shared_parameters
+        end = getattr(shared, "schedule_offset_end", None) or shared.schedule_offset
+        if isinstance(group.section, QuantizedWeightsSection):
+            target = group.params["target_bits"]
+            start, period = group.params.get("start_bits") or target, group.params.get("quantization_period", 1)
+            return self.training_steps >= end and bits_at(self.training_steps - end, start, target, period)[0] == target
+        return self.training_steps >= end
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints; masks and ranges are the layers' buffers."""
+        return {"training_steps": self.training_steps, "chosen": dict(self.chosen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; ``go_to`` follows."""
+        self.training_steps, self.chosen = int(state["training_steps"]), dict(state["chosen"])
+
+
+# -- of models and engines ---------------------------------------------------------------------------------------------
+
+
+def keep(model: nn.Module, schedule: Schedule) -> None:
+    """``model`` was initialised for compression."""
+    vars(model)[_KEPT] = schedule
+
+
+def forget(model: nn.Module) -> None:
+    """It no longer is."""
+    vars(model).pop(_KEPT, None)
+
+
+def schedule_of(model: nn.Module) -> Schedule | None:
+    """The schedule of ``model``, or of what it wraps; ``None`` where ``init_compression`` was not called."""
+    found: Schedule | None = next((vars(m)[_KEPT] for m in model.modules() if _KEPT in vars(m)), None)
+    return found
+
+
+class compression_scheduler(Schedule):  # noqa: N801
+    """DeepSpeed's name: the schedule of a model that ``init_compression`` was given, for loops without an engine.
+
+    Args:
+        model: the model.
+        compression_config: the section ``compression_training``, or a file that has it.
+    """
+
+    def __init__(self, model: nn.Module, compression_config: Any) -> None:
+        section = read_section(compression_config)
+        super().__init__(model, section, find_groups(model, section))
+        self.compression_config = compression_config
+        self.go_to(0)
+
+
+def read_section(source: Any) -> CompressionTrainingSection:
+    """``compression_training`` of whatever a configuration may be given as, or the section alone."""
+    from ds_hf.config import load_config
+
+    if isinstance(source, CompressionTrainingSection):
+        return source
+    known = CompressionTrainingSection.__dataclass_fields__
+    if isinstance(source, dict) and source and set(source) <= set(known):
+        source = {"compression_training": source}
+    return load_config(source, check_batch=False, allow_auto=True).compression_training
+
+
+class _Listener(Observer):
+    """Brings the layers to the engine's step."""
+
+    def __init__(self, engine: CoreEngine, schedule: Schedule) -> None:
+        self.engine, self.schedule = engine, schedule
+        self.due = True
+        self.handle = engine.module.register_forward_pre_hook(Hook(self), prepend=True)
+
+    def __call__(self, *args: Any) -> None:
+        if self.due:
+            self.due = False
+            self.schedule.go_to(self.engine.global_steps)
+
+    def after_step(self, engine: Any) -> None:
+        """Ranges of all processes' inputs, and the next step's methods."""
+        ranged = self.schedule.ranged()
+        if ranged:
+            seen = torch.stack([static.seen for static in ranged])
+            collectives.all_reduce_max(seen, self.engine.mesh.world, "ranges of static activations")
+            self.schedule.update_ranges(list(seen.unbind()))
+        self.due = False
+        self.schedule.go_to(self.engine.global_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.schedule.load_state_dict(state)
+        self.due = True
+
+    def close(self) -> None:
+        self.handle.remove()
+
+
+def attach(engine: CoreEngine, schedule: Schedule) -> None:
+    """Let ``schedule`` follow the steps of ``engine``."""
+    listener = _Listener(engine, schedule)
+    engine.kept["compression"] = listener
+    engine.events.add(listener)
+    engine.events.step_hooks.insert(0, listener.after_step)
+    counts: dict[str, int] = {}
+    for group in schedule.groups:
+        counts[group.method] = counts.get(group.method, 0) + len(group.layers)
+    told = ", ".join(f"{method} of {count} layers" for method, count in counts.items())
+    if told:
+        log_once(f"compression_training: {told}")
