@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.compression.layers import Compressed, is_conv1d, release
-from ds_hf.compression.schedule import Schedule, forget, read_section, schedule_of
+from ds_hf.compression.compressed import Compressed
+from ds_hf.compression.layers import is_conv1d, release
+from ds_hf.compression.schedule import CompressionSchedule, forget, read_section, schedule_of
 from ds_hf.compression.scopes import PRUNINGS, Group, inputs_of, outputs_of
 from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.zero.buffer import home_of, logical_shape
@@ -108,7 +109,7 @@ def _is_trained(param: Tensor) -> bool:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _values(schedule: Schedule) -> dict[int, Tensor]:
+def _values(schedule: CompressionSchedule) -> dict[int, Tensor]:
     """By the id of a parameter its final values, in memory of their own; of those that an engine shards, or that a
     layer compresses."""
     root, values = schedule.model, dict[int, Tensor]()
@@ -163,7 +164,7 @@ class _Shrunk:
         self.what, self.total, self.kept, self.layers, self.every = what, total, kept, layers, every
 
 
-def _shrink_all(schedule: Schedule) -> Iterator[_Shrunk]:
+def _shrink_all(schedule: CompressionSchedule) -> Iterator[_Shrunk]:
     for group in schedule.groups:
         what = PRUNINGS.get(group.method)
         if what not in ("row", "head", "channel") or not group.related:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ds_hf.compression.layers import Compressed
-from ds_hf.compression.schedule import Schedule, keep, read_section, schedule_of
+from ds_hf.compression.compressed import Compressed
+from ds_hf.compression.schedule import CompressionSchedule, keep, read_section, schedule_of
 from ds_hf.compression.scopes import find_groups, prepare_layers
 from ds_hf.compression.students import student_initialization
 from ds_hf.config.types import Config
@@ -55,10 +55,10 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
     return model
 
 
-def _prepare(model: nn.Module, section: CompressionTrainingSection) -> Schedule:
+def _prepare(model: nn.Module, section: CompressionTrainingSection) -> CompressionSchedule:
     groups = find_groups(model, section)
     prepare_layers(model, groups)
-    schedule = Schedule(model, section, groups)
+    schedule = CompressionSchedule(model, section, groups)
     keep(model, schedule)
     return schedule
 

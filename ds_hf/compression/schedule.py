@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.compression.layers import Compressed
+from ds_hf.compression.compressed import Compressed
 from ds_hf.compression.scopes import PRUNINGS, Group, find_groups
 from ds_hf.config.types.compression import (
     CompressionTrainingSection,
@@ -27,7 +27,7 @@ from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.hooks import Hook
 from ds_hf.log import log_once, logger
 
-__all__ = ["Schedule", "attach", "bits_at", "ratio_at", "schedule_of"]
+__all__ = ["CompressionSchedule", "attach", "bits_at", "ratio_at", "schedule_of"]
 
 _KEPT = "_ds_hf_compression"  # of the model that was given to ``init_compression``
 
@@ -55,7 +55,7 @@ def ratio_at(step: int, section: SparsePruningSection, ratio: float) -> float:
     return 1 - (1 - ratio) * (1 - (1 - (at - begin) / (end - begin)) ** 3)
 
 
-class Schedule:
+class CompressionSchedule:
     """Which methods act in which step, of one model.
 
     Attributes:
@@ -194,7 +194,7 @@ class Schedule:
 # -- of models and engines ---------------------------------------------------------------------------------------------
 
 
-def keep(model: nn.Module, schedule: Schedule) -> None:
+def keep(model: nn.Module, schedule: CompressionSchedule) -> None:
     """``model`` was initialised for compression."""
     vars(model)[_KEPT] = schedule
 
@@ -204,13 +204,13 @@ def forget(model: nn.Module) -> None:
     vars(model).pop(_KEPT, None)
 
 
-def schedule_of(model: nn.Module) -> Schedule | None:
+def schedule_of(model: nn.Module) -> CompressionSchedule | None:
     """The schedule of ``model``, or of what it wraps; ``None`` where ``init_compression`` was not called."""
-    found: Schedule | None = next((vars(m)[_KEPT] for m in model.modules() if _KEPT in vars(m)), None)
+    found: CompressionSchedule | None = next((vars(m)[_KEPT] for m in model.modules() if _KEPT in vars(m)), None)
     return found
 
 
-class compression_scheduler(Schedule):  # noqa: N801
+class compression_scheduler(CompressionSchedule):  # noqa: N801
     """DeepSpeed's name: the schedule of a model that ``init_compression`` was given, for loops without an engine.
 
     Args:
@@ -240,7 +240,7 @@ def read_section(source: Any) -> CompressionTrainingSection:
 class _Listener(Observer):
     """Brings the layers to the engine's step."""
 
-    def __init__(self, engine: CoreEngine, schedule: Schedule) -> None:
+    def __init__(self, engine: CoreEngine, schedule: CompressionSchedule) -> None:
         self.engine, self.schedule = engine, schedule
         self.due = True
         self.handle = engine.module.register_forward_pre_hook(Hook(self), prepend=True)
@@ -271,7 +271,7 @@ class _Listener(Observer):
         self.handle.remove()
 
 
-def attach(engine: CoreEngine, schedule: Schedule) -> None:
+def attach(engine: CoreEngine, schedule: CompressionSchedule) -> None:
     """Let ``schedule`` follow the steps of ``engine``."""
     listener = _Listener(engine, schedule)
     engine.kept["compression"] = listener

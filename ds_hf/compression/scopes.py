@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from ds_hf.compression.layers import Compressed, adopt, class_for, is_conv1d
+from ds_hf.compression.compressed import Compressed
+from ds_hf.compression.layers import adopt, class_for, is_conv1d
 from ds_hf.config.schema import escape
 from ds_hf.config.types.compression import (
     ActivationQuantizationSection,

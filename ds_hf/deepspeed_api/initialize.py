@@ -133,7 +133,7 @@ _COMPRESSION = "ds_hf.compression.compress"  # imported where a file, or a scrip
 
 def _prepare_compression(settings: Config, model: nn.Module, optimizer: Any, given: Any) -> Any:
     """Layers that compress, where the file has the section; the parameters to train."""
-    if not settings.compression_training.acts and _COMPRESSION not in sys.modules:
+    if "compression_training" not in settings.resolved and _COMPRESSION not in sys.modules:
         return given
     from ds_hf.compression.compress import prepare_model
 

@@ -79,11 +79,9 @@ def build_engine(
 
     Args:
         source: whatever ``load_config`` takes.
-        compiled: compile the model's blocks, whatever ``source`` says.
-        claims: what else is known of the mesh.
+        compiled, claims: compile the model's blocks, whatever ``source`` says; what else is known of the mesh.
         engine_type, optimizer_type: what to make, ``CoreEngine`` and ``ShardedOptimizer`` or classes derived from them.
-        prepare: changes the model before it is built in, as the configuration says, and gives the parameters to train.
-        others: as ``initialize`` takes them.
+        prepare: changes the model first, and gives the parameters to train. Others: as ``initialize`` takes them.
 
     Raises:
         ConfigError: the configuration, or its combination with the arguments, is wrong.
@@ -105,9 +103,7 @@ def build_engine(
             prepare_attention(settings, model, **_shares_of_heads(mesh))
         monitor = _monitors(settings, mesh, silent=_is_measured(model))
         model_parameters = _divide(settings, mesh, model, optimizer, model_parameters, layers=divides)
-        if prepare is not None:
-            model_parameters = prepare(settings, model, optimizer, model_parameters)
-        inner = _make_optimizer(settings, model, optimizer, model_parameters)
+        inner = _make_optimizer(settings, model, optimizer, model_parameters, prepare)
         _quantize(settings, plan, model, inner)
         others.meet()  # collectives begin here
         if plan.shards_parameters and (advice := whole_model_advice(model.parameters(), mesh.replicas.world_size)):
@@ -393,9 +389,15 @@ def _adopt_torchaos(model: nn.Module, optimizer: Any, model_parameters: Iterable
 
 
 def _make_optimizer(
-    settings: Config, model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None
+    settings: Config,
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    prepare: Prepare | None,
 ) -> Optimizer | None:
     """The inner optimizer, still over the model's own parameters."""
+    if prepare is not None:
+        model_parameters = prepare(settings, model, optimizer, model_parameters)
     if isinstance(optimizer, Optimizer):
         if settings.optimizer is not None:
             warn_once(f"the optimizer given to initialize() replaces the configuration's {settings.optimizer.type!r}")

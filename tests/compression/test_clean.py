@@ -19,7 +19,7 @@ from transformers import (
 
 from ds_hf import initialize
 from ds_hf.compression import init_compression, redundancy_clean
-from ds_hf.compression.layers import Compressed
+from ds_hf.compression.compressed import Compressed
 from ds_hf.errors import ConfigError, DsHfError
 from tests.compression.common import MICRO, batches, config, logged, method, net, run
 from tests.helpers.distributed import run_distributed
