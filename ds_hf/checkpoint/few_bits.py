@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from torch.nn import functional
 from ds_hf.checkpoint.pretrained import Spec, floating
 from ds_hf.checkpoint.source import Source, Weight
 from ds_hf.errors import CheckpointError
+from ds_hf.log import logger
 
-__all__ = ["FewBits", "group_size_for", "pack", "plan", "round_to_bits", "two_of_four"]
+__all__ = ["FewBits", "group_size_for", "pack", "plan", "round_to_bits", "trained_for", "two_of_four"]
 
 GROUP_SIZES = (128, 64, 32)  # that vLLM's kernels have, the smallest file first
 _AT_ONCE = 2**24  # elements that are rounded at a time
@@ -169,6 +170,25 @@ class FewBits:
         return f"{len(self.layers)} linear layers {' and '.join(how)}" + (f"; as they were: {others}" if others else "")
 
 
+class Trained(NamedTuple):
+    """What weights were rounded to while they were trained; the fields are those of ``FewBits`` and of ``plan``."""
+
+    bits: int
+    group_size: int | None
+    exclude: tuple[str, ...]
+
+
+def trained_for(source: Source) -> Trained | None:
+    """What ``ds_hf.qat`` was while the checkpoint was trained, ``None`` where it was not there."""
+    features = source.common.get("features")
+    kept = features.get("qat") if isinstance(features, dict) else None
+    if not isinstance(kept, dict):
+        return None
+    bits, group, exclude = (kept.get(key) for key in ("bits", "group_size", "exclude"))
+    right = bits in (4, 8) and isinstance(group, int | None) and isinstance(exclude, list)
+    return Trained(bits, group, tuple(map(str, exclude))) if right else None
+
+
 def group_size_for(layers: Mapping[str, tuple[int, int]], bits: int, asked: int | None) -> int | None:
     """Columns that share a scale.
 
@@ -216,9 +236,21 @@ def plan(
         group_size: see ``group_size_for``.
         exclude: regular expressions; layers whose names have one stay as they are.
 
+    A checkpoint that was trained for these bits (``ds_hf.qat``) brings the groups and what is left out.
+
     Raises:
         CheckpointError: a layer's weights are not there, or do not divide; none is left.
     """
+    trained = trained_for(source)
+    if trained is not None and bits is not None:
+        if bits == trained.bits and group_size is None:
+            group_size = trained.group_size or 0
+        if (bits, group_size or None) != (trained.bits, trained.group_size):
+            logger.warning(
+                "%s was trained to be rounded to %d bits, %s: what it has learned is not what is written",
+                source.folder, trained.bits, f"groups of {trained.group_size}" if trained.group_size else "rows",
+            )  # fmt: skip
+        exclude = [*exclude, *trained.exclude]
     shapes = {weight.name: weight.shape for weight in source.weights()}
     why = {
         name: "excluded" if any(re.search(each, name) for each in exclude) else kept for name, kept in linear.items()

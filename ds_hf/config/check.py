@@ -381,8 +381,9 @@ def _drop_dotted(draft: Draft) -> None:
 def _shorthands(draft: Draft) -> None:
     """Spell out blocks that are given as one boolean."""
     own = draft.tree.get("ds_hf")
-    if isinstance(own, dict) and isinstance(own.get("fp8"), bool):
-        own["fp8"] = {"enabled": own["fp8"]}
+    for key in ("fp8", "qat"):
+        if isinstance(own, dict) and isinstance(own.get(key), bool):
+            own[key] = {"enabled": own[key]}
     for key, node in load_schema()["properties"].items():
         value = draft.tree.get(key)
         if "x-shorthand" not in node or not isinstance(value, bool):

@@ -53,6 +53,7 @@ def check_rules(config: Config, draft: Draft) -> None:
     _hybrid_engine(config, draft)
     _activation_budget(config, draft)
     _fp8(config, draft)
+    _qat(config, draft)
     if "expert_parallel" in draft.tree:
         from ds_hf.config.experts import check_experts  # few files have the section
 
@@ -256,16 +257,29 @@ def _fp8(config: Config, draft: Draft) -> None:
     if not (config.bf16.enabled or autocast or open_yet):
         draft.fault(base, "layers that multiply in fp8 give bf16, and the model computes in another dtype",
                     'set "bf16": {"enabled": true}, or remove fp8')  # fmt: skip
-    for index, pattern in enumerate(section.exclude):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            draft.fault(f"{base}/exclude/{index}", f"no regular expression: {error}", "see Python's module re")
+    _patterns(section.exclude, base, draft)
     if section.keep_weights is True and (section.recipe == "rowwise" or config.zero_optimization.stage == 3):
         why = (
             "rows' scales differ in backward" if section.recipe == "rowwise" else "stage 3 gives weights back after use"
         )
         draft.warn(f"{base}/keep_weights", f"no effect: {why}", "remove it")
+
+
+def _qat(config: Config, draft: Draft) -> None:
+    section, base = config.ds_hf.qat, "/ds_hf/qat"
+    if section is None or not section.enabled:
+        return
+    _patterns(section.exclude, base, draft)
+    if config.ds_hf.fp8 is not None and config.ds_hf.fp8.enabled:
+        draft.fault(base, "a layer cannot round to few bits and multiply in fp8", "remove ds_hf.qat or ds_hf.fp8")
+
+
+def _patterns(exclude: tuple[str, ...], base: str, draft: Draft) -> None:
+    for index, pattern in enumerate(exclude):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            draft.fault(f"{base}/exclude/{index}", f"no regular expression: {error}", "see Python's module re")
 
 
 def _gradients(config: Config, draft: Draft) -> None:

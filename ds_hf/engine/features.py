@@ -137,6 +137,11 @@ FEATURES = (
         "modules.fp8:attach",
     ),
     Feature(
+        "layers that round as they train",
+        lambda e: e.settings.ds_hf.qat and e.settings.ds_hf.qat.enabled and e.optimizer is not None,
+        "modules.qat:attach",
+    ),
+    Feature(
         "compiled and captured blocks",
         lambda e: e.settings.ds_hf.compile or e.settings.ds_hf.capture,
         "modules.compiling:attach",

@@ -6,7 +6,6 @@ that its configuration builds, here without values.
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from pathlib import Path
@@ -18,11 +17,11 @@ from torch import Tensor, nn
 from ds_hf.checkpoint.model_files import find_model_folder
 from ds_hf.checkpoint.pretrained import floating
 from ds_hf.checkpoint.source import Source
+from ds_hf.engine.modules.linear_layers import layers_of_backbone
 from ds_hf.errors import CheckpointError
 
 __all__ = ["Cost", "cost_of", "linear_layers", "load_plain", "load_written", "model_config", "token_ids"]
 
-_ROUTER = re.compile(r"router|gate$|gating")
 _TOKENS = 16  # that are timed
 _LENGTH = 512  # of a window of the text
 
@@ -71,22 +70,10 @@ def linear_layers(config: Any) -> dict[str, str]:
     Raises:
         CheckpointError: transformers cannot build it.
     """
-    model = _empty(config)
-    base: nn.Module = model.base_model
-    inside = {id(module) for module in base.modules()}
-    found = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        why = ""
-        if type(module) is not nn.Linear:
-            why = f"of class {type(module).__name__}"
-        elif id(module) not in inside or module is model.get_output_embeddings():
-            why = "the head"
-        elif _ROUTER.search(name.rpartition(".")[2]) and module.out_features < module.in_features // 8:
-            why = "a router"
-        found[name] = why
-    return found
+    return {
+        name: why or ("" if type(module) is nn.Linear else f"of class {type(module).__name__}")
+        for name, module, why in layers_of_backbone(_empty(config))
+    }
 
 
 def _class_of(config: Any) -> Any:

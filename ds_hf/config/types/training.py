@@ -174,6 +174,17 @@ class DsHfFp8Section:
 
 
 @dataclass(frozen=True)
+class DsHfQatSection:
+    """Linear layers that round as a file in few bits will (quantization-aware training)."""
+
+    enabled: bool = True
+    weights: Literal[4, 8] = 4
+    activations: Literal[8] | None = None
+    group_size: int | None = 32
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class DsHfSection:
     """Settings of ds_hf itself, unknown to DeepSpeed."""
 
@@ -182,6 +193,7 @@ class DsHfSection:
     compile: Literal["blocks"] | Literal[False] = False
     capture: Literal["blocks"] | Literal[False] = False
     fp8: DsHfFp8Section | None = None
+    qat: DsHfQatSection | None = None
     activation_memory_budget: float | None = None
     pipeline: DsHfPipelineSection = field(default_factory=DsHfPipelineSection)
     hang_timeout: float | None = None

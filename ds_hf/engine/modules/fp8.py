@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from ds_hf.config.types.training import DsHfFp8Section
 from ds_hf.engine.events import Observer
+from ds_hf.engine.modules.linear_layers import head_of, is_router
 from ds_hf.engine.zero.buffer import home_of, logical_shape
 from ds_hf.engine.zero.cut import cut_of
 from ds_hf.engine.zero.dtensor import Adopted
@@ -42,7 +43,6 @@ __all__ = ["Fp8Layers", "Fp8Linear", "Side", "adopt_wrapped", "attach", "cast", 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _LEAST_SCALE = 1e-12  # of a side that is all zeros
 _MULTIPLE = 16  # what the products' inner dimensions, and rows of a weight, have to be multiples of
-_ROUTER = re.compile(r"(^|_)(gate|router|wg)$")  # chooses experts: a few columns that decide
 
 
 class Side(NamedTuple):
@@ -308,20 +308,12 @@ def _compiled_copies() -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
 
 def _linear_layers(model: nn.Module, section: DsHfFp8Section) -> Iterator[tuple[nn.Linear, str]]:
     """Each linear layer, and why it stays as it is, ``""`` if it does not."""
-    heads = {head for m in model.modules() if (head := _head_of(m)) is not None}
+    heads = {head for m in model.modules() if (head := head_of(m)) is not None}
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     if not heads and named:
         heads = {named[-1][1]}
     for name, module in named:
         yield module, _why_not(name, module, module in heads, section)
-
-
-def _head_of(module: nn.Module) -> nn.Module | None:
-    find = getattr(module, "get_output_embeddings", None)
-    try:
-        return find() if callable(find) else None
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _why_not(name: str, module: nn.Linear, is_head: bool, section: DsHfFp8Section) -> str:
@@ -334,7 +326,7 @@ def _why_not(name: str, module: nn.Linear, is_head: bool, section: DsHfFp8Sectio
         return f"of class {type(module).__name__}"
     if is_head:
         return "the head"
-    if _ROUTER.search(name.rpartition(".")[2]):
+    if is_router(name):
         return "a router"
     if not module.weight.requires_grad:
         return "frozen"
