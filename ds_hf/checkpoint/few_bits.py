@@ -184,9 +184,10 @@ def trained_for(source: Source) -> Trained | None:
     kept = features.get("qat") if isinstance(features, dict) else None
     if not isinstance(kept, dict):
         return None
-    bits, group, exclude = (kept.get(key) for key in ("bits", "group_size", "exclude"))
-    right = bits in (4, 8) and isinstance(group, int | None) and isinstance(exclude, list)
-    return Trained(bits, group, tuple(map(str, exclude))) if right else None
+    bits, group, exclude = kept.get("bits"), kept.get("group_size"), kept.get("exclude")
+    if not isinstance(bits, int) or not isinstance(group, int | None) or not isinstance(exclude, list):
+        return None
+    return Trained(bits, group, tuple(map(str, exclude)))
 
 
 def group_size_for(layers: Mapping[str, tuple[int, int]], bits: int, asked: int | None) -> int | None:

@@ -160,7 +160,7 @@ def _check_group(name: str, module: nn.Linear, section: DsHfQatSection) -> None:
 
 def _configs(section: DsHfQatSection, ao: Any) -> tuple[Any, Any]:
     """torchao's, of weights and inputs."""
-    dtype = {4: torch.int4, 8: torch.int8}[section.weights]
+    dtype = getattr(torch, f"int{section.weights}")
     shared = {"granularity": "per_channel"} if section.group_size is None else {"group_size": section.group_size}
     weights = ao.IntxFakeQuantizeConfig(dtype, is_symmetric=True, **shared)
     if section.activations is None:
