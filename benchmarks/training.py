@@ -73,7 +73,7 @@ def make_model(args: argparse.Namespace, dtype: torch.dtype) -> nn.Module:
         torch.set_default_dtype(before)
     if args.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if args.lora:
+    if getattr(args, "lora", 0):  # other scripts make models with fewer arguments
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=args.lora, target_modules="all-linear"))
