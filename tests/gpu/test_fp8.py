@@ -21,17 +21,16 @@ pytestmark = [
 STEPS = 300
 
 
-@pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize(("kind", "rows"), [(E4M3, False), (E5M2, False), (E4M3, True)])  # rows' gradients are E4M3
 def test_products_are_those_of_what_was_cast(kind: torch.dtype, rows: bool) -> None:
-    if rows and kind is E5M2:
-        return  # rows' gradients are E4M3
     a = torch.randn(250, 512, device="cuda", dtype=torch.bfloat16) * torch.logspace(-3, 3, 250, device="cuda")[:, None]
     b = torch.randn(128, 512, device="cuda", dtype=torch.bfloat16)
     left, right = cast(a, kind, rows=rows), cast(b, E4M3, rows=rows)
     found = multiply(left, right, torch.bfloat16).float()
     expected = multiply(left, right, torch.float32, emulated=True)
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()) * (not rows) + 1e-4)
+    # What adds up to little is as exact as what it is the sum of: of the whole matrix, or with scales of a row's own.
+    size = expected.abs().amax(1, keepdim=True) if rows else expected.abs().max()
+    torch.testing.assert_close(found / size, expected / size, rtol=1e-2, atol=1e-2 if not rows else 2e-3)
 
 
 def model() -> Any:
@@ -92,8 +91,14 @@ def test_a_run_ends_where_one_in_bf16_does(recipe: str, stage: int) -> None:
     assert other == pytest.approx(last, rel=5e-3)
 
 
-def test_kept_copies_compiled_blocks_and_stages_agree() -> None:
-    expected, _ = run_distributed(trained, 1, {"keep_weights": False}, 2, 3, False, 4, timeout=100, backend="nccl")[0]
-    for fp8, stage, compile in (({}, 2, False), ({}, 0, True), ({"keep_weights": True}, 1, True), ({}, 3, True)):
-        found, _ = run_distributed(trained, 1, fp8, stage, 3, compile, 4, timeout=140, backend="nccl")[0]
-        assert found == pytest.approx(expected, rel=1e-2), (fp8, stage, compile)
+def both(fp8: Any, stage: int, compile: bool) -> list[list[float]]:
+    plain = trained({"keep_weights": False}, 2, 3, False, 4)[0]
+    return [plain, trained(fp8, stage, 3, compile, 4)[0]]
+
+
+@pytest.mark.parametrize(
+    ("fp8", "stage", "compile"), [({}, 2, False), ({}, 0, True), ({"keep_weights": True}, 1, True), ({}, 3, True)]
+)
+def test_kept_copies_compiled_blocks_and_stages_agree(fp8: Any, stage: int, compile: bool) -> None:
+    expected, found = run_distributed(both, 1, fp8, stage, compile, timeout=140, backend="nccl")[0]
+    assert found == pytest.approx(expected, rel=1e-2)
