@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from ds_hf.errors import ConfigError, Fault
 
 __all__ = ["CurriculumScheduler", "schedule_faults"]
@@ -71,7 +73,8 @@ class CurriculumScheduler:
                     "engine.set_custom_curriculum_learning_schedule({metric: function of the step}) before training",
                     "curriculum",
                 )
-            return self.custom_get_difficulty(global_steps)
+            found = self.custom_get_difficulty(global_steps)
+            return found.item() if isinstance(found, np.number) else found
         settings = self.state["schedule_config"]
         if kind == "fixed_discrete":
             limits = settings["max_step"]

@@ -78,6 +78,12 @@ class MetricIndex:
             raise ConfigError(f"{path} names sample {self.samples.max()}, and the data set has {total:_}", self.name)
         if self.values is None or not total:
             return
+        if strange := int((~np.isfinite(self.values)).sum()):
+            raise ConfigError(
+                f"{path} has {strange:_} values of {self.name} that are not finite, and no difficulty reaches these "
+                "samples: write numbers for them",
+                self.name,
+            )
         least, most = self.values.min(), self.values.max()
         begins, ends = self.settings["min_difficulty"], self.settings["max_difficulty"]
         if begins >= most > least:

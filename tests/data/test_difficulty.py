@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.runtime.data_pipeline.curriculum_scheduler as theirs
+import numpy as np
 import pytest
 
 from ds_hf.data.difficulty import CurriculumScheduler, schedule_faults
@@ -34,6 +35,11 @@ def test_a_function_gives_the_difficulty_and_the_largest_is_kept() -> None:
         scheduler.update_difficulty(1)
     scheduler.set_custom_get_difficulty(lambda step: {1: 8, 2: 64}.get(step, 16))
     assert [scheduler.update_difficulty(step) for step in (1, 2, 3)] == [8, 64, 64]
+    scheduler = theirs.CurriculumScheduler(section(schedule_type="custom"))
+    scheduler.set_custom_get_difficulty(lambda step: np.int64(8 + step))
+    assert scheduler.update_difficulty(1) == 9
+    assert type(scheduler.get_current_difficulty()) is int  # which a checkpoint holds
+    scheduler.set_current_difficulty(64)
     other = CurriculumScheduler(section())
     other.set_current_difficulty(scheduler.get_current_difficulty())
     assert other.update_difficulty(1) == 64

@@ -154,6 +154,9 @@ def test_numbers_in_one_file_are_a_metric(tmp_path: Path) -> None:
         {"data_sampling": {"curriculum_learning": {"curriculum_metrics": {"length": metric}}}}, TOTAL, 8
     )
     assert all(TABLE["lengths"][sample] <= 11 for sample in next(draws))
+    np.save(tmp_path / "lengths.npy", np.where(np.arange(TOTAL) < 2, np.nan, TABLE["lengths"]))
+    with pytest.raises(ConfigError, match=r"lengths\.npy has 2 values of length that are not finite"):
+        ClusterDraws({"data_sampling": {"curriculum_learning": {"curriculum_metrics": {"length": metric}}}}, TOTAL, 8)
 
 
 @pytest.mark.parametrize(

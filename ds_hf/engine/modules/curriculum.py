@@ -22,7 +22,7 @@ from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Observer
 from ds_hf.engine.zero.hooks import Hook
 from ds_hf.errors import ConfigError, DsHfError
-from ds_hf.log import warn_once
+from ds_hf.log import logger, warn_once
 
 __all__ = ["Curriculum", "attach"]
 
@@ -149,7 +149,12 @@ class Curriculum(Observer):
             self.engine.monitor.write_events([("Train/Samples/seqlen", float(length), self.engine.global_samples)])
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """For checkpoints.
+
+        Raises:
+            DsHfError: the last micro-batch before it had no label left, so that weights may be NaN.
+        """
+        self._look_back()
         return {"difficulty": self.scheduler.get_current_difficulty()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,6 +163,10 @@ class Curriculum(Observer):
 
     def close(self) -> None:
         self._handle.remove()
+        try:
+            self._look_back()
+        except DsHfError as error:  # of the last micro-batch: there is no other call that could say it
+            logger.warning("%s", error)
 
 
 def attach(engine: CurriculumEngine) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ class _Engine(Protocol):
     monitor: Any
     global_steps: int
     global_samples: int
+    kept: dict[str, Any]
 
 
 class LayerDrop(Observer):
@@ -78,6 +79,14 @@ class LayerDrop(Observer):
         if self.engine.monitor.writes:
             theta, samples = self.schedule.get_theta(), self.engine.global_samples
             self.engine.monitor.write_events([("Train/Samples/pld_theta", theta, samples)])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All follows from the step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Calls of a step that was begun before are not counted."""
+        self.calls.step = -1
 
     def close(self) -> None:
         self._tell.remove()
@@ -160,5 +169,6 @@ def attach(engine: _Engine) -> None:
             "/progressive_layer_drop",
         )
     drop = LayerDrop(engine)
+    engine.kept["progressive_layer_drop"] = drop
     engine.events.add(drop)
     engine.events.step_hooks.append(drop.after_step)

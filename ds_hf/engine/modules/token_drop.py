@@ -122,6 +122,13 @@ class TokenDrop(Observer):
         if not again:
             self.total += positions * batch
         keep = self.scheduler.get_current_seq()
+        most = self.scheduler.state["max_value"]
+        if positions > most and not again:
+            warn_once(
+                f"random_ltd ends at {most} tokens (max_value), and a batch has {positions} positions: its blocks "
+                f"never have all of such a batch. Set max_value to {positions}, or to the longest length that there is",
+                about="random_ltd that always drops",
+            )
         if keep >= positions:
             self._open.setdefault(index, []).append((hidden, hidden))
             if self._calls.step == 0 and not again:

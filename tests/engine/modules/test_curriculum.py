@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.compat.common import largest_difference, run_user_code
 from tests.compat.trainer_code import config as trainer_config
 from tests.compat.trainer_code import fit, tiny_llama
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 
 SCHEDULE = {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2}}
 LENGTHS = [6, 8, 10, 12, 12, 12]  # of steps from 1
@@ -141,7 +143,7 @@ class Own(nn.Module):
         return tokens.float().mean() * self.weight
 
 
-def one_process() -> dict[str, Any]:
+def one_process(folder: str) -> dict[str, Any]:
     tokens = torch.ones(2, 16, dtype=torch.long)
     found: dict[str, Any] = {}
     model = Own()
@@ -172,11 +174,21 @@ def one_process() -> dict[str, Any]:
             engine(**batch)
         found[name] = str(caught.value)
     engine.destroy()
+
+    engine, *_ = initialize(model=tiny_llama().train(), config=settings(0, **LEGACY))
+    logging.getLogger("ds_hf").addHandler(lines := Lines(logging.WARNING))
+    for _ in range(2):  # the last micro-batch of all
+        assert engine(input_ids=tokens, labels=labels).loss.isnan()
+        with pytest.raises(DsHfError, match="left no label in a micro-batch"):
+            engine.save_checkpoint(folder)
+    engine(input_ids=tokens, labels=labels)
+    engine.destroy()
+    assert [text for text in lines.texts if "left no label" in text]
     return found
 
 
-def test_models_that_cut_themselves_and_batches_that_cannot_be_cut() -> None:
-    (found,) = run_distributed(one_process, 1, timeout=30)
+def test_models_that_cut_themselves_and_batches_that_cannot_be_cut(tmp_path: Path) -> None:
+    (found,) = run_distributed(one_process, 1, str(tmp_path), timeout=30)
     assert found["told"] == ([4, 4, 5, 5], 5)
     assert found["names"] == (True, False)
     assert found["positional"] == found["cut"] == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.compat.common import run_user_code
 from tests.compat.trainer_code import config as trainer_config
 from tests.compat.trainer_code import fit, tiny_llama
 from tests.helpers.distributed import run_distributed
+from tests.helpers.logs import Lines
 
 LENGTH, LAYERS, WHICH = 12, 4, [1, 2]
 KEPT = [6, 8, 10, 12, 12, 12]  # in steps from 0
@@ -179,6 +181,14 @@ def one_process() -> dict[str, Any]:
         hook.remove()
         found[name] = str(caught.value) if more else ""
     engine.destroy()
+    less = section()
+    less["data_efficiency"]["data_routing"]["random_ltd"]["random_ltd_schedule"]["max_value"] = 10
+    engine, *_ = initialize(model=model(), config={**settings(0), **less})
+    logging.getLogger("ds_hf").addHandler(lines := Lines(logging.WARNING))
+    for _ in range(2):
+        engine(**batch(0, 0))
+    found["less"] = lines.texts
+    engine.destroy()
     for name, changes in (
         ("range", {"random_ltd_layer_id": [1, 9], "total_layer_num": None}),
         ("depth", {"total_layer_num": 7}),
@@ -194,6 +204,8 @@ def test_names_calls_and_models_that_do_not_fit() -> None:
     assert found["names"]
     assert found["evaluation"]
     assert "does not know how to take the kept tokens' part of seq_idx (2, 12)" in found["packed"]
+    (less,) = found["less"]
+    assert "ends at 10 tokens (max_value), and a batch has 12 positions" in less
     assert "names block 9, and LlamaForCausalLM has 4" in found["range"]
     assert "LlamaForCausalLM has no list of 7 blocks to choose from: there are model.layers (4)" in found["depth"]
 
