@@ -1,7 +1,7 @@
 """Compression during training: quantized weights and activations, pruning, students of fewer layers, and the end that
 makes a model really smaller. ``compression_training`` of the file, and DeepSpeed's names for it.
 
-What to take when is in docs/compression.md, how it works in docs/design/modules.md.
+What to take when is in docs/compression.md, how it works in docs/design/compression.md.
 """
 
 from __future__ import annotations

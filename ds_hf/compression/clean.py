@@ -75,7 +75,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
     if deepspeed_config is not None and read_section(deepspeed_config) != schedule.section:
         raise ConfigError("redundancy_clean() has another compression_training than init_compression() was given")
     root = schedule.model
-    if engine is None and any(_is_trained(param) for param in root.parameters()):
+    if engine is None and any(_is_trained(param) for param in module.parameters()):
         raise DsHfError(
             "redundancy_clean() of a model that an engine trains: give the engine, which it destroys, or call "
             "engine.destroy() first"
@@ -83,12 +83,12 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
     before = sum(logical_shape(p).numel() for name, p in root.named_parameters() if not name.endswith("_mask_scores"))
     if engine is not None:
         schedule.go_to(engine.global_steps)
-    with torch.no_grad(), GatheredParameters(list(root.parameters())):
+    with torch.no_grad(), GatheredParameters(list(module.parameters())):
         schedule.finish()
-        values = _values(schedule)
+        values = _values(module)
     if engine is not None:
         engine.destroy()
-    _own_parameters(root, values)
+    _own_parameters(module, values)
     shrunk = list(_shrink_all(schedule))
     for layer in root.modules():
         if isinstance(layer, Compressed):
@@ -109,10 +109,10 @@ def _is_trained(param: Tensor) -> bool:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _values(schedule: CompressionSchedule) -> dict[int, Tensor]:
+def _values(root: nn.Module) -> dict[int, Tensor]:
     """By the id of a parameter its final values, in memory of their own; of those that an engine shards, or that a
     layer compresses."""
-    root, values = schedule.model, dict[int, Tensor]()
+    values: dict[int, Tensor] = {}
     owners: dict[int, list[str]] = {}
     for name, module in root.named_modules():
         training = module.training
@@ -121,8 +121,9 @@ def _values(schedule: CompressionSchedule) -> dict[int, Tensor]:
             weight, bias = module.compressed()
             module.training = training
             values.setdefault(id(module.weight), module._matrix(weight).clone())
-            if module.bias is not None and bias is not None and bias is not module.bias:
-                values.setdefault(id(module.bias), bias.clone())
+            own = module._parameters.get("bias")
+            if own is not None and bias is not None and bias is not own:
+                values.setdefault(id(own), bias.clone())
         for param in module.parameters(recurse=False):
             owners.setdefault(id(param), []).append(name)
     compressed = {id(m.weight) for m in root.modules() if isinstance(m, Compressed)}

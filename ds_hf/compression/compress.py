@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 
 from ds_hf.compression.compressed import Compressed
 from ds_hf.compression.schedule import CompressionSchedule, keep, read_section, schedule_of
-from ds_hf.compression.scopes import find_groups, prepare_layers
+from ds_hf.compression.scopes import Group, find_groups, prepare_layers
 from ds_hf.compression.students import student_initialization
 from ds_hf.config.types import Config
 from ds_hf.config.types.compression import CompressionTrainingSection
 from ds_hf.engine.parallel.pipeline.module import StageModule
 from ds_hf.errors import ConfigError, Fault
+from ds_hf.log import warn_once
 
 __all__ = ["init_compression", "prepare_model"]
 
@@ -60,7 +61,20 @@ def _prepare(model: nn.Module, section: CompressionTrainingSection) -> Compressi
     prepare_layers(model, groups)
     schedule = CompressionSchedule(model, section, groups)
     keep(model, schedule)
+    if section.head_pruning.shared_parameters.enabled:
+        _tell_heads(model, [group for group in groups if group.method == "head_pruning" and group.related])
     return schedule
+
+
+def _tell_heads(model: nn.Module, groups: list[Group]) -> None:
+    """Before training, where its end cannot be loaded by plain transformers."""
+    config = getattr(model, "config", None)
+    if groups and hasattr(config, "num_attention_heads") and not hasattr(config, "head_dim"):
+        warn_once(
+            f"head_pruning: heads of {type(model).__name__} have hidden_size / num_attention_heads values, "
+            "so its configuration cannot say that there are fewer. What redundancy_clean() gives computes, and "
+            "from_pretrained() does not load it; without related_modules the heads become zeros, and it does"
+        )
 
 
 def prepare_model(

@@ -96,9 +96,7 @@ class CompressionSchedule:
             begins = group.section.shared_parameters.schedule_offset
             if step >= begins:
                 self._act(group, step, step - begins)
-            else:
-                for _, layer in self.layers(group):
-                    setattr(layer, f"{group.method}_enabled", False)
+            self._switch(group, step >= begins)
 
     def _act(self, group: Group, step: int, since: int) -> None:
         section, what = group.section, PRUNINGS.get(group.method)
@@ -109,8 +107,14 @@ class CompressionSchedule:
             if isinstance(section, SparsePruningSection):
                 ratio = ratio_at(step, section, ratio)
             self._choose(group, what, ratio)
+
+    def _switch(self, group: Group, acts: bool) -> None:
+        """Scores train while their masks act: before that they have no gradient, and weight decay would change them."""
         for _, layer in self.layers(group):
-            setattr(layer, f"{group.method}_enabled", True)
+            setattr(layer, f"{group.method}_enabled", acts)
+            scores = getattr(layer, f"{PRUNINGS.get(group.method)}_mask_scores", None)
+            if scores is not None and scores.requires_grad != acts:
+                scores.requires_grad_(acts)
 
     def _set_bits(self, section: QuantizedWeightsSection, group: Group, step: int, since: int) -> None:
         shared, params = section.shared_parameters, group.params
@@ -120,7 +124,7 @@ class CompressionSchedule:
         left = max(0.0, 1 - mixing.quantize_change_ratio * (since - first)) if mixing.enabled else 0.0
         for name, layer in self.layers(group):
             if shared.quantize_verbose and layer.weight_quantization_enabled and layer.weight_bits != bits:
-                logger.info("%s has weights of %d bits from step %d on", name, bits, step + 1)
+                log_once(f"{name} has weights of {bits} bits from step {step + 1} on")
             layer.weight_bits, layer.step = bits, step if layer.rounds_by_chance else 0
             if not mixing.enabled or (left == 0 and layer.mixed is None):
                 layer.mixed = None

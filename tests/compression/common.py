@@ -82,7 +82,10 @@ def logged() -> Iterator[list[str]]:
     lines = Lines()
     logger = logging.getLogger("ds_hf")
     logger.addHandler(lines)
+    level = logger.level
+    logger.setLevel(logging.INFO)
     try:
         yield lines.texts
     finally:
+        logger.setLevel(level)
         logger.removeHandler(lines)

@@ -21,7 +21,7 @@ from ds_hf import initialize
 from ds_hf.compression import init_compression, redundancy_clean
 from ds_hf.compression.compressed import Compressed
 from ds_hf.errors import ConfigError, DsHfError
-from tests.compression.common import MICRO, batches, config, logged, method, net, run
+from tests.compression.common import MICRO, Net, batches, config, logged, method, net, run
 from tests.helpers.distributed import run_distributed
 
 IDS = torch.randint(0, 64, (MICRO, 12), generator=torch.Generator().manual_seed(1))
@@ -263,6 +263,27 @@ def test_a_method_that_had_not_begun_is_applied_and_told() -> None:
         redundancy_clean(model)
     assert any("sparse_pruning had not begun" in line for line in lines)
     assert (model.fc1.weight == 0).sum() == 64
+
+
+def test_a_state_dict_is_cleaned_elsewhere() -> None:
+    """As DeepSpeed's scripts do: initialise the model again, load, clean."""
+    section = {
+        "row_pruning": method({"dense_ratio": 0.5}, ["fc1"], [["fc2"]], method="topk"),
+        "sparse_pruning": method({"dense_ratio": 0.3}, ["fc2", "emb"]),
+        "weight_quantization": method({"target_bits": 5}, ["fc"]),
+    }
+    file = config(section)
+    engine = initialize(model=init_compression(net(), file), config=file)[0]
+    run(engine, batches(1))
+    kept = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    expected = redundancy_clean(engine, file)
+    torch.manual_seed(9)
+    other = init_compression(Net(), file)
+    other.load_state_dict(kept)
+    other = redundancy_clean(other, file)
+    assert other.fc1.out_features == 8
+    for name, param in expected.named_parameters():
+        assert torch.equal(other.get_parameter(name), param)
 
 
 def cleaned(stage: int) -> dict[str, Tensor]:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
 from ds_hf import initialize
 from ds_hf.compression import init_compression
+from ds_hf.compression.compress import prepare_model
 from ds_hf.compression.compressed import Compressed
 from ds_hf.compression.schedule import schedule_of
+from ds_hf.config import load_config
+from ds_hf.config.types.root import MeshShape
 from ds_hf.errors import ConfigError
-from tests.compression.common import batches, config, method, net, run
+from tests.compression.common import batches, config, logged, method, net, run
 
 ROWS = {"row_pruning": method({"dense_ratio": 0.5}, ["fc1"], [["fc2"]])}
 SCORES = {"row_pruning": method({"dense_ratio": 0.5}, ["fc1"], method="topk", schedule_offset=0)}
@@ -186,6 +191,42 @@ def test_layers_of_a_teacher_need_the_call() -> None:
     assert "teacher_model" in caught.value.faults[0].fix
     with pytest.raises(ConfigError, match="needs the teacher"):
         init_compression(net(), config({"layer_reduction": reduction}))
+
+
+@pytest.mark.parametrize("shape", [MeshShape(tensor=2), MeshShape(pipe=2), MeshShape(expert=2)])
+def test_layers_that_processes_divide_are_refused(shape: MeshShape) -> None:
+    settings = replace(load_config(config(ROWS), world_size=1), mesh=shape)
+    model = net()
+    with pytest.raises(ConfigError, match="ZeRO's stages 0 to 3 alone"):
+        prepare_model(settings, model, None, None)
+    assert schedule_of(model) is None
+
+
+def test_heads_that_cannot_be_loaded_are_told_before_training() -> None:
+    model = BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=4, vocab_size=8))
+    names = [["self.query", "self.key", "self.value"]]
+    section = {"head_pruning": method({}, ["attention.output.dense"], names, num_heads=4)}
+    with logged() as lines:
+        init_compression(model, config(section))
+    assert any("heads of BertModel have hidden_size" in line for line in lines)
+
+
+def test_mixture_of_quantization_compresses_all_layers() -> None:
+    file = config({})
+    del file["compression_training"]
+    file["quantize_training"] = {
+        "enabled": True,
+        "quantize_bits": {"start_bits": 8, "target_bits": 6},
+        "quantize_schedule": {"quantize_period": 1, "schedule_offset": 1},
+    }
+    engine = initialize(model=net(), config=file)[0]
+    bits = []
+    for step in batches(1):
+        run(engine, step[None])
+        bits.append({layer.weight_bits for layer in engine.module.children()})
+    assert bits == [{8}, {7}, {6}, {6}, {6}, {6}]
+    weight = engine.module.fc1.compressed()[0].detach()
+    assert weight.unique().numel() <= 64
 
 
 def test_a_model_without_the_section_is_left_alone() -> None:

@@ -107,6 +107,14 @@ def test_of_equals_the_earlier_are_kept() -> None:
     assert kept_mask(torch.tensor([[1.0, 2.0], [1.0, 1.0]]), 2).tolist() == [[True, True], [False, False]]
 
 
+@pytest.mark.parametrize("count", [0, 1, 17, 60, 64])
+def test_the_largest_are_kept_as_a_stable_sort_orders_them(count: int) -> None:
+    values = weight(8, 8).mul(3).round()  # with many equals
+    order = values.flatten().sort(descending=True, stable=True).indices[:count]
+    expected = torch.zeros(64, dtype=torch.bool).index_fill(0, order, True).view(8, 8)
+    assert torch.equal(kept_mask(values, count), expected)
+
+
 def test_scores_have_the_gradient_of_their_mask() -> None:
     scores = weight(4, 4).requires_grad_()
     mask = TopKBinarizer.apply(scores, 0.25, False)

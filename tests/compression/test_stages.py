@@ -190,9 +190,6 @@ class Reference:
             each = [torch.func.functional_call(self.model, weights, (ids,)) for ids in step]
             self.optimizer.zero_grad()
             (sum(each) / 2).backward()  # type: ignore[union-attr]
-            for score in self.scores.values():
-                if score.grad is None:
-                    score.grad = torch.zeros_like(score)
             self.optimizer.step()
             losses.append(sum(loss.item() for loss in each) / 2)
             for handle in handles:

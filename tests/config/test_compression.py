@@ -80,6 +80,7 @@ REDUCED = {
     "teacher_layer": [2, 4, 6, 8, 10],
     "other_module_name": ["bert.pooler", "bert.embeddings", "classifier"],
 }
+GPT2 = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
 BERT = ["attention.self", "intermediate", "word_embeddings", "output.dense"]
 # The structure of DeepSpeedExamples' compression/*/config, at its main branch.
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -92,8 +93,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "ZeroQuant W8A8": {"weight_quantization": quantized(8, BERT, 48), "activation_quantization": INPUTS},
     "structural pruning": PRUNED,
     "GPT-2 W8A8": {
-        "weight_quantization": quantized(8, ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"], 64),
-        "activation_quantization": INPUTS,
+        "weight_quantization": quantized(8, GPT2, 64),
+        "activation_quantization": {
+            **INPUTS,
+            "different_groups": {"aq1": {"params": {"bits": 8}, "modules": GPT2}},
+        },
     },
 }
 
