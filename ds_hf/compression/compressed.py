@@ -91,10 +91,10 @@ class QuantAct(nn.Module):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _draw(like: Tensor, name: str, step: int) -> Tensor:
+def _draw(like: Tensor, layer: Compressed) -> Tensor:
     """Noise in [0, 1) that follows from a layer's name and the step: the same on all processes, and when a block is
-    computed again."""
-    generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    computed again. Compilers see neither, as graphs are shared by layers and steps."""
+    generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{layer.full_name} {layer.step}".encode()))
     return torch.rand(like.shape, generator=generator, device=like.device)
 
 
@@ -218,7 +218,9 @@ class Compressed(nn.Module):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.full_name} {name}".encode()))
         bound = 1 / math.sqrt(max(math.prod(shape[1:]), 1))
         values = torch.rand(shape, generator=generator) * (2 * bound) - bound
-        self.register_parameter(name, nn.Parameter(values.to(self.weight.device)))
+        scores: Any = nn.Parameter(values.to(self.weight.device))
+        scores.use_muon = False  # they are no matrix, whatever their shape
+        self.register_parameter(name, scores)
 
     def _told(self) -> str:
         return self.full_name or f"a {type(self).__name__}"
@@ -307,7 +309,7 @@ class Compressed(nn.Module):
     def _quantized(self, weight: Tensor) -> Tensor:
         noise = None
         if self.rounds_by_chance and self.training:
-            noise = _draw(weight, self.full_name, self.step)
+            noise = _draw(weight, self)
         quantizer = quantizer_of(self.weight_bits, self.weight_quantization_type)
         values: Tensor = quantizer.apply(weight, self.weight_bits, None, None, self.weight_quantize_num_groups, noise)
         return values if self.mixed is None else (values + (weight - values) * self.mixed).to(weight.dtype)

@@ -8,13 +8,15 @@ checkpoint, has given them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ds_hf.compression.compressed import Compressed
-from ds_hf.compression.scopes import PRUNINGS, Group, find_groups
+from ds_hf.compression.scopes import PRUNINGS, Group
 from ds_hf.config.types.compression import (
     CompressionTrainingSection,
     QuantizedWeightsSection,
@@ -25,7 +27,8 @@ from ds_hf.engine.engine import CoreEngine
 from ds_hf.engine.events import Observer
 from ds_hf.engine.zero.gather import GatheredParameters
 from ds_hf.engine.zero.hooks import Hook
-from ds_hf.log import log_once, logger
+from ds_hf.errors import ConfigError
+from ds_hf.log import log_once, logger, warn_once
 
 __all__ = ["CompressionSchedule", "attach", "bits_at", "ratio_at", "schedule_of"]
 
@@ -223,9 +226,14 @@ class compression_scheduler(CompressionSchedule):  # noqa: N801
     """
 
     def __init__(self, model: nn.Module, compression_config: Any) -> None:
-        section = read_section(compression_config)
-        super().__init__(model, section, find_groups(model, section))
+        section, found = read_section(compression_config), schedule_of(model)
+        if found is None or found.section != section:
+            raise ConfigError(
+                "compression_scheduler() of a model that init_compression() was not given with this section"
+            )
+        super().__init__(found.model, section, found.groups)
         self.compression_config = compression_config
+        keep(found.model, self)
         self.go_to(0)
 
 
@@ -248,6 +256,31 @@ class _Listener(Observer):
         self.engine, self.schedule = engine, schedule
         self.due = True
         self.handle = engine.module.register_forward_pre_hook(Hook(self), prepend=True)
+        self.uncalled: dict[str, RemovableHandle] = {}
+        if not (engine.settings.ds_hf.compile or engine.settings.ds_hf.capture):
+            self._watch()
+
+    def _watch(self) -> None:
+        """See in the first step which layers are called."""
+        for group in self.schedule.groups:
+            for name, layer in self.schedule.layers(group):
+                if name not in self.uncalled:
+                    self.uncalled[name] = layer.register_forward_pre_hook(Hook(partial(self._called, name)))
+
+    def _called(self, name: str, *args: Any) -> None:
+        if name in self.uncalled:
+            self.uncalled.pop(name).remove()
+
+    def _tell_uncalled(self) -> None:
+        if self.uncalled:
+            warn_once(
+                f"compression_training: {', '.join(list(self.uncalled)[:3])} ({len(self.uncalled)} layers) were not "
+                "called in the first step. If the model reads their weights by itself, it computes with ones that are "
+                "not compressed: leave them out of modules. Experts that got no token are no fault"
+            )
+        for handle in self.uncalled.values():
+            handle.remove()
+        self.uncalled.clear()
 
     def __call__(self, *args: Any) -> None:
         if self.due:
@@ -256,6 +289,7 @@ class _Listener(Observer):
 
     def after_step(self, engine: Any) -> None:
         """Ranges of all processes' inputs, and the next step's methods."""
+        self._tell_uncalled()
         ranged = self.schedule.ranged()
         if ranged:
             seen = torch.stack([static.seen for static in ranged])
@@ -273,6 +307,8 @@ class _Listener(Observer):
 
     def close(self) -> None:
         self.handle.remove()
+        for handle in self.uncalled.values():
+            handle.remove()
 
 
 def attach(engine: CoreEngine, schedule: CompressionSchedule) -> None:

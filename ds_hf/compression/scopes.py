@@ -278,6 +278,9 @@ def prepare_layers(model: nn.Module, groups: list[Group]) -> None:
         for name in group.layers:
             layer = adopt(model.get_submodule(name), name)
             _prepare(layer, group)
+            parent: Any = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(parent, nn.TransformerEncoderLayer):
+                parent.activation_relu_or_gelu = 0  # its kernel for evaluation reads weights by itself
             for other in group.related.get(name, ()):
                 if isinstance(related := model.get_submodule(other), nn.BatchNorm2d):
                     vars(adopt(related, other))["masked_by"] = (layer,)

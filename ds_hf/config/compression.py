@@ -90,6 +90,9 @@ def check_compression(config: Config, draft: Draft) -> None:
     if config.ds_hf.fp8 and config.ds_hf.fp8.enabled:
         message = "products in fp8 read the weights themselves, which compression replaces"
         draft.fault(f"{_BASE}", message, "remove ds_hf.fp8, or the block")
+    if config.ds_hf.qat and config.ds_hf.qat.enabled:
+        message = "ds_hf.qat rounds the layers whose weights compression replaces"
+        draft.fault(f"{_BASE}", message, "remove ds_hf.qat, or the block")
     if config.tensor_parallel.autotp_size > 1:
         message = "layers are divided among processes, and masks and scales are of whole weights"
         draft.fault(f"{_BASE}", message, "remove tensor_parallel: ZeRO's stages 1 to 3 divide the memory instead")

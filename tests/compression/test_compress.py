@@ -13,14 +13,14 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from ds_hf import initialize
-from ds_hf.compression import init_compression
+from ds_hf.compression import compression_scheduler, init_compression
 from ds_hf.compression.compress import prepare_model
 from ds_hf.compression.compressed import Compressed
 from ds_hf.compression.schedule import schedule_of
 from ds_hf.config import load_config
 from ds_hf.config.types.root import MeshShape
 from ds_hf.errors import ConfigError
-from tests.compression.common import batches, config, logged, method, net, run
+from tests.compression.common import Net, batches, config, logged, method, net, run
 
 ROWS = {"row_pruning": method({"dense_ratio": 0.5}, ["fc1"], [["fc2"]])}
 SCORES = {"row_pruning": method({"dense_ratio": 0.5}, ["fc1"], method="topk", schedule_offset=0)}
@@ -227,6 +227,40 @@ def test_mixture_of_quantization_compresses_all_layers() -> None:
     assert bits == [{8}, {7}, {6}, {6}, {6}, {6}]
     weight = engine.module.fc1.compressed()[0].detach()
     assert weight.unique().numel() <= 64
+
+
+class ReadsWeights(Net):
+    """One layer is called, of the other the weight is read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.linear(self.emb(x), self.fc1.weight)
+        return nn.functional.cross_entropy(self.head(self.fc2(hidden)), x)
+
+
+def test_layers_that_are_not_called_are_told() -> None:
+    engine = initialize(model=ReadsWeights(), config=config({"sparse_pruning": method({}, ["fc"])}))[0]
+    with logged() as lines:
+        run(engine, batches(1, steps=2))
+    (line,) = [line for line in lines if "not called" in line]
+    assert "fc1 (1 layers)" in line
+    assert len(engine.module.fc1._forward_pre_hooks) == len(engine.module.head._forward_pre_hooks)
+
+
+def test_torchs_kernel_for_evaluation_gives_way() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    section = {"sparse_pruning": method({"dense_ratio": 0.1}, ["linear"], schedule_offset=0)}
+    schedule = compression_scheduler(init_compression(model, config(section)), section)
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), model.train()(x))
+    assert schedule.chosen["layers.0.linear1 sparse"] == 0.1
+
+
+def test_a_scheduler_needs_a_model_that_is_prepared() -> None:
+    with pytest.raises(ConfigError, match="not given"):
+        compression_scheduler(net(), ROWS)
 
 
 def test_a_model_without_the_section_is_left_alone() -> None:

@@ -253,6 +253,7 @@ def test_the_target_is_reached_after_periods_that_double() -> None:
     [
         ("tensor_parallel", {"autotp_size": 2}, "divided"),
         ("ds_hf", {"fp8": True}, "fp8"),
+        ("ds_hf", {"qat": {"weights": 4}}, "qat rounds"),
     ],
 )
 def test_what_excludes_it_is_said(key: str, value: Any, word: str) -> None:
