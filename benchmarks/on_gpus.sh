@@ -9,7 +9,7 @@
 #                   the first too, but not twice at once
 #   kernels 1, 3    tests of the CUDA kernels; optimizers at 1 M and 500 M elements
 #   tests 1 or 2, 8 tests/gpu but for those of the kernels
-#   training 2, 9   benchmarks/training.py, the rows of docs/performance.md; ROWS="3 7" for some of them
+#   training 2, 9   benchmarks/training.py, the rows of docs/measurements.md; ROWS="3 7" for some of them
 #   captured 2, 4   small steps, with blocks in CUDA graphs and without
 #   data 1, 1       fewer tokens in the middle blocks, fewer blocks
 #   offload 1, 8    2.7 B with its states in host memory

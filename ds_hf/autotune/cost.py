@@ -32,7 +32,7 @@ from ds_hf.memory import UnpredictableError
 __all__ = ["CostModel", "StepEstimate", "Survey"]
 
 RECOMPUTE = 4 / 3  # forward again: 1 of 3 parts
-COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs/performance.md)
+COMPILED = 0.75  # of eager compute; measured 0.68 to 0.85 on Llama shapes (docs/measurements.md)
 TRAVELS = 1.02  # activations to host memory and back, beside the computation
 HIDDEN = 0.7  # of the communication behind compute, where it runs beside it
 HOST_UPDATE = 2e9  # elements a second that one process updates on the host

@@ -52,7 +52,7 @@ def configuration_page() -> str:
     schema = load_schema()
     plain = {key: node for key, node in schema["properties"].items() if "properties" not in node}
     current = {key: node for key, node in plain.items() if not node.get("deprecated")}
-    parts.append("## Top level\n\n" + _table(list(_leaves(current, (), "implemented"))))
+    parts.append("## Top level\n\n" + _table(list(_leaves(current, (), "implemented")), ""))
     for key, node in schema["properties"].items():
         if "properties" in node:
             parts.append(_section(key, node))
@@ -70,7 +70,7 @@ def _section(key: str, node: Node, level: str = "## ") -> str:
         lines[-1] += f" **{_STATUS[status].capitalize()}**: {node['x-reason']}."
         if "x-fix" in node:
             lines[-1] += f" Instead: {node['x-fix']}."
-    return "\n".join([*lines, "", _table(rows)])
+    return "\n".join([*lines, "", _table(rows, f"{key}.")])
 
 
 def _leaves(properties: dict[str, Node], path: Path, status: str) -> Iterator[tuple[str, Node, str]]:
@@ -88,10 +88,11 @@ def _leaves(properties: dict[str, Node], path: Path, status: str) -> Iterator[tu
             yield dotted(here), node, mine
 
 
-def _table(rows: list[tuple[str, Node, str]]) -> str:
+def _table(rows: list[tuple[str, Node, str]], base: str) -> str:
+    """One row a key, each with an anchor: ``configuration.md#zero_optimization.stage``."""
     lines = ["| Key | Type | Default | ds_hf | |", "|---|---|---|---|---|"]
     lines += [
-        f"| `{key}` | {_type(node)} | {_default(node)} | {_STATUS[status]} | {_text(node)} |"
+        f'| <a id="{base}{key}"></a>`{key}` | {_type(node)} | {_default(node)} | {_STATUS[status]} | {_text(node)} |'
         for key, node, status in rows
     ]
     return "\n".join(lines) + "\n"

@@ -168,7 +168,7 @@ class World:
 class TwoH200(World):
     """A Llama of 1.36 B parameters on two H200, 4 x 2048 tokens each, bf16; milliseconds as measured there.
 
-    The defaults are what ``benchmarks/training.py`` found (docs/performance.md); others are drawn around them.
+    The defaults are what ``benchmarks/training.py`` found (docs/measurements.md); others are drawn around them.
 
     Attributes:
         eager, compiled: forward and backward of a micro-batch of 4. again: of that with checkpointing.
