@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ds_hf.compression.compressed import Compressed
+from ds_hf.compression.conv1d import convert_back
 from ds_hf.compression.layers import is_conv1d, release
 from ds_hf.compression.schedule import CompressionSchedule, forget, read_section, schedule_of
 from ds_hf.compression.scopes import PRUNINGS, Group, inputs_of, outputs_of
@@ -93,6 +94,7 @@ def redundancy_clean(model: Any, deepspeed_config: Any = None, mpu: Any = None) 
     for layer in root.modules():
         if isinstance(layer, Compressed):
             release(layer)
+    convert_back(root)
     forget(root)
     if shrunk:
         _follow(root, shrunk)
@@ -158,11 +160,12 @@ def _own_parameters(root: nn.Module, values: dict[int, Tensor]) -> None:
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-class _Shrunk:
-    """What one group has removed: of ``total`` rows, heads or channels in ``layers`` there are ``kept``."""
+class _Shrunk(NamedTuple):
+    """What one group has removed: of ``total`` rows, heads or channels (``what``) there are ``kept``."""
 
-    def __init__(self, what: str, total: int, kept: int, layers: list[str], every: bool) -> None:
-        self.what, self.total, self.kept, self.layers, self.every = what, total, kept, layers, every
+    what: str
+    total: int
+    kept: int
 
 
 def _shrink_all(schedule: CompressionSchedule) -> Iterator[_Shrunk]:
@@ -177,7 +180,7 @@ def _shrink_all(schedule: CompressionSchedule) -> Iterator[_Shrunk]:
                 _shrink(schedule.model, group, name, mask)
                 sizes.add((mask.numel(), int(mask.sum())))
         for total, kept in sizes:
-            yield _Shrunk(what, total, kept, list(group.related), len(sizes) == 1)
+            yield _Shrunk(what, total, kept)
 
 
 def _shrink(root: nn.Module, group: Group, name: str, mask: Tensor) -> None:

@@ -8,6 +8,7 @@ packed weights are left alone.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -106,6 +107,13 @@ class _Finder:
             for name, module in self.named.items()
             if class_for(module) is not None and not _ADAPTER.search(name) and not self._is_packed(module)
         }
+
+        counts = Counter(id(param) for module in self.named.values() for param in module.parameters(recurse=False))
+        self.shared = {key for key, count in counts.items() if count > 1}
+
+    def is_shared(self, name: str) -> bool:
+        """Whether another module has the weight of ``name`` as well."""
+        return id(getattr(self.named[name], "weight", None)) in self.shared
 
     def _is_packed(self, module: nn.Module) -> bool:
         return any(is_packed(param) for param in module.parameters(recurse=False))
@@ -220,6 +228,12 @@ def _shape_faults(finder: _Finder, group: Group, name: str) -> Iterator[Fault]:
         if inner % pattern[1]:
             pointer = f"{BASE}/sparse_pruning/shared_parameters/block_pattern"
             yield Fault(pointer, f"{name} has {inner} inputs, which {pattern[1]} does not divide", "exclude the module")
+    for other in (name, *group.related[name]) if group.related.get(name) else ():
+        if finder.is_shared(other):
+            message = f"{other} shares its weight with another module, which would have to shrink with it"
+            yield Fault(
+                f"{group.pointer}/related_modules", message, "leave related_modules out: rows become zeros then"
+            )
     if isinstance(group.section, HeadPruningSection):
         yield from _head_faults(finder, group, name)
     elif group.method in ("row_pruning", "channel_pruning"):
@@ -229,6 +243,10 @@ def _shape_faults(finder: _Finder, group: Group, name: str) -> Iterator[Fault]:
             flattened = group.method == "channel_pruning" and isinstance(related, nn.Linear)
             if flattened and inputs_of(related) % rows == 0:
                 continue
+            if len(group.related[name]) > 1 and inputs_of(related) == outputs_of(related) == rows:
+                message = f"{other} is {rows} x {rows}: whether it follows {name}, or stands beside it, cannot be told"
+                fix = "leave related_modules out: rows become zeros then"
+                yield Fault(f"{group.pointer}/related_modules", message, fix)
             if rows not in (inputs_of(related), outputs_of(related)):
                 message = f"{name} has {rows} outputs, and {other} neither reads nor makes as many"
                 yield Fault(f"{group.pointer}/related_modules", message, "name the layer that reads its outputs")

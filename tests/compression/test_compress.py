@@ -146,6 +146,17 @@ def test_related_modules_have_to_read_what_is_pruned() -> None:
         init_compression(model, config({"row_pruning": method({}, ["one"], [["two"]])}))
 
 
+def test_what_cannot_shrink_is_refused() -> None:
+    square = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("gate", "up", "down")})
+    with pytest.raises(ConfigError, match="up is 8 x 8: whether it follows gate"):
+        init_compression(square, config({"row_pruning": method({}, ["gate"], [["up", "down"]])}))
+    tied = nn.ModuleDict({"emb": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False), "next": nn.Linear(8, 3)})
+    tied["head"].weight = tied["emb"].weight  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="head shares its weight"):
+        init_compression(tied, config({"row_pruning": method({}, ["head"], [["next"]])}))
+    init_compression(tied, config({"row_pruning": method({}, ["head"])}))
+
+
 def test_a_layer_in_two_groups_is_refused() -> None:
     section = {"row_pruning": method({}, ["fc1"])}
     section["row_pruning"]["different_groups"]["two"] = {"params": {}, "modules": ["fc"]}

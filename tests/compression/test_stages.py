@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ds_hf import initialize
 from ds_hf.compression import init_compression
 from ds_hf.engine.zero.gather import GatheredParameters
+from ds_hf.engine.zero.init import Init
 from tests.compression.common import LR, STEPS, batches, config, method, net, run
 from tests.helpers.distributed import run_distributed
 
@@ -236,6 +237,39 @@ def test_each_method_trains_as_plain_torch(stage: int) -> None:
             assert len(losses) == STEPS
             for key, weight in weights.items():
                 torch.testing.assert_close(weight, kept[key], rtol=2e-5, atol=2e-5, msg=f"{name}: {key}")
+
+
+def otherwise(stage: int, sharded: bool) -> list[list[float]]:
+    """Curves with rounding by chance, and with a model that was sharded as it was made."""
+    found = []
+    for name in ("l1", "rows, topk", "heads", "chance"):
+        key, section = METHODS["4 bits" if name == "chance" else name]
+        if name == "chance":
+            section = {**section, "shared_parameters": {**section["shared_parameters"], "rounding": "stochastic"}}
+        file = config({key: section}, stage)
+        if sharded:
+            with Init(config_dict_or_path=file):
+                model = net()
+        else:
+            model = net()
+        init_compression(model, file)
+        engine = initialize(model=model, config=file)[0]
+        losses = torch.tensor(run(engine, batches(2), dist.get_rank()))
+        dist.all_reduce(losses)
+        engine.destroy()
+        found.append((losses / 2).tolist())
+    return found
+
+
+def test_sharded_models_and_chance() -> None:
+    plain = run_distributed(otherwise, 2, 0, False)[0]
+    sharded = run_distributed(otherwise, 2, 3, True)
+    for other in sharded:
+        for name, curve, expected in zip(("l1", "rows, topk", "heads"), other, plain, strict=False):
+            assert curve == pytest.approx(expected, rel=2e-5), name
+            assert curve == pytest.approx(reference(name)[0], rel=2e-5), name
+        assert other[3] == pytest.approx(plain[3], rel=2e-5)
+    assert plain[3][OFFSET + 1 :] != pytest.approx(reference("4 bits")[0][OFFSET + 1 :], rel=1e-4)
 
 
 def test_methods_change_the_training() -> None:
