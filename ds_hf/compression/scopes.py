@@ -243,7 +243,8 @@ def _shape_faults(finder: _Finder, group: Group, name: str) -> Iterator[Fault]:
             flattened = group.method == "channel_pruning" and isinstance(related, nn.Linear)
             if flattened and inputs_of(related) % rows == 0:
                 continue
-            if len(group.related[name]) > 1 and inputs_of(related) == outputs_of(related) == rows:
+            several = group.method == "row_pruning" and len(group.related[name]) > 1
+            if several and inputs_of(related) == outputs_of(related) == rows:
                 message = f"{other} is {rows} x {rows}: whether it follows {name}, or stands beside it, cannot be told"
                 fix = "leave related_modules out: rows become zeros then"
                 yield Fault(f"{group.pointer}/related_modules", message, fix)
