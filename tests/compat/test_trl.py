@@ -124,6 +124,19 @@ def test_other_trainers(model: Path, tmp_path: Path, kind: str, more: dict[str, 
     check(logged, tmp_path, lora)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("gkd", marks=feature("`GKDTrainer`: two engines, the student's own answers and the data's")),
+        pytest.param("distillation", marks=feature("`DistillationTrainer`: two engines, the student's own answers")),
+    ],
+)
+@FULL_AND_LORA
+@SLOW
+def test_distillation(model: Path, tmp_path: Path, kind: str, lora: bool) -> None:
+    check(run_user_code(fit_everywhere, kind, str(model), str(tmp_path), (0, 2, 3), lora)[0], tmp_path, lora)
+
+
 @feature("`OnlineDPOTrainer`: generation, reference model", pain="P11")
 @FULL_AND_LORA
 @SLOW
@@ -137,7 +150,7 @@ def large_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(save_tiny_model(tmp_path_factory.mktemp("large_head"), vocabulary=65536))
 
 
-@feature("`SFTTrainer`, `DPOTrainer`, `GRPOTrainer` with a large untied head, which their losses read")
+@feature("`SFTTrainer`, `DPOTrainer`, `GRPOTrainer`, `DistillationTrainer` with a large untied head, which losses read")
 @pytest.mark.parametrize(
     ("kind", "lora", "stages", "more"),
     [
@@ -146,6 +159,9 @@ def large_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("dpo", False, [2, 3], {}, id="dpo", marks=SLOW),
         pytest.param("dpo", True, [3], {}, id="dpo-lora", marks=SLOW),
         pytest.param("grpo", False, [3], {}, id="grpo", marks=SLOW),
+        pytest.param("gkd", False, [3], {}, id="gkd", marks=SLOW),
+        pytest.param("distillation", False, [3], {}, id="distillation", marks=SLOW),
+        pytest.param("distillation", True, [3], {}, id="distillation-lora", marks=SLOW),
     ],
 )
 def test_large_head(

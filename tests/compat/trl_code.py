@@ -21,12 +21,14 @@ from datasets import load_dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
     Trainer,
 )
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.scripts import sft
 
@@ -59,7 +61,9 @@ def save_data(folder: Path, columns: Sequence[str], count: int = 32) -> Path:
         return " ".join(f"w{(start + index) % WORDS}" for index in range(length))
 
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [{column: sentence() for column in columns} for _ in range(count)]
+    rows: list[dict[str, Any]] = [{column: sentence() for column in columns} for _ in range(count)]
+    if tuple(columns) == ("user", "assistant"):  # what a conversation is made of
+        rows = [{"messages": [{"role": role, "content": text} for role, text in row.items()]} for row in rows]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
@@ -85,7 +89,10 @@ TRAINERS: dict[str, tuple[Any, Any, tuple[str, ...], dict[str, Any]]] = {
         ("prompt",),
         {"max_new_tokens": 6, "beta": 0.1, "model_init_kwargs": {"device_map": None}},
     ),
+    "gkd": (GKDTrainer, GKDConfig, ("user", "assistant"), {"max_new_tokens": 6, "max_length": 32, "lmbda": 0.5}),
+    "distillation": (trl.DistillationTrainer, trl.DistillationConfig, ("prompt",), {"max_completion_length": 6}),
 }
+TAUGHT = ("gkd", "distillation")  # these have a teacher, of three layers and another width
 
 
 def fit(
@@ -115,6 +122,11 @@ def fit(
         rewards["processing_class"] = AutoTokenizer.from_pretrained(model, padding_side="left")
         if not lora:  # a copy of a model that is divided already is refused by TRL
             rewards["ref_model"] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if kind in TAUGHT:
+        rewards["teacher_model"] = AutoModelForCausalLM.from_pretrained(f"{model}/teacher", dtype=torch.float32)
+    if kind == "gkd":
+        random.seed(3)  # it tosses whether the student or the data say what comes next
+        rewards["processing_class"] = AutoTokenizer.from_pretrained(model, padding_side="left")
     start = f"{model}/scored" if kind == "reward" else model
     trainer = trainer_class(model=start, args=args, train_dataset=data, peft_config=adapters, **rewards)
     trainer.train()
@@ -196,6 +208,9 @@ def prepare(model: Path) -> Path:
     scored = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     scored.save_pretrained(model / "scored")
     save_tokenizer(model / "scored")
+    sizes = AutoConfig.from_pretrained(model)
+    sizes.update({"num_hidden_layers": 3, "hidden_size": 2 * sizes.hidden_size})
+    AutoModelForCausalLM.from_config(sizes).save_pretrained(model / "teacher")
     for kind, (_, _, columns, _) in TRAINERS.items():
         save_data(model / kind, columns)
     return model
