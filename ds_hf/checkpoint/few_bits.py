@@ -24,21 +24,23 @@ from ds_hf.checkpoint.source import Source, Weight
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["FewBits", "group_size_for", "pack", "plan", "round_to_bits", "trained_for", "two_of_four"]
+__all__ = ["FewBits", "group_size_for", "own_grids", "pack", "plan", "round_to_bits", "trained_for", "two_of_four"]
 
 GROUP_SIZES = (128, 64, 32)  # that vLLM's kernels have, the smallest file first
 _AT_ONCE = 2**24  # elements that are rounded at a time
+_PROBED = 4  # rows that tell whether a weight lies on grids
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-def round_to_bits(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+def round_to_bits(weight: Tensor, bits: int, group_size: int, *, keeps: bool = False) -> tuple[Tensor, Tensor]:
     """Codes and scales of the nearest values on the grid.
 
     Args:
         weight: ``[rows, columns]`` of a floating-point dtype.
         group_size: columns that share a scale; it divides their number.
+        keeps: groups that lie on a grid of so many codes already, see ``own_grids``, keep it.
 
     Returns:
         codes: int8, as ``weight``.
@@ -47,9 +49,36 @@ def round_to_bits(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, T
     groups = weight.reshape(weight.shape[0], -1, group_size)
     least = torch.finfo(weight.dtype).smallest_normal
     scales = (groups.abs().amax(dim=2) / ((2**bits - 1) / 2)).clamp(min=least)
+    if keeps:
+        own = own_grids(weight, bits, group_size)
+        scales = torch.where(own > 0, own, scales)
     codes = torch.round(groups.float() * scales.float().reciprocal().unsqueeze(2))
     codes = codes.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     return codes.to(torch.int8).flatten(1), scales
+
+
+def own_grids(weight: Tensor, bits: int, group_size: int) -> Tensor:
+    """Scales of groups whose values are multiples of one number already, at most ``2^(bits - 1)`` times; 0 for others.
+
+    What another library has rounded, or ``compression_training``, is so written without loss. bf16 has too few digits
+    to tell 8 bits.
+
+    Returns:
+        ``[rows, columns / group_size]`` in the dtype of ``weight``.
+    """
+    most, groups = 2 ** (bits - 1), weight.float().reshape(weight.shape[0], -1, group_size)
+    peak = groups.abs().amax(dim=2)
+    found = torch.where(peak == 0, torch.finfo(weight.dtype).smallest_normal, 0.0)  # zeros lie on any
+    near = most * torch.finfo(weight.dtype).eps + 1e-4
+    if near > 0.2:
+        return torch.zeros_like(found, dtype=weight.dtype)
+    for steps in range(most, 0, -1):
+        scale = peak / steps
+        multiples = groups / scale.unsqueeze(2)
+        codes = multiples.round()
+        lies = ((multiples - codes).abs().amax(dim=2) <= near) & (codes.amax(dim=2) < most) & (found == 0)
+        found = torch.where(lies, scale, found)
+    return found.to(weight.dtype)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -94,6 +123,7 @@ class FewBits:
         sparse: two of four values of the same layers are left.
         layers: names of these layers.
         ignored: names of the linear layers that stay as they are.
+        others: how many they are, by reason.
     """
 
     bits: int | None
@@ -101,6 +131,7 @@ class FewBits:
     sparse: bool
     layers: frozenset[str]
     ignored: tuple[str, ...]
+    trained: bool = False  # for these bits: what it was rounded to is known
     others: Mapping[str, int] = field(default_factory=dict)
 
     def _layer(self, weight: Weight) -> str | None:
@@ -134,9 +165,10 @@ class FewBits:
             return
         columns = value.shape[1]
         packed, scales = [], []
-        step = max(1, _AT_ONCE // columns)
+        group, step = self.group_size or columns, max(1, _AT_ONCE // columns)
+        keeps = not self.trained and bool((own_grids(value[:_PROBED], self.bits, group) > 0).all())
         for start in range(0, value.shape[0], step):
-            codes, scale = round_to_bits(value[start : start + step], self.bits, self.group_size or columns)
+            codes, scale = round_to_bits(value[start : start + step], self.bits, group, keeps=keeps)
             packed.append(pack(codes, self.bits))
             scales.append(scale)
         yield f"{name}.weight_packed", torch.cat(packed)
@@ -279,4 +311,5 @@ def plan(
     counts: dict[str, int] = {}
     for name in kept:
         counts[why[name]] = counts.get(why[name], 0) + 1
-    return FewBits(bits, size, sparse, frozenset(layers), tuple(kept), counts)
+    as_trained = trained is not None and (trained.bits, trained.group_size) == (bits, size)
+    return FewBits(bits, size, sparse, frozenset(layers), tuple(kept), as_trained, counts)

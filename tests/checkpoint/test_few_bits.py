@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ds_hf.checkpoint.few_bits import FewBits, group_size_for, pack, plan, round_to_bits, two_of_four
+from ds_hf.checkpoint.few_bits import FewBits, group_size_for, own_grids, pack, plan, round_to_bits, two_of_four
 from ds_hf.checkpoint.pretrained import export_source, read_pretrained
 from ds_hf.errors import CheckpointError
 from tests.helpers.few_bits import unpacked
@@ -53,6 +53,37 @@ def test_the_grid_is_torchaos(bits: int, dtype: torch.dtype) -> None:
         codes, scales = round_to_bits(weight, bits, group)
         ours = codes.to(dtype) * scales.repeat_interleave(group, 1)
         assert torch.equal(ours, theirs.to(dtype))
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (4, torch.bfloat16), (8, torch.float32)])
+@pytest.mark.parametrize("largest", ["below", "above"])
+def test_what_lies_on_a_grid_is_kept(bits: int, dtype: torch.dtype, largest: str) -> None:
+    """DeepSpeed's quantizer has the scale ``max |w| / 2^(b-1)`` of a stretch that is longer than a group."""
+    most = 2 ** (bits - 1)
+    codes = torch.randint(1 - most, most, (6, 64), generator=torch.Generator().manual_seed(1)).float()
+    codes[0, 0] = -most if largest == "below" else most - 1
+    codes[1, :32] = 0
+    weight = (codes * 0.0371).to(dtype)
+    found, scales = round_to_bits(weight, bits, 32, keeps=True)
+    read = found.to(dtype) * scales.repeat_interleave(32, 1)
+    torch.testing.assert_close(read, weight, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    plain, scales = round_to_bits(weight, bits, 32)
+    assert (plain.to(dtype) * scales.repeat_interleave(32, 1) - weight).abs().max() > 0.0371 / 4
+    assert not own_grids(_weight(6, 64, dtype), bits, 32).any()
+
+
+def test_grids_are_kept_in_files(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "rounded"
+    place.mkdir()
+    codes = torch.randint(-8, 8, (8, 64), generator=torch.Generator().manual_seed(2)).float()
+    codes[2, 32:] = 0
+    save_file({"model.up.weight": codes * 0.02, "model.down.weight": _weight(64, 32)}, place / "model.safetensors")
+    source = read_pretrained(place)
+    form = plan(source, {"model.up": "", "model.down": ""}, 4)
+    written = {name: value for weight in source.weights() for name, value in form.tensors(weight, None)}
+    read = unpacked(written["model.up.weight_packed"], 4) * written["model.up.weight_scale"].repeat_interleave(32, 1)
+    torch.testing.assert_close(read, codes * 0.02)
+    assert torch.equal(written["model.down.weight_scale"], round_to_bits(_weight(64, 32), 4, 32)[1])
 
 
 @pytest.mark.parametrize(("bits", "columns", "words"), [(4, 32, 4), (4, 12, 2), (8, 32, 8), (8, 6, 2)])
