@@ -240,6 +240,26 @@ def test_a_given_projection_is_not_trained() -> None:
     assert handle.layers == {1: 2}
 
 
+def test_adapters_learn() -> None:
+    peft = pytest.importorskip("peft")
+    given, found = batch(0), []
+    for stage in (0, 3):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(student(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        handle = distill(model, teacher(), temperature=2.0)
+        sgd = {"type": "SGD", "params": {"lr": LR}}
+        engine = initialize(model=model, config=base_config(stage, optimizer=sgd))[0]
+        for _ in range(2):
+            loss = engine(**given).loss
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        engine.destroy()
+        handle.remove()
+    assert found[:2] == pytest.approx(found[2:], rel=1e-6)
+    assert found[1] < found[0]
+
+
 def test_layers_are_spread() -> None:
     assert spread(6, 12) == {0: 1, 1: 3, 2: 5, 3: 7, 4: 9, 5: 11}
     assert spread(2, 5) == {0: 1, 1: 4}

@@ -204,6 +204,21 @@ def test_checkpointed_blocks(stage: int) -> None:
     assert train(make(stage, model, QAT), [0, 1, 2]) == expected
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_beside_a_teacher(stage: int) -> None:
+    """The student rounds, the teacher does not."""
+    from ds_hf.distillation import distill
+
+    found = []
+    for model, qat in ((llama(), QAT), (by_torchao(llama()), None)):
+        handle = distill(model, llama().eval(), labels=0.5)
+        engine = make(stage, model, qat)
+        found.append(train(engine, [0, 1]))
+        assert handle.parts["logits"] > 0, "of the same weights, unrounded"
+        engine.destroy()
+    assert found[0] == found[1]
+
+
 def saved_and_loaded(folder: str) -> None:
     """Saved at stage 3 by two processes; goes on at others as without a pause."""
     engine = make(3, llama())
