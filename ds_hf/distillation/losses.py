@@ -31,7 +31,8 @@ def logits_loss(
     the student's exists, and no probabilities of all positions.
 
     Args:
-        student, teacher: ``[..., vocabulary]`` of any floating-point dtype.
+        student: logits ``[..., vocabulary]`` of any floating-point dtype; gradients go back to them.
+        teacher: the same shape.
         mask: ``[...]``, positions that count; default all.
         beta: 0 is KL(teacher | student), 1 KL(student | teacher); between, both against the mixture with ``beta`` of
             the teacher (generalized Jensen-Shannon).
@@ -85,7 +86,8 @@ def hidden_loss(
     """Distance of hidden states, mean of a position.
 
     Args:
-        student, teacher: ``[..., width]``, of one width; see ``Recipe.projection``.
+        student: ``[..., width]``; gradients go back to it.
+        teacher: the same shape; see ``Recipe.projection``.
         mask: ``[...]``, positions that count; default all.
         kind: mean squared difference, or 1 - cosine.
         num_items: see ``logits_loss``.
@@ -117,7 +119,8 @@ def attention_loss(
     """Distance of attention maps, mean of a position; of models with unequal numbers of heads, of the heads' means.
 
     Args:
-        student, teacher: ``[batch, heads, positions, positions]``, rows sum to 1.
+        student: ``[batch, heads, positions, positions]``, rows sum to 1; gradients go back to it.
+        teacher: the same, of any number of heads.
         mask: ``[batch, positions]``, rows that count; default all.
         kind: sum of squared differences of a row, or KL(teacher | student); both a mean over heads.
         num_items: see ``logits_loss``.
