@@ -261,6 +261,7 @@ def plan(
     group_size: int | None = None,
     sparse: bool = False,
     exclude: Collection[str] = (),
+    known: Collection[str] | None = None,
 ) -> FewBits:
     """Which layers of ``source`` are written how.
 
@@ -268,6 +269,7 @@ def plan(
         linear: names of the model's linear layers, each with why it stays as it is, ``""`` if it need not.
         group_size: see ``group_size_for``.
         exclude: regular expressions; layers whose names have one stay as they are.
+        known: names of the model's tensors; matrices of other names would be lost as it is loaded.
 
     A checkpoint that was trained for these bits (``ds_hf.qat``) brings the groups and what is left out.
 
@@ -298,6 +300,13 @@ def plan(
                 "the model, convert a checkpoint of it and not such a folder"
             )
         layers[name] = (shape[0], shape[1])
+    strange = [name for name, shape in shapes.items() if known is not None and name not in known and len(shape) > 1]
+    if strange and bits is not None:
+        raise CheckpointError(
+            f"{source.folder}: {strange[0]} and {len(strange) - 1} more have other names than in the model (experts "
+            "one by one): beside packed weights transformers does not find them. Convert a checkpoint of ds_hf, whose "
+            "names are the model's"
+        )
     if not layers:
         reasons = ", ".join(sorted({kept for kept in why.values() if kept}))
         raise CheckpointError(
@@ -311,5 +320,7 @@ def plan(
     counts: dict[str, int] = {}
     for name in kept:
         counts[why[name]] = counts.get(why[name], 0) + 1
+    stacks = sum(len(shape) == 3 and ".experts." in name for name, shape in shapes.items())
+    counts.update({"stacks of experts": stacks} if stacks else {})
     as_trained = trained is not None and (trained.bits, trained.group_size) == (bits, size)
     return FewBits(bits, size, sparse, frozenset(layers), tuple(kept), as_trained, counts)

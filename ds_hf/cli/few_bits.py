@@ -41,9 +41,10 @@ class Asked:
         from ds_hf.hf.few_bits import linear_layers, model_config
 
         self.config = model_config(source, model)
+        found = linear_layers(self.config, self.exclude, packed=self.bits is not None)
         self.form = plan(
-            source, linear_layers(self.config), self.bits,
-            group_size=self.group_size, sparse=self.sparse, exclude=self.exclude,
+            source, found.linear, self.bits,
+            group_size=self.group_size, sparse=self.sparse, exclude=self.exclude, known=found.tensors,
         )  # fmt: skip
 
     def compare(self, source: Source, folder: Path, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -6,8 +6,10 @@ that its configuration builds, here without values.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from ds_hf.checkpoint.source import Source
 from ds_hf.engine.modules.linear_layers import layers_of_backbone
 from ds_hf.errors import CheckpointError
 
-__all__ = ["Cost", "cost_of", "linear_layers", "load_plain", "load_written", "model_config", "token_ids"]
+__all__ = ["Cost", "Model", "cost_of", "linear_layers", "load_plain", "load_written", "model_config", "token_ids"]
 
 _TOKENS = 16  # that are timed
 _LENGTH = 512  # of a window of the text
@@ -64,16 +66,51 @@ def model_config(source: Source, model_folder: Path | None) -> Any:
     return config
 
 
-def linear_layers(config: Any) -> dict[str, str]:
-    """Names of the linear layers of a model, each with why it stays in 16 bits, ``""`` if it need not.
+class Model(NamedTuple):
+    """What of a model stands in no checkpoint.
+
+    Attributes:
+        linear: names of the linear layers, each with why it stays in 16 bits, ``""`` if it need not.
+        tensors: names of all parameters and buffers.
+    """
+
+    linear: dict[str, str]
+    tensors: frozenset[str]
+
+
+def linear_layers(config: Any, exclude: Collection[str] = (), *, packed: bool = True) -> Model:
+    """What a model of transformers has of linear layers.
+
+    Args:
+        exclude: regular expressions; layers whose names have one stay as they are.
+        packed: the others are going to be.
 
     Raises:
-        CheckpointError: transformers cannot build it.
+        CheckpointError: transformers cannot build it, or cannot load it with packed weights.
     """
-    return {
+    model = _empty(config)
+    names = frozenset(model.state_dict())
+    found = {
         name: why or ("" if type(module) is nn.Linear else f"of class {type(module).__name__}")
-        for name, module, why in layers_of_backbone(_empty(config))
+        for name, module, why in layers_of_backbone(model)
     }
+    found = {name: "excluded" if any(re.search(each, name) for each in exclude) else why for name, why in found.items()}
+    if packed:
+        _check_loads(model, [name for name, why in found.items() if not why])
+    return Model(found, names)
+
+
+def _check_loads(model: Any, layers: Iterable[str]) -> None:
+    """Raise where transformers, as it loads, looks for weights that are packed (T5 and its like)."""
+    for name in layers:
+        del model.get_submodule(name).weight
+    try:
+        model.initialize_weights()
+    except AttributeError as error:
+        raise CheckpointError(
+            f"transformers cannot load a {type(model).__name__} whose weights are packed: {error} as it is "
+            "initialized. Write 16 bits (without --bits), or leave such layers out (--exclude)"
+        ) from error
 
 
 def _class_of(config: Any) -> Any:

@@ -352,6 +352,34 @@ def test_few_bits_of_a_checkpoint(tmp_path: Path) -> None:
     assert written["quantization_config"]["ignore"] == ["lm_head"]
 
 
+@pytest.mark.slow
+def test_few_bits_beside_experts(tmp_path: Path) -> None:
+    """They stay as they are; a folder that has them one by one would be read without them, and is refused."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    pytest.importorskip("compressed_tensors")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=2, **sizes)).eval()
+    model.save_pretrained(tmp_path / "plain")
+    code, output = _run("convert", tmp_path / "plain", tmp_path / "none", "--to", "hf", "--bits", 4)
+    assert code == 1
+    assert "have other names than in the model (experts one by one)" in " ".join(output.split())
+    with engine_of(config(3, "fp32"), model) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        whole = {name: value.clone() for name, value in engine.named_weights()}
+    code, output = _run("convert", tmp_path / "saved", tmp_path / "small", "--to", "hf", "--bits", 4)
+    assert (code, "1 the head, 2 stacks of experts" in output) == (0, True)
+    read, found = MixtralForCausalLM.from_pretrained(tmp_path / "small", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    read(input_ids=torch.ones(1, 4, dtype=torch.long))  # opens the packed weights
+    for name, value in read.state_dict().items():
+        expected = opened(whole[name], 4, 64) if "self_attn" in name and name.endswith("weight") else whole.get(name)
+        if expected is not None:
+            assert torch.equal(value, expected), name
+
+
 def test_a_pattern_alone(tmp_path: Path) -> None:
     model = _llama(tmp_path / "plain")
     arguments = ("convert", tmp_path / "plain", tmp_path / "out", "--to", "hf", "--sparse", "2:4", "--exclude", "mlp")

@@ -35,28 +35,38 @@ def _llama(**more: object) -> LlamaConfig:
 
 
 def test_linear_layers_of_the_backbone() -> None:
-    found = linear_layers(_llama(architectures=["LlamaForCausalLM"]))
+    found = linear_layers(_llama(architectures=["LlamaForCausalLM"])).linear
     assert found.pop("lm_head") == "the head"
     assert len(found) == 14
     assert set(found.values()) == {""}
-    found = linear_layers(_llama(architectures=["LlamaForSequenceClassification"]))
+    found = linear_layers(_llama(architectures=["LlamaForSequenceClassification"])).linear
     assert found["score"] == "the head"
     config = BertConfig(**SIZES, architectures=["BertForMaskedLM"])
-    heads = {name for name, why in linear_layers(config).items() if why}
+    heads = {name for name, why in linear_layers(config).linear.items() if why}
     assert heads == {"cls.predictions.transform.dense", "cls.predictions.decoder"}
 
 
 def test_routers_stay() -> None:
     config = MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2, architectures=["MixtralForCausalLM"])
-    found = linear_layers(config)
+    found = linear_layers(config).linear
     assert not [name for name in found if "gate" in name and not found[name]]
     assert "model.layers.0.self_attn.q_proj" in found
 
 
 def test_layers_of_another_kind_are_none() -> None:
-    assert set(linear_layers(GPT2Config(n_layer=1, n_embd=32, n_head=2, architectures=["GPT2LMHeadModel"]))) == {
-        "lm_head"
-    }
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, architectures=["GPT2LMHeadModel"])
+    assert linear_layers(config).linear == {"lm_head": "the head"}
+
+
+def test_models_that_transformers_cannot_load_packed_are_refused() -> None:
+    """As it initializes a T5 it writes into weights of layers that have none then."""
+    config = T5Config(vocab_size=32, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2)
+    config.architectures = ["T5ForConditionalGeneration"]
+    with pytest.raises(CheckpointError, match="transformers cannot load a T5ForConditionalGeneration whose weights"):
+        linear_layers(config)
+    assert linear_layers(config, packed=False).linear["encoder.block.0.layer.0.SelfAttention.q"] == ""
+    found = linear_layers(config, [r"SelfAttention", "EncDecAttention", r"\.w[io]$"]).linear
+    assert set(found.values()) == {"excluded", "the head"}
 
 
 @pytest.fixture(scope="module")

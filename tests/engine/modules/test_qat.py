@@ -259,7 +259,7 @@ def test_what_is_written_is_what_was_trained(tmp_path: Path, dtype: str, caplog:
     engine.destroy()
     source = open_source(tmp_path)
     assert trained_for(source) == (4, 16, ("v_proj",))
-    form = plan(source, linear_layers(model.config), 4)
+    form = plan(source, linear_layers(model.config).linear, 4)
     assert (form.group_size, len(form.layers)) == (16, 12)
     with torch.no_grad():
         for weight in source.weights():
@@ -272,7 +272,7 @@ def test_what_is_written_is_what_was_trained(tmp_path: Path, dtype: str, caplog:
             model.get_parameter(weight.name).data = value
         assert torch.equal(model.eval()(input_ids=batch(9)).logits, expected)
     assert "was trained to be rounded" not in caplog.text
-    assert plan(source, linear_layers(model.config), 4, group_size=32).group_size == 32
+    assert plan(source, linear_layers(model.config).linear, 4, group_size=32).group_size == 32
     assert "was trained to be rounded to 4 bits, groups of 16" in caplog.text
 
 
@@ -345,7 +345,7 @@ def test_a_run_says_what_is_rounded(caplog: pytest.LogCaptureFixture) -> None:
     names = {name for name, module in bert.named_modules() if isinstance(module, ao.FakeQuantizedLinear)}
     rounds.destroy()
     bert.config.architectures = ["BertForMaskedLM"]
-    assert names == {name for name, why in linear_layers(bert.config).items() if not why}
+    assert names == {name for name, why in linear_layers(bert.config).linear.items() if not why}
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
