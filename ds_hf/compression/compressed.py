@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ds_hf.compression.quantizers import (
     AsymQuantizer,
@@ -119,6 +121,8 @@ class Compressed(nn.Module):
         weight_bits: of the weights now.
         mixed: how much of the way to quantized values is left, 1 to 0, a tensor ``[]``; ``None`` for none.
         step: that the engine is in, for rounding by chance.
+        recomputes: what is made of the weight is not kept for backward, but made again: where weights are gathered for
+            use and released, copies of all layers would be the whole model.
         sparse_pruning_mask: packed bits of the mask of single weights, see ``pack``.
         row_pruning_mask, head_pruning_mask, channel_pruning_mask: bool, ``[rows]``, ``[heads]``, ``[channels]``.
     """
@@ -136,6 +140,7 @@ class Compressed(nn.Module):
     weight_quantize_num_groups = 1
     mixed: Tensor | None = None
     step = 0
+    recomputes = False
 
     # -- preparing ------------------------------------------------------------------------------------------------
 
@@ -288,6 +293,22 @@ class Compressed(nn.Module):
         return logical_shape(self.weight)
 
     # -- computing ------------------------------------------------------------------------------------------------
+
+    def computed(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``compute(x)``; recomputed in backward where nothing of the weight is to be kept until then."""
+        again = self.recomputes and self._acts() and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not again:
+            return compute(x)
+        return checkpoint(compute, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+    def _acts(self) -> bool:
+        return (
+            self.weight_quantization_enabled
+            or self.sparse_pruning_enabled
+            or self.row_pruning_enabled
+            or self.head_pruning_enabled
+            or self.channel_pruning_enabled
+        )
 
     def compressed(self) -> tuple[Tensor, Tensor | None]:
         """Weight, as ``[outputs, ...]``, and bias, as forward computes with them."""

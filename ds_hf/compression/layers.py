@@ -41,8 +41,11 @@ class LinearLayer_Compress(Compressed, nn.Linear):  # type: ignore[misc]  # noqa
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Linear``."""
+        return self.computed(self._multiplied, input)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
         weight, bias = self.compressed()
-        return functional.linear(self.quantized_input(input), weight, bias)
+        return functional.linear(self.quantized_input(x), weight, bias)
 
 
 class Embedding_Compress(Compressed, nn.Embedding):  # type: ignore[misc]  # noqa: N801
@@ -52,8 +55,11 @@ class Embedding_Compress(Compressed, nn.Embedding):  # type: ignore[misc]  # noq
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Embedding``."""
+        return self.computed(self._looked_up, input)
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
         return functional.embedding(
-            input,
+            ids,
             self.compressed()[0],
             self.padding_idx,
             self.max_norm,
@@ -70,8 +76,11 @@ class Conv2dLayer_Compress(Compressed, nn.Conv2d):  # type: ignore[misc]  # noqa
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Conv2d``."""
+        return self.computed(self._convolved, input)
+
+    def _convolved(self, x: Tensor) -> Tensor:
         weight, bias = self.compressed()
-        output: Tensor = self._conv_forward(self._quantized_image(input), weight, bias)
+        output: Tensor = self._conv_forward(self._quantized_image(x), weight, bias)
         return output
 
     def _quantized_image(self, x: Tensor) -> Tensor:
@@ -144,6 +153,9 @@ class _Transposed(Compressed):
 
     def forward(self, x: Tensor) -> Tensor:
         """As transformers' ``Conv1D``."""
+        return self.computed(self._multiplied, x)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
         weight, bias = self.compressed()
         return functional.linear(self.quantized_input(x), weight, bias)
 
@@ -220,5 +232,6 @@ def release(module: Compressed) -> None:
 
 _OWN = {
     *("full_name", "weight_bits", "target_bits", "quantization_period", "rounds_by_chance", "mixed", "step"),
+    "recomputes",
     *("has_static_range", "num_heads", "masked_by"),
 }

@@ -256,9 +256,15 @@ class _Listener(Observer):
         self.engine, self.schedule = engine, schedule
         self.due = True
         self.handle = engine.module.register_forward_pre_hook(Hook(self), prepend=True)
+        self._recompute(engine.plan.shards_parameters)
         self.uncalled: dict[str, RemovableHandle] = {}
         if not (engine.settings.ds_hf.compile or engine.settings.ds_hf.capture):
             self._watch()
+
+    def _recompute(self, on: bool) -> None:
+        for group in self.schedule.groups:
+            for _, layer in self.schedule.layers(group):
+                layer.recomputes = on
 
     def _watch(self) -> None:
         """See in the first step which layers are called."""
@@ -307,6 +313,8 @@ class _Listener(Observer):
 
     def close(self) -> None:
         self.handle.remove()
+        if schedule_of(self.schedule.model) is self.schedule:
+            self._recompute(False)
         for handle in self.uncalled.values():
             handle.remove()
 
@@ -322,4 +330,6 @@ def attach(engine: CoreEngine, schedule: CompressionSchedule) -> None:
         counts[group.method] = counts.get(group.method, 0) + len(group.layers)
     told = ", ".join(f"{method} of {count} layers" for method, count in counts.items())
     if told:
-        log_once(f"compression_training: {told}")
+        log_once(
+            f"compression_training: {told}. What is saved is not compressed before redundancy_clean(engine) in the end"
+        )

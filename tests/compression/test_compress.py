@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -267,6 +269,12 @@ def test_torchs_kernel_for_evaluation_gives_way() -> None:
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x), model.train()(x))
     assert schedule.chosen["layers.0.linear1 sparse"] == 0.1
+
+
+def test_the_module_is_there_when_it_is_asked_for() -> None:
+    code = "import deepspeed, sys; assert 'ds_hf.compression' not in sys.modules; print(deepspeed.compression.compress)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "compat/deepspeed/compression/compress.py" in told
 
 
 def test_a_scheduler_needs_a_model_that_is_prepared() -> None:

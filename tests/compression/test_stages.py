@@ -272,6 +272,29 @@ def test_sharded_models_and_chance() -> None:
     assert plain[3][OFFSET + 1 :] != pytest.approx(reference("4 bits")[0][OFFSET + 1 :], rel=1e-4)
 
 
+@pytest.mark.parametrize(("stage", "kept"), [(0, True), (2, True), (3, False)])
+def test_where_weights_are_released_nothing_of_them_is_kept_for_backward(stage: int, kept: bool) -> None:
+    section = {
+        "weight_quantization": method({"target_bits": 4}, ["fc"], schedule_offset=0),
+        "sparse_pruning": method({"dense_ratio": 0.5}, ["fc"], schedule_offset=0),
+    }
+    model = net()
+    engine = initialize(model=model, config=config(section, stage))[0]
+    own = {id(param) for param in model.parameters()}
+    found: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if id(tensor) not in own and tensor._base is None:
+            found.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = engine(batches(1)[0, 0].to(engine.device))
+    assert bool({(16, 8), (8, 16)} & set(found)) is kept
+    engine.backward(loss)
+    engine.step()
+
+
 def test_methods_change_the_training() -> None:
     """The reference is none that leaves the weights alone."""
     curves = {name: tuple(round(loss, 5) for loss in reference(name)[0]) for name in METHODS}

@@ -82,6 +82,15 @@ REDUCED = {
 }
 GPT2 = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
 BERT = ["attention.self", "intermediate", "word_embeddings", "output.dense"]
+
+
+def two_widths(wide: list[str], narrow: list[str]) -> dict[str, Any]:
+    """8 bits for some layers, 4 for others."""
+    section, other = quantized(8, wide, 48), quantized(4, narrow)
+    section["different_groups"]["wq2"] = other["different_groups"]["wq1"]
+    return section
+
+
 # The structure of DeepSpeedExamples' compression/*/config, at its main branch.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "XTC, layers reduced": {"layer_reduction": REDUCED},
@@ -91,6 +100,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "activation_quantization": INPUTS,
     },
     "ZeroQuant W8A8": {"weight_quantization": quantized(8, BERT, 48), "activation_quantization": INPUTS},
+    "ZeroQuant W4/8A8": {
+        "weight_quantization": two_widths(
+            ["attention.self", "attention.output"], ["intermediate", r"layer.\w+.output"]
+        ),
+        "activation_quantization": INPUTS,
+    },
     "structural pruning": PRUNED,
     "GPT-2 W8A8": {
         "weight_quantization": quantized(8, GPT2, 64),
@@ -111,7 +126,7 @@ def test_files_of_deepspeeds_examples_are_read(name: str) -> None:
     assert {method for method, _ in section.methods()} == enabled
     assert not config.warnings
     lines = list(compression_notes(config))
-    assert len(lines) == len(EXAMPLES[name])
+    assert len(lines) == sum(len(content.get("different_groups", [None])) for content in EXAMPLES[name].values())
 
 
 def test_snip_is_refused_with_what_to_choose() -> None:

@@ -7,6 +7,9 @@ users import it, and other addresses of it hand it on. What neither has is absen
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from ds_hf.hf.autoload import install as _install_hooks
 
 from ds_hf import Engine as DeepSpeedEngine
@@ -82,7 +85,13 @@ __all__ = [
     "utils",
     "zero",
 ]
-__getattr__ = _missing.missing(__name__)
+_absent = _missing.missing(__name__)
+
+
+def __getattr__(name: str) -> _Any:
+    """``deepspeed.compression`` is imported when it is asked for: engines look at it from then on."""
+    return _import_module(f"{__name__}.{name}") if name == "compression" else _absent(name)
+
 
 _missing.install()
 _install_hooks()
