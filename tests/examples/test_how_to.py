@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,11 @@ from tests.helpers.pages import ROOT, blocks, commands
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 NAMES = [page.stem for page in PAGES]
 OTHERS = ("torchrun", "accelerate launch", "deepspeed", "docker")  # run by tests/compat, tests/launcher
-WITH_PYTHON = [page.stem for page in PAGES if blocks(page, "python") or "    ```python" in page.read_text()]
+WITH_PYTHON = [
+    page.stem
+    for page in PAGES
+    if page.stem != "ray" and (blocks(page, "python") or "    ```python" in page.read_text())
+]
 
 
 def unindented(page: Path, language: str) -> list[str]:
@@ -63,8 +71,6 @@ def test_other_files_can_be_read(page: Path) -> None:
 
 def run_page(name: str, folder: str) -> None:
     """Its Python, in order, with what a script would have."""
-    import os
-
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -103,6 +109,25 @@ def run_page(name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", WITH_PYTHON)
 def test_python_runs(name: str, tmp_path: Path) -> None:
     run_distributed(run_page, 1, name, str(tmp_path), timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[train]")
+def test_ray_goes_on_where_it_ended(tmp_path: Path) -> None:
+    (script,) = blocks(ROOT / "docs" / "how-to" / "ray.md", "python")
+    (tmp_path / "train_ray.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "train_ray.py", str(tmp_path / "storage")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'ds_hf' / 'compat'}"},
+    )
+    steps = [ast.literal_eval(line)["step"] for line in done.stdout.splitlines() if line.startswith("{'loss'")]
+    assert steps == [4, 8]
+    assert sorted(path.name for path in (tmp_path / "storage").glob("step*")) == ["step2", "step4", "step6", "step8"]
 
 
 def test_what_people_type_is_in_a_heading() -> None:
