@@ -92,11 +92,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         int32 ``[rows, ceil(columns * bits / 32)]``.
     """
     codes = functional.pad(codes, (0, -codes.shape[1] % (32 // bits)), value=-(2 ** (bits - 1)))
-    unsigned = (codes.to(torch.int16) + 2 ** (bits - 1)).to(torch.int32).reshape(len(codes), -1, 32 // bits)
-    words = torch.zeros(unsigned.shape[:2], dtype=torch.int32)
-    for place in range(32 // bits):
-        words |= unsigned[:, :, place] << (place * bits)
-    return words
+    parts = (codes + torch.tensor(2 ** (bits - 1)).to(torch.int8)).view(torch.uint8)  # 127 + -128 is 255 in a byte
+    if bits == 4:
+        parts = parts[:, ::2] | (parts[:, 1::2] << 4)
+    return parts.contiguous().view(torch.int32)  # little-endian, as the files are
 
 
 def two_of_four(weight: Tensor) -> Tensor:
