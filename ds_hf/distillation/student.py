@@ -19,6 +19,7 @@ from torch.nn import functional
 from ds_hf.distillation.losses import attention_loss, hidden_loss, logits_loss
 from ds_hf.distillation.recipe import PROJECTIONS, Recipe, fitting_layers, is_causal
 from ds_hf.distillation.teacher import names_of_inputs, run_teacher
+from ds_hf.engine.zero.buffer import home_of
 from ds_hf.errors import ConfigError
 
 __all__ = ["Distilled", "distill"]
@@ -122,7 +123,14 @@ class Distilled:
     def _projected(self, number: int, state: Tensor) -> Tensor:
         projections = self.student._modules.get(PROJECTIONS)
         if isinstance(projections, nn.ModuleList):
-            made: Tensor = projections[number](state)
+            layer = projections.get_submodule(str(number))
+            if home_of(layer.get_parameter("weight")) is None and any(
+                home_of(param) for param in self.student.parameters()
+            ):
+                raise ConfigError(
+                    "projections of hidden states would not train: call distill() before initialize(), or the Trainer"
+                )
+            made: Tensor = layer(state)
             return made
         if isinstance(self.recipe.projection, Tensor):
             return functional.linear(state.float(), self.recipe.projection.to(state.device, torch.float32))

@@ -336,6 +336,11 @@ def test_what_does_not_fit_is_told_before_training() -> None:
         distill(student(), teacher(), Recipe(), beta=1.0)
     with pytest.raises(ConfigError, match="stage=3, offload=True"):
         teacher_engine(teacher(), offload=True)
+    late = student()
+    engine = initialize(model=late, config=base_config(2))[0]
+    distill(late, teacher(), hidden=1.0)
+    with pytest.raises(ConfigError, match=r"call distill\(\) before initialize"):
+        engine(**batch(0))
     labels = student()
     distill(labels, teacher(), labels=1.0)
     with pytest.raises(ValueError, match="pass labels"):
