@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,34 @@ def ratio_at(step: int, section: SparsePruningSection, ratio: float) -> float:
     return 1 - (1 - ratio) * (1 - (1 - (at - begin) / (end - begin)) ** 3)
 
 
+class _Bits(NamedTuple):
+    """How weights are quantized in a step: bits, how much of them is still as it was, the step where rounding is by
+    chance (else 0), whether changes are told."""
+
+    bits: int
+    left: float
+    step: int
+    told: bool
+
+
+def _acts_at(group: Group, step: int) -> _Bits | float | None:
+    """What a group's layers do in ``step``: weights of so many bits, a share that is kept (1 of what has none), or
+    nothing yet."""
+    section, since = group.section, step - group.section.shared_parameters.schedule_offset
+    if since < 0:
+        return None
+    if isinstance(section, QuantizedWeightsSection):
+        shared, params = section.shared_parameters, group.params
+        target = params["target_bits"]
+        bits, first = bits_at(since, params.get("start_bits") or target, target, params.get("quantization_period", 1))
+        mixing = shared.fp16_mixed_quantize
+        left = max(0.0, 1 - mixing.quantize_change_ratio * (since - first)) if mixing.enabled else 0.0
+        return _Bits(bits, left, step if shared.rounding == "stochastic" else 0, shared.quantize_verbose)
+    if isinstance(section, SparsePruningSection):
+        return ratio_at(step, section, group.ratio)
+    return group.ratio if group.method in PRUNINGS else 1.0
+
+
 class CompressionSchedule:
     """Which methods act in which step, of one model.
 
@@ -73,6 +101,7 @@ class CompressionSchedule:
         self.model, self.section, self.groups = model, section, groups
         self.training_steps = 0
         self.chosen: dict[str, float] = {}
+        self._left: dict[int, _Bits | float | None] = {}  # by a group's place, what its layers were brought to
 
     def layers(self, group: Group) -> Iterator[tuple[str, Compressed]]:
         """Name and layer of each in ``group``."""
@@ -92,24 +121,23 @@ class CompressionSchedule:
             self.update_ranges([static.seen for static in self.ranged()])
         self.go_to(self.training_steps)
 
-    def go_to(self, step: int) -> None:
-        """Bring all layers to ``step``. Collective where parameters are sharded and masks are to be chosen."""
-        self.training_steps = step
-        for group in self.groups:
-            begins = group.section.shared_parameters.schedule_offset
-            if step >= begins:
-                self._act(group, step, step - begins)
-            self._switch(group, step >= begins)
+    def go_to(self, step: int, *, again: bool = False) -> None:
+        """Bring all layers to ``step``. Collective where parameters are sharded and masks are to be chosen.
 
-    def _act(self, group: Group, step: int, since: int) -> None:
-        section, what = group.section, PRUNINGS.get(group.method)
-        if isinstance(section, QuantizedWeightsSection):
-            self._set_bits(section, group, step, since)
-        elif what is not None:
-            ratio = group.ratio
-            if isinstance(section, SparsePruningSection):
-                ratio = ratio_at(step, section, ratio)
-            self._choose(group, what, ratio)
+        Args:
+            again: layers may be other than this has left them: weights were loaded.
+        """
+        self.training_steps = step
+        for index, group in enumerate(self.groups):
+            acts = _acts_at(group, step)
+            if self._left.get(index) == acts and not again:
+                continue
+            if isinstance(acts, _Bits):
+                self._set_bits(group, acts)
+            elif isinstance(acts, float) and (what := PRUNINGS.get(group.method)) is not None:
+                self._choose(group, what, acts)
+            self._switch(group, acts is not None)
+            self._left[index] = acts
 
     def _switch(self, group: Group, acts: bool) -> None:
         """Scores train while their masks act: before that they have no gradient, and weight decay would change them."""
@@ -119,22 +147,17 @@ class CompressionSchedule:
             if scores is not None and scores.requires_grad != acts:
                 scores.requires_grad_(acts)
 
-    def _set_bits(self, section: QuantizedWeightsSection, group: Group, step: int, since: int) -> None:
-        shared, params = section.shared_parameters, group.params
-        target = params["target_bits"]
-        bits, first = bits_at(since, params.get("start_bits") or target, target, params.get("quantization_period", 1))
-        mixing = shared.fp16_mixed_quantize
-        left = max(0.0, 1 - mixing.quantize_change_ratio * (since - first)) if mixing.enabled else 0.0
+    def _set_bits(self, group: Group, now: _Bits) -> None:
         for name, layer in self.layers(group):
-            if shared.quantize_verbose and layer.weight_quantization_enabled and layer.weight_bits != bits:
-                log_once(f"{name} has weights of {bits} bits from step {step + 1} on")
-            layer.weight_bits, layer.step = bits, step if layer.rounds_by_chance else 0
-            if not mixing.enabled or (left == 0 and layer.mixed is None):
-                layer.mixed = None
-            elif layer.mixed is None:
-                layer.mixed = torch.tensor(left, device=layer.weight.device)
+            if now.told and layer.weight_quantization_enabled and layer.weight_bits != now.bits:
+                log_once(f"{name} has weights of {now.bits} bits from step {self.training_steps + 1} on")
+            layer.weight_bits, layer.step = now.bits, now.step
+            if now.left == 0 and layer.mixed is None:
+                continue
+            if layer.mixed is None:
+                layer.mixed = torch.tensor(now.left, device=layer.weight.device)
             else:
-                layer.mixed.fill_(left)
+                layer.mixed.fill_(now.left)
 
     def _choose(self, group: Group, what: str, ratio: float) -> None:
         for name, layer in self.layers(group):
@@ -178,7 +201,7 @@ class CompressionSchedule:
                 ", ".join(dict.fromkeys(late)),
                 self.training_steps,
             )
-        self.go_to(max(self.training_steps, 1 << 60))
+        self.go_to(max(self.training_steps, 1 << 60), again=True)
 
     def _is_reached(self, group: Group) -> bool:
         shared = group.section.shared_parameters
@@ -291,7 +314,7 @@ class _Listener(Observer):
     def __call__(self, *args: Any) -> None:
         if self.due:
             self.due = False
-            self.schedule.go_to(self.engine.global_steps)
+            self.schedule.go_to(self.engine.global_steps, again=True)
 
     def after_step(self, engine: Any) -> None:
         """Ranges of all processes' inputs, and the next step's methods."""
