@@ -64,11 +64,13 @@ def test_where_torchao_cannot_the_blocks_do(monkeypatch: pytest.MonkeyPatch, cap
     def refuses(module: Any, config: Any, filter_fn: Any) -> None:
         raise ImportError("Requires mslk >= 1.0.0")
 
+    plain, model = (
+        small_model("llama", dtype=torch.bfloat16) for _ in range(2)
+    )  # transformers imports torchao where it is installed
     stand_in = SimpleNamespace(quantize_=refuses, Int4WeightOnlyConfig=dict)
     monkeypatch.setitem(sys.modules, "torchao.quantization", stand_in)
     monkeypatch.setattr(inference, "_is_gpu", lambda device: True)
     monkeypatch.setattr(inference, "has_torchao", lambda: True)
-    plain, model = (small_model("llama", dtype=torch.bfloat16) for _ in range(2))
     init_inference(model, dtype="int4")
     assert all(is_quantized(module) for name, module in modules_of(model).items() if "norm" not in name)
     assert "torchao does not quantize to 4 bits here, ds_hf's blocks are used: Requires mslk >= 1.0.0" in caplog.text
