@@ -332,6 +332,64 @@ def test_copies_are_ordinary_and_a_second_engine_takes_over() -> None:
     assert not [name for name in vars(layer) if name.startswith("_ds_")]
 
 
+def steps_of(number: int) -> Tensor:
+    """Sequences that go on by a step of their own."""
+    generator = torch.Generator().manual_seed(number)
+    start, step = (torch.randint(low, high, (16, 1), generator=generator) for low, high in ((0, 64), (1, 6)))
+    return (start + step * torch.arange(12)) % 64
+
+
+def learned(model: Any, count: int, lr: float, qat: Any = None, first: int = 0) -> Any:
+    adam = {"type": "AdamW", "params": {"lr": lr}}
+    engine = initialize(model=model, config=base_config(2, optimizer=adam, ds_hf={"qat": qat} if qat else {}))[0]
+    for number in range(first, first + count):
+        loss = engine(input_ids=steps_of(number), labels=steps_of(number)).loss
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return model
+
+
+@torch.no_grad()
+def held_out(model: Any, bits: int | None = None) -> float:
+    model = copy.deepcopy(model).eval()
+    for module in model.model.modules() if bits else ():
+        if isinstance(module, nn.Linear):
+            module.weight.data = opened(module.weight.data, bits, module.in_features)
+    losses = [model(input_ids=steps_of(n), labels=steps_of(n)).loss.item() for n in range(10**6, 10**6 + 8)]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.slow
+def test_most_of_what_rounding_loses_is_won_back() -> None:
+    """Of a model with columns of large weights, as language models have: here a norm gives to the layers behind it."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = learned(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4)), 500, 3e-3)
+    model = learned(model, 200, 5e-4, first=500)
+    before = held_out(model)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for norm, behind in (
+                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                norm.weight[::16] /= 8
+                for each in behind:
+                    each.weight[:, ::16] *= 8
+    assert held_out(model) == pytest.approx(before, rel=1e-4)
+    qat = {"weights": 4, "group_size": None}
+    plain, rounding = (learned(copy.deepcopy(model), 150, 1e-4, each, 700) for each in (None, qat))
+    best, lost, kept = held_out(plain), held_out(plain, 4), held_out(rounding, 4)
+    print(
+        f"16 bits {best:.4f}, rounded to 4 {lost:.4f}, trained for 4 {kept:.4f}, rounded to 8 {held_out(plain, 8):.4f}"
+    )
+    assert held_out(plain, 8) <= best * 1.005
+    assert lost > best * 1.1
+    assert (lost - kept) / (lost - best) >= 0.5
+
+
 # -- what is told ------------------------------------------------------------------------------------------------------
 
 
