@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from ds_hf.checkpoint.few_bits import FewBits, group_size_for, own_grids, pack, plan, round_to_bits, two_of_four
 from ds_hf.checkpoint.pretrained import export_source, read_pretrained
+from ds_hf.compression.quantizers import SymQuantizer
 from ds_hf.errors import CheckpointError
 from tests.helpers.few_bits import unpacked
 
@@ -70,6 +71,17 @@ def test_what_lies_on_a_grid_is_kept(bits: int, dtype: torch.dtype, largest: str
     plain, scales = round_to_bits(weight, bits, 32)
     assert (plain.to(dtype) * scales.repeat_interleave(32, 1) - weight).abs().max() > 0.0371 / 4
     assert not own_grids(_weight(6, 64, dtype), bits, 32).any()
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (4, torch.bfloat16), (8, torch.float32)])
+def test_what_compression_training_leaves_is_kept(bits: int, dtype: torch.dtype) -> None:
+    """Its stretches hold whole groups; where a group holds two of them, it is rounded anew."""
+    left = SymQuantizer.apply(_weight(32, 256, dtype), bits, None, None, 32)  # a stretch a row
+    codes, scales = round_to_bits(left, bits, 128, keeps=True)
+    read = codes.to(dtype) * scales.repeat_interleave(128, 1)
+    torch.testing.assert_close(read, left, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    halves = SymQuantizer.apply(_weight(32, 256, dtype), bits, None, None, 64)
+    assert (own_grids(halves, bits, 256) == 0).float().mean() > 0.9
 
 
 def test_grids_are_kept_in_files(folder: Path, tmp_path: Path) -> None:
