@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ds_hf.compression.compressed import Compressed
 from ds_hf.compression.schedule import CompressionSchedule, keep, read_section, schedule_of
 from ds_hf.compression.scopes import Group, find_groups, prepare_layers
+from ds_hf.compression.shrinking import shrinking_faults, tied_faults
 from ds_hf.compression.students import student_initialization
 from ds_hf.config.types import Config
 from ds_hf.config.types.compression import CompressionTrainingSection
@@ -58,6 +59,9 @@ def init_compression(model: nn.Module, deepspeed_config: Any, teacher_model: Any
 
 def _prepare(model: nn.Module, section: CompressionTrainingSection) -> CompressionSchedule:
     groups = find_groups(model, section)
+    faults = [*shrinking_faults(dict(model.named_modules()), groups), *tied_faults(model, groups)]
+    if faults:
+        raise ConfigError(faults, _SOURCE)
     prepare_layers(model, groups)
     schedule = CompressionSchedule(model, section, groups)
     keep(model, schedule)

@@ -337,7 +337,7 @@ class Compressed(nn.Module):
 
     def quantized_input(self, x: Tensor) -> Tensor:
         """``x``, ``[..., features]``, as forward computes with it."""
-        if not self.activation_quantization_enabled:
+        if not self.activation_quantization_enabled or x.numel() == 0:  # an expert without tokens
             return x
         if self.has_static_range:
             values: Tensor = self.activation_quantizer(x, self.activation_bits)

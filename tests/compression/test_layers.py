@@ -156,6 +156,17 @@ def test_each_token_has_its_range() -> None:
     assert all(row.unique().numel() <= 16 for row in layer.quantized_input(x).view(-1, 16))
 
 
+@pytest.mark.parametrize("calibration", ["dynamic", "static"])
+def test_an_expert_without_tokens_computes(calibration: str) -> None:
+    layer: Any = adopt(nn.Linear(4, 2))
+    layer.enable_activation_quantization(8, range_calibration=calibration, by_steps=True)
+    layer.activation_quantization_enabled = True
+    made = layer(torch.empty(0, 4, requires_grad=True))
+    assert made.shape == (0, 2)
+    made.sum().backward()
+    assert layer.weight.grad.eq(0).all()
+
+
 def test_what_was_adopted_is_released() -> None:
     plain = nn.Linear(4, 4)
     before = set(vars(plain))

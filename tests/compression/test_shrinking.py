@@ -1,0 +1,143 @@
+"""What cannot be cut without becoming another model is refused before training; what can computes as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from ds_hf.compression import init_compression, redundancy_clean
+from ds_hf.compression.schedule import schedule_of
+from ds_hf.errors import ConfigError
+from tests.compression.common import config, logged, method
+
+HALF = {"dense_ratio": 0.5}
+WIDTHS: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+}  # fmt: skip
+QKV = ["q_proj", "k_proj", "v_proj"]
+BERT_MLP = (["intermediate.dense"], [[r"layer.\d.output.dense"]])
+
+
+def llama(**more: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**{**WIDTHS, "num_key_value_heads": 2, **more}))
+
+
+def bert(act: str = "gelu") -> BertForSequenceClassification:
+    return BertForSequenceClassification(BertConfig(**WIDTHS, hidden_act=act))
+
+
+def t5() -> T5ForConditionalGeneration:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    )
+
+
+def adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    made: nn.Module = get_peft_model(llama(), LoraConfig(target_modules=["up_proj"]))
+    return made
+
+
+def images(groups: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=groups))
+
+
+def rows(modules: list[str], related: list[list[str]]) -> dict[str, Any]:
+    return {"row_pruning": method(HALF, modules, related)}
+
+
+def heads(modules: list[str], related: list[str], count: int = 4) -> dict[str, Any]:
+    return {"head_pruning": method(HALF, modules, [related], method="l1", num_heads=count)}
+
+
+@pytest.mark.parametrize(
+    ("make", "section", "words"),
+    [
+        (llama, rows(["gate_proj"], [["down_proj"]]), "up_proj stands beside .*gate_proj"),
+        (llama, rows(["gate_proj", "up_proj"], [["down_proj"]] * 2), "of .*down_proj the inputs would be cut twice"),
+        (llama, rows(["gate_proj", "mlp.gate"], [["up_proj", "down_proj"]] * 2), "would be cut twice"),
+        (llama, rows(["v_proj"], [["k_proj"]]), "v_proj makes queries, keys or values"),
+        (lambda: llama(hidden_act="sigmoid"), rows(["gate_proj"], [["up_proj", "down_proj"]]), "makes 0.5 of zeros"),
+        (lambda: bert("sigmoid"), rows(*BERT_MLP), "makes 0.5 of zeros"),
+        (adapted, rows(["gate_proj"], [["up_proj", "down_proj"]]), "up_proj.base_layer has an adapter"),
+        (llama, heads(["o_proj"], ["q_proj", "k_proj"], 2), "v_proj makes heads as well"),
+        (llama, heads(["o_proj"], ["k_proj", "v_proj"], 2), "q_proj makes heads as well"),
+        (
+            lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**WIDTHS)),
+            heads(["attention.dense"], ["query_key_value"]),
+            "in an order that cannot be told",
+        ),
+        (lambda: Olmo2ForCausalLM(Olmo2Config(**WIDTHS)), heads(["o_proj"], QKV), "q_norm is over the values of all"),
+        (t5, heads(["SelfAttention.o"], [f"SelfAttention.{x}" for x in "qkv"]), "relative_attention_bias has values"),
+        (lambda: images(2), {"channel_pruning": method(HALF, ["0"], [["1"]])}, "1 is a convolution of 2 groups"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(
+    make: Callable[[], nn.Module], section: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        init_compression(make(), config(section))
+    assert all(fault.fix for fault in caught.value.faults)
+
+
+def outputs(model: Any) -> Tensor:
+    ids = torch.arange(24).view(2, 12)
+    found: Tensor = model(input_ids=ids).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "section"),
+    [
+        (llama, rows(["up_proj"], [["gate_proj", "down_proj"]])),
+        (lambda: llama(hidden_act="relu", mlp_bias=True), rows(["gate_proj"], [["down_proj", "up_proj"]])),
+        (lambda: llama(attention_bias=True), heads(["o_proj"], QKV, 2)),
+        (lambda: Olmo2ForCausalLM(Olmo2Config(**WIDTHS)), heads(["o_proj"], QKV)),
+        (bert, rows(*BERT_MLP)),
+        (bert, heads(["attention.output.dense"], ["self.query", "self.key", "self.value"])),
+    ],
+)
+@torch.no_grad()
+def test_what_is_cut_computes_as_with_zeros(make: Callable[[], nn.Module], section: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model: Any = make().eval()
+    for param in model.parameters():
+        param.copy_(torch.randn(param.shape) * 0.2)
+    if isinstance(model, Olmo2ForCausalLM):  # its norms are over all heads: zeros it can have
+        del section["head_pruning"]["different_groups"]["one"]["related_modules"]
+    init_compression(model, config(section))
+    found: Any = schedule_of(model)
+    found.go_to(10)
+    before = outputs(model)
+    assert (before - outputs(redundancy_clean(model))).abs().max() < 1e-5 * before.abs().max() + 1e-5
+
+
+def test_a_shared_weight_has_one_way() -> None:
+    both = {"weight_quantization": method({"target_bits": 4}, ["embed_tokens"])}
+    with logged() as lines:
+        init_compression(llama(tie_word_embeddings=True), config(both))
+    assert any("lm_head shares its weight" in line for line in lines)
+    pruned = {**both, "sparse_pruning": method(HALF, ["lm_head"])}
+    with pytest.raises(ConfigError, match="embed_tokens and lm_head share a weight"):
+        init_compression(llama(tie_word_embeddings=True), config(pruned))
+    init_compression(llama(), config(pruned))
+    init_compression(
+        llama(tie_word_embeddings=True), config({"weight_quantization": method({"target_bits": 4}, ["embed", "head"])})
+    )
