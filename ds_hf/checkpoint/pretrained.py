@@ -240,6 +240,13 @@ def export_source(
         require_config(Path(model_folder))
     source.check()
     source.manifest.refuse_blocks(source.manifest.parameters)
+    features = source.common.get("features")
+    if isinstance(features, dict) and "compression" in features:
+        logger.warning(
+            "%s was trained with compression_training, and its weights are those of the optimizer: what is written is "
+            "neither quantized nor pruned, and another model than was trained. To write that, load the checkpoint into "
+            "an engine, and save what redundancy_clean(engine) gives", source.folder,
+        )  # fmt: skip
     form = form or AsTheyAre()
     weights = list(source.weights())
     plain = [Spec(w.name, w.shape, floating(dtype, w.dtype)) for w in weights]

@@ -65,6 +65,19 @@ def test_a_loops_checkpoint_is_read_by_from_pretrained(tmp_path: Path) -> None:
     assert all(torch.equal(value, whole[name]) for name, value in found.state_dict().items())
 
 
+def test_weights_that_are_not_compressed_yet_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    group = {"params": {"dense_ratio": 0.5}, "modules": ["mlp"]}
+    shared = {"enabled": True, "schedule_offset": 0}
+    section = {"sparse_pruning": {"shared_parameters": shared, "different_groups": {"mlp": group}}}
+    for name, more in (("plain", {}), ("pruned", {"compression_training": section})):
+        with engine_of({**config(0, "bf16"), **more}, _llama(tmp_path / f"{name} model")) as engine:
+            engine.save_checkpoint(tmp_path / name)
+        caplog.clear()
+        code, output = _run("convert", tmp_path / name, tmp_path / f"{name} weights", "--to", "hf")
+        assert code == 0, output
+        assert ("neither quantized nor pruned" in output + caplog.text) == (name == "pruned")
+
+
 def _run(*arguments: Any) -> tuple[int, str]:
     result = run(app, ["checkpoint", *map(str, arguments)])
     return result.exit_code, result.output
