@@ -59,6 +59,11 @@ class Recipe:
                 raise ConfigError(f"{name}={value}: a weight is a number that is not negative")
         if not any(weights[name] for name in ("logits", "hidden", "attention")):
             raise ConfigError("nothing of the teacher is learned: give logits, hidden or attention a weight")
+        for name, known in (("hidden_kind", ("mse", "cosine")), ("attention_kind", ("mse", "kl"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: it is {' or '.join(known)}")
+        if not isinstance(self.projection, Tensor) and self.projection != "learned":
+            raise ConfigError(f'projection={self.projection!r}: it is "learned", or a matrix')
         if not self.temperature > 0:
             raise ConfigError(f"temperature={self.temperature}: it is more than 0 (2 to 4 are usual)")
         if not 0 <= self.beta <= 1:
@@ -74,6 +79,7 @@ def fitting_layers(student: nn.Module, teacher: nn.Module, recipe: Recipe) -> Ma
     ours, theirs = _text_config(student, "student"), _text_config(teacher, "teacher")
     if recipe.logits:
         _check_vocabulary(ours, theirs)
+        _check_classes(student, teacher)
     if recipe.attention:
         _check_attention(student, "student")
         _check_attention(teacher, "teacher")
@@ -101,6 +107,14 @@ def _check_vocabulary(ours: Any, theirs: Any) -> None:
             f"the student has {sizes[0]} tokens and the teacher {sizes[1]}: logits are compared token by token. "
             "Take a teacher with the student's tokenizer, resize_token_embeddings() the smaller one, or learn hidden "
             "states alone (logits=0, hidden=1)"
+        )
+
+
+def _check_classes(student: nn.Module, teacher: nn.Module) -> None:
+    counts = [getattr(model.config, "num_labels", None) for model in (student, teacher)]
+    if "Classification" in type(student).__name__ and counts[0] != counts[1]:
+        raise ConfigError(
+            f"the student has {counts[0]} classes and the teacher {counts[1]}: give both the same num_labels"
         )
 
 

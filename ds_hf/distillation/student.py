@@ -85,7 +85,9 @@ class Distilled:
         parts: dict[str, Tensor] = {}
         if recipe.logits:
             ours, logits = outputs.logits, theirs.logits
-            if self.shift:
+            if ours.dim() == 2:  # of whole sequences: there are no positions to leave out
+                shifted = None
+            elif self.shift:
                 ours, logits = ours[:, :-1], logits[:, :-1]
             parts["logits"] = logits_loss(
                 ours, logits, shifted, temperature=recipe.temperature, beta=recipe.beta, num_items=items

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from ds_hf import initialize
 from ds_hf.distillation import Recipe, distill, spread, teacher_engine
@@ -345,3 +345,28 @@ def test_what_does_not_fit_is_told_before_training() -> None:
     distill(labels, teacher(), labels=1.0)
     with pytest.raises(ValueError, match="pass labels"):
         labels(input_ids=batch(0)["input_ids"])
+
+
+def classifier(seed: int, classes: int = 3) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=classes, **sizes, **off))
+
+
+def test_classes_of_padded_sequences_count_once_a_sequence() -> None:
+    given, small, large = batch(1), classifier(1), classifier(2).eval()
+    given["labels"] = torch.tensor([0, 2])
+    with torch.no_grad():
+        ours, aim = small(**given).logits.log_softmax(-1), large(**given).logits.log_softmax(-1)
+    expected = (aim.exp() * (aim - ours)).sum(-1).mean()
+    distill(small, large)
+    assert small.train()(**given).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    with pytest.raises(ConfigError, match="3 classes and the teacher 4"):
+        distill(classifier(1), classifier(2, 4))
+
+
+@pytest.mark.parametrize("field", ["hidden_kind", "attention_kind", "projection"])
+def test_a_kind_that_is_not_there_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}='other'"):
+        Recipe(**{field: "other"})
