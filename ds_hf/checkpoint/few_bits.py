@@ -275,6 +275,10 @@ def plan(
     Raises:
         CheckpointError: a layer's weights are not there, or do not divide; none is left.
     """
+    for pattern in exclude:
+        if not any(re.search(pattern, name) for name in linear):
+            some = ", ".join(list(linear)[:3])
+            raise CheckpointError(f"--exclude {pattern}: it is in no linear layer's name; there are {some}, ...")
     trained = trained_for(source)
     if trained is not None and bits is not None:
         if bits == trained.bits and group_size is None:

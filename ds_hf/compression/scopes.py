@@ -148,6 +148,14 @@ def find_groups(model: nn.Module, section: CompressionTrainingSection) -> list[G
     groups = []
     for method, content in section.methods():
         seen: dict[str, str] = {}
+        if isinstance(content, SparsePruningSection):
+            for index, pattern in enumerate(content.shared_parameters.excluded_modules):
+                if not any(_searched(pattern, name) for name in finder.named if name):
+                    pointer = f"{BASE}/{method}/shared_parameters/excluded_modules/{index}"
+                    message = f"{pattern!r:.80} is in no module's name, and leaves nothing out"
+                    finder.fault(
+                        pointer, message, "give a part of the names of the modules that you mean, or remove it"
+                    )
         for name, written in content.different_groups.items():
             group = Group(method, name, content, written.get("params", {}))
             _fill(finder, group, written, seen)

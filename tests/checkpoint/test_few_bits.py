@@ -203,6 +203,8 @@ def test_what_does_not_divide_is_refused(folder: Path) -> None:
         plan(source, {**LINEAR, "model.gate": ""}, 4)
     with pytest.raises(CheckpointError, match=r"no linear layer is left .* \(excluded, the head\)"):
         plan(source, LINEAR, 4, exclude=["^model"])
+    with pytest.raises(CheckpointError, match="--exclude dwon: it is in no linear layer's name"):
+        plan(source, LINEAR, 4, exclude=["dwon"])
     form = plan(source, LINEAR, 4, exclude=["down"], group_size=64)
     assert (form.layers, form.group_size, form.ignored) == ({"model.up"}, 64, ("model.down", "head"))
     assert form.section["quantization_config"]["ignore"] == ["model.down", "head"]

@@ -172,6 +172,13 @@ def test_excluded_modules_are_left_alone() -> None:
     assert [name for name, module in model.named_modules() if isinstance(module, Compressed)] == ["fc1", "fc2"]
 
 
+def test_an_exclusion_that_finds_nothing_is_refused() -> None:
+    section = {"sparse_pruning": method({}, ["*"], excluded_modules=["heads"])}
+    with pytest.raises(ConfigError, match="'heads' is in no module's name") as caught:
+        init_compression(net(), config(section))
+    assert caught.value.faults[0].pointer.endswith("excluded_modules/0")
+
+
 def test_keys_and_values_that_queries_share_are_counted() -> None:
     attention = nn.Module()
     attention.head_dim = 4  # type: ignore[assignment]

@@ -89,6 +89,13 @@ class RoundedLayers:
                 continue
             _check_group(name, module, section)
             self.layers.append(module)
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        for pattern in section.exclude:
+            if not any(re.search(pattern, name) for name in names):
+                warn_once(
+                    f"ds_hf.qat.exclude: {pattern!r:.80} is in no linear layer's name, and leaves nothing out; there are "
+                    f"{', '.join(names[:3])}, ..."
+                )
         for module in self.layers:
             module.__class__ = kind
             weights, activations = _configs(section, ao)

@@ -395,7 +395,9 @@ def test_most_of_what_rounding_loses_is_won_back() -> None:
 
 def test_a_run_says_what_is_rounded(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    engine = make(2, llama(), {**QAT, "exclude": ["o_proj"]})
+    engine = make(2, llama(), {**QAT, "exclude": ["o_proj", "no_such_layer"]})
+    assert "'no_such_layer' is in no linear layer's name" in caplog.text
+    assert "'o_proj' is in no" not in caplog.text
     assert "12 layers round their weights to 4 bits; as they are: 2 excluded, 1 the head" in caplog.text
     assert "12 layers round their weights to 4 bits" in str(engine.summary())
     bert = BertForMaskedLM(BertConfig(vocab_size=48, **SIZES))
