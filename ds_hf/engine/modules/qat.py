@@ -93,8 +93,8 @@ class RoundedLayers:
         for pattern in section.exclude:
             if not any(re.search(pattern, name) for name in names):
                 warn_once(
-                    f"ds_hf.qat.exclude: {pattern!r:.80} is in no linear layer's name, and leaves nothing out; there are "
-                    f"{', '.join(names[:3])}, ..."
+                    f"ds_hf.qat.exclude: {pattern!r:.80} is in no linear layer's name, and leaves nothing out; "
+                    f"there are {', '.join(names[:3])}, ..."
                 )
         for module in self.layers:
             module.__class__ = kind
