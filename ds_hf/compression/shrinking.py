@@ -137,7 +137,8 @@ def _heads(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterator[
             return
     cut, reads = (name, *group.related[name]), {inputs_of(named[other]) for other in group.related[name]}
     # in the module of the queries, which may be another than that of the layer after attention
-    for other, module in _beside(named, group.related[name][0], cut):
+    queries = group.related[name][0]
+    for other, module in _beside(named, queries, cut) if "." in queries else ():  # not in a flat model, as of rows
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor):
             continue
