@@ -120,7 +120,7 @@ def _at_zero(function: Any) -> float | None:
         with torch.no_grad():
             made = function(torch.zeros(1))
         return float(made) if isinstance(made, Tensor) else None
-    except Exception:
+    except Exception:  # any function may stand under such a name, and say in any way that it takes something else
         return None
 
 
