@@ -73,7 +73,7 @@ def by_hand() -> list[float]:
 def train(engine: Any, first: int, last: int) -> list[float]:
     losses = []
     for step in batches()[first:last]:
-        found = torch.zeros(())
+        found = torch.zeros((), device=engine.device)
         for micro in step:
             loss = engine(**micro[dist.get_rank() % len(micro)]).loss
             engine.backward(loss)
