@@ -78,7 +78,7 @@ class Plain(nn.Module):
             room = len(tokens)
         taken, kept = [0] * count, [[] for _ in tokens]
         # Of tokens for which one expert has too few places, those are taken that torch.topk takes of equal ones.
-        wanted = torch.nn.functional.one_hot(torch.tensor(ranked)[:, 0], count)
+        wanted = torch.nn.functional.one_hot(torch.tensor(ranked, device=x.device)[:, 0], count)
         lucky = wanted.topk(min(room, len(tokens)), dim=0).indices.T.tolist()
         for place in range(self.k):  # all first choices come before all second ones
             for token, choices in enumerate(ranked):
@@ -86,7 +86,7 @@ class Plain(nn.Module):
                 if goes:
                     kept[token].append(choices[place])
                 taken[choices[place]] += 1
-        first = torch.zeros(count, dtype=x.dtype)
+        first = torch.zeros(count, dtype=x.dtype, device=x.device)
         for choices in ranked:
             for each in choices if self.k > 2 else choices[:1]:
                 first[each] += 1 / len(tokens)

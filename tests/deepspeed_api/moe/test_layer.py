@@ -49,16 +49,18 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
     return norms
 
 
-def plain_training(world: int, steps: int, clip: float = 0.0) -> tuple[dict[str, torch.Tensor], list[float]]:
+def plain_training(
+    world: int, steps: int, clip: float = 0.0, device: str = "cpu"
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Weights and norms of all micro-batches on one process."""
-    model, norms = Net((1, 1, 1), Plain).double(), []
+    model, norms = Net((1, 1, 1), Plain).double().to(device), []
     fill(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(steps):
         optimizer.zero_grad()
         for micro in range(ACCUMULATION):
             for rank in range(world):
-                loss = model(batch((step * ACCUMULATION + micro) * world + rank, tokens_of(rank)))
+                loss = model(batch((step * ACCUMULATION + micro) * world + rank, tokens_of(rank)).to(device))
                 (loss / ACCUMULATION / world).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))))
         optimizer.step()
