@@ -8,8 +8,9 @@ and Liger's kernels where they are installed.
 All train LoRA of ``--rank`` on all linear layers of the same bf16 base, from the same seed and on the same tokens, and
 take turns as in ``training.py``, whose loop and tokens these are. *ds_hf* fuses adapters (``ds_hf.fused_lora``),
 *ds_hf-peft* leaves them to PEFT, *ds_hf-chunked* has its loss in chunks too, *ds_hf-captured* its blocks in CUDA
-graphs. *peft* is plain torch as the Trainer runs it: fp32 adapters under bf16 autocast, torch's fused AdamW; *peft-16*
-has bf16 adapters and no autocast; *liger* is *peft-16* with Liger's kernels, its fused loss among them.
+graphs, *ds_hf-liger* Liger's kernels in the model. *peft* is plain torch as the Trainer runs it: fp32 adapters under
+bf16 autocast, torch's fused AdamW; *peft-16* has bf16 adapters and no autocast; *liger* is *peft-16* with Liger's
+kernels, its fused loss among them.
 
 ``--bits 4`` has the base in bitsandbytes' nf4 (``Linear4bit`` where it is installed); *ds_hf-blocks* has it in the
 engine's own blocks, and needs no library. TFLOP/s count four operations a parameter and token, as NeMo's table does:
@@ -89,6 +90,7 @@ class DsHf(training.Contender):
 
         args.in_bits = not self.blocks
         model = make_model(args, torch.bfloat16)
+        self.prepare(model)
         config = {
             **training.engine_config(args),
             "optimizer": {"type": "AdamW", "params": training.adam_parameters()},
@@ -100,6 +102,9 @@ class DsHf(training.Contender):
         self.engine, *_ = ds_hf.initialize(
             model=model, model_parameters=training.parameter_groups(model), config=config
         )
+
+    def prepare(self, model: Any) -> None:
+        """Change the model before the engine takes it."""
 
     def step(self, batches: list[Tensor]) -> Tensor:
         return training.deepspeed_step(self.engine, batches)
@@ -158,22 +163,43 @@ class Peft16(Peft):
     autocast = False
 
 
-class Liger(Peft16):
-    """The same with Liger's kernels, which are taken back."""
+class WithLiger:
+    """Liger's kernels in the model of a contender, which are taken back."""
 
-    def prepare(self) -> None:
+    def use_liger(self, model: Any) -> None:
         from liger_kernel.transformers import (  # type: ignore[import-not-found, unused-ignore]
             apply_liger_kernel_to_llama,
         )
         from transformers.models.llama import modeling_llama
 
         self.before = dict(vars(modeling_llama))
-        apply_liger_kernel_to_llama(model=self.model.base_model.model)
+        apply_liger_kernel_to_llama(model=model)
 
-    def free(self) -> None:
+    def without_liger(self) -> None:
         from transformers.models.llama import modeling_llama
 
         vars(modeling_llama).update(self.before)
+
+
+class Liger(Peft16, WithLiger):
+    """PEFT with bf16 adapters, and Liger's kernels."""
+
+    def prepare(self) -> None:
+        self.use_liger(self.model.base_model.model)
+
+    def free(self) -> None:
+        self.without_liger()
+        super().free()
+
+
+class DsHfLiger(DsHf, WithLiger):
+    """The engine with a model that has Liger's kernels."""
+
+    def prepare(self, model: Any) -> None:
+        self.use_liger(model.base_model.model)
+
+    def free(self) -> None:
+        self.without_liger()
         super().free()
 
 
@@ -187,6 +213,7 @@ ENGINES: dict[str, type[training.Contender]] = {
     "ds_hf-peft": variant("DsHfPeft", fused_lora=False),
     "ds_hf-chunked": variant("DsHfChunked", chunked_loss=True),
     "ds_hf-captured": variant("DsHfCaptured", capture="blocks"),
+    "ds_hf-liger": DsHfLiger,
     "ds_hf-blocks": variant("DsHfBlocks", blocks=True),
     "ds_hf-blocks-peft": variant("DsHfBlocksPeft", blocks=True, fused_lora=False),
     "peft": Peft,
