@@ -16,8 +16,9 @@ a fixed word, and DeepSpeed's synonyms of a number format are converted silently
 ``rename`` moves older spellings to today's keys, with one warning each: the configurations of 2020 keep working.
 
 The schema says where a key went (``x-renamed-to``) and how its value changes (``x-convert``); a block given as a
-plain boolean is spelt out (``x-shorthand``). An older key beside its replacement is a fault. Top-level keys with
-dots, which trl writes, are taken out: DeepSpeed ignores them too.
+plain boolean is spelt out (``x-shorthand``). An older key beside its replacement is a fault. DeepSpeed's models take a
+field by its own name as well as by its alias: a second name (``x-alias-of``) needs no warning, and is a fault only
+beside another value. Top-level keys with dots, which trl writes, are taken out: DeepSpeed ignores them too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,19 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from ds_hf.config.presets import preset_like
-from ds_hf.config.schema import Node, Path, dotted, escape, holds, load_schema, nearest, pointer_of, types_of, walk_for
+from ds_hf.config.schema import (
+    Node,
+    Path,
+    dotted,
+    escape,
+    holds,
+    is_other_name,
+    load_schema,
+    nearest,
+    pointer_of,
+    types_of,
+    walk_for,
+)
 from ds_hf.config.source import Draft
 from ds_hf.config.types.root import Origin, OriginKind
 
@@ -152,7 +165,7 @@ def _example(schema: Any, key: str) -> str:
 
 def _unknown_keys(error: ValidationError, path: Path, draft: Draft) -> None:
     known = error.schema.get("properties", {})
-    siblings = [key for key, node in known.items() if not node.get("deprecated") and key != "$schema"]
+    siblings = [key for key, node in known.items() if not is_other_name(node) and key != "$schema"]
     for key in error.instance:
         if key in known:
             continue
@@ -231,7 +244,7 @@ def check_status(draft: Draft, tree: dict[str, Any]) -> None:
 def _object(draft: Draft, node: Node, tree: dict[str, Any], path: Path) -> None:
     for key, value in tree.items():
         child = node.get("properties", {}).get(key)
-        if child is None or child.get("deprecated"):
+        if child is None or is_other_name(child):
             continue
         here = (*path, key)
         status = child.get("x-status", "implemented")
@@ -357,9 +370,11 @@ def rename(draft: Draft) -> None:
     _drop_dotted(draft)
     _shorthands(draft)
     for path, node in walk_for(draft.tree):
-        if not node.get("deprecated") or not draft.has(path):
+        if not is_other_name(node) or not draft.has(path):
             continue
-        if node.get("x-convert") == "drop":
+        if "x-alias-of" in node:
+            _join(draft, path, node)
+        elif node.get("x-convert") == "drop":
             draft.warn(pointer_of(path), f"ignored: {node['x-reason']}", "remove it")
             draft.drop(path)
         else:
@@ -428,8 +443,23 @@ def _move(draft: Draft, path: Path, node: Node) -> None:
             draft.fault(pointer, f"cannot move it to {dotted(one)}, which is not an object", f"use {dotted(one)}")
 
 
+def _join(draft: Draft, path: Path, node: Node) -> None:
+    """The value of a key by its second name, which is as good as the first, to the first."""
+    value, target = draft.get(path), (*path[:-1], node["x-alias-of"])
+    if not _right_type(value, node):
+        return
+    if draft.has(target) and draft.get(target) != value:
+        message = f"{dotted(path)} and {target[-1]} are two names of one setting, and say {show(value)} and"
+        draft.fault(pointer_of(path), f"{message} {show(draft.get(target))}", "keep one of the two")
+    elif not draft.has(target):
+        draft.put(target, value, Origin(OriginKind.USER, path[-1], draft.line(pointer_of(path))))
+    draft.drop(path)
+
+
 def _right_type(value: Any, node: Node) -> bool:
-    bare: Node = {key: node[key] for key in ("type", "minimum", "exclusiveMinimum", "maximum") if key in node}
+    bare: Node = {
+        key: node[key] for key in ("type", "pattern", "minimum", "exclusiveMinimum", "maximum") if key in node
+    }
     return value is None or holds(bare, value)
 
 

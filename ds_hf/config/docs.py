@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 
 from ds_hf.config.presets import PRESETS
-from ds_hf.config.schema import Node, Path, dotted, load_schema, types_of
+from ds_hf.config.schema import Node, Path, dotted, is_other_name, load_schema, types_of, walk
 
 __all__ = ["configuration_page"]
 
@@ -58,7 +58,7 @@ def configuration_page() -> str:
             parts.append(_section(key, node))
             if key == "scheduler":
                 parts += [_section(name, child, "### ") for name, child in schema["$defs"].items()]
-    parts.append(_older())
+    parts += [_second(), _older()]
     return "\n".join(parts)
 
 
@@ -75,7 +75,7 @@ def _section(key: str, node: Node, level: str = "## ") -> str:
 
 def _leaves(properties: dict[str, Node], path: Path, status: str) -> Iterator[tuple[str, Node, str]]:
     for key, node in properties.items():
-        if node.get("deprecated"):
+        if is_other_name(node):
             continue
         here = (*path, key)
         mine = node.get("x-status", status)
@@ -115,6 +115,8 @@ def _default(node: Node) -> str:
 
 def _text(node: Node) -> str:
     text: str = node["description"]
+    if "x-aliases" in node:
+        text += f" Also called {' and '.join(f'`{name}`' for name in node['x-aliases'])}."
     if "x-changed" in node:
         was = json.dumps(node["x-changed"]["was"])
         text += f" Changed in DeepSpeed {node['x-changed']['since']}: was {was}."
@@ -125,6 +127,19 @@ def _text(node: Node) -> str:
     for value, reason in node.get("x-unsupported-values", {}).items():
         text += f" *{value} is refused: {reason}.*"
     return text.replace("|", "\\|")
+
+
+def _second() -> str:
+    """The table of second names."""
+    lines = [
+        "## Second names\n",
+        "DeepSpeed takes these names as well, its own of the field. Both may be there if they agree.\n",
+    ]
+    lines += ["| Second name | First name |", "|---|---|"]
+    for path, node in walk():
+        if "x-alias-of" in node:
+            lines.append(f"| `{dotted(path)}` | `{dotted((*path[:-1], node['x-alias-of']))}` |")
+    return "\n".join(lines) + "\n"
 
 
 def _older() -> str:

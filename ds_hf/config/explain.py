@@ -179,7 +179,7 @@ def _status(path: Path) -> str:
 
 
 def _note(node: Node, value: Any, origin: Origin, status: str) -> str:
-    notes = []
+    notes = [f"written as {origin.detail}"] if origin.kind is OriginKind.USER and origin.detail else []
     fills = node.get("x-auto")
     if origin.kind is OriginKind.AUTO and isinstance(fills, dict) and "formula" in fills:
         notes.append(f"= {fills['formula']}")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ds_hf.config.check import check, check_status, normalise, rename
 from ds_hf.config.mesh import Claim, MeshShape, find_mesh
 from ds_hf.config.rules import check_optimizer, check_rules
-from ds_hf.config.schema import Node, load_schema, pointer_of, types_of, walk_for
+from ds_hf.config.schema import Node, is_other_name, load_schema, pointer_of, types_of, walk_for
 from ds_hf.config.source import Draft, in_order, read_source
 from ds_hf.config.triple import WorldSize, resolve_batch
 from ds_hf.config.types.root import Config, Origin, OriginKind
@@ -157,7 +157,7 @@ def provenance(draft: Draft) -> dict[str, Origin]:
     """Where each effective value came from, by pointer, in the order of the schema."""
     result: dict[str, Origin] = {}
     for path, node in walk_for(draft.tree):
-        if node.get("deprecated") or ("properties" in node and draft.get(path) != {}) or path[0] == "$schema":
+        if is_other_name(node) or ("properties" in node and draft.get(path) != {}) or path[0] == "$schema":
             continue
         parent = draft.get(path[:-1])
         pointer = pointer_of(path)

@@ -3,7 +3,9 @@
 The schema is the only table of keys: its ``x-`` annotations say which keys the Trainer fills (``x-auto``), what
 ds_hf does with a key (``x-status``, ``x-reason``, ``x-fix``, ``x-on``, ``x-unsupported-values``), where an older
 key went (``x-renamed-to``, ``x-convert``), what a default used to be (``x-changed``) and how values may be written
-(``x-value-aliases``, ``x-round``, ``x-shorthand``). Paths are tuples of keys; pointers are RFC 6901 texts.
+(``x-value-aliases``, ``x-round``, ``x-shorthand``). A key that is nothing but another name of one beside it is a
+``$ref`` to that; ``load_schema`` gives it what that has, and ``x-alias-of``. Paths are tuples of keys; pointers are
+RFC 6901 texts.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ __all__ = [
     "escape",
     "foreign_name",
     "holds",
+    "is_other_name",
     "load_schema",
     "nearest",
     "pointer_of",
@@ -64,7 +67,21 @@ def schema_text() -> str:
 @functools.cache
 def load_schema() -> Node:
     """The JSON Schema; shared, not to be changed."""
-    return cast(Node, json.loads(schema_text()))
+    schema = cast(Node, json.loads(schema_text()))
+    for _, section in walk(schema):
+        keys = section.get("properties", {})
+        for key, node in keys.items():
+            if "$ref" in node and "title" in node:
+                name = node["$ref"].rpartition("/")[2]
+                keys[key] = {**keys[name], "title": node["title"], "description": node["description"]}
+                keys[key]["x-alias-of"] = name
+                keys[name].setdefault("x-aliases", []).append(key)
+    return schema
+
+
+def is_other_name(node: Node) -> bool:
+    """Whether ``node`` is of an older name, or of a second one: values move from it to the key that has them."""
+    return bool(node.get("deprecated")) or "x-alias-of" in node
 
 
 def escape(key: str) -> str:
@@ -94,7 +111,8 @@ def walk(node: Node | None = None, path: Path = ()) -> Iterator[tuple[Path, Node
     for key, child in node.get("properties", {}).items():
         here = (*path, key)
         yield here, child
-        yield from walk(child, here)
+        if "x-alias-of" not in child:
+            yield from walk(child, here)
 
 
 def walk_for(tree: Node) -> tuple[tuple[Path, Node], ...]:
@@ -126,7 +144,7 @@ def types_of(node: Node) -> set[str]:
 def _by_last_key() -> dict[str, list[Path]]:
     result: dict[str, list[Path]] = {}
     for path, node in walk():
-        if not node.get("deprecated") and path != ("$schema",):
+        if not is_other_name(node) and path != ("$schema",):
             result.setdefault(path[-1], []).append(path)
     return result
 

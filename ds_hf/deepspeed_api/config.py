@@ -92,9 +92,9 @@ class DeepSpeedConfig:
         return self.settings.resolved
 
     @property
-    def zero_config(self) -> Any:
+    def zero_config(self) -> DeepSpeedZeroConfig:
         """The section ``zero_optimization``."""
-        return self.settings.zero_optimization
+        return DeepSpeedZeroConfig.of(self.settings)
 
     @property
     def zero_optimization_stage(self) -> int:
@@ -180,6 +180,13 @@ class DeepSpeedZeroConfig:
         settings = load_config(whole, allow_auto=not strict, check_batch=False)
         section = replace(settings.zero_optimization, stage=given.get("stage", 0))
         self.settings = replace(settings, zero_optimization=section)
+
+    @classmethod
+    def of(cls, settings: Config) -> DeepSpeedZeroConfig:
+        """The section of a configuration that has been read already."""
+        view = cls.__new__(cls)
+        view.settings = settings
+        return view
 
     def __getattr__(self, name: str) -> Any:
         settings = self.__dict__.get("settings")

@@ -17,7 +17,7 @@ from ds_hf.cli.root import app
 from ds_hf.config import load_config
 from ds_hf.config.docs import configuration_page
 from ds_hf.config.presets import PRESETS, preset
-from ds_hf.config.schema import load_schema, schema_address, schema_moved
+from ds_hf.config.schema import schema_address, schema_moved, schema_text
 from ds_hf.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +144,15 @@ def test_explain_shows_values_and_origins(good: str) -> None:
     assert len(everything.splitlines()) > 300
 
 
+def test_explain_names_the_name_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "zero_optimization": {\n"stage": 3,\n"param_persistence_threshold": 9}}')
+    lines = run(app, ["config", "explain", str(path)]).output.splitlines()
+    (row,) = [line for line in lines if line.startswith("zero_optimization.stage3_param_persistence_threshold")]
+    assert "line 3" in row
+    assert "written as param_persistence_threshold" in row
+
+
 def test_explain_shows_what_was_set_and_is_auto(good: str) -> None:
     lines = run(app, ["config", "explain", good]).output.splitlines()
     keys = [line.split()[0] for line in lines[1:-1]]
@@ -245,7 +254,7 @@ def test_new_lists_writes_and_does_not_overwrite(tmp_path: Path) -> None:
 
 
 def test_schema_is_printed() -> None:
-    assert json.loads(run(app, ["config", "schema"]).output) == load_schema()
+    assert json.loads(run(app, ["config", "schema"]).output) == json.loads(schema_text())
 
 
 def test_the_documentation_is_current() -> None:

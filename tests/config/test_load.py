@@ -15,10 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from ds_hf import log
 from ds_hf.config import Config, ConfigError, load_config
 from ds_hf.config.plan import plan_states
+from ds_hf.config.schema import schema_text, walk
 from ds_hf.config.types import OptimizerSection, OriginKind
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
@@ -229,6 +231,62 @@ def test_older_names_of_schedules_and_optimizers() -> None:
     assert config.optimizer is not None
     assert config.scheduler.params["decay_step_size"] == 7
     assert config.optimizer.params == {"lr": 1, "adam_w_mode": False}
+
+
+# DeepSpeed's name of the field -> the key, which is the field's alias in its models (0.18.9, 0.19.6 and 0.19.8).
+OWN_NAMES: dict[str, tuple[str, Any]] = {
+    "zero_optimization.prefetch_bucket_size": ("stage3_prefetch_bucket_size", 7),
+    "zero_optimization.param_persistence_threshold": ("stage3_param_persistence_threshold", 7),
+    "zero_optimization.model_persistence_threshold": ("stage3_model_persistence_threshold", 7),
+    "zero_optimization.max_live_parameters": ("stage3_max_live_parameters", 7),
+    "zero_optimization.max_reuse_distance": ("stage3_max_reuse_distance", 7),
+    "zero_optimization.gather_16bit_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", True),
+    "zero_optimization.module_granularity_threshold": ("stage3_module_granularity_threshold", 7),
+    "zero_optimization.use_all_reduce_for_fetch_params": ("stage3_use_all_reduce_for_fetch_params", True),
+    "zero_optimization.allgather_sequential": ("stage3_allgather_sequential", True),
+    "tensor_parallel.tensor_parallel": ("tp", {"tp_size": 1, "tp_grain_size": 1}),
+    "tensor_parallel.replace_with_kernel_inject": ("kernel_inject", True),
+}
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_the_name_that_deepspeed_has_for_a_field_is_as_good_as_its_alias(name: str) -> None:
+    section, _, own = name.partition(".")
+    alias, value = OWN_NAMES[name]
+    by_own, by_alias = load({section: {own: value}}), load({section: {alias: value}})
+    assert by_own == by_alias  # but for warnings, which name the key in both
+    assert by_own.resolved == by_alias.resolved == {**by_alias.resolved, section: {alias: value}}
+    assert [fault.message for fault in by_own.warnings] == [fault.message for fault in by_alias.warnings]
+    assert load({section: {own: value, alias: value}}).resolved == by_alias.resolved
+    other = not value if isinstance(value, bool) else {"tp_size": 1} if isinstance(value, dict) else 8
+    (told,) = refused({section: {own: value, alias: other}}).values()
+    assert told.startswith(f"{name} and {alias} are two names of one setting, and say ")
+
+
+def test_the_schema_has_each_own_name_of_deepspeed() -> None:
+    found = {".".join(path): node["x-alias-of"] for path, node in walk() if "x-alias-of" in node}
+    assert found == {name: alias for name, (alias, _) in OWN_NAMES.items()}
+    for name, (_, value) in OWN_NAMES.items():  # what an editor reads
+        section, _, own = name.partition(".")
+        raw = Draft202012Validator(json.loads(schema_text()))
+        assert raw.is_valid({section: {own: value}})
+        assert not raw.is_valid({section: {own: []}})
+
+
+def test_values_by_own_names_are_checked_and_converted_like_others() -> None:
+    config = load(
+        {"zero_optimization": {"stage": 3, "prefetch_bucket_size": 0.5e6, "param_persistence_threshold": "9"}}
+    )
+    zero = config.zero_optimization
+    assert (zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold) == (500_000, 9)
+    assert plan_states(config).whole_below == 9
+    wrong = {"stage": 3, "max_live_parameters": -1, "prefetch_bucket_size": "many"}
+    assert sorted(refused({"zero_optimization": wrong})) == [
+        "/zero_optimization/max_live_parameters",
+        "/zero_optimization/prefetch_bucket_size",
+    ]
+    zero = load({"zero_optimization": {"stage": 3, "param_persistence_threshold": "auto"}}).zero_optimization
+    assert zero.stage3_param_persistence_threshold == 100_000
 
 
 def test_grad_hooks_of_the_documentation_is_ignored_with_a_warning() -> None:

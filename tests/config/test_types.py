@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 
 from ds_hf.config import Config
 from ds_hf.config.load import _section_class
-from ds_hf.config.schema import Node, dotted, load_schema, types_of, walk
+from ds_hf.config.schema import Node, dotted, is_other_name, load_schema, types_of, walk
 
 UNREAD = {
     *("datastates_ckpt", "eigenvalue", "nebula"),
@@ -41,7 +41,7 @@ SECTIONS = list(pairs(Config, load_schema()))
 def test_names_and_defaults_agree(path: tuple[str, ...], cls: type[Any], node: Node) -> None:
     found = [field for field in dataclasses.fields(cls) if path or field.name not in OWN_FIELDS]
     fields = {field.name.removesuffix("_"): field for field in found}
-    keys = {key: child for key, child in node["properties"].items() if not child.get("deprecated") and key != "$schema"}
+    keys = {key: child for key, child in node["properties"].items() if not is_other_name(child) and key != "$schema"}
     unread = [] if path else [key for key in keys if key not in fields]
     wanted = [key for key in keys if key not in unread]
     apart = sorted(set(wanted) ^ set(fields)) or "only the order differs"

@@ -6,6 +6,7 @@ import base64
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +55,19 @@ def test_users_dict_stays_as_it_is(tmp_path: Path) -> None:
     before = json.dumps(config)
     make(tmp_path, config)
     assert json.dumps(config) == before
+
+
+def test_auto_by_the_names_that_deepspeed_has_for_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers and accelerate look for the aliases alone, and get these."""
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true")
+    own = ("prefetch_bucket_size", "param_persistence_threshold", "gather_16bit_weights_on_model_save")
+    arguments = make(tmp_path, {**AUTO, "zero_optimization": {"stage": 3, **dict.fromkeys(own, "auto")}})
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=10))
+    arguments.hf_deepspeed_config.trainer_config_finalize(arguments, model, 1)
+    plugin: Any = arguments.deepspeed_plugin
+    zero = plugin.hf_ds_config.config["zero_optimization"]
+    assert [zero.pop(f"stage3_{name}") for name in own] == [90, 100, True]
+    assert set(zero) == {"stage"}
 
 
 def test_tensor_parallelism_that_is_off(tmp_path: Path) -> None:

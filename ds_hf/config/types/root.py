@@ -109,7 +109,7 @@ class Origin:
 
     Attributes:
         kind: set by the user, moved from an older key, derived, left for the Trainer to fill, or the default.
-        detail: the older key, what it was derived from, or who fills it.
+        detail: the older key, what it was derived from, who fills it, or the second name by which the user set it.
         line: 1-based line in the source text, when there is one.
     """
 
