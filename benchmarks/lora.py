@@ -13,7 +13,8 @@ bf16 autocast, torch's fused AdamW; *peft-16* has bf16 adapters and no autocast;
 kernels, its fused loss among them.
 
 ``--bits 4`` has the base in bitsandbytes' nf4 (``Linear4bit`` where it is installed); *ds_hf-blocks* has it in the
-engine's own blocks, and needs no library. TFLOP/s count four operations a parameter and token, as NeMo's table does:
+engine's own blocks, and needs no library, *ds_hf-blocks-long* keeps checkpointed blocks' inputs in host memory and
+computes MLPs and loss in parts, too. ``--memory 22.5`` lets a process have so many GiB of the GPU. TFLOP/s count four operations a parameter and token, as NeMo's table does:
 forward, and the gradient of the input.
 """
 
@@ -83,6 +84,7 @@ class DsHf(training.Contender):
 
     own: ClassVar[dict[str, Any]] = {}
     blocks: ClassVar[bool] = False
+    sections: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
@@ -95,6 +97,7 @@ class DsHf(training.Contender):
             **training.engine_config(args),
             "optimizer": {"type": "AdamW", "params": training.adam_parameters()},
             "ds_hf": {**self.own, **({"compile": "blocks"} if args.compile else {})},
+            **self.sections,
         }
         if self.blocks:
             bits = {"num_bits": args.bits or 4}
@@ -215,6 +218,15 @@ ENGINES: dict[str, type[training.Contender]] = {
     "ds_hf-captured": variant("DsHfCaptured", capture="blocks"),
     "ds_hf-liger": DsHfLiger,
     "ds_hf-blocks": variant("DsHfBlocks", blocks=True),
+    "ds_hf-blocks-long": type(
+        "DsHfBlocksLong",
+        (DsHf,),
+        {
+            "own": {"chunked_loss": True, "tiled_mlp": "auto"},
+            "blocks": True,
+            "sections": {"activation_checkpointing": {"cpu_checkpointing": True}},
+        },
+    ),
     "ds_hf-blocks-peft": variant("DsHfBlocksPeft", blocks=True, fused_lora=False),
     "peft": Peft,
     "peft-16": Peft16,
@@ -240,6 +252,7 @@ def parse() -> argparse.Namespace:
     own.add_argument("--rank", type=int, default=16)
     own.add_argument("--dropout", type=float, default=0.0)
     own.add_argument("--bits", type=int, choices=(4,), help="of the base")
+    own.add_argument("--memory", type=float, help="GiB of the GPU that may be used")
     own.add_argument("--attention", default="sdpa", help="transformers' name: sdpa, flash_attention_2, ...")
     given, rest = own.parse_known_args()
     if {"-h", "--help"} & set(rest):
@@ -263,6 +276,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     training.connect(args)
+    if args.memory:
+        whole = torch.cuda.get_device_properties().total_memory
+        torch.cuda.set_per_process_memory_fraction(args.memory * 2**30 / whole)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     world = dist.get_world_size()
     about = {"machine": f"{world} x {where}", "torch": torch.__version__, "date": time.strftime("%F")}
