@@ -1,10 +1,12 @@
 """ds_hf trains HuggingFace models with ZeRO from a DeepSpeed JSON file.
 
-Importing it does no work: the names below are loaded at first use. The design begins in docs/design/index.md.
+Importing it does no work: the names below are loaded at first use, and so are DeepSpeed's, for which scripts ``import
+ds_hf as deepspeed`` (``stand_in``). The design begins in docs/design/index.md.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +56,43 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ds_hf' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        from ds_hf.stand_in import name_of_deepspeed
+
+        value = name_of_deepspeed("ds_hf", name)
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _DeepspeedsModules:
+    """Finders for modules below ``ds_hf`` that are DeepSpeed's: ``import ds_hf.ops.adam``.
+
+    The first one is asked before others for what lies below such a module (its folder has files, of which others would
+    make a second module), the last one for what nobody else finds.
+    """
+
+    def __init__(self, last: bool) -> None:
+        self.last = last
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> Any:
+        """``None`` for everything else."""
+        if not fullname.startswith("ds_hf."):
+            return None
+        parent = fullname.rpartition(".")[0]
+        below_a_second_name = sys.modules[parent].__name__ != parent
+        if below_a_second_name is self.last:
+            return None
+        from ds_hf.stand_in import spec_of_deepspeed
+
+        return spec_of_deepspeed(fullname)
+
+
+if not any(type(finder).__name__ == _DeepspeedsModules.__name__ for finder in sys.meta_path):
+    sys.meta_path.insert(0, _DeepspeedsModules(last=False))
+    sys.meta_path.append(_DeepspeedsModules(last=True))

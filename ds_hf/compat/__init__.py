@@ -1,4 +1,4 @@
-"""Packages that stand in for others, reached through a path entry and never imported as ds_hf.compat.
+"""Packages that stand in for others, reached through a path entry; as ds_hf.compat only where another has the name.
 
 How it works is in docs/design/names.md.
 """

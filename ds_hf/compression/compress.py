@@ -156,3 +156,10 @@ def _put(groups: list[dict[str, Any]], scores: list[nn.Parameter]) -> None:
     known = {id(param) for group in groups for param in group["params"]}
     target = next((group for group in groups if group.get("weight_decay") == 0), groups[0])
     target["params"] = [*target["params"], *(score for score in scores if id(score) not in known)]
+
+
+def __getattr__(name: str) -> Any:
+    """What ``deepspeed.compression.compress`` has besides, for ``import ds_hf as deepspeed``."""
+    from ds_hf.stand_in import name_of_deepspeed
+
+    return name_of_deepspeed(__name__, name)

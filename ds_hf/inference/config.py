@@ -163,3 +163,10 @@ def _section(node: Mapping[str, Any], tree: Mapping[str, Any]) -> SimpleNamespac
         value = tree.get(key, copy.deepcopy(child.get("default")))
         setattr(found, key, _section(child, tree.get(key) or {}) if "properties" in child else value)
     return found
+
+
+def __getattr__(name: str) -> Any:
+    """What ``deepspeed.inference.config`` has besides, for ``import ds_hf as deepspeed``."""
+    from ds_hf.stand_in import name_of_deepspeed
+
+    return name_of_deepspeed(__name__, name)

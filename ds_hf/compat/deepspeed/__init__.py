@@ -93,5 +93,5 @@ def __getattr__(name: str) -> _Any:
     return _import_module(f"{__name__}.{name}") if name == "compression" else _absent(name)
 
 
-_missing.install()
+_missing.install(__name__)
 _install_hooks()

@@ -57,6 +57,7 @@ def missing(module: str) -> Callable[[str], NoReturn]:
 
 def explain(module: str, name: str) -> str:
     """Why there is no ``module.name``, and what there is."""
+    module = module.removeprefix("ds_hf.compat.")  # where a real DeepSpeed has the name, and ds_hf is imported as one
     full = f"{module}.{name}"
     known = _deepspeed_has(module, name)
     here = _nearest(module, name, misspelt=not known)
@@ -168,10 +169,10 @@ def _explain_in(module: str) -> None:
     vars(sys.modules[module]).setdefault("__getattr__", missing(module))
 
 
-def install() -> None:
+def install(package: str) -> None:
     """Put the finders on the meta path, once; modules that are there explain what they lack as well."""
-    if not any(type(finder).__name__ == AbsentModules.__name__ for finder in sys.meta_path):
+    if package == "deepspeed" and not any(type(finder).__name__ == AbsentModules.__name__ for finder in sys.meta_path):
         sys.meta_path.append(AbsentModules())
         sys.meta_path.insert(0, ExplainedModules())
-    for name in [name for name in sys.modules if name.startswith("deepspeed.")]:
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         _explain_in(name)

@@ -1,0 +1,129 @@
+"""``import ds_hf as deepspeed``: the modules of the stand-in, found below ``ds_hf``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What a script has of `deepspeed`, by either name; `served` is the module that `ds_hf` took it from.
+_SAME = """
+import importlib, json, pkgutil, sys
+import ds_hf as by_ours
+early = sorted(name for name in sys.modules if name.startswith(("ds_hf", "deepspeed", "torch")))
+import ds_hf.zero
+from ds_hf.ops.adam import FusedAdam
+from ds_hf.runtime.zero.partition_parameters import ZeroParamStatus
+from ds_hf.checkpoint.utils import clone_tensors_for_torch_save
+from ds_hf.checkpoint import DeepSpeedCheckpoint, ds_to_universal
+from ds_hf.compression.compress import init_compression, redundancy_clean
+from ds_hf.launcher.runner import fetch_hostfile
+from ds_hf.inference.config import DeepSpeedInferenceConfig, load_inference_config
+import deepspeed as by_theirs
+from deepspeed.ops import adam
+different = [name for name in by_theirs.__all__ if getattr(by_ours, name) is not getattr(by_theirs, name)]
+modules = [info.name for info in pkgutil.walk_packages(by_theirs.__path__, "deepspeed.")]
+others = []
+for name in modules:
+    if name.split(".")[-1].startswith("_") or name == "deepspeed.env_report":
+        continue
+    ours = importlib.import_module("ds_hf." + name.partition(".")[2])
+    if ours is not importlib.import_module(name):
+        others.append(name)
+loaded = [module for name, module in sys.modules.items() if name.startswith(("ds_hf", "deepspeed"))]
+files = [module.__file__ for module in {id(m): m for m in loaded}.values() if getattr(module, "__file__", None)]
+print(json.dumps({
+    "early": early, "different": different, "modules": len(modules), "others": others,
+    "twice": sorted({file for file in files if files.count(file) > 1}),
+    "zero": by_ours.zero is by_theirs.zero is ds_hf.zero is sys.modules["ds_hf.zero"],
+    "class": adam.FusedAdam is FusedAdam, "spec": adam.__spec__.name,
+    "version": by_ours.__version__ == importlib.import_module("ds_hf").__version__,
+}))
+"""
+
+_REFUSED = """
+import json, sys
+import ds_hf as deepspeed
+told = {}
+for line in ("deepspeed.nonsense", "import ds_hf.nonsense", "import ds_hf.linear", "import ds_hf.ops.transformer",
+             "from ds_hf.checkpoint import nonsense", "deepspeed.autotune", "deepspeed._private",
+             "import deepspeed.nothing"):
+    try:
+        exec(line)
+    except (AttributeError, ImportError) as error:
+        told[line] = [type(error).__name__, str(error)]
+import deepspeed.runtime
+served = deepspeed.comm.__name__
+from ds_hf.ops.adam import FusedAdam
+print(json.dumps({"told": told, "served": served, "adam": FusedAdam.__module__}))
+"""
+
+ROOMS = ("checkpoint", "compression", "inference", "launcher")  # called like modules of DeepSpeed
+_REAL = _REFUSED.replace("import deepspeed.runtime\n", "")
+
+
+def _run(code: str, **more: str) -> Any:
+    environment = {**os.environ, "PYTHONPATH": "", **more}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_name_and_module_is_the_one_below_deepspeed() -> None:
+    found = _run(_SAME)
+    assert found["early"] == ["ds_hf"], "importing ds_hf imports nothing"
+    # The rooms that are called like DeepSpeed's modules stay what they are.
+    assert found["different"] == ["checkpoint", "inference", "launcher"]
+    inside = {"deepspeed.compression.compress", "deepspeed.inference.config", "deepspeed.inference.engine"}
+    assert set(found["others"]) == inside | {f"deepspeed.{room}" for room in ROOMS}
+    assert found["modules"] > 120
+    assert found["twice"] == []
+    assert (found["zero"], found["class"], found["version"]) == (True, True, True)
+    assert found["spec"] == "deepspeed.ops.adam"
+
+
+def test_what_is_not_there_is_told() -> None:
+    found = _run(_REFUSED)
+    told = found["told"]
+    assert found["served"] == "deepspeed.comm"
+    absent = "in DeepSpeed or in ds_hf, which serves the name deepspeed here"
+    assert told["deepspeed.nonsense"] == ["AttributeError", f"there is no deepspeed.nonsense {absent}"]
+    assert told["import ds_hf.nonsense"] == ["ModuleNotFoundError", f"there is no deepspeed.nonsense {absent}"]
+    assert "Take LoRA of peft instead" in told["import ds_hf.linear"][1]
+    assert "does not provide deepspeed.ops.transformer (yet)" in told["import ds_hf.ops.transformer"][1]
+    assert f"there is no deepspeed.checkpoint.nonsense {absent}" in told["from ds_hf.checkpoint import nonsense"][1]
+    assert told["deepspeed.autotune"] == [
+        "AttributeError",
+        "module 'ds_hf' has no attribute 'autotune' before it is imported",
+    ]
+    assert told["deepspeed._private"] == ["AttributeError", "module 'ds_hf' has no attribute '_private'"]
+
+
+def test_beside_a_real_deepspeed_the_modules_are_still_those_of_ds_hf(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.18.9'\n")
+    found = _run(_REAL, PYTHONPATH=str(tmp_path))
+    assert found["served"] == "ds_hf.compat.deepspeed.comm"
+    assert found["adam"] == "ds_hf.engine.optim.adam"
+    # What the real one lacks is not ours to explain.
+    assert found["told"]["import deepspeed.nothing"] == ["ModuleNotFoundError", "No module named 'deepspeed.nothing'"]
+    assert found["told"]["import ds_hf.nonsense"] == ["ModuleNotFoundError", "No module named 'ds_hf.nonsense'"]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_answer_without_the_stand_in_for_their_own_modules(room: str) -> None:
+    code = f"""
+import json, sys
+import ds_hf.{room} as room
+import pkgutil
+before = "deepspeed" in sys.modules
+asked = [hasattr(room, info.name) for info in pkgutil.iter_modules(room.__path__)]
+print(json.dumps(["deepspeed" in sys.modules and not before, len(asked)]))
+"""
+    loaded, asked = _run(code)
+    assert not loaded
+    assert asked > 3
