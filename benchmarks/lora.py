@@ -13,9 +13,9 @@ bf16 autocast, torch's fused AdamW; *peft-16* has bf16 adapters and no autocast;
 kernels, its fused loss among them.
 
 ``--bits 4`` has the base in bitsandbytes' nf4 (``Linear4bit`` where it is installed); *ds_hf-blocks* has it in the
-engine's own blocks, and needs no library, *ds_hf-blocks-long* keeps checkpointed blocks' inputs in host memory and
-computes MLPs and loss in parts, too. ``--memory 22.5`` lets a process have so many GiB of the GPU. TFLOP/s count four operations a parameter and token, as NeMo's table does:
-forward, and the gradient of the input.
+engine's own blocks, and needs no library; *ds_hf-blocks-long* keeps inputs of checkpointed blocks in host memory and
+computes MLPs and the loss in parts, too. ``--memory 22.5`` lets a process have so many GiB of the GPU. TFLOP/s count
+four operations a parameter and token, as NeMo's table does: forward, and the gradient of the input.
 """
 
 from __future__ import annotations

@@ -128,6 +128,8 @@ def make_parts(
         for spec in specs:
             states.add(unit, spec)
     _place_rest(settings, mesh, model, policy.dtype, device)
+    if device.type == "cuda":  # what the buffers have replaced left pieces into which nothing that comes fits
+        torch.cuda.empty_cache()
     units = list(planned)
     waits = device.type == "cpu" and not plan.shards_optimizer
     accumulation, often = accumulation_of(settings, whole_batches=whole_batches), plan.reduces_every_micro_batch

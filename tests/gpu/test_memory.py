@@ -59,3 +59,23 @@ def test_within_ten_percent(world_size: int) -> None:
     for rank in run_distributed(peaks, world_size, world_size, cells, timeout=120, backend="nccl"):
         for cell, (predicted, measured) in zip(cells, rank, strict=True):
             assert predicted == pytest.approx(measured, rel=0.1), cell
+
+
+def reserved(stage: int) -> tuple[int, int]:
+    """Bytes that are used and that the allocator holds, when an engine has taken a model that is on the GPU."""
+    like: Any = Predictor(LLAMA, Workload(micro_batch=1, seq_len=8)).model
+    with torch.device("cuda", torch.cuda.current_device()):
+        model = type(like)._from_config(like.config).bfloat16()
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    engine, *_ = initialize(model=model, config={**config, "optimizer": {"type": "AdamW"}})
+    found = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_the_buffers_replaced_is_given_back(stage: int) -> None:
+    ((used, held),) = run_distributed(reserved, 1, stage, timeout=60, backend="nccl")
+    assert held < 1.1 * used + (64 << 20), (used >> 20, held >> 20)
