@@ -21,6 +21,7 @@ from rich.text import Text
 from ds_hf.config.compression import compression_notes
 from ds_hf.config.data_efficiency import data_notes
 from ds_hf.config.docs import configuration_page
+from ds_hf.config.elastic_keys import elastic_notes
 from ds_hf.config.explain import EffectiveValue, auto_keys, missing_packages, rows, summary, wire_notes
 from ds_hf.config.load import examine, grouped
 from ds_hf.config.presets import PRESETS, preset
@@ -77,6 +78,8 @@ def check_command(file: File, world_size: World = None, as_json: AsJson = False)
     _item(console, "ok", "bold green", Text.assemble((printable(config.source), "bold"), f": {summary(config)}"))
     if autos := auto_keys(config):
         _item(console, "auto", "cyan", Text(f"the Trainer or accelerate fills {len(autos)}: {', '.join(autos)}"))
+    if notes := elastic_notes(config):
+        _item(console, "elastic", "cyan", Text(notes[0].removeprefix("elasticity: ")))
     for place, text in missing_packages(config):
         _item(console, "note", "yellow", Text.assemble((place, "bold"), f": {text}"))
     for message, faults in grouped(config.warnings):
@@ -120,7 +123,7 @@ def explain_command(
     hidden = len(found) - len(shown)
     if hidden:
         print(f"{hidden} more keys are at their defaults; --all shows them.")
-    for note in (*data_notes(config), *compression_notes(config)):
+    for note in (*elastic_notes(config), *data_notes(config), *compression_notes(config)):
         print(note)
     notes = wire_notes(config)
     for note in notes:

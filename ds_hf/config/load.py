@@ -47,7 +47,8 @@ def load_config(
         world_size: processes; found from torch.distributed or the launcher when None. Unless the file or ``given``
             says otherwise, all of them are data-parallel.
         allow_auto: "auto" may stay on the keys that the Trainer fills, and counts as the default.
-        check_batch: complete and check the batch triple and the mesh of processes.
+        check_batch: complete and check the batch triple and the mesh of processes. Without it only ``elasticity``
+            fills in the triple, if the number of processes is given or a launcher has said it.
         given: sizes of the mesh that are said elsewhere, see ``mesh.given_claims``.
 
     Raises:
@@ -58,13 +59,22 @@ def load_config(
             [Fault("", f"world_size {world_size!r} is not possible", "give the number of processes")], "argument"
         )
     world = WorldSize.find(world_size) if check_batch else None
-    config = examine(source, world=world, allow_auto=allow_auto, given=given)
+    launched = WorldSize.launched() if check_batch or world_size is None else WorldSize.find(world_size)
+    config = examine(source, world=world, allow_auto=allow_auto, given=given, launched=launched)
     log_warnings(config)
     return config
 
 
-def examine(source: object, *, world: WorldSize | None, allow_auto: bool, given: Sequence[Claim] = ()) -> Config:
-    """``load_config`` without the log; ``world`` None skips the batch triple and the mesh."""
+def examine(
+    source: object,
+    *,
+    world: WorldSize | None,
+    allow_auto: bool,
+    given: Sequence[Claim] = (),
+    launched: WorldSize | None = None,
+) -> Config:
+    """``load_config`` without the log; ``world`` None skips the batch triple and the mesh, and elasticity goes by
+    ``launched``."""
     draft = Draft.of(read_source(source), allow_auto)
     normalise(draft)
     rename(draft)
@@ -78,6 +88,9 @@ def examine(source: object, *, world: WorldSize | None, allow_auto: bool, given:
     mesh = None
     if world is not None:
         mesh = _mesh(typed, draft, world, given)
+    if typed.elasticity.enabled:
+        _resolve_elastic(typed, draft, world or launched, mesh)
+    elif world is not None:
         resolve_batch(draft, legal, world.divided(mesh))
     if draft.faults:
         draft.refuse()
@@ -88,6 +101,17 @@ def examine(source: object, *, world: WorldSize | None, allow_auto: bool, given:
         provenance=provenance(draft),
         warnings=tuple(in_order(draft.warnings)),
     )
+
+
+def _resolve_elastic(config: Config, draft: Draft, world: WorldSize | None, mesh: MeshShape | None) -> None:
+    """The batch that elasticity chooses, also where transformers takes a configuration before it is complete."""
+    from ds_hf.config.elastic_keys import resolve_elastic  # few files have the section
+
+    world = world or WorldSize(0, "unknown")
+    if mesh is None and world.value:
+        shape, faults = find_mesh(config, world.value, ())
+        mesh = None if faults else shape
+    resolve_elastic(config, draft, world, mesh)
 
 
 def _mesh(config: Config, draft: Draft, world: WorldSize, given: Sequence[Claim]) -> MeshShape | None:

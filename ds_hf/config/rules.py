@@ -48,7 +48,6 @@ def check_rules(config: Config, draft: Draft) -> None:
     _gradients(config, draft)
     _nonfinite(config, draft)
     _schedule(config, draft)
-    _elasticity(config, draft)
     _sparse_attention(config, draft)
     _hybrid_engine(config, draft)
     _activation_budget(config, draft)
@@ -324,14 +323,6 @@ def _schedule(config: Config, draft: Draft) -> None:
     if isinstance(low, list) and isinstance(high, list) and len(low) != len(high):
         message = f"cycle_min_lr has {len(low)} elements and cycle_max_lr {len(high)}"
         draft.fault("/scheduler/params/cycle_max_lr", message, "give both one element for each parameter group")
-
-
-def _elasticity(config: Config, draft: Draft) -> None:
-    if not config.elasticity.enabled or config.elasticity.ignore_non_elastic_batch_info:
-        return
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        if getattr(config, key) is not None:
-            draft.fault(f"/{key}", f"elasticity chooses the batch, and {key} is set too", f"remove {key} or elasticity")
 
 
 def _sparse_attention(config: Config, draft: Draft) -> None:

@@ -214,7 +214,8 @@ MOST_FAULTS = 50
 
 @dataclass
 class Draft:
-    """The tree (a copy that may be changed), its lines, faults, warnings and the origins of moved values."""
+    """The tree (a copy that may be changed), its lines, faults, warnings, the origins of moved values, and what faults
+    are raised as."""
 
     name: str
     tree: dict[str, Any]
@@ -223,6 +224,7 @@ class Draft:
     faults: list[Fault] = field(default_factory=list)
     warnings: list[Fault] = field(default_factory=list)
     origins: dict[str, Origin] = field(default_factory=dict)
+    raised: type[ConfigError] = ConfigError
 
     @classmethod
     def of(cls, source: ConfigSource, allow_auto: bool) -> Draft:
@@ -248,7 +250,7 @@ class Draft:
 
     def refuse(self) -> NoReturn:
         """Raise what was found."""
-        raise ConfigError(in_order(self.faults), self.name)
+        raise self.raised(in_order(self.faults), self.name)
 
     def warn(self, pointer: str, message: str, fix: str = "") -> None:
         self.warnings.append(Fault(pointer, message, fix, self.line(pointer)))

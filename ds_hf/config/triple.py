@@ -50,13 +50,18 @@ class WorldSize:
         """The argument, or the running process group, or the launcher's environment, or one process."""
         if argument is not None:
             return cls(argument, "given as world_size")
+        return cls.launched() or cls(1, "no launcher: neither torch.distributed nor WORLD_SIZE is set")
+
+    @classmethod
+    def launched(cls) -> WorldSize | None:
+        """The running process group, or the launcher's environment."""
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             return cls(int(distributed.get_world_size()), "from torch.distributed, which is initialised")
         value = os.environ.get("WORLD_SIZE", "").strip()
         if value.isdecimal() and len(value) < 10 and int(value) > 0:
             return cls(int(value), "from the environment variable WORLD_SIZE")
-        return cls(1, "no launcher: neither torch.distributed nor WORLD_SIZE is set")
+        return None
 
 
 def resolve_batch(draft: Draft, tree: dict[str, Any], world: WorldSize) -> None:

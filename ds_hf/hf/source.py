@@ -16,19 +16,21 @@ AUTO = "auto"
 PROVISIONAL = "zero1"
 
 
-def checked_config(source: Any) -> Config:
-    """Read and check ``source``; "auto" values stay, because the Trainer fills them later.
+def checked_config(source: Any, world_size: int | None = None) -> Config:
+    """Read and check ``source``; "auto" values stay, because the Trainer fills them later. What elasticity chooses is
+    filled in for ``world_size`` processes, or those that a launcher has started.
 
     Raises:
         ConfigError: with every fault found.
     """
-    return load_config(PROVISIONAL if source == AUTO else source, allow_auto=True, check_batch=False)
+    source = PROVISIONAL if source == AUTO else source
+    return load_config(source, world_size=world_size, allow_auto=True, check_batch=False)
 
 
-def plain_config(source: Any) -> dict[str, Any]:
+def plain_config(source: Any, world_size: int | None = None) -> dict[str, Any]:
     """``source``, checked, as a dict of its own: comments gone, presets spelt out, old names replaced; what was written
     goes with it."""
-    tree = copy.deepcopy(checked_config(source).resolved)
+    tree = copy.deepcopy(checked_config(source, world_size).resolved)
     tensor = tree.get("tensor_parallel")
     if isinstance(tensor, dict) and tensor.get("autotp_size") == 0:  # off, by which Trainer.get_tp_size() divides
         del tensor["autotp_size"]

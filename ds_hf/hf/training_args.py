@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ds_hf.config import Config
+from ds_hf.config.triple import WorldSize
 from ds_hf.errors import ConfigError, Fault
 from ds_hf.hf import auto
 from ds_hf.hf.accelerate_state import has_accelerator
@@ -21,7 +22,7 @@ from ds_hf.hf.autoload import wrap
 from ds_hf.hf.mismatch import find_mismatches
 from ds_hf.hf.optimizers import find_unfit_optimizers
 from ds_hf.hf.source import AUTO, checked_config, plain_config
-from ds_hf.log import logger, warn_once
+from ds_hf.log import log_once, logger, warn_once
 from ds_hf.measure.saving import being_measured
 
 __all__ = ["wrap_training_args"]
@@ -43,9 +44,13 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
     given = arguments.deepspeed
     if not given:  # accelerate launch named the configuration: its plugin reads it
         _refuse(find_unfit_optimizers(None, arguments), "the training arguments")
+        if file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+            _take_elastic_batch(checked_config(file, WorldSize.find(None).value), arguments)
         _settle_cpu(arguments)
         return wrapped(*args, **kwargs)
-    config = checked_config(given)
+    world = WorldSize.find(None).value
+    config = checked_config(given, world)
+    _take_elastic_batch(config, arguments)
     _refuse(find_unfit_optimizers(config, arguments), f"{config.source} and the training arguments")
     faults = find_mismatches(config, arguments)
     if faults:
@@ -56,7 +61,7 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
         logger.warning("%s\nTraining will refuse to start.", error)
     _settle_cpu(arguments)
     _share_sequences(config, arguments)
-    with _replaced(arguments, plain_config(given)):
+    with _replaced(arguments, plain_config(given, world)):
         wrapped(*args, **kwargs)
     if arguments.n_gpu > 1:
         # A plain `python train.py` on a machine with several GPUs: an engine drives one device, and there is no
@@ -65,6 +70,23 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
     if given == AUTO:
         auto.choose_at_parse_time(arguments)
     return None
+
+
+def _take_elastic_batch(config: Config, arguments: Any) -> None:
+    """What elasticity chose for this number of processes becomes what the Trainer loads and accumulates."""
+    if not config.elasticity.enabled:
+        return
+    if arguments.auto_find_batch_size:
+        message = "elasticity chooses the micro-batch, and auto_find_batch_size would try others"
+        _refuse([Fault("/elasticity", message, "remove one of the two")], f"{config.source} and the training arguments")
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    assert micro is not None
+    assert steps is not None
+    arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = micro, steps
+    log_once(
+        f"elasticity: per_device_train_batch_size = {micro} and gradient_accumulation_steps = {steps} make "
+        f"{config.train_batch_size} samples a step"
+    )
 
 
 def _share_sequences(config: Config, arguments: Any) -> None:

@@ -185,6 +185,8 @@ def _worker_spec(attempt: Attempt, command: list[str]) -> WorkerSpec:
     spec = attempt.spec
     nodes = len(spec.hosts)
     elastic = spec.min_nodes > 0
+    if elastic:  # otherwise torch's agent keeps the address where it met others the first time, also of a lost host
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     parameters = RendezvousParameters(
         backend="c10d" if elastic else "static",
         endpoint=f"{spec.master_addr}:{attempt.port}",

@@ -190,7 +190,13 @@ MUTATIONS: list[tuple[Any, ...]] = [
     (PARAMS + "/max_grad_norm", 1.0, "both are set"),
     ("/bfloat16", {"enabled": True}, "both are set"),
     ("/fp16_enabled", True, "both are set"),
-    ("/elasticity", {"enabled": True}, "elasticity", "/train_batch_size"),
+    ("/elasticity", {"enabled": True}, "max_train_batch_size is missing"),
+    (
+        "/elasticity",
+        {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2]},
+        "elasticity chooses",
+        "/train_batch_size",
+    ),
     # known, not implemented, and it would change the training
     (OFFP, {"device": "nvme"}, "nvme_path", OFFP + "/nvme_path"),
     ("/ds_hf", {"wire": {"parameters": 4}}, "16, 8 or null", "/ds_hf/wire/parameters"),

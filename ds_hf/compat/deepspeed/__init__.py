@@ -89,8 +89,9 @@ _absent = _missing.missing(__name__)
 
 
 def __getattr__(name: str) -> _Any:
-    """``deepspeed.compression`` is imported when it is asked for: engines look at it from then on."""
-    return _import_module(f"{__name__}.{name}") if name == "compression" else _absent(name)
+    """``deepspeed.compression`` is imported when it is asked for: engines look at it from then on. So is
+    ``deepspeed.elasticity``, which few files ask for."""
+    return _import_module(f"{__name__}.{name}") if name in ("compression", "elasticity") else _absent(name)
 
 
 _missing.install(__name__)

@@ -29,6 +29,8 @@ INSTEAD = {
     "deepspeed.DeepSpeedTransformerConfig": "the model of transformers as it is",
     "deepspeed.DeepSpeedTransformerLayer": "the model of transformers as it is",
     "deepspeed.autotuning": "the command `ds-hf autotune`",
+    "deepspeed.elasticity.DSElasticAgent": "torchrun --nnodes MIN:MAX, or the command `deepspeed --elastic_training`",
+    "deepspeed.elasticity.elastic_agent": "torchrun --nnodes MIN:MAX, or the command `deepspeed --elastic_training`",
     "deepspeed.inference": "deepspeed.init_inference, to serve many requests vLLM or transformers' generate_batch",
     "deepspeed.launcher": "the command `deepspeed` (docs/command-line.md)",
     "deepspeed.linear": "LoRA of peft",
