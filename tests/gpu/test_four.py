@@ -18,6 +18,7 @@ from tests.contract import test_sequence_parity, test_tensor_parallel
 from tests.contract.test_parity import ACCUMULATION, CLIP, CLIPS
 from tests.engine.parallel.pipeline import test_checkpoints_3d as pipeline_checkpoints
 from tests.engine.parallel.pipeline import test_training as pipelines
+from tests.engine.parallel.pipeline import test_variants as pipeline_variants
 from tests.engine.parallel.pipeline.models import batches
 from tests.helpers.distributed import run_distributed
 
@@ -28,7 +29,7 @@ over_nccl = functools.partial(run_distributed, backend="nccl")
 
 @pytest.fixture(autouse=True)
 def _over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hierarchical, mesh_checkpoints, pipeline_checkpoints):
+    for module in (hierarchical, mesh_checkpoints, pipeline_checkpoints, pipeline_variants):
         monkeypatch.setattr(module, "run_distributed", over_nccl)
     hierarchical.plain_fp32.cache_clear()
 
@@ -65,6 +66,11 @@ def test_pipelines(stages: int, stage: int) -> None:
     )
     wanted = pipelines.reference(torch.optim.AdamW, tokens, True, 0.0, FP64, "cuda", **options)
     pipelines.check(found, wanted, exactly=False, tolerance=1e-12)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_chunks_of_pipelines(processes: int) -> None:
+    pipeline_variants.test_chunks_from_the_file_are_one_process_to_the_bit(processes)
 
 
 @pytest.mark.parametrize(
