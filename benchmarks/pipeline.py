@@ -28,6 +28,7 @@ than ds_hf have D x T pipelines, with the same samples for all together.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import platform
@@ -324,6 +325,7 @@ def changing(args: argparse.Namespace) -> dict[str, float]:
 
 
 def worker(args: argparse.Namespace) -> None:
+    faulthandler.dump_traceback_later(args.timeout * 0.9, exit=True)  # where it stands, if it comes to no end
     torch.set_num_threads(1)
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -368,7 +370,7 @@ def run_way(args: argparse.Namespace, way: str) -> list[dict[str, Any]]:
             for stage in stages:
                 stage.kill()
         if not out.exists():
-            raise RuntimeError(f"{way} failed:\n" + "\n".join(error[-1500:] for error in errors[:1]))
+            raise RuntimeError(f"{way} failed:\n" + "\n".join(error[-1500:] for error in errors))
         found: list[dict[str, Any]] = json.loads(out.read_text())
         return found
 
