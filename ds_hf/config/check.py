@@ -18,7 +18,7 @@ a fixed word, and DeepSpeed's synonyms of a number format are converted silently
 The schema says where a key went (``x-renamed-to``) and how its value changes (``x-convert``); a block given as a
 plain boolean is spelt out (``x-shorthand``). An older key beside its replacement is a fault. DeepSpeed's models take a
 field by its own name as well as by its alias: a second name (``x-alias-of``) needs no warning, and is a fault only
-beside another value. Top-level keys with dots, which trl writes, are taken out: DeepSpeed ignores them too.
+beside another value. Top-level keys with dots, which trl writes, and comments are taken out: DeepSpeed ignores both.
 """
 
 from __future__ import annotations
@@ -368,6 +368,7 @@ _SKIP = object()
 def rename(draft: Draft) -> None:
     """Bring ``draft.tree`` to today's spelling."""
     _drop_dotted(draft)
+    _drop_comments(draft, draft.tree, load_schema(), ())
     _shorthands(draft)
     for path, node in walk_for(draft.tree):
         if not is_other_name(node) or not draft.has(path):
@@ -391,6 +392,18 @@ def _drop_dotted(draft: Draft) -> None:
                 pointer_of((key,)), "ignored: a key with a dot is not a path", f'write "{rest[:60]}" inside "{section}"'
             )
             draft.drop((key,))
+
+
+def _drop_comments(draft: Draft, tree: dict[str, Any], node: Node, path: Path) -> None:
+    """Keys that are there for people, as clients' own files have them: ``"_comment": "..."``."""
+    known = node.get("properties", {})
+    for key in [key for key in tree if key not in known and re.match(r"_|//|#|comments?$", key)]:
+        draft.warn(pointer_of((*path, key)), "ignored: taken for a comment", "write comments as // text")
+        del tree[key]
+    for key, value in tree.items():
+        child = known.get(key, {})
+        if isinstance(value, dict) and child.get("additionalProperties") is False:
+            _drop_comments(draft, value, child, (*path, key))
 
 
 def _shorthands(draft: Draft) -> None:

@@ -289,6 +289,23 @@ def test_values_by_own_names_are_checked_and_converted_like_others() -> None:
     assert zero.stage3_param_persistence_threshold == 100_000
 
 
+def test_comments_and_foreign_sections_of_clients_files_are_ignored_with_a_warning() -> None:
+    """As in LLaMA-Factory's ``ds_z2_autotp_config.json`` and ``ds_z3_fp8_config.json``."""
+    foreign = {"comms_config": {"verbose": False}, "monitor_config": {"enabled": True, "csv_monitor": {}}}
+    tree = {"_comment": "see the manual", "zero_optimization": {"stage": 2, "//": 1, "comment": []}, **foreign}
+    config = load(tree)
+    assert config.resolved == load({"zero_optimization": {"stage": 2}}).resolved
+    assert {fault.pointer: fault.message for fault in config.warnings} == {
+        "/_comment": "ignored: taken for a comment",
+        "/zero_optimization/~1~1": "ignored: taken for a comment",
+        "/zero_optimization/comment": "ignored: taken for a comment",
+        "/comms_config": "ignored: DeepSpeed has no such key, and reads comms_logger",
+        "/monitor_config": "ignored: DeepSpeed has no such key, and reads tensorboard, wandb, comet and csv_monitor",
+    }
+    assert list(refused({"commentary": 1, "optimizer": {"type": "Adam", "_note": ""}})) == ["/commentary"]
+    assert "_note" in str(refused({"optimizer": {"type": "Adam", "params": {"lr": 1, "_note": ""}}}))
+
+
 def test_grad_hooks_of_the_documentation_is_ignored_with_a_warning() -> None:
     config = load({"zero_optimization": {"grad_hooks": True}})
     assert "DeepSpeed's code has no such key" in config.warnings[0].message

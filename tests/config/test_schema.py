@@ -17,7 +17,6 @@ from ds_hf.errors import ConfigError
         ({"pipeline": {"schedule": "1F1B"}}, "known here: stages", "scheduler"),
         ({"dataloader_settings": {"num_workers": 4}}, "remove it", "did you mean"),
         ({"bf16": {"enabled": True, "loss_scale": 0}}, "needs no loss scale", "fp16, where"),
-        ({"_comment": "x"}, "// text", "comet"),
         ({"zero_optimization": {"gradient_cliping": 1.0}}, "did you mean gradient_clipping", "known here"),
         ({"zero_optimisation": {"stage": 1}}, 'did you mean "zero_optimization"', "remove it"),
     ],

@@ -116,6 +116,8 @@ def test_the_schema_is_valid_and_closed() -> None:
         "scheduler.params",
         "amp",
         "bfloat16",
+        "comms_config",
+        "monitor_config",
         "data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config",
         "curriculum_learning.schedule_config",
         "quantize_training",
