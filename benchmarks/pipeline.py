@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --stages 2 --micro-batches 4,8,16 --rounds 5 --json FILE
 
 One process for each stage, by gloo. In each round the ways take turns, so ratios are of times of the same minutes;
-medians count. Ways: ``ds_hf`` (1F1B), ``chunks`` (ds_hf with two chunks a stage), ``torch`` (Schedule1F1B of
-torch.distributed.pipelining over the same layers, with the optimizer of torch), and ``deepspeed``, if ``--deepspeed
-FOLDER`` names where ``pip install --target`` has put it.
+medians count. Ways: ``ds_hf`` (1F1B), ``chunks`` (ds_hf with two chunks a stage), ``dualpipev`` (two chunks, folded),
+``torch`` (Schedule1F1B of torch.distributed.pipelining over the same layers, with the optimizer of torch), and
+``deepspeed``, if ``--deepspeed FOLDER`` names where ``pip install --target`` has put it.
 
 With ``--device cuda`` all is in bf16 over NCCL; torch then has bf16 parameters, which is less work for its optimizer.
 *idle* is there what is left of a batch's time without forward and backward of the stage's layers by themselves, so the
@@ -14,8 +14,8 @@ optimizer's step counts as idle, and the other measurements below are left out.
 ``--data D --tensor T`` has D pipelines side by side whose layers T processes share, S x D x T processes in all; others
 than ds_hf have D x T pipelines, with the same samples for all together.
 
-- *idle*: which part of a batch the stage spent in neither forward nor backward, against the bubble of 1F1B,
-  ``(S - 1) / (M + S - 1)``.
+- *idle*: which part of a batch the stage spent in neither forward nor backward, against the *bubble* of the schedule:
+  of 1F1B ``(S - 1) / (M + S - 1)``, of DualPipeV (M at least 2 S) ``(2 S - 2.5) / (3 M + 2 S - 2.5)``.
 - *idle, asleep*: the same, of layers that sleep for 20 ms in forward and 40 in backward. They need no core, so what
   else runs on the machine matters little, and any number of stages will do.
 - *changing*: seconds a token where each batch has another length, against batches padded to the longest; and processor
@@ -135,6 +135,10 @@ def engine_way(
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         where = {"topology": PipeModelDataParallelTopology(num_pp=args.stages, num_mp=args.tensor, num_dp=args.data)}
+    if args.way == "dualpipev":
+        where["folded"] = True
+    if chunks > 1:
+        where["chunks"] = chunks
     module = PipelineModule(layers, **where, loss_fn=loss_of, partition_method="uniform")
     replicas = args.data * (1 if args.way != "deepspeed" else args.tensor)
     config: dict[str, Any] = {
@@ -157,6 +161,11 @@ def engine_way(
         engine.train_batch(iter(items))
 
     return run, engine
+
+
+def chunks_of(way: str) -> int:
+    """Parts of the model that a stage has."""
+    return 2 if way in ("chunks", "dualpipev") else 1
 
 
 def count_of(args: argparse.Namespace, kind: type[nn.Module], chunks: int) -> int:
@@ -201,7 +210,7 @@ def make(
     with torch.device(args.device):  # of many GPUs' processes each has one core: values are drawn on the device
         if args.way == "torch":
             return torch_way(args, micro_batches, width, kind)
-        return engine_way(args, micro_batches, width, kind, chunks=2 if args.way == "chunks" else 1)
+        return engine_way(args, micro_batches, width, kind, chunks=chunks_of(args.way))
 
 
 def end(engine: Any) -> None:
@@ -281,7 +290,7 @@ def asleep(args: argparse.Namespace, micro_batches: int) -> float:
     run(items)
     seconds = min(timed(args, run, items) for _ in range(2))
     end(engine)
-    return 1 - 3 * ASLEEP * micro_batches * (2 if args.way == "chunks" else 1) / seconds
+    return 1 - 3 * ASLEEP * micro_batches * chunks_of(args.way) / seconds
 
 
 def overhead(args: argparse.Namespace, micro_batches: int = 16) -> dict[str, float]:
@@ -297,7 +306,7 @@ def overhead(args: argparse.Namespace, micro_batches: int = 16) -> dict[str, flo
         threads.append(time.thread_time() - before)
         walls.append(time.perf_counter() - begun)
     end(engine)
-    layer, bare = nn.Sequential(*(Scale(8) for _ in range(2 if args.way == "chunks" else 1))), []
+    layer, bare = nn.Sequential(*(Scale(8) for _ in range(chunks_of(args.way)))), []
     for _ in range(20):
         before = time.thread_time()
         for inputs, labels in items:
@@ -380,14 +389,15 @@ def summarise(args: argparse.Namespace, rounds: dict[str, list[list[dict[str, An
     for way, found in rounds.items():
         row: dict[str, Any] = {}
         for count in args.counts:
-            works = count * (2 if way == "chunks" else 1)
-            key, bubble = f"M={count}", (args.stages - 1) / (works + args.stages - 1)
+            key, idle = f"M={count}", 3 * (args.stages - 1) / chunks_of(way)
+            idle = 2 * args.stages - 2.5 if way == "dualpipev" else idle
+            bubble = idle / (3 * count + idle)
             row[key] = {"ms": round(statistics.median(each[0][key]["seconds"] for each in found) * 1e3, 1)}
             row[key]["bubble"] = round(bubble, 3)
             if "asleep" in found[0][0][key]:
                 row[key]["idle, asleep"] = round(statistics.median(each[0][key]["asleep"] for each in found), 3)
             if way != "ds_hf" and "ds_hf" in rounds:
-                pairs = zip(rounds["ds_hf"], found, strict=True)
+                pairs = zip(rounds["ds_hf"], found, strict=False)  # of this round too, once both are there
                 ratio = [own[0][key]["seconds"] / other[0][key]["seconds"] for own, other in pairs]
                 row[key]["ds_hf / this"] = round(statistics.median(ratio), 3)
             if found[0][0][key]["idle"] is not None:

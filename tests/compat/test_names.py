@@ -259,7 +259,6 @@ def test_absent_attribute_says_so_and_stays_absent() -> None:
         ("import deepspeed.inference.v2", r"Take deepspeed\.init_inference, to serve many requests vLLM"),
         ("from deepspeed import DeepSpeedTransformerLayer", r"Take the model of transformers"),
         ("import deepspeed.moe.ep_router", r"Take a mixture-of-experts model of transformers"),
-        ("from deepspeed.pipe import DualPipeVModule", r"Take PipelineModule with chunks"),
         ("from deepspeed.runtime.zero import MiCS_Init", r"Take deepspeed\.zero\.Init"),
         ("from deepspeed.runtime.zero.mics import MiCS_Init", r"Take deepspeed\.zero\.Init"),
         ("from deepspeed.sequence.fpdt_layer import FPDT_Attention", r"which DeepSpeed has"),

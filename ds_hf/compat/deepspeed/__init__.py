@@ -19,7 +19,8 @@ from ds_hf.deepspeed_api.config import DeepSpeedConfig
 from ds_hf.deepspeed_api.accelerator import get_accelerator
 from ds_hf.engine.comm.process_group import init_distributed
 from ds_hf.deepspeed_api.inference import DeepSpeedInferenceConfig, default_inference_config, init_inference
-from ds_hf.deepspeed_api.pipeline import PipelineEngine, PipelineModule
+from ds_hf.deepspeed_api.pipeline import DualPipeVModule, PipelineEngine, PipelineModule
+from ds_hf.deepspeed_api.pipeline import PipelineEngine as DualPipeVEngine
 from ds_hf.deepspeed_api.tensor_parallel import set_autotp_mode, tp_model_init
 from ds_hf.errors import ConfigError as DeepSpeedConfigError
 from ds_hf.inference.engine import InferenceEngine
@@ -52,6 +53,8 @@ __all__ = [
     "DeepSpeedHybridEngine",
     "DeepSpeedInferenceConfig",
     "DeepSpeedOptimizer",
+    "DualPipeVEngine",
+    "DualPipeVModule",
     "InferenceEngine",
     "OnDevice",
     "PipelineEngine",

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ds_hf.deepspeed_api.pipeline.engine import PipelineEngine
-from ds_hf.deepspeed_api.pipeline.module import PipelineModule
+from ds_hf.deepspeed_api.pipeline.module import DualPipeVModule, PipelineModule
 
-__all__ = ["PipelineEngine", "PipelineModule"]
+__all__ = ["DualPipeVModule", "PipelineEngine", "PipelineModule"]

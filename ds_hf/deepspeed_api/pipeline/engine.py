@@ -20,6 +20,7 @@ from ds_hf.engine.parallel.data import RepeatingLoader, ShardedLoader
 from ds_hf.engine.parallel.pipeline.batches import pull
 from ds_hf.engine.parallel.pipeline.executor import BatchOutcome, Executor
 from ds_hf.engine.parallel.pipeline.module import StageModule
+from ds_hf.engine.parallel.pipeline.schedule import bubble
 from ds_hf.engine.parts import EngineParts
 from ds_hf.errors import ConfigError, PipelineError
 from ds_hf.log import say
@@ -58,7 +59,13 @@ class PipelineEngine(Engine):
         interval = settings.pipeline.activation_checkpoint_interval
         if interval:
             self.module.set_checkpoint_interval(interval)
-        if self.module.chunks > 1 and self.micro_batches % self.num_stages:
+        if self.module.folded and self.is_pipe_parallel and self.micro_batches < 2 * self.num_stages:
+            raise ConfigError(
+                f"DualPipeV needs gradient_accumulation_steps >= 2 * {self.num_stages}, got {self.micro_batches}: give "
+                "more, or a PipelineModule",
+                "/gradient_accumulation_steps",
+            )
+        if self.module.chunks > 1 and not self.module.folded and self.micro_batches % self.num_stages:
             raise ConfigError(
                 f"{self.micro_batches} micro-batches a step are not a multiple of the {self.num_stages} stages, which "
                 f"{self.module.chunks} chunks a stage need: change gradient_accumulation_steps, or give 1 chunk",
@@ -89,7 +96,7 @@ class PipelineEngine(Engine):
 
     def is_last_stage(self) -> bool:
         """Whether this process computes the loss."""
-        return self.stage_id == self.num_stages - 1
+        return self.stage_id == self.module.loss_stage
 
     def get_pipeline_parallel_rank(self) -> int:
         """The stage of this process."""
@@ -242,7 +249,8 @@ class PipelineEngine(Engine):
         axis = self.mesh.axis("pipe")
         if axis.world_size == 1:
             return value
-        source = axis.global_rank(axis.world_size - 1)
+        last = self.module.loss_stage
+        source = axis.global_rank(last)
         shapes: list[Any] = [_shapes(value)]
         with axis.log("broadcast", "the form of the loss"):
             dist.broadcast_object_list(shapes, source, group=axis.group, device=self.device)
@@ -252,7 +260,7 @@ class PipelineEngine(Engine):
             listed = [torch.empty(shape, device=self.device) for shape in ([shapes[0]] if single else shapes[0])]
         listed = [each.float().contiguous() for each in listed]
         for each in listed:
-            collectives.broadcast(each, axis, axis.world_size - 1, "the loss")
+            collectives.broadcast(each, axis, last, "the loss")
         return listed[0] if single else listed
 
     def _report(self) -> None:
@@ -264,9 +272,9 @@ class PipelineEngine(Engine):
         shares[axis.rank] = self.executor.idle_share
         collectives.all_reduce_sum(shares, axis, "idle shares")
         if self.mesh.world.rank == 0:
-            stages, count = self.num_stages, self.micro_batches * self.executor.chunks
+            share = bubble(self.micro_batches, self.num_stages, self.module.chunks, folded=self.module.folded)
             text = " | ".join(f"stage {stage}: {share:.1%}" for stage, share in enumerate(shares.tolist()))
-            say(f"idle | {text} | bubble of the schedule: {(stages - 1) / (count + stages - 1):.1%}")
+            say(f"idle | {text} | bubble of the schedule: {share:.1%}")
 
     # -- weights --------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from ds_hf.engine.parallel.pipeline.topology import ProcessTopology
 from ds_hf.engine.zero.replicas import tie_over_stages
 from ds_hf.errors import ConfigError
 
-__all__ = ["PipelineModule", "TransformersPipeline"]
+__all__ = ["DualPipeVModule", "PipelineModule", "TransformersPipeline"]
 
 
 class PipelineModule(StageModule):
@@ -49,6 +49,7 @@ class PipelineModule(StageModule):
         *,
         chunks: int = 1,
         sample: Any = None,
+        folded: bool = False,
     ) -> None:
         super().__init__(
             layers,
@@ -65,6 +66,7 @@ class PipelineModule(StageModule):
             dynamic_shape,
             chunks,
             sample,
+            folded,
         )
 
     @staticmethod
@@ -78,6 +80,7 @@ class PipelineModule(StageModule):
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
         chunks: int = 1,
+        folded: bool = False,
     ) -> PipelineModule:
         """A decoder of transformers as a pipeline; all processes make it.
 
@@ -100,6 +103,7 @@ class PipelineModule(StageModule):
             partition_method=partition_method,
             activation_checkpoint_interval=activation_checkpoint_interval,
             chunks=chunks,
+            folded=folded,
         )
 
     # -- files of single layers, see layer_files ------------------------------------------------------------------
@@ -125,6 +129,21 @@ class PipelineModule(StageModule):
     def load_state_dir(self, load_dir: str, checkpoint_engine: CheckpointEngine, strict: bool = True) -> None:
         """Read the weights of this stage's layers, of files that any number of stages has written."""
         layer_files.load(self, load_dir, checkpoint_engine, strict=strict)
+
+
+class DualPipeVModule(PipelineModule):
+    """A ``PipelineModule`` of two chunks a stage that is folded in the middle and runs in the order of DualPipeV.
+
+    Stage ``s`` has part ``s`` of the model and part ``2 * num_stages - 1 - s``: the first stage reads the data and
+    computes the loss, and layers that are tied over the ends of the model are one module there. A step has at least
+    ``2 * num_stages`` micro-batches. Of a model of transformers: ``from_transformers(..., chunks=2, folded=True)``.
+
+    Args:
+        layers, others: as of ``PipelineModule``; ``num_stages`` is the number of processes of a pipeline.
+    """
+
+    def __init__(self, layers: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(layers, *args, **{**kwargs, "chunks": 2, "folded": True})
 
 
 class TransformersPipeline(PipelineModule):
@@ -158,6 +177,7 @@ class TransformersPipeline(PipelineModule):
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
         chunks: int = 1,
+        folded: bool = False,
     ) -> None:
         model, folder = shell(model_or_config)
         base, head = parts_of(model)
@@ -171,6 +191,7 @@ class TransformersPipeline(PipelineModule):
             partition_method=partition_method,
             activation_checkpoint_interval=activation_checkpoint_interval,
             chunks=chunks,
+            folded=folded,
         )
 
     def _held_together(self) -> list[Tensor]:

@@ -18,7 +18,8 @@ from ds_hf.engine.parallel.tensor.gathered import GatherReplacedLayerParams
 from ds_hf.errors import ConfigError
 from tests.helpers.distributed import run_distributed
 
-MICRO = 2
+MICRO = 4
+FOLDED = {"chunks": 2, "folded": True, "partition_method": "uniform"}
 
 
 def model_of(kind: str, tied: bool) -> Any:
@@ -91,6 +92,8 @@ def train(kind: str, tied: bool, stages: int, folder: str, how: str, **options: 
         pytest.param("Qwen3", False, 4, "model", {}, marks=pytest.mark.slow),
         pytest.param("Mistral", True, 4, "folder", {"activation_checkpoint_interval": 1}, marks=pytest.mark.slow),
         pytest.param("Llama", True, 2, "folder", {"chunks": 2, "partition_method": "uniform"}, marks=pytest.mark.slow),
+        pytest.param(*("Llama", True, 2, "folder"), FOLDED, marks=pytest.mark.slow),
+        pytest.param(*("Qwen3", False, 2, "model"), FOLDED, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_trains_as_the_whole(

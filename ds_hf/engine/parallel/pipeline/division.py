@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hf.engine.parallel.pipeline.partition import bounds_of, partition_balanced, partition_by_cost, partition_uniform
+from ds_hf.engine.parallel.pipeline.partition import (
+    bounds_of,
+    partition_balanced,
+    partition_by_cost,
+    partition_uniform,
+    stage_of,
+)
 from ds_hf.engine.parallel.pipeline.specs import TiedLayerSpec, layer_name, on_meta
 from ds_hf.errors import ConfigError
 
@@ -46,7 +52,8 @@ class LayerDivision:
     """The layers of each stage.
 
     Attributes:
-        parts: bounds of ``stages * chunks`` consecutive parts; part ``p`` is on stage ``p % stages``.
+        parts: bounds of ``stages * chunks`` consecutive parts; part ``p`` is on stage ``p % stages`` or, ``folded``, on
+            that stage counted from the last one in every other chunk.
         stages: of the pipeline.
         costs: of each layer.
         method: by which it was made.
@@ -56,15 +63,16 @@ class LayerDivision:
     stages: int
     costs: tuple[LayerCost, ...]
     method: str
+    folded: bool = False
 
     def bounds(self, stage: int) -> list[tuple[int, int]]:
         """The layers ``(start, stop)`` of each chunk of a stage."""
-        return bounds_of(self.parts, self.stages, stage)
+        return bounds_of(self.parts, self.stages, stage, folded=self.folded)
 
     def stage_of(self, layer: int) -> int:
         """The stage that has a layer."""
         part = next(part for part in range(len(self.parts) - 1) if layer < self.parts[part + 1])
-        return part % self.stages
+        return stage_of(part, self.stages, folded=self.folded)
 
     def table(self, layers: Sequence[Any]) -> str:
         """The stages with their layers and parameters, for people."""
@@ -93,12 +101,12 @@ def _runs(layers: Sequence[Any]) -> str:
 
 
 def divide_layers(
-    layers: Sequence[Any], stages: int, method: str, *, chunks: int = 1, sample: Any = None
+    layers: Sequence[Any], stages: int, method: str, *, chunks: int = 1, folded: bool = False, sample: Any = None
 ) -> LayerDivision:
     """Cut ``layers`` into ``stages * chunks`` parts.
 
     Args:
-        method: see ``StageModule``.
+        method, folded: see ``StageModule``.
         sample: inputs of the first layer, for ``"memory"``.
 
     Raises:
@@ -123,7 +131,7 @@ def divide_layers(
     else:
         known = '"parameters", "uniform", "type:REGEX" and "memory"'
         raise ConfigError(f"there is no partition method {method!r:.60}: there are {known}", _WHERE)
-    return LayerDivision(bounds, stages, tuple(costs), method)
+    return LayerDivision(bounds, stages, tuple(costs), method, folded)
 
 
 def _matches(layers: Sequence[Any], pattern: str) -> list[int]:

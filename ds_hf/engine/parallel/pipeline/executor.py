@@ -26,7 +26,8 @@ from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.events import Events, Phase
 from ds_hf.engine.parallel.pipeline.messages import Links, Received
 from ds_hf.engine.parallel.pipeline.module import StageModule
-from ds_hf.engine.parallel.pipeline.schedule import Work, interleaved
+from ds_hf.engine.parallel.pipeline.partition import part_of
+from ds_hf.engine.parallel.pipeline.schedule import Work, order_of
 from ds_hf.engine.zero.hooks import UnitHooks
 from ds_hf.errors import LossError, PipelineError
 from ds_hf.log import logger
@@ -53,7 +54,7 @@ class BatchOutcome:
     """What came out of a batch on this stage.
 
     Attributes:
-        losses: of each micro-batch, or what the last layer gave without a loss; on the last stage alone.
+        losses: of each micro-batch, or what the last layer gave without a loss; on the stage of the last layer alone.
         outputs: of the last micro-batch, before the loss; in evaluation alone.
         further: sums of the module's additional losses, by name.
     """
@@ -118,7 +119,8 @@ class Executor:
         self.engine, self.module = engine, module
         mesh = engine.mesh
         self.stages, self.stage, self.chunks = mesh.shape.pipe, mesh.stage_rank, module.chunks
-        self.links = Links(mesh, engine.device, self.chunks)
+        self.folded = module.folded
+        self.links = Links(mesh, engine.device, self.chunks, folded=self.folded)
         self.seconds = self.busy_seconds = 0.0
         self._kept: dict[tuple[int, int], _Kept] = {}
 
@@ -133,7 +135,7 @@ class Executor:
         Args:
             items: ``(inputs, labels)`` of each, where this stage reads them.
         """
-        order = interleaved(micro_batches, self.stages, self.stage, self.chunks)
+        order = order_of(micro_batches, self.stages, self.stage, self.chunks, folded=self.folded)
         accumulation = self.engine.accumulation
         with self._batch(), self.engine.events.phase("schedule"):
             outcome = BatchOutcome()
@@ -184,7 +186,7 @@ class Executor:
 
     def _part(self, work: Work) -> int:
         """Which of the consecutive parts of the model."""
-        return work.chunk * self.stages + self.stage
+        return part_of(self.stage, work.chunk, self.stages, folded=self.folded)
 
     def _is_last(self, work: Work) -> bool:
         return self._part(work) == self.stages * self.chunks - 1

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ds_hf.engine.comm.mesh import Mesh
 from ds_hf.engine.comm.message_log import MessageLog
+from ds_hf.engine.parallel.pipeline.partition import part_of, stage_of
 from ds_hf.errors import PipelineError
 
-__all__ = ["Link", "Links", "Received"]
+__all__ = ["Link", "Links", "Received", "Turn"]
 
 _DTYPES = (
     torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16,
@@ -133,10 +134,7 @@ class Link:
     def send_gradients(self, leaves: Sequence[Tensor]) -> None:
         """Send the gradients of what was received, zeros for what has none, and drop them."""
         self._make_room()
-        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        self._under_way.append(self._sends(gradients))
+        self._under_way.append(self._sends(_gradients_of(leaves)))
 
     def expect_gradients(self, outputs: Sequence[Tensor]) -> None:
         """Gradients of ``outputs`` will be received next."""
@@ -230,11 +228,46 @@ def _arrived(messages: Sequence[tuple[Any, Tensor]]) -> bool:
     return all(work.is_completed() for work, _ in messages)
 
 
+class Turn:
+    """A link between two chunks of one process: what is sent is received here, in order."""
+
+    def __init__(self) -> None:
+        self._activations: deque[Received] = deque()
+        self._gradients: deque[list[Tensor]] = deque()
+
+    def send(self, value: Any) -> None:
+        """As ``Link``."""
+        description = _describe(value)
+        self._activations.append(_received(*_read(description), [tensor.detach() for tensor in _listed(value)]))
+
+    def receive(self) -> Received:
+        """As ``Link``."""
+        return self._activations.popleft()
+
+    def send_gradients(self, leaves: Sequence[Tensor]) -> None:
+        """As ``Link``."""
+        self._gradients.append(_gradients_of(leaves))
+
+    def receive_gradients(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """As ``Link``."""
+        return self._gradients.popleft()
+
+    def expect(self) -> None:
+        """Nothing is under way."""
+
+    def expect_gradients(self, outputs: Sequence[Tensor]) -> None:
+        """Nothing is under way."""
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
 class Links:
     """The links of this process. All processes make them.
 
     Args:
-        chunks: parts of the model that each stage has; with several the last stage sends to the first one, too.
+        chunks: parts of the model that each stage has; with several the last stage sends to the first one, too, or,
+            ``folded``, all send both ways.
 
     Attributes:
         log: of all messages.
@@ -242,7 +275,7 @@ class Links:
         gradients_before, gradients_after: gradients to the previous stage, and from the next one, by chunk.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, chunks: int) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, chunks: int, *, folded: bool = False) -> None:
         axis, stages, stage = mesh.axis("pipe"), mesh.shape.pipe, mesh.stage_rank
         self.log = MessageLog(mesh.world.log.ranks, dist.get_rank(), "pipe", mesh.world.log.key)
         if mesh.world.log.watch is not None:
@@ -250,29 +283,33 @@ class Links:
         ranks = mesh.lists_along("pipe")
         hosts = None if device.type == "cpu" or stages == 1 else _new_group(ranks, "gloo")
 
-        def make(wraps: bool) -> _Group | None:
-            if stages == 1 or (wraps and chunks == 1):
+        def make(back: bool) -> _Group | None:
+            if stages == 1 or (back and chunks == 1):
                 return None
             group = _new_group(ranks)
             return _Group(group, group if hosts is None else hosts)
 
-        groups = {(kind, wraps): make(wraps) for kind in ("activations", "gradients") for wraps in (False, True)}
-        last, window = stages * chunks - 1, stages * chunks + 2
+        groups = {(kind, back): make(back) for kind in ("activations", "gradients") for back in (False, True)}
+        last, window, turns = stages * chunks - 1, stages * chunks + 2, dict[int, Turn]()
 
-        def link(kind: str, what: str, here: int, there: int) -> Link | None:
+        def link(kind: str, here: int, there: int) -> Link | Turn | None:
             """Between two of the parts of the model, numbered from the first to the last."""
-            group = groups[kind, here % stages == 0 if there < here else there % stages == 0]
-            if not 0 <= there <= last or group is None:
+            if not 0 <= there <= last:
                 return None
+            peer, after = stage_of(there, stages, folded=folded), max(here, there)
+            if peer == stage:
+                return turns.setdefault(after, Turn())
+            group = groups[kind, after > stages if folded else after % stages == 0]
+            assert group is not None
             kind_of_link = _PackedLink if device.type == "cpu" else Link
-            return kind_of_link(axis.global_rank(there % stages), group, self.log, what, window, device)
+            return kind_of_link(axis.global_rank(peer), group, self.log, kind, window, device)
 
-        parts = [chunk * stages + stage for chunk in range(chunks)]
+        parts = [part_of(stage, chunk, stages, folded=folded) for chunk in range(chunks)]
         # A pair of processes has one link each way and kind, whichever chunks it serves: messages come in one order.
-        self.before = _shared([link("activations", "activations", part, part - 1) for part in parts])
-        self.after = _shared([link("activations", "activations", part, part + 1) for part in parts])
-        self.gradients_before = _shared([link("gradients", "gradients", part, part - 1) for part in parts])
-        self.gradients_after = _shared([link("gradients", "gradients", part, part + 1) for part in parts])
+        self.before = _shared([link("activations", part, part - 1) for part in parts])
+        self.after = _shared([link("activations", part, part + 1) for part in parts])
+        self.gradients_before = _shared([link("gradients", part, part - 1) for part in parts])
+        self.gradients_after = _shared([link("gradients", part, part + 1) for part in parts])
 
     def settle(self) -> None:
         """Wait for all messages that are under way."""
@@ -281,9 +318,9 @@ class Links:
                 link.settle()
 
 
-def _shared(links: list[Link | None]) -> list[Link | None]:
+def _shared(links: list[Link | Turn | None]) -> list[Link | Turn | None]:
     found: dict[tuple[int, int], Link] = {}
-    return [None if each is None else found.setdefault((each.peer, id(each.group)), each) for each in links]
+    return [found.setdefault((each.peer, id(each.group)), each) if isinstance(each, Link) else each for each in links]
 
 
 def _new_group(ranks: list[list[int]], backend: str | None = None) -> Any:
@@ -296,6 +333,14 @@ def _new_group(ranks: list[list[int]], backend: str | None = None) -> Any:
 
 def _listed(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Taken from them; zeros for what has none."""
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return gradients
 
 
 def _received(whole: bool, specs: Sequence[tuple[Any, Any, bool]], tensors: Sequence[Tensor]) -> Received:

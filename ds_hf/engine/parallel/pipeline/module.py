@@ -58,6 +58,8 @@ class StageModule(nn.Module):
         checkpointable_layers: names of the classes that are recomputed; default those with parameters.
         dynamic_shape: accepted for DeepSpeed's sake: shapes may always change.
         chunks: parts of the model that each stage has, see ``ds_hf.pipeline.chunks``.
+        folded: of two chunks the second goes back from the last stage to the first, which has both ends of the model,
+            and batches run in the order of DualPipeV.
         sample: inputs of the first layer, for the partition by memory; a meta tensor will do.
 
     Attributes:
@@ -87,6 +89,7 @@ class StageModule(nn.Module):
         dynamic_shape: bool = False,
         chunks: int = 1,
         sample: Any = None,
+        folded: bool = False,
     ) -> None:
         super().__init__()
         if num_stages is None and topology is None:
@@ -99,7 +102,7 @@ class StageModule(nn.Module):
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers, self.dynamic_shape = checkpointable_layers, dynamic_shape
-        self.partition_method, self.sample = partition_method, sample
+        self.partition_method, self.sample, self.folded = partition_method, sample, folded
         self.micro_offset = 0
         self.curr_layer = 0
         self.chunk = 0
@@ -138,8 +141,15 @@ class StageModule(nn.Module):
     def _divide(self, chunks: int) -> None:
         if chunks < 1:
             raise ConfigError(f"chunks is at least 1, not {chunks}", _WHERE)
+        if self.folded and chunks != 2:
+            raise ConfigError(f"a pipeline that is folded (DualPipeV) has 2 chunks a stage, not {chunks}", _WHERE)
         self._division = divide_layers(
-            self._layer_specs, self.num_stages, self.partition_method, chunks=chunks, sample=self.sample
+            self._layer_specs,
+            self.num_stages,
+            self.partition_method,
+            chunks=chunks,
+            folded=self.folded,
+            sample=self.sample,
         )
         check_apart(self._layer_specs, self._division.stage_of, self._held_together())
         self.parts = self._division.parts
@@ -386,6 +396,11 @@ class StageModule(nn.Module):
         if not 0 <= layer_idx < self._num_layers:
             raise IndexError(f"layer {layer_idx} of {self._num_layers}")
         return self._division.stage_of(layer_idx)
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that has the last layer."""
+        return self._division.stage_of(self._num_layers - 1)
 
     @property
     def num_layers(self) -> int:

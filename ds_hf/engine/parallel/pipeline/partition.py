@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["bounds_of", "partition_balanced", "partition_by_cost", "partition_uniform"]
+__all__ = ["bounds_of", "part_of", "partition_balanced", "partition_by_cost", "partition_uniform", "stage_of"]
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -80,7 +80,22 @@ def partition_by_cost(count: int, num_parts: int, cost: Callable[[int, int, int]
     return list(best(0, 0)[1])
 
 
-def bounds_of(parts: Sequence[int], stages: int, stage: int) -> list[tuple[int, int]]:
-    """The layers ``(start, stop)`` of each chunk of ``stage``; ``parts`` cuts chunk after chunk, stage by stage."""
-    chunks = (len(parts) - 1) // stages
-    return [(parts[chunk * stages + stage], parts[chunk * stages + stage + 1]) for chunk in range(chunks)]
+def part_of(stage: int, chunk: int, stages: int, *, folded: bool = False) -> int:
+    """The number of a chunk of a stage among the consecutive parts of the model.
+
+    Args:
+        folded: every other chunk goes from the last stage back to the first.
+    """
+    return chunk * stages + (stages - 1 - stage if folded and chunk % 2 else stage)
+
+
+def stage_of(part: int, stages: int, *, folded: bool = False) -> int:
+    """The stage that has a part of the model."""
+    chunk, place = divmod(part, stages)
+    return stages - 1 - place if folded and chunk % 2 else place
+
+
+def bounds_of(parts: Sequence[int], stages: int, stage: int, *, folded: bool = False) -> list[tuple[int, int]]:
+    """The layers ``(start, stop)`` of each chunk of ``stage``; ``parts`` cuts the layers into consecutive parts."""
+    numbers = [part_of(stage, chunk, stages, folded=folded) for chunk in range((len(parts) - 1) // stages)]
+    return [(parts[number], parts[number + 1]) for number in numbers]

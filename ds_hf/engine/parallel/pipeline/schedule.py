@@ -2,7 +2,8 @@
 
 ``steps()`` of a ``PipeSchedule`` yields DeepSpeed's instructions of each step, for programs that read them. What runs
 is ``one_forward_one_backward`` or, where a stage has several chunks of the model, ``interleaved`` (Narayanan et al.
-2021, arXiv 2104.04473): forward and backward of each micro-batch in order, from which sends and receives follow.
+2021, arXiv 2104.04473) or ``dual_pipe_v`` (github.com/deepseek-ai/DualPipe): forward and backward of each micro-batch
+in order, from which sends and receives follow.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 __all__ = [
     "BackwardPass",
     "BufferOpInstruction",
+    "CommitP2P",
     "DataParallelSchedule",
+    "DualPipeVSchedule",
     "ForwardPass",
     "InferenceSchedule",
     "LoadMicroBatch",
@@ -30,9 +33,12 @@ __all__ = [
     "SendGrad",
     "TrainSchedule",
     "Work",
+    "bubble",
+    "dual_pipe_v",
     "in_flight",
     "interleaved",
     "one_forward_one_backward",
+    "order_of",
 ]
 
 
@@ -85,9 +91,80 @@ def interleaved(micro_batches: int, stages: int, stage: int, chunks: int) -> lis
     return order + [work(index, forward=False) for index in range(total - ahead, total)]
 
 
-def in_flight(micro_batches: int, stages: int, stage: int, chunks: int = 1) -> float:
+def dual_pipe_v(micro_batches: int, stages: int, stage: int) -> list[Work]:
+    """The order of DualPipeV, of a stage whose two chunks are the ends of a model that is folded in the middle.
+
+    Micro-batches go down to the last stage through the first chunks and come back through the second ones. Backward of
+    one chunk is not parted into that of inputs and that of weights, so the idle share is above that of the paper.
+
+    Args:
+        micro_batches: at least ``2 * stages``.
+
+    Raises:
+        ValueError: it is less.
+    """
+    return [work for together in _dual_pipe_v(micro_batches, stages, stage) for work in together]
+
+
+def _dual_pipe_v(micro_batches: int, stages: int, stage: int) -> Iterator[tuple[Work, ...]]:
+    """Pieces of work, each with what DualPipeV computes beside it."""
+    if micro_batches < 2 * stages:
+        raise ValueError(f"DualPipeV needs at least 2 * {stages} micro-batches, got {micro_batches}")
+    begun = {(forward, chunk): itertools.count() for forward in (True, False) for chunk in (0, 1)}
+
+    def forward(chunk: int) -> Work:
+        return Work(True, next(begun[True, chunk]), chunk)
+
+    def backward(chunk: int) -> Work:
+        return Work(False, next(begun[False, chunk]), chunk)
+
+    after, here = stages - 1 - stage, stage + 1
+    for _ in range(2 * after):  # the pipeline fills on the way down,
+        yield (forward(0),)
+    for _ in range(here):  # and on the way back, until the first loss is there
+        yield (forward(0),)
+        yield (forward(1),)
+    for _ in range(after):
+        yield (backward(1),)
+        yield (forward(1),)
+    for _ in range(micro_batches - 2 * stages + here):
+        yield forward(0), backward(1)
+        yield forward(1), backward(0)
+    for _ in range(after):  # no micro-batch is left for the way down,
+        yield (backward(1),)
+        yield forward(1), backward(0)
+    for _ in range(here):  # nor for the way back
+        yield (backward(1),)
+        yield (backward(0),)
+    for _ in range(after):
+        yield (backward(0),)
+
+
+def order_of(micro_batches: int, stages: int, stage: int, chunks: int = 1, *, folded: bool = False) -> list[Work]:
+    """What a stage computes, one after another; ``folded`` as of ``StageModule``.
+
+    Raises:
+        ValueError: the schedule needs other micro-batches.
+    """
+    if folded and stages > 1:
+        return dual_pipe_v(micro_batches, stages, stage)
+    if folded:  # one stage goes through the whole model with each micro-batch
+        ways = [(True, 0), (True, 1), (False, 1), (False, 0)]
+        return [Work(forward, index, chunk) for index in range(micro_batches) for forward, chunk in ways]
+    return interleaved(micro_batches, stages, stage, chunks)
+
+
+def bubble(micro_batches: int, stages: int, chunks: int = 1, *, folded: bool = False) -> float:
+    """The share of a batch in which a stage has to wait, where backward takes twice as long as forward."""
+    idle = (stages - 1) * 3 / chunks
+    if folded and stages > 1:
+        idle = 2 * stages - 2.5
+    return idle / (3 * micro_batches + idle)
+
+
+def in_flight(micro_batches: int, stages: int, stage: int, chunks: int = 1, *, folded: bool = False) -> float:
     """Of how many micro-batches a stage keeps activations at once; of those in one of its chunks, that part."""
-    order = interleaved(micro_batches, stages, stage, chunks)
+    order = order_of(micro_batches, stages, stage, chunks, folded=folded)
     return max(itertools.accumulate(1 if work.forward else -1 for work in order)) / chunks
 
 
@@ -126,6 +203,10 @@ class BufferOpInstruction(PipeInstruction):
 
     def __init__(self, buffer_id: int, **kwargs: Any) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class CommitP2P(PipeInstruction):
+    """Start the sends and receives since the last one of these, together, and wait for them."""
 
 
 class LoadMicroBatch(BufferOpInstruction):
@@ -297,6 +378,55 @@ class TrainSchedule(PipeSchedule):
         if (step_id - self.stage_id) % 2 == 0:
             return (step_id - self.stage_id) // 2, True
         return (step_id + 1 + self.stage_id) // 2 - self.stages, False
+
+
+class DualPipeVSchedule(PipeSchedule):
+    """DualPipeV: a step is a forward, a backward or both, ``phase`` the chunk that computes it.
+
+    Args:
+        micro_batches: at least ``2 * stages``.
+        forward_only: no backward, no gradients, no step of the optimizer.
+
+    Raises:
+        ValueError: too few micro-batches.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int, forward_only: bool = False) -> None:
+        super().__init__(micro_batches, stages, stage_id)
+        self.forward_only = forward_only
+        self._work = list(_dual_pipe_v(micro_batches, stages, stage_id))
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """What is received for the work of a step, that work, and what is sent of it; last the optimizer's step."""
+        for together in self._work:
+            works = [work for work in together if work.forward or not self.forward_only]
+            if works:
+                received = [each for work in works for each in self._exchange(work, RecvActivation, RecvGrad)]
+                sent = [each for work in works for each in self._exchange(work, SendActivation, SendGrad)]
+                yield [*received, CommitP2P(), *(each for work in works for each in self._computing(work)), *sent]
+        yield [CommitP2P()] if self.forward_only else [CommitP2P(), ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+
+    def _computing(self, work: Work) -> Iterator[PipeInstruction]:
+        buffer = self._buffer_of(work)
+        if work.forward and self.is_first_stage and work.chunk == 0:
+            yield LoadMicroBatch(buffer)
+        yield (ForwardPass if work.forward else BackwardPass)(buffer, phase=work.chunk)
+
+    def _exchange(self, work: Work, activation: Any, gradient: Any) -> Iterator[PipeInstruction]:
+        """With the stage that has the part before or after; none at the ends of the model and where it is folded."""
+        first_end = (activation is RecvActivation) == (work.chunk == 0)
+        if not work.forward:
+            first_end = not first_end
+        alone = self.is_first_stage if first_end else self.is_last_stage
+        if not alone:
+            yield (activation if work.forward else gradient)(self._buffer_of(work), phase=work.chunk)
+
+    def num_pipe_buffers(self) -> int:
+        """One of each micro-batch in each chunk."""
+        return 2 * self.micro_batches
+
+    def _buffer_of(self, work: Work) -> int:
+        return work.chunk * self.micro_batches + work.micro_batch
 
 
 class DataParallelSchedule(PipeSchedule):

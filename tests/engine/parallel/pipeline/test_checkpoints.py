@@ -23,7 +23,7 @@ Mesh = tuple[int, int, int]  # stages, pipelines, ZeRO stage
 STEPS = 3
 
 
-def make(mesh: Mesh) -> Any:
+def make(mesh: Mesh, **options: Any) -> Any:
     stages, pipelines, stage = mesh
     settings = {
         "train_micro_batch_size_per_gpu": 2,
@@ -33,7 +33,7 @@ def make(mesh: Mesh) -> Any:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
     }
     torch.manual_seed(dist.get_rank())
-    return initialize(model=pipeline(True, stages), config=settings)[0]
+    return initialize(model=pipeline(True, stages, **options), config=settings)[0]
 
 
 def steps_of(engine: Any, first: int, count: int) -> list[float]:
@@ -45,8 +45,8 @@ def steps_of(engine: Any, first: int, count: int) -> list[float]:
     return found
 
 
-def save(folder: str, mesh: Mesh) -> dict[str, Any]:
-    engine = make(mesh)
+def save(folder: str, mesh: Mesh, **options: Any) -> dict[str, Any]:
+    engine = make(mesh, **options)
     steps_of(engine, 0, STEPS)
     engine.save_checkpoint(folder, "a", {"note": 7})
     whole = engine._zero3_consolidated_16bit_state_dict()
@@ -56,8 +56,8 @@ def save(folder: str, mesh: Mesh) -> dict[str, Any]:
     return {"losses": losses, "whole": whole}
 
 
-def load(folder: str, mesh: Mesh) -> dict[str, Any]:
-    engine = make(mesh)
+def load(folder: str, mesh: Mesh, **options: Any) -> dict[str, Any]:
+    engine = make(mesh, **options)
     _, client = engine.load_checkpoint(folder)
     assert client == {"note": 7}
     assert engine.global_steps == STEPS
@@ -94,6 +94,17 @@ def test_any_division_loads_any_other(saved: Mesh, loaded: Mesh, tmp_path: Path)
     assert {"tied_modules.embed.weight", "4.down.weight"} <= set(whole)
     assert all(torch.equal(whole[name], value) for name, value in masters.items())
     assert (tmp_path / "whole.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folds", [(True, False), (False, True), (True, True)])
+def test_folded_pipelines_save_and_load_as_others(folds: tuple[bool, bool], tmp_path: Path) -> None:
+    options: list[dict[str, Any]] = [{"chunks": 2, "folded": True} if fold else {} for fold in folds]
+    wanted = run_distributed(save, 2, str(tmp_path), (2, 1, 1), timeout=90, **options[0])
+    for one in run_distributed(load, 2, str(tmp_path), (2, 1, 1), timeout=90, **options[1]):
+        assert one["losses"] == pytest.approx(wanted[0]["losses"], rel=1e-5)
+    masters = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert all(torch.equal(wanted[0]["whole"][name], value) for name, value in masters.items())
 
 
 def in_files(folder: str, files: str, mesh: Mesh, *, resume: bool) -> list[float]:

@@ -7,10 +7,19 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleInterleaved1F1B
 
 from ds_hf.engine.parallel.pipeline import schedule
-from ds_hf.engine.parallel.pipeline.schedule import Work, interleaved, one_forward_one_backward
+from ds_hf.engine.parallel.pipeline.partition import part_of, stage_of
+from ds_hf.engine.parallel.pipeline.schedule import (
+    Work,
+    bubble,
+    dual_pipe_v,
+    in_flight,
+    interleaved,
+    one_forward_one_backward,
+    order_of,
+)
 
 
 def names(steps: list[list[schedule.PipeInstruction]]) -> list[str]:
@@ -104,31 +113,138 @@ def test_the_interleaved_order_is_that_of_torch(stages: int, micro_batches: int,
         assert len(found) == len(set(found)) == 2 * micro_batches * chunks
 
 
-@pytest.mark.parametrize(
-    ("stages", "micro_batches", "chunks"), [(2, 1, 1), (3, 2, 1), (4, 9, 1), (2, 4, 3), (4, 8, 2), (3, 9, 4)]
-)
-def test_no_stage_waits_for_one_that_waits_for_it(stages: int, micro_batches: int, chunks: int) -> None:
-    """Every stage runs in order as soon as what it needs has been computed: all come to their ends."""
-    left = [deque(interleaved(micro_batches, stages, stage, chunks)) for stage in range(stages)]
-    last, done = stages * chunks - 1, set()
+def idle_share(micro_batches: int, stages: int, chunks: int, folded: bool) -> float:
+    """Every stage computes in order as soon as what it needs is there, backward for twice as long as forward.
+
+    All come to their ends: no stage waits for one that waits for it.
+    """
+    left = [deque(order_of(micro_batches, stages, stage, chunks, folded=folded)) for stage in range(stages)]
+    last, done, clock = stages * chunks - 1, dict[tuple[bool, int, int], float](), [0.0] * stages
     while any(left):
         moved = False
         for stage, order in enumerate(left):
             if not order:
                 continue
-            work = order[0]
-            part = work.chunk * stages + stage
-            needs = (
-                part == 0 or (True, work.micro_batch, part - 1) in done
-                if work.forward
-                else (True, work.micro_batch, part) in done
-                and (part == last or (False, work.micro_batch, part + 1) in done)
-            )
-            if needs:
-                done.add((work.forward, work.micro_batch, part))
+            forward, micro_batch, chunk = order[0]
+            part = part_of(stage, chunk, stages, folded=folded)
+            needs = [(True, micro_batch, part)] if not forward else []
+            needs += [(forward, micro_batch, part - 1)] if forward and part > 0 else []
+            needs += [(forward, micro_batch, part + 1)] if not forward and part < last else []
+            if all(need in done for need in needs):
+                begun = max([clock[stage], *(done[need] for need in needs)])
+                clock[stage] = done[forward, micro_batch, part] = begun + (1 if forward else 2) / chunks
                 order.popleft()
                 moved = True
         assert moved
+    return 1 - 3 * micro_batches / max(clock)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "chunks", "folded"),
+    [
+        *[(2, 1, 1, False), (3, 2, 1, False), (4, 9, 1, False), (2, 4, 3, False), (4, 8, 2, False), (3, 9, 4, False)],
+        *[(2, 4, 2, True), (2, 9, 2, True), (4, 8, 2, True), (4, 17, 2, True), (8, 16, 2, True), (1, 3, 2, True)],
+    ],
+)
+def test_every_stage_comes_to_its_end_and_waits_as_long_as_is_said(
+    stages: int, micro_batches: int, chunks: int, folded: bool
+) -> None:
+    share = idle_share(micro_batches, stages, chunks, folded)
+    if micro_batches >= stages:  # with fewer, 1F1B never comes to its middle
+        assert share == pytest.approx(bubble(micro_batches, stages, chunks, folded=folded), abs=1e-9)
+    if folded and stages > 1:
+        assert share < bubble(micro_batches, stages)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (2, 7), (3, 9), (4, 8), (4, 12)])
+def test_the_order_of_dual_pipe_v_is_that_of_torch(stages: int, micro_batches: int) -> None:
+    """torch parts backward in two: that of the inputs counts, which the stage before waits for."""
+    sizes = SimpleNamespace(pp_group_size=stages, _n_microbatches=micro_batches, _num_stages=2 * stages)
+    kinds = {"FORWARD": True, "FULL_BACKWARD": False, "BACKWARD_INPUT": False}
+    for stage in range(stages):
+        sizes.rank = stage
+        actions = [each for each in ScheduleDualPipeV._calculate_single_rank_operations(sizes, stage) if each]
+        single = [one for each in actions for one in (each.sub_actions or [each])]
+        expected = [
+            Work(kinds[each.computation_type.name], each.microbatch_index, each.stage_index // stages)
+            for each in single
+            if each.computation_type.name in kinds
+        ]
+        found = dual_pipe_v(micro_batches, stages, stage)
+        assert found == expected
+        assert len(found) == len(set(found)) == 4 * micro_batches
+        assert in_flight(micro_batches, stages, stage, 2, folded=True) == stages + 0.5  # alike on all stages
+    with pytest.raises(ValueError, match=f"at least 2 \\* {stages} micro-batches"):
+        dual_pipe_v(2 * stages - 1, stages, 0)
+
+
+def test_parts_of_a_folded_model() -> None:
+    assert [stage_of(part, 3, folded=True) for part in range(9)] == [0, 1, 2, 2, 1, 0, 0, 1, 2]
+    assert [stage_of(part, 3) for part in range(6)] == [0, 1, 2, 0, 1, 2]
+    for folded in (False, True):
+        parts = [part_of(stage, chunk, 3, folded=folded) for stage in range(3) for chunk in range(2)]
+        assert sorted(parts) == list(range(6))
+        assert all(
+            stage_of(part_of(stage, chunk, 3, folded=folded), 3, folded=folded) == stage
+            for stage in range(3)
+            for chunk in range(2)
+        )
+
+
+def test_instructions_of_dual_pipe_v() -> None:
+    steps = names(list(schedule.DualPipeVSchedule(4, 2, 1)))
+    assert steps[:4] == [
+        "RecvActivation(0, phase=0) CommitP2P() ForwardPass(0, phase=0)",
+        "CommitP2P() ForwardPass(4, phase=1) SendActivation(4, phase=1)",
+        "RecvActivation(1, phase=0) CommitP2P() ForwardPass(1, phase=0)",
+        "CommitP2P() ForwardPass(5, phase=1) SendActivation(5, phase=1)",
+    ]
+    assert names(list(schedule.DualPipeVSchedule(4, 2, 0)))[0] == (
+        "CommitP2P() LoadMicroBatch(0) ForwardPass(0, phase=0) SendActivation(0, phase=0)"
+    )
+    assert steps[-1] == "CommitP2P() ReduceTiedGrads() ReduceGrads() OptimizerStep()"
+    with pytest.raises(ValueError, match="at least 2"):
+        schedule.DualPipeVSchedule(3, 2, 0)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 2), (2, 4), (3, 7)])
+def test_what_dual_pipe_v_sends_is_received_by_the_stage_beside(
+    stages: int, micro_batches: int, forward_only: bool
+) -> None:
+    """Each goes on once all that it has to receive was sent: to the ends, in the order of sending."""
+    left = [
+        deque(each for step in schedule.DualPipeVSchedule(micro_batches, stages, stage, forward_only) for each in step)
+        for stage in range(stages)
+    ]
+    sent: dict[tuple[str, int, int, int], deque[int]] = {}
+    wanted: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(stages)]
+    waiting: list[list[tuple[tuple[str, int, int, int], int]]] = [[] for _ in range(stages)]
+    while any(left):
+        moved = False
+        for stage, order in enumerate(left):
+            while order:
+                name, buffer = order[0].name, getattr(order[0], "buffer_id", 0)
+                phase = getattr(order[0], "phase", 0)
+                below = stage + 1 if (name.startswith("Send") == (phase == 0)) == name.endswith("Activation") else -1
+                peer = stage + 1 if below > 0 else stage - 1
+                kind = name.removeprefix("Send").removeprefix("Recv")
+                if name.startswith("Send"):
+                    waiting[stage].append(((kind, phase, stage, peer), buffer))
+                elif name.startswith("Recv"):
+                    wanted[stage].append((kind, phase, peer, stage, buffer))
+                elif name == "CommitP2P":
+                    for key, each in waiting[stage]:
+                        sent.setdefault(key, deque()).append(each)
+                    waiting[stage].clear()
+                    if not all(sent.get(key[:4]) for key in wanted[stage]):
+                        break
+                    assert all(sent[key[:4]].popleft() == key[4] for key in wanted[stage])
+                    wanted[stage].clear()
+                order.popleft()
+                moved = True
+        assert moved
+    assert not any(sent.values())
 
 
 def test_micro_batches_that_do_not_fit_the_chunks() -> None:

@@ -13,6 +13,7 @@ from ds_hf import initialize
 from ds_hf.deepspeed_api.pipeline import PipelineModule
 from ds_hf.engine.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
 from ds_hf.engine.parallel.pipeline.topology import PipeModelDataParallelTopology, ProcessTopology
+from ds_hf.errors import ConfigError
 from tests.engine.parallel.pipeline.models import (
     SEED,
     WIDTH,
@@ -22,6 +23,7 @@ from tests.engine.parallel.pipeline.models import (
     pairs,
     pipeline,
     project,
+    specs,
 )
 from tests.helpers.distributed import run_distributed
 
@@ -29,19 +31,25 @@ MICRO = 4
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
-def run(stages: int, more: dict[str, Any], steps: int = 3, pipelines: int = 1, **options: Any) -> dict[str, Any]:
+def run(
+    stages: int, more: dict[str, Any], steps: int = 3, pipelines: int = 1, micro: int = MICRO, **options: Any
+) -> dict[str, Any]:
     """Losses, norms and weights; the micro-batches of a step are shared out over the pipelines."""
-    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO // pipelines, **more}
+    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": micro // pipelines, **more}
     settings.setdefault("optimizer", ADAMW)
-    module = pipeline(True, stages, **options)
+    module = pipeline(options.pop("tied", True), stages, **options)
     engine, *_ = initialize(model=module, config=settings)
     losses, norms = [], []
-    for tokens in batches(steps, MICRO):
+    for tokens in batches(steps, micro):
         shared = tokens.view(-1, pipelines, *tokens.shape[2:])
         losses.append(float(engine.train_batch(pairs(shared, engine.mesh.sample_rank))))
         norms.append(engine.get_global_grad_norm())
+    evaluated = [
+        float(engine.eval_batch(pairs(tokens.repeat(1, pipelines, 1, 1)), num_micro_batches=count))
+        for count, tokens in ((3, batches(1, micro)[0]), (micro, batches(1, micro)[0]))
+    ]
     found = {name: param.detach().float().clone() for name, param in module.named_parameters()}
-    state = {"losses": losses, "norms": norms, "weights": found, "skipped": engine.skipped_steps}
+    state = {"losses": losses, "norms": norms, "weights": found, "skipped": engine.skipped_steps, "eval": evaluated}
     state["scale"] = engine.loss_scale()
     engine.destroy()
     return state
@@ -85,6 +93,53 @@ def test_chunks_from_the_file_are_one_process_to_the_bit(processes: int) -> None
         for key, value in one["weights"].items():
             assert float((value - alone["weights"][key]).norm() / alone["weights"][key].norm()) < 1e-6, key
     assert {"tied_modules.embed.weight", "1.norm.weight", "6.norm.weight"} <= set(alone["weights"])
+
+
+@pytest.mark.parametrize(
+    ("stages", "pipelines", "more"),
+    [
+        (2, 1, {}),
+        pytest.param(4, 1, {"zero_optimization": {"stage": 1}}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.3}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"pipeline": {"activation_checkpoint_interval": 1}}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folded_pipeline_is_one_process(stages: int, pipelines: int, more: dict[str, Any], tied: bool) -> None:
+    """DualPipeV: the first stage has both ends of the model, so a tied embedding is one module there."""
+    alone = run_distributed(run, 1, 1, more, micro=8, depth=6, tied=tied)[0]
+    options = {"micro": 8, "depth": 6, "tied": tied, "chunks": 2, "folded": True}
+    found = run_distributed(run, stages * pipelines, stages, more, 3, pipelines, timeout=90, **options)
+    names = [set(one["weights"]) for one in found]
+    for one in found:
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        assert one["eval"] == pytest.approx(alone["eval"], rel=1e-6)
+        assert one["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        for key, value in one["weights"].items():
+            assert float((value - alone["weights"][key]).norm() / alone["weights"][key].norm()) < 1e-6, key
+    ends = {"tied_modules.embed.weight"} if tied else {"0.weight", "7.weight"}
+    assert [ends <= each for each in names] == [rank < pipelines for rank in range(stages * pipelines)]
+    assert set.union(*names) == set(alone["weights"])
+
+
+def dual_pipe_v_by_its_name() -> dict[str, Any]:
+    from deepspeed.pipe import DualPipeVModule
+
+    module = DualPipeVModule(specs(True, 6), num_stages=2, loss_fn=cross_entropy, partition_method="uniform")
+    owners = [module.stage_owner(layer) for layer in range(8)]
+    with pytest.raises(ConfigError) as few:
+        initialize(model=module, config={"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3})
+    with pytest.raises(ConfigError) as many:
+        pipeline(True, 2, depth=6, chunks=3, folded=True)
+    return {"owners": owners, "told": [str(few.value), str(many.value)], "layers": module.layer_ids}
+
+
+def test_dual_pipe_v_by_its_name_and_what_it_refuses() -> None:
+    first, last = run_distributed(dual_pipe_v_by_its_name, 2)
+    assert first["owners"] == last["owners"] == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert (first["layers"], last["layers"]) == ([0, 1, 6, 7], [2, 3, 4, 5])
+    assert "DualPipeV needs gradient_accumulation_steps >= 2 * 2, got 3" in first["told"][0]
+    assert "has 2 chunks a stage, not 3" in last["told"][1]
 
 
 @pytest.mark.slow
