@@ -130,8 +130,7 @@ def make_parts(
     _place_rest(settings, mesh, model, policy.dtype, device)
     if device.type == "cuda":  # what the buffers have replaced left pieces into which nothing that comes fits
         torch.cuda.empty_cache()
-    units = list(planned)
-    waits = device.type == "cpu" and not plan.shards_optimizer
+    units, waits = list(planned), device.type == "cpu" and not plan.shards_optimizer
     accumulation, often = accumulation_of(settings, whole_batches=whole_batches), plan.reduces_every_micro_batch
     reducer = Reducer(units, states.gradients, often, at_the_end=waits, world=mesh.stage, accumulation=accumulation)
     optimizer = None

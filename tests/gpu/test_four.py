@@ -73,6 +73,17 @@ def test_chunks_of_pipelines(processes: int) -> None:
     pipeline_variants.test_chunks_from_the_file_are_one_process_to_the_bit(processes)
 
 
+def test_a_folded_pipeline() -> None:
+    pipeline_variants.test_a_folded_pipeline_is_one_process(4, 1, {}, True)
+
+
+def test_fewer_micro_batches_than_stages() -> None:
+    """NCCL's communicators are made before the first batch: in it, stages would wait for each other."""
+    alone = over_nccl(pipeline_variants.run, 1, 1, {}, micro=2)[0]
+    for one in over_nccl(pipeline_variants.run, 4, 4, {}, micro=2, timeout=60):
+        assert one["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("stage", "env"), [(1, {}), (2, {}), (3, {}), (2, hierarchical.HYBRID), (3, hierarchical.HYBRID)]
 )

@@ -310,6 +310,32 @@ class Links:
         self.after = _shared([link("activations", part, part + 1) for part in parts])
         self.gradients_before = _shared([link("gradients", part, part - 1) for part in parts])
         self.gradients_after = _shared([link("gradients", part, part + 1) for part in parts])
+        if device.type == "cuda":
+            self._connect(parts, last, device)
+
+    def _connect(self, parts: Sequence[int], last: int, device: torch.device) -> None:
+        """One number over each link, from the first part of the model to the last.
+
+        The first call of a pair makes NCCL's communicator, for which both wait on the host. In a batch a stage would
+        wait for gradients there before it has sent what they come from: with fewer micro-batches than stages, or with
+        chunks, for ever.
+        """
+        met: set[tuple[int, int]] = set()
+        number = torch.zeros(1, device=device)
+
+        def meet(link: Link | Turn | None, call: Any) -> None:
+            if isinstance(link, Link) and (key := (link.peer, id(link.group))) not in met:
+                met.add(key)
+                call(number, link.peer, group=link.group.data, tag=_DATA).wait()
+
+        chunk_of = {part: chunk for chunk, part in enumerate(parts)}
+        for part in range(1, last + 1):  # what lies before it
+            if (chunk := chunk_of.get(part - 1)) is not None:
+                meet(self.after[chunk], dist.isend)
+                meet(self.gradients_after[chunk], dist.irecv)
+            if (chunk := chunk_of.get(part)) is not None:
+                meet(self.before[chunk], dist.irecv)
+                meet(self.gradients_before[chunk], dist.isend)
 
     def settle(self) -> None:
         """Wait for all messages that are under way."""

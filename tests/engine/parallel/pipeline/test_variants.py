@@ -48,7 +48,7 @@ def run(
         float(engine.eval_batch(pairs(tokens.repeat(1, pipelines, 1, 1)), num_micro_batches=count))
         for count, tokens in ((3, batches(1, micro)[0]), (micro, batches(1, micro)[0]))
     ]
-    found = {name: param.detach().float().clone() for name, param in module.named_parameters()}
+    found = {name: param.detach().float().cpu().clone() for name, param in module.named_parameters()}
     state = {"losses": losses, "norms": norms, "weights": found, "skipped": engine.skipped_steps, "eval": evaluated}
     state["scale"] = engine.loss_scale()
     engine.destroy()
