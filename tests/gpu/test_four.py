@@ -79,8 +79,8 @@ def test_a_folded_pipeline() -> None:
 
 def test_fewer_micro_batches_than_stages() -> None:
     """NCCL's communicators are made before the first batch: in it, stages would wait for each other."""
-    alone = over_nccl(pipeline_variants.run, 1, 1, {}, micro=2)[0]
-    for one in over_nccl(pipeline_variants.run, 4, 4, {}, micro=2, timeout=60):
+    alone = over_nccl(pipeline_variants.run, 1, 1, {}, micro=3)[0]
+    for one in over_nccl(pipeline_variants.run, 4, 4, {}, micro=3, timeout=60):
         assert one["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
