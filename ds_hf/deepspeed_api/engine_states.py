@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,36 @@ class StatesNames(CoreEngine):
     def _config(self) -> DeepSpeedConfig:
         """The configuration as ``deepspeed.DeepSpeedConfig``."""
         return DeepSpeedConfig.of(self.settings, self.mesh.shape.data)
+
+    def checkpoint_on_signal(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | Callable[[], dict[str, Any]] | None = None,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+    ) -> bool:
+        """Save when a scheduler has asked a process to end. All ranks call it after each ``step()``, and once before
+        the first one, from which on the signals are noted instead of ending the process.
+
+        Args:
+            save_dir, tag: as of ``save_checkpoint``.
+            client_state: what ``load_checkpoint`` gives back, or a function that makes it when it is needed.
+            signals: names; they count whichever process gets one.
+
+        Returns:
+            Whether the checkpoint is whole and training is to end; the same on all ranks.
+
+        Raises:
+            CheckpointError: it could not be written whole.
+            DsHfError: this is not the main thread, or there is no such signal.
+        """
+        found = vars(self).get("_ds_signalled")
+        if found is None:
+            from ds_hf.engine.checkpoint.signals import SignalledCheckpoint
+
+            found = self.__dict__["_ds_signalled"] = SignalledCheckpoint(self, signals)
+        ended: bool = found(save_dir, tag, client_state)
+        return ended
 
     @property
     def basic_optimizer(self) -> Any:

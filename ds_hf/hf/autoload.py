@@ -46,6 +46,7 @@ HOOKS = {
     "transformers.modeling_utils": ("ds_hf.hf.modeling", "wrap_modeling"),
     "transformers.trainer_utils": ("ds_hf.hf.trainer", "wrap_trainer_utils"),
     "transformers.trainer": ("ds_hf.hf.trainer", "wrap_trainer"),
+    "transformers.trainer_jit_checkpoint": ("ds_hf.hf.signals", "wrap_jit_checkpoint"),
 }
 
 

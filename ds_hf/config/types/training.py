@@ -140,6 +140,7 @@ class DsHfCheckpointSection:
 
     async_: bool = False
     verify: Literal["sizes", "digest", "full"] = "digest"
+    grace: float | None = None
 
 
 @dataclass(frozen=True)

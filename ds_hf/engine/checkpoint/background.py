@@ -33,7 +33,7 @@ from ds_hf.engine.comm.mesh import Axis
 from ds_hf.errors import CheckpointError
 from ds_hf.log import logger
 
-__all__ = ["BackgroundWriter", "HostCopy", "SaveTimes", "WriteJob"]
+__all__ = ["BackgroundWriter", "HostCopy", "SaveTimes", "WriteJob", "host_group"]
 
 PATIENCE_S = 1800.0  # how long rank 0 waits for a rank that writes longer than itself, and the others for rank 0
 FAREWELL_S = 5.0  # how long rank 0 waits for the others to read the verdict, before it may end and the store with it
@@ -141,7 +141,7 @@ class BackgroundWriter:
             step_hooks.append(self.at_boundary)
         store = None if self.axis.log.store is None else _clone(self.axis.log.store)
         if self.axis.world_size > 1 and self._group is None:
-            self._group = _host_group(self.axis)
+            self._group = host_group(self.axis)
         self._done.clear()
         self._failure = None
         self.busy = True
@@ -311,7 +311,7 @@ def _farewell(store: Any, keys: list[str]) -> None:
         store.delete_key(key)
 
 
-def _host_group(axis: Axis) -> Any:
+def host_group(axis: Axis) -> Any:
     """A group on which host tensors are reduced: the axis' own, or one beside it where that is the GPUs'."""
     if not torch.cuda.is_available():
         return axis.group
