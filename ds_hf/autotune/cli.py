@@ -47,7 +47,24 @@ ResultsDir = Annotated[
 ]
 Budget = Annotated[str, typer.Option(help="Time budget of the whole search: 90s, 10m, 1.5h.", rich_help_panel=SEARCH)]
 Trials = Annotated[int, typer.Option(min=1, help="Maximum number of launches.", rich_help_panel=SEARCH)]
-MetricOption = Annotated[str, typer.Option(help="throughput, latency, flops or memory.", rich_help_panel=SEARCH)]
+Goal = Annotated[
+    str,
+    typer.Option(
+        "--goal",
+        "--metric",
+        help="throughput or tokens (both: the fastest), cost (the same, with --price), latency, flops, memory, or "
+        "largest-batch (samples that all devices hold at once; the global batch may grow).",
+        rich_help_panel=SEARCH,
+    ),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        help="Of an hour of one device, in any currency: what a million tokens or samples cost is told.",
+        show_default=False,
+        rich_help_panel=SEARCH,
+    ),
+]
 Tune = Annotated[
     list[str],
     typer.Option(
@@ -103,7 +120,8 @@ Confirm = Annotated[
     bool, typer.Option(help="Run your script once with the result, to confirm its speed.", rich_help_panel=SEARCH)
 ]
 LearningRate = Annotated[
-    bool, typer.Option("--lr", help="Then search for a learning rate with the result.", rich_help_panel=SEARCH)
+    bool,
+    typer.Option("--lr", "--with-lr", help="Then search for a learning rate with the result.", rich_help_panel=SEARCH),
 ]
 Train = Annotated[bool, typer.Option("--run", help="Train with the result afterwards.", rich_help_panel=SEARCH)]
 
@@ -113,7 +131,8 @@ def autotune_command(
     results_dir: ResultsDir = Path("autotuning_results"),
     budget: Budget = "30m",
     trials: Trials = 50,
-    metric: MetricOption = "throughput",
+    goal: Goal = "throughput",
+    price: Price = None,
     patience: Patience = 5,
     tune: Tune = [],  # noqa: B006  # typer copies it
     fix: Fix = [],  # noqa: B006
@@ -136,18 +155,21 @@ def autotune_command(
     your file leaves out or has as "auto" may change; those that it sets stay, unless --tune names them; a preset's may
     change.
     """
-    from ds_hf.autotune.options import Metric, Options, nbytes_of, seconds_of
+    from ds_hf.autotune.options import GOALS, Options, nbytes_of, seconds_of
 
     def options() -> Options:
-        if metric not in [known.value for known in Metric]:
-            raise ConfigError(f"unknown metric {metric!r}: throughput, latency, flops or memory")
+        if goal not in GOALS:
+            raise ConfigError(f"unknown goal {goal!r}: {', '.join(GOALS)}")
+        if goal == "cost" and price is None:
+            raise ConfigError("--goal cost needs --price, of an hour of one device")
         low, high = _interval(batch) if batch else (None, None)
         low_micro, high_micro = _interval(micro)
         return Options(
             results_dir=results_dir,
             budget=seconds_of(budget),
             trials=trials,
-            metric=Metric(metric),
+            metric=GOALS[goal],
+            price=price,
             patience=patience,
             tune=tuple(tune),
             fix=tuple(fix),

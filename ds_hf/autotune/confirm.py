@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_hf.autotune.options import Metric
 from ds_hf.autotune.records import Record
 from ds_hf.autotune.trial import LaunchOutcome, Point
 from ds_hf.measure.machine import Estimate, error_of, gain_of, pool
@@ -92,7 +91,7 @@ class Contest:
     def _contestant(self, record: Record, point: Point) -> Contestant:
         again = tuple(self._again.get((record.key, point.micro, point.accumulation), ()))
         unit = self.search.cost(point) / point.seconds
-        if self.search.options.metric is Metric.MEMORY:
+        if not self.search.options.metric.is_timed:
             return Contestant(record, point, Estimate(self.search.cost(point), 0.0), again)
         points = [point, *(each for outcome in again for each in outcome.points)]
         found = pool([(each.seconds, each.error or error_of(each.seconds, each.low, each.high)) for each in points])
@@ -103,11 +102,11 @@ class Contest:
         ranked, own = self.ranked(), self.own()
         if not ranked or self.denied:
             return []
-        top, memory = ranked[0], self.search.options.metric is Metric.MEMORY
+        top, timed = ranked[0], self.search.options.metric.is_timed
         mine = own is not None and own.key == top.key
         others = [each for each in ranked[1:] if own is None or each.key != own.key][:1]
-        others = [each for each in others if not memory and not self._settled(top, each)]
-        if own is not None and not mine and not memory and not (own.again and top.again and self._settled(top, own)):
+        others = [each for each in others if timed and not self._settled(top, each)]
+        if own is not None and not mine and timed and not (own.again and top.again and self._settled(top, own)):
             others.append(own)
         return [top, *others] if others or not (mine or top.again) else []
 
@@ -143,7 +142,7 @@ class Contest:
     def _look_at_the_script(self) -> None:
         """The engine's steps may be faster, and the script's own slower: its data, or what it does besides."""
         own = self.own()
-        if own is None or self.search.options.metric is Metric.MEMORY:
+        if own is None or not self.search.options.metric.is_timed:
             return
         for top in self.ranked()[:1]:
             was, now = self.natural(own), self.natural(top)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hf.autotune.command import Command
-from ds_hf.autotune.options import Options
+from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.space import CHECKPOINTING, WORKERS, Setting, config_of
 from ds_hf.autotune.trial import Launch, LaunchOutcome, Point, Watch, launch_words, samplers
 from ds_hf.config.types import Config
@@ -29,6 +29,7 @@ __all__ = ["NATURAL_STEPS", "Launches", "Problem", "Run"]
 NATURAL_STEPS = 6
 OWN_OVERTIME = 3.0  # times the budget: without the user's own file nothing is known, and a busy machine starts slowly
 LEAST_SECONDS = 30.0  # for a launch when the budget is nearly spent
+UNTIMED_STEPS = 4  # replayed a size where bytes alone count
 
 Run = Callable[[Launch, "Watch | None"], LaunchOutcome]
 
@@ -179,7 +180,8 @@ class Launches:
         return TrialRequest(
             events=str((self._folder(name) / "events.jsonl").resolve()),
             memory_limit=options.memory_limit,
-            steps=options.steps,
+            largest=options.metric is Metric.BATCH,
+            steps=options.steps if options.metric.is_timed else UNTIMED_STEPS,
             point_seconds=min(options.point_seconds, max(2.0, options.budget / 60)),
             **asked,
         )

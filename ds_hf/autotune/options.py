@@ -13,27 +13,39 @@ from typing import Any
 from ds_hf.config.types import Config, OriginKind
 from ds_hf.errors import ConfigError
 
-__all__ = ["Metric", "Options", "gib", "nbytes_of", "seconds_of"]
+__all__ = ["GOALS", "Metric", "Options", "gib", "nbytes_of", "seconds_of"]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)$")
 _NBYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?$", re.IGNORECASE)
 
 
 class Metric(str, Enum):
-    """What is to be best; latency and memory are smaller when better."""
+    """What is to be best; latency and memory are smaller when better. ``BATCH``: samples that all devices hold at
+    once."""
 
     THROUGHPUT = "throughput"
     LATENCY = "latency"
     FLOPS = "flops"
     MEMORY = "memory"
+    BATCH = "largest-batch"
 
     @property
     def maximize(self) -> bool:
-        return self in (Metric.THROUGHPUT, Metric.FLOPS)
+        return self in (Metric.THROUGHPUT, Metric.FLOPS, Metric.BATCH)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it is made of seconds, which differ from launch to launch."""
+        return self not in (Metric.MEMORY, Metric.BATCH)
 
     @property
     def unit(self) -> str:
-        return {"throughput": "samples/s", "latency": "s/step", "flops": "FLOPS/device", "memory": "bytes"}[self.value]
+        units = {"throughput": "samples/s", "latency": "s/step", "flops": "FLOPS/device", "memory": "bytes"}
+        return units.get(self.value, "samples at once")
+
+
+# What a person wants, by what is measured. On devices that are given, the fastest file is the cheapest.
+GOALS = {**{metric.value: metric for metric in Metric}, "tokens": Metric.THROUGHPUT, "cost": Metric.THROUGHPUT}
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class Options:
 
     Attributes:
         results_dir: everything is written there. budget: seconds for the whole search. trials: launches at most.
+        price: of an hour of one device, in any currency: what a million samples cost is told.
         tune, fix: keys made free, or kept, against the rule of ``space``.
         memory_limit: bytes that count as each device's memory.
         processes: per host; ``None``: one a GPU, or one. launcher: words put before the script instead of torchrun.
@@ -59,6 +72,7 @@ class Options:
     budget: float = 1800.0
     trials: int = 50
     metric: Metric = Metric.THROUGHPUT
+    price: float | None = None
     tune: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
     memory_limit: int | None = None

@@ -20,6 +20,7 @@ import optuna
 from ds_hf.autotune.charts import COLOURS, Bar, ChartAxis, Series, bars, xy
 from ds_hf.autotune.options import Metric, gib
 from ds_hf.autotune.page import code, facts, notice, page, section, side_by_side, table
+from ds_hf.autotune.pareto import pareto_section
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.result import Result, headline, summary_lines, warnings_of
 from ds_hf.autotune.space import config_of, freed_by
@@ -67,6 +68,7 @@ def report_html(search: Search, result: Result, more: Sequence[str] = ()) -> str
         section("The tuned file", code(json.dumps(result.config, indent=2))) if not result.kept else "",
         *more,
         section("Throughput over micro-batch", _throughput(search, records)),
+        pareto_section(records),
         _predictions(records),
         _importances(search),
         section("Where the time of a step goes", _shares(result)),
@@ -114,7 +116,7 @@ def _changes(result: Result) -> str:
 
 
 def _throughput(search: Search, records: list[Record]) -> str:
-    metric = search.options.metric if search.options.metric is not Metric.MEMORY else Metric.THROUGHPUT
+    metric = search.options.metric if search.options.metric.is_timed else Metric.THROUGHPUT
     series = []
     for index, record in enumerate(record for record in records if record.points):
         points = sorted(record.points, key=lambda point: point.micro)
@@ -247,7 +249,7 @@ def _trials(search: Search, result: Result, records: list[Record]) -> str:
         cells = ["", "", "", ""]
         if best is not None:
             value = value_of(best, metric, search.flops)
-            reach = f" ±{(best.high - best.low) / 2 / best.seconds:.0%}" if metric is not Metric.MEMORY else ""
+            reach = f" ±{(best.high - best.low) / 2 / best.seconds:.0%}" if metric.is_timed else ""
             machine = "" if best.slowdown == 1 else f"{1 / best.slowdown:.2f} x"
             cells = [f"{best.micro} x {best.accumulation}", show_value(value, metric) + reach, machine, gib(best.peak)]
         label = record.label + (" (yours)" if record.own else "")

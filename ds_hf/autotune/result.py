@@ -15,6 +15,7 @@ from ds_hf.autotune.confirm import LEAST_GAIN, Again, Contest, Contestant
 from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR
 from ds_hf.autotune.load import warning_of
 from ds_hf.autotune.options import Metric, gib
+from ds_hf.autotune.pareto import rows_of
 from ds_hf.autotune.records import Record, records_of, value_of
 from ds_hf.autotune.space import (
     ACTIVATIONS,
@@ -140,7 +141,7 @@ def make_result(contest: Contest) -> Result:
     result = Result(best, measured, kept, 1.0 if kept else gain, config, why_stopped=search.why_stopped)
     result.best = (best[0], _shown(search, chosen))
     result.interval = (low, high) if not kept or top is not chosen else (1.0, 1.0)
-    result.trusted = bool(chosen.again and (own is None or own.again or search.options.metric is Metric.MEMORY))
+    result.trusted = bool(chosen.again and (own is None or own.again or not search.options.metric.is_timed))
     result.why_not = "" if result.trusted else contest.why_ended or "it was not started again"
     result.again = list(contest.launches)
     result.launches = (chosen.estimate.launches, 0 if own is None else own.estimate.launches)
@@ -158,7 +159,7 @@ def make_result(contest: Contest) -> Result:
 
 def _shown(search: Search, chosen: Contestant) -> Point:
     """The point with what all its launches say together."""
-    if search.options.metric is Metric.MEMORY:
+    if not search.options.metric.is_timed:
         return chosen.point
     found, unit = chosen.estimate, search.cost(chosen.point) / chosen.point.seconds
     low, high = found.low / unit, found.high / unit
@@ -187,7 +188,8 @@ def headline(search: Search, result: Result) -> str:
     """The result in one line, with a figure only where it was confirmed."""
     if result.kept:
         return "No significant gain: your file stays as it is"
-    what = {Metric.MEMORY: "less memory", Metric.LATENCY: "faster steps"}.get(search.options.metric, "faster")
+    words = {Metric.MEMORY: "less memory", Metric.LATENCY: "faster steps", Metric.BATCH: "larger batches"}
+    what = words.get(search.options.metric, "faster")
     if not result.trusted:
         verb = "may run" if result.own is None else f"may bring {what}" if " " in what else f"may be {what}"
         return f"Not confirmed: another file {verb} ({result.why_not})"
@@ -196,6 +198,8 @@ def headline(search: Search, result: Result) -> str:
     low, high = result.interval
     if search.options.metric is Metric.MEMORY:
         return f"{1 - 1 / result.gain:.0%} less memory than with your file, confirmed"
+    if search.options.metric is Metric.BATCH:
+        return f"{result.gain:.3g} x as many samples at once as with your file, confirmed"
     was, now = (seconds and seconds / point.samples
                 for seconds, point in zip(result.script, (result.own, result.best[1]), strict=True))  # fmt: skip
     script = f"the whole script {was / now:.2f} x" if was and now and result.workers is None else ""
@@ -276,10 +280,14 @@ def changes_of(search: Search, best: tuple[Record, Point]) -> list[Change]:
 
 def _batch_reason(search: Search, best: tuple[Record, Point], name: str) -> str:
     record, point = best
-    if name == STEPS:
+    grows = search.options.metric is Metric.BATCH and search.options.high_batch is None
+    if name == STEPS and (not grows or point.samples == search.own.events["facts"]["train_batch"]):
         return f"keeps the global batch at {point.samples}"
+    if name == STEPS:
+        return "with the micro-batch, which is the global batch now"
     if name == TOTAL:
-        return "inside the interval that you allowed"
+        way = "grows with the micro-batch" if grows else "inside the interval that you allowed"
+        return f"{way}; the learning rate is for the batch that you had (--with-lr finds another)"
     others = sorted((p for p in record.points if p.micro != point.micro), key=search.cost)
     text = f"{gib(point.peak)} at the peak"
     if search.model.memory:
@@ -420,6 +428,7 @@ def reasons_of(search: Search, result: Result) -> dict[str, Any]:
         "changes": [change.__dict__ for change in result.changes],
         "kept": search.space.kept,
         "how_to_free": {name: way for name, why in search.space.kept.items() if (way := freed_by(name, why))},
+        "pareto": rows_of(search.launched()),
         "limits": result.limits,
         "limited_by": result.limit,
         "why_stopped": result.why_stopped,
@@ -481,7 +490,27 @@ def _line(search: Search, point: Point) -> str:
     value = show_value(value_of(point, metric, search.flops), metric)
     noise = f"{point.low / point.seconds - 1:+.1%} {point.high / point.seconds - 1:+.1%}"
     batch = f"micro-batch {point.micro} x {point.accumulation}"
-    return f"{value} ({point.seconds * 1e3:,.1f} ms/step, {noise}), {gib(point.peak)}, {batch}"
+    return f"{value} ({point.seconds * 1e3:,.1f} ms/step, {noise}), {gib(point.peak)}, {batch}{_tokens(search, point)}"
+
+
+def _tokens(search: Search, point: Point) -> str:
+    """Tokens a second, where samples are texts of one length, and what they cost, if an hour has a price."""
+    shapes = search.own.events.get("survey", {}).get("shapes") or {}
+    pace, unit, text = point.samples / point.seconds, "samples", ""
+    if shape := next((shape for name, shape in shapes.items() if "input_ids" in name and len(shape) == 2), None):
+        pace, unit = pace * shape[1], "tokens"
+        text = f", {pace:,.0f} tokens/s"
+    if search.options.price is None:
+        return text
+    return f"{text}, {price_of(search, pace):.4g} a million {unit} at {search.options.price:g} a device and hour"
+
+
+def price_of(search: Search, pace: float) -> float:
+    """Of a million at ``pace`` a second, on all devices."""
+    assert search.options.price is not None
+    facts = search.own.events["facts"]
+    devices = int(facts.get("processes") or facts["world_size"])
+    return search.options.price * devices / 3600 / pace * 1e6
 
 
 def _confirmation(result: Result) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import time
@@ -29,7 +30,7 @@ from ds_hf.autotune.lr import (
     total_steps_in,
     updates_of,
 )
-from ds_hf.autotune.options import Options
+from ds_hf.autotune.options import Metric, Options
 from ds_hf.autotune.page import code, section
 from ds_hf.autotune.report import write_report
 from ds_hf.autotune.result import Result, headline, make_result, summary_lines, write_result
@@ -41,6 +42,7 @@ from ds_hf.autotune.workers import try_workers
 from ds_hf.config.load import examine
 from ds_hf.config.types import Config
 from ds_hf.errors import ConfigError, DsHfError
+from ds_hf.host import has_gpu
 from ds_hf.measure.statistics import summarise
 from ds_hf.printable import harmless
 from ds_hf.regular_files import check_regular, read_object, read_regular, replace_file
@@ -164,6 +166,12 @@ def _config(command: Command) -> Config:
 def _check(options: Options) -> None:
     if options.trials < 1:
         raise ConfigError("--trials must be 1 or more")
+    if options.price is not None and not 0 < options.price < math.inf:
+        raise ConfigError(f"--price must be more than 0, not {options.price}")
+    if options.metric is Metric.BATCH and options.memory_limit is None and not has_gpu():
+        raise ConfigError(
+            "--goal largest-batch needs --device-memory where there is no GPU: what is to hold the batch?"
+        )
     if options.low_batch and options.high_batch and options.low_batch > options.high_batch:
         raise ConfigError(f"the batch interval {options.low_batch}:{options.high_batch} is empty")
     if options.low_micro > options.high_micro:

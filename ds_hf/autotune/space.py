@@ -18,7 +18,7 @@ from typing import Any
 
 from ds_hf.autotune.command import Command
 from ds_hf.autotune.division import EXPERTS, SEQUENCE, TENSOR, AxisSizes, MeshDivision
-from ds_hf.autotune.options import Options
+from ds_hf.autotune.options import Metric, Options
 from ds_hf.config.load import examine
 from ds_hf.config.mesh import mesh_shape
 from ds_hf.config.schema import load_schema
@@ -317,6 +317,9 @@ def points(options: Options, data: int, own: tuple[int, int], own_data: int | No
     if "gradient_accumulation_steps" in options.fix:
         return [] if share % own[1] else [(share // own[1], own[1])]
     high = options.high_micro
+    if options.low_batch is None and options.high_batch is None and options.metric is Metric.BATCH:
+        micros = sorted({own[0], *(2**power for power in range(high.bit_length()))})  # the global batch grows with them
+        return [(micro, max(1, share // micro)) for micro in micros if options.low_micro <= micro <= high]
     if options.low_batch is None and options.high_batch is None:
         return [
             (micro, share // micro)

@@ -58,6 +58,7 @@ LR_SHARE = 0.5  # of the budget, with ``lr``
 FAILURES = 3  # times ``patience``
 FIRST_SHARE = 0.6  # of the first launch, which measures more, is what another one takes
 STARTUP = 4  # launches before Optuna's sampler has an opinion
+TIE = 1e-6  # what a second a sample counts where samples at once do
 SUGGESTIONS = 8  # of the sampler that may be known or illegal before the model decides
 
 
@@ -148,7 +149,7 @@ class Search:
         found = {p.micro: (p.seconds, p.accumulation, p.optimizer_seconds, p.peak) for p in own.points}
         memory = self.options.memory_limit or facts.get("memory")
         survey = Survey(facts, own.events.get("survey", {}), found, own.events.get("split", {}))
-        matters = memory is not None or self.options.metric is Metric.MEMORY
+        matters = memory is not None or not self.options.metric.is_timed
         footprint = self._trace(survey) if matters else None
         self.model = CostModel(self.space.tree, own.setting, survey, memory, footprint)
         for record in records_of(self.study):
@@ -324,9 +325,7 @@ class Search:
             sizes = self._sizes(setting)
             if sizes:
                 expected = min(self._predicted_cost(setting, *size) for size in sizes)
-                doubt = (
-                    self.model.predict(setting, *sizes[0]).spread if self.options.metric is not Metric.MEMORY else 0.05
-                )
+                doubt = self.model.predict(setting, *sizes[0]).spread if self.options.metric.is_timed else 0.05
                 works = self._chance_to_work(setting)
                 found.append((works * expected_gain(best / expected, doubt), expected / works, setting))
         found.sort(key=lambda item: (-item[0], item[1]))
@@ -401,6 +400,8 @@ class Search:
             return sorted(fitting)
         costs = [self._predicted_cost(setting, *size) for size in fitting]
         close = [size for size, cost in zip(fitting, costs, strict=True) if cost <= CLOSE * costs[0]]
+        if self.options.metric is Metric.BATCH:  # a prediction may be too low: the next smaller ones stand by
+            return fitting[: self.options.micros]
         if close and self._is_tight(setting, min(close)):
             close += [max(smaller)] if (smaller := [size for size in fitting if size < min(close)]) else []
         return close[: self.options.micros]
@@ -517,15 +518,19 @@ class Search:
         return float(found) / samplers(own.events["facts"]) if own and found else 1.0
 
     def cost(self, point: Point) -> float:
-        """What is minimized: bytes, seconds a step, or seconds a sample (throughput and FLOPS are one over it)."""
-        return self._search_cost(point.seconds, point.peak, point.samples)
+        """What is minimized: bytes, seconds a step, one over the samples at once, or seconds a sample (throughput and
+        FLOPS are one over it)."""
+        return self._search_cost(point.seconds, point.peak, point.samples, point.micro * point.data)
 
     def _predicted_cost(self, setting: Setting, micro: int, accumulation: int) -> float:
         found = self.model.predict(setting, micro, accumulation)
-        return self._search_cost(found.seconds, found.nbytes, micro * accumulation * self.data(setting))
+        data = self.data(setting)
+        return self._search_cost(found.seconds, found.nbytes, micro * accumulation * data, micro * data)
 
-    def _search_cost(self, seconds: float, nbytes: int, numel: int) -> float:
+    def _search_cost(self, seconds: float, nbytes: int, numel: int, at_once: int) -> float:
         metric = self.options.metric
+        if metric is Metric.BATCH:  # of equal ones the faster
+            return (1 + TIE * seconds / numel) / at_once
         return nbytes if metric is Metric.MEMORY else seconds if metric is Metric.LATENCY else seconds / numel
 
     def _best_cost(self) -> float:

@@ -32,6 +32,8 @@ def show_value(value: float, metric: Metric) -> str:
     """A value with its unit."""
     if metric is Metric.MEMORY:
         return gib(value)
+    if metric is Metric.BATCH:
+        return f"{value:,.0f} samples at once"
     if metric is Metric.FLOPS:
         return f"{value / 1e12:.3g} TFLOPS"
     return f"{value * 1e3:,.1f} ms/step" if metric is Metric.LATENCY else f"{value:,.2f} samples/s"

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Sequence
 
 from ds_hf.autotune.confirm import LEAST_GAIN
-from ds_hf.autotune.options import Metric
 from ds_hf.autotune.records import LEAST_WAIT, wait_share
 from ds_hf.autotune.result import Change, Result, final_words
 from ds_hf.autotune.space import WORKERS
@@ -61,7 +60,7 @@ def _why_not(search: Search) -> str:
         return "--fix"
     if command.given(WORKERS) is not None and not {WORKERS, "all"} & set(options.tune):
         return "given on the command line"
-    if options.metric is Metric.MEMORY:
+    if not options.metric.is_timed:
         return "changes nothing of the memory of the device"
     return "autotuning.fast" if options.fast else ""
 

@@ -49,6 +49,8 @@ class TrialRequest:
         points: (micro-batch, accumulation steps) to measure by resizing the script's own batch, in this order.
         own_axis: measure the script's own batch, and every division of it into micro-batches from ``low_micro`` to
             ``high_micro``; only the engine knows it, once it was launched.
+        largest: the largest micro-batch is wanted: powers of two beyond the script's batch are measured, too, and none
+            is left out for being slow.
         natural_steps: optimizer steps of the script itself to time afterwards.
         survey: also measure what the cost model needs to know of the model.
         gradient_checkpointing: switch it on or off in the model; ``None`` leaves it as the script has it.
@@ -66,6 +68,7 @@ class TrialRequest:
     own_axis: bool = False
     low_micro: int = 1
     high_micro: int = 1 << 30
+    largest: bool = False
     natural_steps: int = 0
     survey: bool = False
     gradient_checkpointing: bool | None = None

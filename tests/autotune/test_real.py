@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from ds_hf.autotune import run_from_deepspeed
 from ds_hf.cli.root import app
 from ds_hf.config import load_config
+from ds_hf.host import has_gpu
 from ds_hf.measure.protocol import TRIAL_ENV
 from tests.autotune.scripts import SLOW_DATA, TOKENS, script
 
@@ -153,7 +154,10 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     [
         (["--budget", "soon"], "not a valid duration"),
         (["--memory-limit", "much"], "not a valid amount of memory"),
-        (["--metric", "joy"], "unknown metric"),
+        (["--metric", "joy"], "unknown goal 'joy': throughput, latency"),
+        (["--goal", "cost"], "--goal cost needs --price"),
+        (["--price", "-1"], "--price must be more than 0"),
+        *([] if has_gpu() else [(["--goal", "largest-batch"], "needs --device-memory where there is no GPU")]),
         (["--batch", "64:8"], "is empty"),
         (["--tune", "zero_optimization.stge"], "did you mean zero_optimization.stage"),
         (["--fix", "optimizer.type"], "cannot be tuned or fixed"),

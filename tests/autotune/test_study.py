@@ -174,7 +174,7 @@ def test_another_search_in_the_folder_is_refused(search: Search) -> None:
     search(World(), metric=Metric.MEMORY, overwrite=True)
 
 
-@pytest.mark.parametrize("metric", list(Metric))
+@pytest.mark.parametrize("metric", [metric for metric in Metric if metric is not Metric.BATCH])
 def test_metrics_go_their_own_way(search: Search, metric: Metric) -> None:
     world = World(memory=2_000 * MIB)
     result = search(world, metric=metric, patience=16)
@@ -184,6 +184,44 @@ def test_metrics_go_their_own_way(search: Search, metric: Metric) -> None:
         assert point.peak <= 1.05 * best
     else:
         assert found(result) >= 0.95 * max(world.grid().values())
+
+
+@pytest.mark.parametrize("limit", [1_000, 2_000, 12_000])
+def test_the_largest_batch(search: Search, limit: int, tmp_path: Path) -> None:
+    """Of sizes that are powers of two; the global batch grows where one micro-batch is more than it was."""
+    world = World(memory=limit * MIB)
+    result = search(world, metric=Metric.BATCH, memory_limit=world.memory, patience=16)
+    sizes = [2**power for power in range(11)]
+    fitting = [m for m in sizes for s in range(4) for on in (True, False) if world.nbytes(s, on, m) <= world.memory]
+    assert result.best[1].micro == max(fitting)
+    assert result.best[1].peak <= world.memory
+    tree = json.loads((tmp_path / "results" / "ds_config.tuned.json").read_text())
+    assert tree["train_batch_size"] == max(GLOBAL_MICRO * GLOBAL_STEPS, max(fitting)) * WORLD
+    own = result.own
+    said = (tmp_path / "results" / "summary.txt").read_text()
+    assert own is not None
+    assert f"{max(fitting) * WORLD:,} samples at once" in said
+    assert result.gain == pytest.approx(max(fitting) / own.micro, rel=1e-4)
+
+
+def test_what_it_costs_and_the_settings_between_fast_and_small(search: Search, tmp_path: Path) -> None:
+    world = World(memory=2_000 * MIB)
+    result = search(world, price=2.0, patience=16)
+    said = (tmp_path / "results" / "summary.txt").read_text()
+    pace = found(result) * 128
+    assert (
+        f"{pace:,.0f} tokens/s, {2.0 * WORLD / 3600 / pace * 1e6:.4g} a million tokens at 2 a device and hour" in said
+    )
+    rows = json.loads((tmp_path / "results" / "ds_config.tuned.reasons.json").read_text())["pareto"]
+    with (tmp_path / "results" / "trials.csv").open() as file:
+        every = [
+            (float(row["samples_per_s"]), int(row["peak_bytes"])) for row in csv.DictReader(file) if row["seconds"]
+        ]
+    best = {each for each in every if not any(p >= each[0] and m <= each[1] and (p, m) != each for p, m in every)}
+    assert {(row["samples_per_s"], row["peak_bytes"]) for row in rows} == best
+    assert len(best) > 2
+    assert [row["peak_bytes"] for row in rows] == sorted((row["peak_bytes"] for row in rows), reverse=True)
+    assert "Time against memory" in (tmp_path / "results" / "report.html").read_text()
 
 
 def test_interval_for_the_global_batch(search: Search) -> None:

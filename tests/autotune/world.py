@@ -87,6 +87,9 @@ class World:
         sizes = request.points
         if request.own_axis:
             sizes = tuple(self.sizes().items())
+            if request.largest:
+                share = self.micro * self.steps
+                sizes += tuple((2**power, 1) for power in range(request.high_micro.bit_length()) if 2**power > share)
         if not self.resizable:
             events.append({"event": "note", "text": "no loss", "resizable": False})
             sizes = ()
@@ -144,7 +147,8 @@ class World:
             found = {str(n): self.nbytes(stage, on, n) for n in (1, 3)}
             return {n: nbytes for n, nbytes in found.items() if nbytes <= self.memory}
 
-        return {"event": "survey", "flops": 10**9, "bandwidth": self.bandwidth(), "sample_numel": 128,
+        return {"event": "survey", "flops": 10**9, "shapes": {"input_ids": [self.micro, 128]},
+                "bandwidth": self.bandwidth(), "sample_numel": 128,
                 "plain": peaks(False), "checkpointed": peaks(True)}  # fmt: skip
 
     def bandwidth(self) -> float:

@@ -143,7 +143,10 @@ class Driver:
         sizes = [m for m in range(1, share + 1) if share % m == 0 and request.low_micro <= m <= request.high_micro]
         larger = [micro for micro in sizes if micro > batch.micro]
         smaller = [micro for micro in sizes[::-1] if micro < batch.micro]
-        return [(micro, share // micro) for micro in (batch.micro, *larger, *smaller)]
+        if request.largest:
+            powers = (2**power for power in range(request.high_micro.bit_length()))
+            larger += [micro for micro in powers if micro > share and micro >= request.low_micro]
+        return [(micro, max(1, share // micro)) for micro in (batch.micro, *larger, *smaller)]
 
     def _replay(self, replay: Replay, points: list[tuple[int, int]]) -> None:
         if self.request.longest:

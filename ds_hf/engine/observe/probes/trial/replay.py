@@ -188,7 +188,8 @@ class Replay:
         if self._before is not None and micro != self._before and (micro > self._before) != self._upwards:
             self._upwards, self._slower = micro > self._before, 0
         self._before = micro
-        left_out = {"outcome": "slower", "reason": "the last ones were"} if self._slower == GIVE_UP else {}
+        gives_up = self._slower == GIVE_UP and not self.request.largest
+        left_out = {"outcome": "slower", "reason": "the last ones were"} if gives_up else {}
         if micro >= self._limit:
             left_out = {"outcome": "oom", "reason": "a smaller one did not fit"}
         if left_out:

@@ -177,6 +177,15 @@ def test_own_axis_is_measured_outwards(tmp_path: Path) -> None:
     assert events[0]["total"] == sum(p.numel() for p in Net().parameters())
 
 
+def test_the_largest_size_may_be_beyond_the_own_batch(tmp_path: Path) -> None:
+    run_distributed(measure, 1, str(tmp_path), 4_000_000, own_axis=True, largest=True, high_micro=2**13)
+    outcomes = {e["micro"]: e["outcome"] for e in events_of(tmp_path) if e["event"] == "point"}
+    assert list(outcomes) == [4, 8, *(2**power for power in range(4, 14)), 2, 1]
+    fitting = [micro for micro, outcome in outcomes.items() if outcome == "ok"]
+    assert 16 <= max(fitting) < 4096  # what the memory holds, however slow
+    assert all(outcome == ("ok" if micro <= max(fitting) else "oom") for micro, outcome in outcomes.items())
+
+
 def test_sizes_are_timed_in_turns(tmp_path: Path) -> None:
     """Visits of four steps; sizes that are not far slower than the best again, and the first of them at the end."""
     run_distributed(measure, 1, str(tmp_path), None, points=((4, 2), (8, 1), (1, 64)), steps=8, precision=0.0)
