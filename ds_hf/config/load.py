@@ -32,6 +32,9 @@ from ds_hf.log import log_once
 __all__ = ["build", "examine", "grouped", "load_config", "log_warnings", "provenance"]
 
 
+_IMPLYING = {"compile", "nebula"}
+
+
 def load_config(
     source: object,
     *,
@@ -80,6 +83,10 @@ def examine(
     rename(draft)
     normalise(draft)
     check(draft)
+    if not _IMPLYING.isdisjoint(draft.tree):
+        from ds_hf.config.implied import imply  # few files have such sections
+
+        imply(draft)
     legal = draft.without_faults()
     typed = build(legal, draft.name)
     check_rules(typed, draft)

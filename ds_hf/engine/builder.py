@@ -412,7 +412,7 @@ def _make_optimizer(
         raise ConfigError(f"optimizer= takes a torch.optim.Optimizer or a function, not {type(optimizer).__name__}")
     assert settings.optimizer is not None
     if settings.optimizer.type.lower() == "muon":
-        mark_matrices(model)
+        mark_matrices(model, heads=bool((settings.optimizer.params or {}).get("per_head_muon")))
     offloaded = settings.zero_optimization.offload_optimizer.device != "none"
     return build_optimizer(settings.optimizer.type, settings.optimizer.params, groups, offloaded=offloaded)
 

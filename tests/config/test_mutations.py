@@ -219,7 +219,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
         "/torch_autocast/lower_precision_safe_modules/1",
     ),
     ("/torch_autocast", {"enabled": True, "dtype": "int8"}, "bf16", "/torch_autocast/dtype"),
-    ("/compile", {"deepcompile": True}, "DeepCompile"),
+    ("/compile", {"deepcompile": True, "passes": ["autotp"]}, "divides the model", "/compile/passes/0"),
     ("/curriculum_learning", {"enabled": True}, "needs min_difficulty", "/curriculum_learning/min_difficulty"),
     ("/progressive_layer_drop", {"enabled": True, "theta": 0}, "above 0", "/progressive_layer_drop/theta"),
     (
@@ -266,8 +266,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
         "/hybrid_engine/inference_tp_size",
     ),
     ("/hybrid_engine", {"enabled": True, "max_out_tokens": 0}, "at least", "/hybrid_engine/max_out_tokens"),
-    ("/nebula", {"enabled": True}, "not supported"),
-    ("/checkpoint/use_node_local_storage", True, "not supported"),
+    ("/nebula", {"enabled": "often"}, "true or false", "/nebula/enabled"),
     ("/data_types", {"param_dtype": "fp16"}, "make the parameters", "/data_types/param_dtype"),
     ("/fp16/fp16_master_weights_and_grads", True, "not supported"),
     ("/ds_hf", {"stochastic_rounding": "often"}, "true or false", "/ds_hf/stochastic_rounding"),
@@ -276,7 +275,7 @@ MUTATIONS: list[tuple[Any, ...]] = [
     ("/optimizer", {"type": "OneBitAdam", "params": {"lr": 1e-3}}, "1-bit", "/optimizer/type"),
     ("/optimizer", {"type": "Muon", "params": {"ns_steps": 6}}, "Muon takes no", PARAMS + "/ns_steps"),
     ("/optimizer", {"type": "Muon", "params": {"ns_method": "fast"}}, "gram", PARAMS + "/ns_method"),
-    ("/optimizer", {"type": "Muon", "params": {"per_head_muon": True}}, "attention head", PARAMS + "/per_head_muon"),
+    ("/optimizer", {"type": "AdamW", "params": {"per_head_muon": True}}, "takes no", PARAMS + "/per_head_muon"),
     ("/optimizer", {"type": "LBFGS"}, "closure", "/optimizer/type"),
     ("/optimizer", {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.9]}}, "SGD takes no", PARAMS + "/betas"),
 ]

@@ -14,7 +14,7 @@ from ds_hf.config.load import _section_class
 from ds_hf.config.schema import Node, dotted, is_other_name, load_schema, types_of, walk
 
 UNREAD = {
-    *("datastates_ckpt", "eigenvalue", "nebula"),
+    *("datastates_ckpt", "eigenvalue"),
 }
 OWN_FIELDS = {"source", "mesh", "resolved", "provenance", "warnings"}
 DICTS = {("optimizer", "params"), ("scheduler", "params")}

@@ -41,6 +41,7 @@ from ds_hf.config.types.training import (
     CompileSection,
     DsHfSection,
     HybridEngineSection,
+    NebulaSection,
     OptimizerSection,
     PipelineSection,
     SchedulerSection,
@@ -180,6 +181,7 @@ class Config:
     weight_quantization: WeightQuantizationSection = field(default_factory=WeightQuantizationSection)
     sparse_attention: SparseAttentionSection = field(default_factory=SparseAttentionSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    nebula: NebulaSection = field(default_factory=NebulaSection)
     elasticity: ElasticitySection = field(default_factory=ElasticitySection)
     autotuning: AutotuningSection = field(default_factory=AutotuningSection)
     steps_per_print: float | None = None

@@ -19,6 +19,7 @@ __all__ = [
     "DsHfPipelineSection",
     "DsHfSection",
     "HybridEngineSection",
+    "NebulaSection",
     "OptimizerSection",
     "ParallelWriteSection",
     "PipelineSection",
@@ -141,6 +142,18 @@ class DsHfCheckpointSection:
     async_: bool = False
     verify: Literal["sizes", "digest", "full"] = "digest"
     grace: float | None = None
+
+
+@dataclass(frozen=True)
+class NebulaSection:
+    """Azure's writer of checkpoints in the background, in whose place ds_hf's own is."""
+
+    enabled: bool = False
+    enable_nebula_load: bool = True
+    nebula_load_path: str | None = None
+    persistent_storage_path: str | None = None
+    persistent_time_interval: int = 100
+    num_of_version_in_retention: int = 2
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ which it holds a piece, and applies its piece.
 
 State: ``momentum_buffer`` of matrices, ``step``, ``exp_avg``, ``exp_avg_sq`` of the rest.
 Legend: an *update* is a tensor of fp32 (fp64 for fp64 params); ``[..., rows, columns]`` are a batch of matrices, but
-``[out, in, height, width]`` of a convolution is one matrix ``[out, in * height * width]``.
+``[out, in, height, width]`` of a convolution is one matrix ``[out, in * height * width]``, and a matrix whose rows are
+those of attention heads (``muon_heads``) is a batch of them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ds_hf.engine.optim.base import (
     outs_of,
     rate_of,
 )
+from ds_hf.engine.optim.muon_heads import head_rows
 from ds_hf.engine.optim.newton_schulz import NS_METHODS, orthogonalized
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.engine.zero.layout import FlatLayout, Fragment
@@ -77,8 +79,7 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
         super().add_param_group(_filled(param_group))
         if param_group["use_muon"]:
             try:
-                for param in self.param_groups[-1]["params"]:
-                    _require_matrix(param)
+                _take_heads(self.param_groups[-1])
             except ValueError:
                 self.param_groups.pop()
                 raise
@@ -103,8 +104,9 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
             self._adam(group, params, grads, outs, scale_and_skip)
             return
         updates = _moved(group, [self._buffer(param) for param in params], grads, scale_and_skip)
-        done = _orthogonal(updates, [param.shape for param in params], group["ns_method"])
-        self._apply(group, params, done, [_scale(param.shape) for param in params], outs, scale_and_skip)
+        shapes = [_shape_of(param.shape, group) for param in params]
+        done = _orthogonal(updates, shapes, group["ns_method"])
+        self._apply(group, params, done, [_scale(shape) for shape in shapes], outs, scale_and_skip)
 
     @torch.no_grad()
     def update_pieces(self, units: Sequence[UnitPieces], scale_and_skip: Tensor | None) -> None:
@@ -139,12 +141,13 @@ class MuonWithAuxAdam(TensorwiseOptimizer):
             updates = self._exchanged(unit, updates)
         for group, pieces in groups:
             matrices = [updates[p.slot].to(unit.axis_device) for p in pieces]
-            done = _orthogonal(matrices, [p.shape for p in pieces], group["ns_method"])
+            shapes = [_shape_of(p.shape, group) for p in pieces]
+            done = _orthogonal(matrices, shapes, group["ns_method"])
             mine = [
                 matrix.reshape(-1)[p.start : p.start + p.param.numel()].to(unit.device)
                 for p, matrix in zip(pieces, done, strict=True)
             ]
-            scales = [_scale(p.shape) for p in pieces]
+            scales = [_scale(shape) for shape in shapes]
             self._apply(group, [p.param for p in pieces], mine, scales, outs_of(pieces), scale_and_skip)
 
     def _apply(
@@ -316,8 +319,25 @@ def _require_matrix(param: Tensor) -> None:
             f"Muon updates matrices, and a group with use_muon has a parameter of shape {tuple(shape)}: "
             'put it in a group with "use_muon": False'
         )
-    if getattr(param, "muon_num_heads", None) is not None:
-        raise ValueError("Muon makes whole matrices orthogonal, not attention heads: remove muon_num_heads")
+
+
+def _take_heads(group: dict[str, Any]) -> None:
+    """Matrices whose rows are heads are made orthogonal a head at a time: how many rows one has is the group's."""
+    for param in group["params"]:
+        _require_matrix(param)
+    found = {head_rows(param) for param in group["params"]}
+    if len(found) > 1:
+        raise ValueError(
+            "a group with use_muon has matrices with heads of different sizes: put them in groups of their own"
+        )
+    if rows := next(iter(found), None):
+        group["head_rows"] = rows
+
+
+def _shape_of(shape: torch.Size, group: dict[str, Any]) -> torch.Size:
+    """``[heads, rows, columns]`` of a matrix that is a head at a time, else the parameter's shape."""
+    rows = group.get("head_rows")
+    return shape if not rows else torch.Size((shape[0] // rows, rows, shape[1]))
 
 
 def _moved(

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_hf.engine.optim.muon import MuonWithAuxAdam
+from ds_hf.engine.optim.muon_heads import head_rows, mark_heads
 from ds_hf.engine.zero.buffer import logical_shape
 from ds_hf.log import log_once, warn_once
 
@@ -22,8 +23,9 @@ _MUON_KEYS = ("lr", "momentum", "weight_decay", "ns_method")
 _ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
 
 
-def mark_matrices(model: nn.Module) -> None:
-    """Write ``use_muon`` on every parameter of ``model`` that has no such mark yet."""
+def mark_matrices(model: nn.Module, *, heads: bool = False) -> None:
+    """Write ``use_muon`` on every parameter of ``model`` that has no such mark yet; with ``heads`` also which rows are
+    those of attention heads."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     counts = {True: 0, False: 0}
     for name, param in model.named_parameters():
@@ -38,6 +40,8 @@ def mark_matrices(model: nn.Module) -> None:
                 )
         if param.requires_grad:
             counts[bool(marked.use_muon)] += logical_shape(param).numel()
+    if heads:
+        mark_heads(model)
     log_once(f"Muon updates {counts[True]} elements in matrices, AdamW updates the other {counts[False]}")
 
 
@@ -54,11 +58,13 @@ def muon_of_json(
     adam_w_mode: bool = True,
     torch_adam: bool = False,
     fp32_optimizer_states: bool = True,
+    per_head_muon: bool = False,
 ) -> MuonWithAuxAdam:
     """The optimizer "Muon" with DeepSpeed's keys over ``params``, whose matrices are marked or go by their shape.
 
     Each given group becomes up to two, with the group's own settings before ``muon_lr`` or ``adam_lr``, and these
-    before ``lr``. ``torch_adam`` and ``fp32_optimizer_states`` choose among implementations of DeepSpeed's.
+    before ``lr``; matrices whose rows are heads, which ``per_head_muon`` has marked, make one more a size of head.
+    ``torch_adam`` and ``fp32_optimizer_states`` choose among implementations of DeepSpeed's.
     """
     shared = {"momentum": momentum, "weight_decay": weight_decay, "ns_method": ns_method, "betas": betas, "eps": eps}
     rates = {True: lr if muon_lr is None else muon_lr, False: lr if adam_lr is None else adam_lr}
@@ -75,9 +81,12 @@ def muon_of_json(
                 settings["lr"] = rates[use_muon]
             settings.update({key: group[key] for key in keys if key in group})
             chosen = [p for p in _listed(group) if _uses_muon(p) is use_muon]
-            if chosen:
-                name = f"{prefix}-{label}-params" if prefix else f"{label}-params"
-                split.append({"params": chosen, "use_muon": use_muon, "name": name, **settings})
+            heads = {id(p): (head_rows(p) if use_muon else None) or 0 for p in chosen}
+            for rows in sorted(set(heads.values())):
+                alike = [p for p in chosen if heads[id(p)] == rows]
+                kind = f"{label}-heads-of-{rows}" if rows else label
+                name = f"{prefix}-{kind}-params" if prefix else f"{kind}-params"
+                split.append({"params": alike, "use_muon": use_muon, "name": name, **settings})
     return MuonWithAuxAdam(split, adam_w_mode=adam_w_mode)
 
 

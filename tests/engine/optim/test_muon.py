@@ -352,15 +352,11 @@ def test_refusals(group: dict[str, Any], word: str) -> None:
         MuonWithAuxAdam([{"params": parameters((2, 2)), **group}])
 
 
-def test_vectors_and_heads_are_refused() -> None:
+def test_vectors_are_refused() -> None:
     optimizer = Muon(parameters((2, 2)))
     with pytest.raises(ValueError, match=r"shape \(3,\).*use_muon.: False"):
         optimizer.add_param_group({"params": parameters((3,)), "use_muon": True})
     assert len(optimizer.param_groups) == 1
-    (param,) = parameters((4, 2))
-    param.muon_num_heads = 2  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match="muon_num_heads"):
-        Muon([param])
 
 
 # -- functions -----------------------------------------------------------------------------------------------------
