@@ -27,14 +27,14 @@ from ds_hf.config.triple import KEYS, WorldSize
 from ds_hf.config.types.root import Config, MeshShape, Origin, OriginKind
 from ds_hf.errors import ConfigError
 
-__all__ = ["elastic_notes", "resolve_elastic"]
+__all__ = ["ElasticConfigFaults", "ElasticSizeFaults", "elastic_notes", "resolve_elastic"]
 
 
-class _ElasticConfigFaults(ConfigError, ElasticityConfigError):
+class ElasticConfigFaults(ConfigError, ElasticityConfigError):
     """All faults of a configuration, of which some are about elasticity."""
 
 
-class _ElasticSizeFaults(ConfigError, ElasticityIncompatibleWorldSize):
+class ElasticSizeFaults(ConfigError, ElasticityIncompatibleWorldSize):
     """All faults of a configuration, one of which is that the number of processes does not fit."""
 
 
@@ -47,14 +47,14 @@ def resolve_elastic(config: Config, draft: Draft, world: WorldSize, mesh: MeshSh
     """
     section, base = config.elasticity, "/elasticity"
     given = _given(draft)
-    draft.raised = _ElasticConfigFaults
+    draft.raised = ElasticConfigFaults
     if draft.faulty(base) or (mesh is None and world.value):
         return
     try:
         ensure_immutable_elastic_config(given)
         batch = _chosen(ElasticityConfig(given), mesh)
     except ElasticityIncompatibleWorldSize as error:
-        draft.raised = _ElasticSizeFaults
+        draft.raised = ElasticSizeFaults
         draft.fault(f"{base}/max_train_batch_size", str(error), "raise it, or train on fewer processes")
         return
     except ElasticityError as error:
@@ -68,7 +68,7 @@ def resolve_elastic(config: Config, draft: Draft, world: WorldSize, mesh: MeshSh
         return
     size = mesh.data
     if size not in batch.sizes:
-        draft.raised = _ElasticSizeFaults
+        draft.raised = ElasticSizeFaults
         message = f"{size} data-parallel processes do not make the global batch of {batch.total} ({world.origin})"
         fix = f'train on {listed(_near(batch.sizes, size))}, or set "version": 0.2, which takes another batch'
         draft.fault(base, message, fix)

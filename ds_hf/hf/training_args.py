@@ -45,11 +45,11 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
     if not given:  # accelerate launch named the configuration: its plugin reads it
         _refuse(find_unfit_optimizers(None, arguments), "the training arguments")
         if file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-            _take_elastic_batch(checked_config(file, WorldSize.find(None).value), arguments)
+            _take_elastic_batch(checked_config(file, None if WorldSize.launched() else 1), arguments)
         _settle_cpu(arguments)
         return wrapped(*args, **kwargs)
-    world = WorldSize.find(None).value
-    config = checked_config(given, world)
+    alone = None if WorldSize.launched() else 1
+    config = checked_config(given, alone)
     _take_elastic_batch(config, arguments)
     _refuse(find_unfit_optimizers(config, arguments), f"{config.source} and the training arguments")
     faults = find_mismatches(config, arguments)
@@ -61,7 +61,7 @@ def _check_first(wrapped: Callable[..., None], arguments: Any, args: tuple[Any, 
         logger.warning("%s\nTraining will refuse to start.", error)
     _settle_cpu(arguments)
     _share_sequences(config, arguments)
-    with _replaced(arguments, plain_config(given, world)):
+    with _replaced(arguments, plain_config(given, alone)):
         wrapped(*args, **kwargs)
     if arguments.n_gpu > 1:
         # A plain `python train.py` on a machine with several GPUs: an engine drives one device, and there is no

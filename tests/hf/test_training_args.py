@@ -205,3 +205,18 @@ def test_subclasses_are_checked_too(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError):
         Seq2SeqTrainingArguments(output_dir=str(tmp_path), deepspeed={"zero_optimization": {"stge": 1}})
+
+
+def test_elasticity_fills_in_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2, 4], "version": 0.1}
+    zero = {"zero_optimization": {"stage": 1}}
+    for more in ({}, {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}):
+        arguments = make(tmp_path, {"elasticity": section, **zero, **more}, per_device_train_batch_size=3)
+        assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (4, 2)
+        config = arguments.hf_deepspeed_config.config
+        assert (config["train_batch_size"], config["gradient_accumulation_steps"]) == (8, 2)
+    with pytest.raises(ConfigError, match="auto_find_batch_size would try others"):
+        make(tmp_path, {"elasticity": section}, auto_find_batch_size=True)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"3 data-parallel processes .*from the environment variable WORLD_SIZE"):
+        make(tmp_path, {"elasticity": section})
