@@ -39,6 +39,7 @@ def shrinking_faults(named: Mapping[str, nn.Module], groups: list[Group]) -> Ite
             if not group.related.get(name):
                 continue
             yield from _adapted(named, group, name)
+            yield from _elsewhere(named, group, name)
             for part in _parts(named, group, name):
                 if part in cut:
                     both = f"of {part[0]} the {part[1]} would be cut twice, for {cut[part]} and for {name}"
@@ -78,6 +79,26 @@ def _adapted(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterato
             yield _fault(group, message, "merge the adapters first (merge_and_unload), or leave related_modules out")
 
 
+def _elsewhere(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterator[Fault]:
+    """Related modules of another block, where this one has the same."""
+    mine = _places(name)
+    for other in group.related[name]:
+        words, places = other.split("."), _places(other)
+        for depth, (here, there) in enumerate(zip(mine, places, strict=False)):
+            if here != there:
+                at = [index for index, word in enumerate(words) if word.isdecimal()][depth]
+                own = ".".join([*words[:at], here, *words[at + 1 :]])
+                if own in named and own != name:
+                    message = f"{other} is of another block than {name}, which has {own}"
+                    yield _fault(group, message, f"name {own}, or what all blocks have in common")
+                break
+
+
+def _places(name: str) -> list[str]:
+    """The numbers of the containers in which a module lies."""
+    return [word for word in name.split(".")[:-1] if word.isdecimal()]
+
+
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
@@ -99,6 +120,10 @@ def _rows(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterator[F
         message = f"{name} makes queries, keys or values, whose rows are heads"
         yield _fault(group, message, "take head_pruning, of the layer that reads them")
         return
+    if "." in name and inputs_of(layer) != outputs_of(layer) and outputs_of(layer) in _widths_between(named):
+        message = f"{name} writes into what all blocks read and add to, which would keep its width"
+        yield _fault(group, message, f"take the layers whose rows {name} reads, and leave it to related_modules")
+        return
     blocks = "." in name  # in a flat model layers of the same shape need not belong together
     for other, module in _beside(named, name, (name, *group.related[name])) if blocks else ():
         if _is_linear(module) and (inputs_of(module), outputs_of(module)) == (inputs_of(layer), outputs_of(layer)):
@@ -110,6 +135,17 @@ def _rows(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterator[F
             yield _fault(
                 group, f"the activation after {name} makes {at_zero:.2g} of zeros, which the trained model reads"
             )
+
+
+def _widths_between(named: Mapping[str, nn.Module]) -> set[int]:
+    """Of what goes from block to block: embeddings make it, and norms of the whole of it stand in several blocks."""
+    widths = [module.embedding_dim for module in named.values() if isinstance(module, nn.Embedding)]
+    norms: list[int] = []
+    for name, module in named.items():
+        weight = getattr(module, "weight", None)
+        if "norm" in type(module).__name__.lower() and "." in name and isinstance(weight, Tensor):
+            norms += [shape[0]] if len(shape := logical_shape(weight)) == 1 else []
+    return {width for width in widths if width in norms}
 
 
 def _at_zero(function: Any) -> float | None:
@@ -165,6 +201,15 @@ def _channels(named: Mapping[str, nn.Module], group: Group, name: str) -> Iterat
         module = named[each]
         if isinstance(module, nn.Conv2d) and module.groups > 1:
             yield _fault(group, f"{each} is a convolution of {module.groups} groups, which channels would change")
+    rows, following = outputs_of(named[name]), False
+    for other, module in _beside(named, name, ()):
+        if following and isinstance(module, nn.Conv2d | nn.Linear):
+            break
+        norm = isinstance(module, nn.BatchNorm2d) and module.num_features == rows
+        if following and norm and other not in group.related[name]:
+            last = other.rpartition(".")[2]
+            yield _fault(group, f"{other} is over the channels of {name}, and would be over all", f"add {last} to it")
+        following |= other == name
 
 
 # -- weights of several modules ----------------------------------------------------------------------------------------

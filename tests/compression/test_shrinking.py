@@ -59,6 +59,10 @@ def images(groups: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=groups))
 
 
+def normed_images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
 def rows(modules: list[str], related: list[list[str]]) -> dict[str, Any]:
     return {"row_pruning": method(HALF, modules, related)}
 
@@ -86,6 +90,13 @@ def heads(modules: list[str], related: list[str], count: int = 4) -> dict[str, A
         ),
         (lambda: Olmo2ForCausalLM(Olmo2Config(**WIDTHS)), heads(["o_proj"], QKV), "q_norm is over the values of all"),
         (t5, heads(["SelfAttention.o"], [f"SelfAttention.{x}" for x in "qkv"]), "relative_attention_bias has values"),
+        (
+            lambda: llama(num_hidden_layers=2),
+            rows(["layers.0.mlp.up_proj"], [["layers.1.mlp.gate_proj", "layers.1.mlp.down_proj"]]),
+            "layers.1.mlp.gate_proj is of another block than .*0.mlp.up_proj, which has .*layers.0.mlp.gate_proj",
+        ),
+        (llama, rows(["down_proj"], [["q_proj"]]), "down_proj writes into what all blocks read and add to"),
+        (normed_images, {"channel_pruning": method(HALF, ["0"], [["3"]])}, "1 is over the channels of 0"),
         (lambda: images(2), {"channel_pruning": method(HALF, ["0"], [["1"]])}, "1 is a convolution of 2 groups"),
     ],
 )
