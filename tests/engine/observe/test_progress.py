@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +130,14 @@ for _ in range(3):
 """
 
 
+def said_by(code: str) -> tuple[str, str]:
+    """What a script writes, to its output and its errors, in a process in which nothing was said or made yet."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        exec(code, {"__name__": "__main__"})
+    return out.getvalue(), err.getvalue()
+
+
 @pytest.mark.parametrize(
     ("before", "more", "lines"),
     [
@@ -143,13 +151,11 @@ for _ in range(3):
 )
 def test_said_once(before: str, more: str, lines: int) -> None:
     """Three equal engines in a script: one line; a level that was chosen is obeyed."""
-    script = SCRIPT.format(before=before, more=more)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(f"ds_hf {ds_hf.__version__}: ZeRO stage 0, 1 process (data 1) on CPU") == lines
-    assert done.stderr.count("\nmaster weights") == 0  # fp32 parameters are the masters
-    assert done.stderr.count("\nmoments") == ("full" in more)
-    assert "ds_hf 0" not in done.stdout
+    ((output, errors),) = run_distributed(said_by, 1, SCRIPT.format(before=before, more=more), backend=None)
+    assert errors.count(f"ds_hf {ds_hf.__version__}: ZeRO stage 0, 1 process (data 1) on CPU") == lines
+    assert errors.count("\nmaster weights") == 0  # fp32 parameters are the masters
+    assert errors.count("\nmoments") == ("full" in more)
+    assert "ds_hf 0" not in output
 
 
 def test_handlers_of_the_script_alone(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
