@@ -1,0 +1,276 @@
+"""DeepSpeed's own unit tests, of a checkout of its sources, against the name ``deepspeed`` that ds_hf serves.
+
+    python -m tests.tools.deepspeed_tests CHECKOUT unit/v1/zero unit/pipe --limit 600 --json FILE
+
+Prints for each file how many tests passed, failed and were skipped, and what the failures say. Nothing of the checkout
+is changed or kept: its ``tests`` are copied to a temporary folder. There
+
+- what a file imports from DeepSpeed and ds_hf does not have becomes an object that fails when it is used, so that the
+  other tests of the file run; tests that use it are *internals*, and not counted as failed;
+- a machine without accelerators may have any number of processes (DeepSpeed skips tests of more than it has sockets).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Outcome", "adapt", "run_files", "summarise"]
+
+ROOT = Path(__file__).parents[2]
+INTERNAL = "not in ds_hf, and an internal of DeepSpeed: "
+# What a failure says that comes of a name which ds_hf has not.
+_ABSENT = re.compile(
+    rf"{INTERNAL}|ds_hf does not provide deepspeed\.|<module 'deepspeed\.[^>]*> (has no|does not have the) attribute"
+)
+
+_PLUGIN = f'''
+
+# -- added by ds_hf's tests/tools/deepspeed_tests.py --
+def _absent(name):
+    class Absent(type):
+        def __getattr__(cls, key):
+            if key.startswith("__"):
+                raise AttributeError(key)
+            raise RuntimeError("{INTERNAL}" + name)
+        def __call__(cls, *args, **kwargs):
+            raise RuntimeError("{INTERNAL}" + name)
+        def __iter__(cls):
+            raise RuntimeError("{INTERNAL}" + name)
+    return Absent(name.rpartition(".")[2], (), {{}})
+
+
+import builtins
+builtins._ds_hf_absent = _absent
+'''
+
+_REPORTS = """
+import multiprocessing
+multiprocessing.set_forkserver_preload(["torch", "deepspeed", "unit.common"])  # a test's processes start in a moment
+
+
+def pytest_runtest_logreport(report):
+    import json, os
+    if report.when == "call" or report.outcome != "passed":
+        text = "" if report.passed else str(report.longrepr)
+        with open(os.environ["DS_HF_REPORTS"], "a") as file:
+            file.write(json.dumps([report.nodeid, report.outcome, text]) + "\\n")
+
+
+def pytest_collectreport(report):
+    import json, os
+    if report.failed:
+        with open(os.environ["DS_HF_REPORTS"], "a") as file:
+            file.write(json.dumps([report.nodeid, "failed", str(report.longrepr)]) + "\\n")
+"""
+
+
+class Outcome(collections.Counter[str]):
+    """Counts of ``passed``, ``failed``, ``internals``, ``skipped`` and ``unfinished``, and what failures said.
+
+    Attributes:
+        reasons: one line of each failure, by name of the test.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: dict[str, str] = {}
+
+
+def adapt(tests: Path) -> None:
+    """Change a copy of DeepSpeed's folder ``tests``, see the top of the module."""
+    conftest = tests / "conftest.py"
+    conftest.write_text((conftest.read_text() if conftest.exists() else "") + _PLUGIN + _REPORTS)
+    for path in sorted(tests.rglob("*.py")):
+        text = path.read_text()
+        changed = re.sub(r"get_accelerator\(\)\.device_count\(\) < (num_procs|\w*world_size)", "False", text)
+        changed = _without_missing_imports(changed)
+        if path.name == "common.py":  # its processes import it, and no conftest
+            changed = changed.replace("import os\n", f"import os\n{_PLUGIN}", 1)
+        if changed != text:
+            path.write_text(changed)
+
+
+def _without_missing_imports(text: str) -> str:
+    """Imports of what is not there replaced, in place, on as many lines."""
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        found = list(_replacements(node))
+        if not found:
+            continue
+        assert isinstance(node, ast.Import | ast.ImportFrom)
+        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+        indent = lines[first][: node.col_offset]
+        lines[first : last + 1] = [f"{indent}{'; '.join(found)}\n", *["\n"] * (last - first)]
+    return "".join(lines)
+
+
+def _replacements(node: ast.AST) -> Iterator[str]:
+    """What stands in the place of an import of DeepSpeed's that fails; nothing for other nodes."""
+    if isinstance(node, ast.ImportFrom) and node.level == 0 and str(node.module).partition(".")[0] == "deepspeed":
+        module = str(node.module)
+        have = [_has(module, alias.name) for alias in node.names]
+        if all(have):
+            return
+        for alias, there in zip(node.names, have, strict=True):
+            name = alias.asname or alias.name
+            yield (
+                f"from {module} import {alias.name} as {name}"
+                if there and alias.name != "*"
+                else f"{name} = _ds_hf_absent('{module}.{alias.name}')"
+                if alias.name != "*"
+                else "pass"
+            )
+    elif isinstance(node, ast.Import):
+        gone = [a for a in node.names if a.name.startswith("deepspeed.") and not _has(a.name, None)]
+        for alias in node.names if gone else ():
+            as_ = f" as {alias.asname}" if alias.asname else ""
+            absent = f"{alias.asname} = _ds_hf_absent('{alias.name}')" if alias.asname else "import deepspeed"
+            yield absent if alias in gone else f"import {alias.name}{as_}"
+
+
+def _has(module: str, name: str | None) -> bool:
+    try:
+        found = importlib.import_module(module)
+        if name is not None and name != "*" and not hasattr(found, name):
+            importlib.import_module(f"{module}.{name}")
+    except ImportError:
+        return False
+    return True
+
+
+def run_files(
+    checkout: Path, chosen: list[str], *, limit: float, each: float, more: list[str]
+) -> Iterator[tuple[str, Outcome]]:
+    """Run the files below ``chosen`` (paths below ``tests``) one after another; each one's name, and what came of it.
+
+    Args:
+        limit: seconds for a file. each: seconds for a test that hangs. more: arguments for pytest.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tests = Path(folder) / "tests"
+        shutil.copytree(checkout / "tests", tests)
+        adapt(tests)
+        for start in chosen:
+            place = tests / start
+            for path in sorted(place.rglob("test_*.py")) if place.is_dir() else [place]:
+                name = path.relative_to(tests).as_posix()
+                yield name, _run_file(tests, name, limit, each, more)
+
+
+def _run_file(tests: Path, name: str, limit: float, each: float, more: list[str]) -> Outcome:
+    reports = tests.parent / "reports.jsonl"
+    reports.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "DS_HF_REPORTS": str(reports),
+        "DS_UNITTEST_TIMEOUT": str(int(each)),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{tests}{os.pathsep}{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--maxfail=1000", "-p", "no:cacheprovider", name, *more]
+    with subprocess.Popen(
+        command,
+        cwd=tests,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = -1
+        finally:
+            _end(process.pid)
+    outcome = summarise(reports.read_text() if reports.exists() else "")
+    if code not in (0, 1, 5):  # 5: nothing was collected
+        outcome["unfinished"] += 1
+        outcome.reasons.setdefault(
+            name, f"the run ended with {code}" if code >= 0 else f"not ended after {limit:.0f} s"
+        )
+    return outcome
+
+
+def _end(group: int) -> None:
+    """Processes that a test left: all of the session that was begun for it."""
+    try:
+        os.killpg(group, 9)
+    except ProcessLookupError:
+        return
+
+
+def summarise(reports: str) -> Outcome:
+    """Of the lines that a run wrote: ``[test, outcome, text of the failure]``."""
+    outcome = Outcome()
+    for line in reports.splitlines():
+        name, what, text = json.loads(line)
+        internal = what == "failed" and _ABSENT.search(text) is not None
+        outcome["internals" if internal else what] += 1
+        if what == "failed":
+            outcome.reasons[name.partition("::")[2] or name] = _reason(text)
+    return outcome
+
+
+def _reason(text: str) -> str:
+    """The line of a failure that says most."""
+    said = re.findall(r"^E\s+(\S.*)$", text, re.M) or [line for line in text.splitlines() if line.strip()][-1:]
+    faults = [line for line in said if re.match(r"1\. /", line)]  # of a ConfigError
+    named = [line for line in said if re.match(r"[\w.]*(Error|Exception|Exit|Timeout)\b", line)]
+    return (faults or named or said or ["?"])[-1][:240]
+
+
+def _counts(outcome: Outcome) -> str:
+    return (
+        ", ".join(
+            f"{outcome[kind]} {kind}"
+            for kind in ("passed", "failed", "internals", "skipped", "unfinished")
+            if outcome[kind]
+        )
+        or "nothing"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="folder of DeepSpeed's sources")
+    parser.add_argument("chosen", nargs="+", help="files or folders below its tests")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a file")
+    parser.add_argument("--each", type=float, default=60, help="seconds for a test that hangs")
+    parser.add_argument("--json", type=Path, help="where to write all reasons")
+    parser.add_argument("--pytest", default="", help="arguments for pytest")
+    args = parser.parse_args(arguments)
+    total, texts = Outcome(), dict[str, Any]()
+    for name, outcome in run_files(
+        args.checkout, args.chosen, limit=args.limit, each=args.each, more=args.pytest.split()
+    ):
+        print(f"{name}: {_counts(outcome)}", flush=True)
+        for test, reason in outcome.reasons.items():
+            if not _ABSENT.search(reason):
+                print(f"  {test}\n      {reason}", flush=True)
+        total.update(outcome)
+        texts[name] = {**outcome, "reasons": outcome.reasons}
+        if args.json:
+            args.json.write_text(json.dumps(texts, indent=1) + "\n")
+    public = total["passed"] + total["failed"]
+    share = f", {total['passed'] / public:.0%} of those that use no internals" if public else ""
+    print(f"all: {_counts(total)}{share}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The runner of DeepSpeed's own tests, on a checkout of four small tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools import deepspeed_tests
+
+_TESTS = """
+from deepspeed.zero import Init
+from deepspeed.runtime.zero.stage3 import (
+    DeepSpeedZeroOptimizer_Stage3,
+    no_such_internal as renamed,
+)
+import deepspeed.no_such_module as gone
+
+
+def test_passes():
+    assert Init.__name__ == "Init"
+
+
+def test_fails():
+    raise ValueError("told")
+
+
+def test_uses_an_internal():
+    renamed(3)
+
+
+def test_uses_a_module():
+    gone.thing
+"""
+
+
+def test_what_ds_hf_lacks_fails_only_the_tests_that_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unit = tmp_path / "tests" / "unit"
+    unit.mkdir(parents=True)
+    (unit / "test_some.py").write_text(_TESTS)
+    before = (unit / "test_some.py").read_text()
+    told = tmp_path / "told.json"
+    deepspeed_tests.main([str(tmp_path), "unit", "--json", str(told), "--limit", "120"])
+    said = capsys.readouterr().out
+    assert "unit/test_some.py: 1 passed, 1 failed, 2 internals" in said
+    assert "test_fails\n      ValueError: told" in said
+    assert said.rstrip().endswith("all: 1 passed, 1 failed, 2 internals, 50% of those that use no internals")
+    assert "an internal of DeepSpeed: deepspeed.runtime.zero.stage3.no_such_internal" in told.read_text()
+    assert (unit / "test_some.py").read_text() == before
+
+
+def test_tests_may_have_more_processes_than_there_are_devices(tmp_path: Path) -> None:
+    common = tmp_path / "common.py"
+    common.write_text("import os\nif get_accelerator().device_count() < num_procs:\n    skip()\n")
+    deepspeed_tests.adapt(tmp_path)
+    assert "if False:" in common.read_text()
+    assert "def pytest_runtest_logreport" in (tmp_path / "conftest.py").read_text()
